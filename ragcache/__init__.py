@@ -1,0 +1,1 @@
+"""ragcache: RAG middleware in which the document is the unit of cache."""

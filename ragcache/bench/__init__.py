@@ -1,0 +1,1 @@
+"""Benchmarks: ratios of things run side by side in one process."""

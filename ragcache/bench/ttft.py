@@ -1,0 +1,137 @@
+"""Time to first token: ordinary prefill, concatenated states, and segments, side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragcache.bench.machine import describe_machine
+from ragcache.bench.shapes import LlamaShape
+from ragcache.engine import EncodeJob, Request, Segment, assemble, encode, generate
+from ragcache.models import CausalLM
+from ragcache.states import KVStates
+
+
+@dataclass(frozen=True, slots=True)
+class TtftSetting:
+    """The prompt: a preamble, modules, a question; and how often each side runs."""
+
+    shape: LlamaShape = LlamaShape()
+    preamble_tokens: int = 32
+    modules: int = 4
+    module_tokens: int = 1024
+    question_tokens: int = 48
+    prefill_runs: int = 2
+    cached_runs: int = 9
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.preamble_tokens + self.modules * self.module_tokens
+
+
+def bench_ttft(
+    setting: TtftSetting | None = None, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Runs the three ways in turn and returns medians in seconds and their ratios.
+
+    The modules stand in another order than they were encoded in, so that every one was moved.
+    Times end when the first token is known; concatenation counts, as every prompt needs its own.
+    """
+    setting = setting or TtftSetting()
+    progress("building the model")
+    model = setting.shape.build(torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(setting.shape.vocabulary, (n,), generator=generator).tolist()  # noqa: E731
+    preamble, question = draw(setting.preamble_tokens), draw(setting.question_tokens)
+    modules = [draw(setting.module_tokens) for _ in range(setting.modules)]
+    prompt = [t for run in (preamble, *reversed(modules), question) for t in run]
+
+    progress("ordinary prefill (tens of seconds)")
+    prefill = _median(setting.prefill_runs, lambda: _prefill(model, prompt))
+    causal = CausalLM.patch(model)
+    progress("encoding the modules")
+    states = _encode(causal, preamble, modules)
+    placed = [states[0], *reversed(states[1:])]
+    model.set_attn_implementation("sdpa")
+    _concatenated(model, placed, question)
+    times: dict[str, list[float]] = {"concat": [], "cached": []}
+    progress("concatenated states and segments, in turn")
+    for _ in range(setting.cached_runs):
+        model.set_attn_implementation("sdpa")
+        times["concat"].append(_timed(lambda: _concatenated(model, placed, question)))
+        CausalLM.patch(model)
+        times["cached"].append(_timed(lambda: _cached(causal, placed, question)))
+    return _report(setting, prefill, times)
+
+
+def _report(
+    setting: TtftSetting, prefill: float, times: dict[str, list[float]]
+) -> dict[str, Any]:
+    cached, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
+    total = setting.cached_tokens + setting.question_tokens
+    everything = setting.shape.flops(total, 0)
+    remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
+    limit = prefill * remaining / everything
+    return {
+        "ratio_to_prefill": prefill / cached,
+        "ratio_to_concat": concat / cached,
+        "share_of_limit": limit / cached,
+        "seconds": {"prefill": prefill, "concat": concat, "cached": cached, "limit": limit},
+        "runs": times,
+        "setting": asdict(setting),
+        "machine": describe_machine(),
+    }
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _median(runs: int, run: Callable[[], object]) -> float:
+    return statistics.median(_timed(run) for _ in range(runs))
+
+
+@torch.inference_mode()
+def _prefill(model: Any, prompt: Sequence[int]) -> int:
+    logits: Tensor = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1).logits
+    return int(logits[0, -1].argmax())
+
+
+def _encode(
+    causal: CausalLM, preamble: Sequence[int], modules: Sequence[Sequence[int]]
+) -> list[KVStates]:
+    [root] = encode(causal, [EncodeJob(preamble)])
+    jobs = [EncodeJob(tokens, root.length, Segment(root, 0)) for tokens in modules]
+    return [root, *encode(causal, jobs)]
+
+
+@torch.inference_mode()
+def _concatenated(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
+    """Plain Hugging Face: every layer's states concatenated into a `DynamicCache`."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer in range(states[0].keys.shape[0]):
+        keys = torch.cat([s.keys[layer] for s in states], dim=1)
+        values = torch.cat([s.values[layer] for s in states], dim=1)
+        cache.update(keys[None], values[None], layer)
+    start = sum(s.length for s in states)
+    positions = torch.arange(start, start + len(question))[None]
+    logits: Tensor = model(
+        torch.tensor([question]), position_ids=positions, past_key_values=cache, logits_to_keep=1
+    ).logits
+    return int(logits[0, -1].argmax())
+
+
+def _cached(causal: CausalLM, states: Sequence[KVStates], question: Sequence[int]) -> int:
+    context = assemble(states, question, window=causal.window, max_new_tokens=1)
+    [completion] = generate(causal, [Request(context, 1, frozenset())])
+    return completion.token_ids[0]

@@ -1,0 +1,79 @@
+"""Ragged batches: the new tokens of all requests in one row of tokens, and the plan over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ragcache.attention import SegmentRows, StepPlan
+from ragcache.engine.context import Segment
+from ragcache.engine.private import PrivateStates
+from ragcache.models import CausalLM, Step
+from ragcache.states import KVStates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One request's share of a step: its next tokens, which follow its private states."""
+
+    segments: tuple[Segment, ...]
+    private: PrivateStates
+    token_ids: Sequence[int]
+    wants_logits: bool = True
+
+
+@dataclass(slots=True)
+class _Readers:
+    """The rows that attend to one segment's states, and how far it was moved for each."""
+
+    rows: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    deltas: list[int] = field(default_factory=list)
+
+
+def build_step(model: CausalLM, works: Sequence[Work]) -> Step:
+    """Flattens the works to rows 0..T-1. Logits are wanted of the last row of each that asks."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    logit_rows: list[int] = []
+    runs = []
+    readers: dict[KVStates, _Readers] = {}  # grouped by the states themselves, not their equals
+    for work in works:
+        begin, end = len(tokens), len(tokens) + len(work.token_ids)
+        tokens.extend(work.token_ids)
+        first = work.private.start + work.private.length
+        positions.extend(range(first, first + len(work.token_ids)))
+        for slot, segment in enumerate(work.segments):
+            reader = readers.setdefault(segment.states, _Readers())
+            reader.rows.extend(range(begin, end))
+            reader.slots.extend([slot] * (end - begin))
+            reader.deltas.extend([segment.delta] * (end - begin))
+        runs.append(work.private.run(begin, end, len(work.segments)))
+        if work.wants_logits:
+            logit_rows.append(end - 1)
+    segments = tuple(_segment_rows(model, s, r, len(tokens)) for s, r in readers.items())
+    slots = 1 + max(len(work.segments) for work in works)
+    return Step(
+        torch.tensor(tokens, device=model.device),
+        torch.tensor(positions, device=model.device),
+        torch.tensor(logit_rows, dtype=torch.int64, device=model.device),
+        StepPlan(segments, tuple(runs), len(tokens), slots),
+    )
+
+
+def _segment_rows(
+    model: CausalLM, states: KVStates, readers: _Readers, num_rows: int
+) -> SegmentRows:
+    everyone = readers.rows == list(range(num_rows)) and len(set(readers.slots)) == 1
+    rows = slots = None
+    if not everyone:
+        rows = torch.tensor(readers.rows, device=model.device)
+        slots = torch.tensor(readers.slots, device=model.device)
+    rotation = None
+    if any(readers.deltas):
+        same = len(set(readers.deltas)) == 1
+        deltas = readers.deltas[:1] if same else readers.deltas
+        rotation = model.scheme.relocation(torch.tensor(deltas, device=model.device))
+    return SegmentRows(states.keys, states.values, rows, slots, readers.slots[0], rotation)

@@ -1,0 +1,68 @@
+"""What a request attends to: segments in order, then its own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcache.errors import PromptTooLong
+from ragcache.states import KVStates
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """States standing at position `start` of a prompt. Nothing is copied to place them."""
+
+    states: KVStates
+    start: int
+
+    @property
+    def delta(self) -> int:
+        """How far the segment was moved from where it was encoded, in positions."""
+        return self.start - self.states.start
+
+    @property
+    def end(self) -> int:
+        """The first position after the segment."""
+        return self.start + self.states.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """segments, and the private tokens that follow them from position `start` on."""
+
+    segments: tuple[Segment, ...]
+    token_ids: tuple[int, ...]
+    start: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose states are read, not computed."""
+        return sum(segment.states.length for segment in self.segments)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + len(self.token_ids)
+
+
+def assemble(
+    states: Sequence[KVStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int
+) -> Context:
+    """Places states one after another without gaps, then the private tokens.
+
+    Raises `PromptTooLong` where prompt and answer together exceed `window` positions.
+    """
+    position, segments = 0, []
+    for each in states:
+        segments.append(Segment(each, position))
+        position += each.length
+    needed = position + len(token_ids) + max_new_tokens
+    if needed > window:
+        raise PromptTooLong(
+            f"the prompt needs {position + len(token_ids)} tokens ({position} of documents, "
+            f"{len(token_ids)} of question and template) and the answer up to {max_new_tokens}, "
+            f"but the model's window holds {window}; ask with a smaller k or a shorter question"
+        )
+    if not token_ids:
+        raise ValueError("a prompt needs at least one token of its own")
+    return Context(tuple(segments), tuple(token_ids), position)

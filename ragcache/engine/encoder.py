@@ -1,0 +1,54 @@
+"""Encoding: from tokens to states, many modules in one ragged pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ragcache.engine.batch import Work, build_step
+from ragcache.engine.context import Segment
+from ragcache.engine.private import PrivateStates
+from ragcache.models import CausalLM
+from ragcache.states import KVStates
+
+TOKENS_A_PASS = 2048
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeJob:
+    """A run of tokens to encode from position `start`, seeing `root` (the preamble) if given.
+
+    Without a root this is Prompt Cache's independent encoding (§3.3); with one, the attention
+    sink and the instructions stand where the model expects them.
+    """
+
+    token_ids: Sequence[int]
+    start: int = 0
+    root: Segment | None = None
+
+
+def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
+    """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
+    for batch in _batches(jobs):
+        works = []
+        for job in batch:
+            private = PrivateStates.allocate(model, len(job.token_ids), job.start)
+            root = () if job.root is None else (job.root,)
+            works.append(Work(root, private, job.token_ids, wants_logits=False))
+        model.forward(build_step(model, works))
+        for work in works:
+            work.private.advance(len(work.token_ids))
+            yield work.private.as_states()
+
+
+def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:
+    batch: list[EncodeJob] = []
+    size = 0
+    for job in jobs:
+        if batch and size + len(job.token_ids) > TOKENS_A_PASS:
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += len(job.token_ids)
+    if batch:
+        yield batch

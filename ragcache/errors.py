@@ -1,0 +1,114 @@
+"""Named errors. Each message says what was wrong, where, and what to do.
+
+    RagCacheError
+    ├── ConfigurationError          a setting or an argument that cannot be used
+    ├── DocumentError
+    │   ├── NoDocuments             nothing to ingest
+    │   └── UnreadableDocument      a file that is missing, binary or not UTF-8
+    ├── ModelError
+    │   ├── ModelNotFound           no such model folder or hub name
+    │   ├── UnsupportedModel        an architecture, position scheme or window not served
+    │   └── MissingExtra            an optional dependency is not installed
+    ├── RequestError
+    │   ├── EmptyQuestion
+    │   ├── PromptTooLong           prompt and answer exceed the model's window
+    │   ├── UnknownCollection
+    │   └── UnknownModule
+    └── StoreError
+        ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
+        ├── StoreFull               no space left on the device
+        ├── StoreUnwritable         the state folder cannot be written
+        ├── StateCorrupt            a blob failed its checksum (encoded again by the facade)
+        └── StateMissing            no tier holds the states of a key
+
+Errors of the markup language (`ragcache_schemas.PMLError` and below) stand on their own: the
+language does not depend on the engine.
+"""
+
+from __future__ import annotations
+
+
+class RagCacheError(Exception):
+    """The root of every error that ragcache raises on purpose."""
+
+
+class ConfigurationError(RagCacheError, ValueError):
+    """A setting or an argument that cannot be used."""
+
+
+class DocumentError(RagCacheError):
+    """A document cannot be ingested."""
+
+
+class NoDocuments(DocumentError, ValueError):
+    """There was nothing to ingest."""
+
+
+class UnreadableDocument(DocumentError, ValueError):
+    """A file is missing, binary or not UTF-8."""
+
+
+class ModelError(RagCacheError):
+    """A model cannot be loaded or served."""
+
+
+class ModelNotFound(ModelError, ValueError):
+    """There is no such model folder, or the hub has no such name."""
+
+
+class UnsupportedModel(ModelError, ValueError):
+    """The model has a property that the segment design does not serve."""
+
+
+class MissingExtra(ModelError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class RequestError(RagCacheError):
+    """A request cannot be answered."""
+
+
+class EmptyQuestion(RequestError, ValueError):
+    """A question without text."""
+
+
+class PromptTooLong(RequestError, ValueError):
+    """Prompt and answer together exceed the model's window."""
+
+
+class UnknownCollection(RequestError, KeyError):
+    """No collection has this name."""
+
+    __str__ = Exception.__str__  # KeyError would quote the message
+
+
+class UnknownModule(RequestError, KeyError):
+    """No module has this name."""
+
+    __str__ = Exception.__str__
+
+
+class StoreError(RagCacheError):
+    """The store of states failed."""
+
+
+class StoreBudgetExceeded(StoreError):
+    """More bytes are in use at once than a tier's budget holds."""
+
+
+class StoreFull(StoreError, OSError):
+    """The device that holds the state folder is full."""
+
+
+class StoreUnwritable(StoreError, OSError):
+    """The state folder cannot be written."""
+
+
+class StateCorrupt(StoreError):
+    """A blob failed its checksum or cannot be parsed."""
+
+
+class StateMissing(StoreError, KeyError):
+    """No tier holds the states of a key."""
+
+    __str__ = Exception.__str__

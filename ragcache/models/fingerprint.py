@@ -1,0 +1,50 @@
+"""Digests of a model and of a tokenizer: parts of every state key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAMPLES = 1024  # elements of every weight whose bits enter the digest as they are
+
+
+def model_fingerprint(model: Any) -> str:
+    """A digest of configuration, dtype and weights.
+
+    Of every weight tensor it takes the name, shape and dtype, an integer sum over all of its bits
+    (exact, whatever the order of summing) and a sample of its elements.
+    """
+    digest = hashlib.sha256(_config_text(model.config).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        bits = _bits(weight.detach())
+        total = int(bits.sum(dtype=torch.int64))
+        step = max(1, bits.numel() // SAMPLES)
+        digest.update(f"{name}|{tuple(weight.shape)}|{weight.dtype}|{total}|".encode())
+        digest.update(bits[::step].cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A digest of vocabulary and merges (the whole serialised tokenizer)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _config_text(config: Any) -> str:
+    entries = config.to_dict()
+    for volatile in ("transformers_version", "_name_or_path", "_attn_implementation"):
+        entries.pop(volatile, None)
+    return json.dumps(entries, sort_keys=True, default=str)
+
+
+def _bits(weight: Tensor) -> Tensor:
+    flat = weight.contiguous().view(-1)
+    if flat.is_floating_point():
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        return flat.view(width[flat.element_size()])
+    return flat.to(torch.int64)

@@ -1,0 +1,82 @@
+"""Loading models: from a folder, from the hub, or the reader that ships in the package."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragcache.errors import ModelNotFound
+from ragcache.models.causal import CausalLM
+from ragcache.models.fingerprint import tokenizer_fingerprint
+
+READER = Path(__file__).parent.parent / "reader"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A patched model with its tokenizer."""
+
+    name: str
+    causal: CausalLM
+    tokenizer: Any
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        return tokenizer_fingerprint(self.tokenizer)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, of model and tokenizer together."""
+        config = self.causal.model.generation_config
+        listed = config.eos_token_id if config is not None else None
+        ids = listed if isinstance(listed, list) else [listed]
+        return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; control tokens that stand in it are recognised."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def encode_untrusted(self, text: str) -> list[int]:
+        """Token ids of a text from outside, in which `<|end|>` is five ordinary characters."""
+        ids: list[int] = self.tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def load_model(
+    name: str | Path | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+) -> LoadedModel:
+    """Loads and patches a model.
+
+    name: a folder or a hub name; None is the embedded reader. dtype: None keeps the checkpoint's.
+    Raises `ModelNotFound` or `UnsupportedModel`.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(READER if name is None else name)
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.WARNING)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"cannot load the model {source!r}: {error}. Give a folder with config.json, weights "
+            "and tokenizer, or the name of a hub model that this machine can reach; without a "
+            "model the embedded reader is used"
+        ) from error
+    causal = CausalLM.patch(model.to(device))
+    return LoadedModel("ragcache-reader" if name is None else source, causal, tokenizer)

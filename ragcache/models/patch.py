@@ -1,0 +1,75 @@
+"""The patch: Hugging Face's own hooks, no copied modelling code.
+
+`AttentionInterface` lets a model call `ragged_attention` instead of its attention kernel, and a
+`Cache` subclass receives each layer's new keys and values. Without a plan (an ordinary call of the
+patched model) everything goes to PyTorch's scaled-dot-product attention as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ragcache.attention import AttentionBackend, StepPlan, attend
+
+IMPLEMENTATION = "ragcache"
+
+
+class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Writes each layer's new states into the private runs of a step."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(layers=[])
+        self.plan = plan
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [1, Hkv, T, D]; returned as they are."""
+        for run in self.plan.runs:
+            until = run.past + run.end - run.begin
+            run.keys[layer_idx, :, run.past : until] = key_states[0, :, run.begin : run.end]
+            run.values[layer_idx, :, run.past : until] = value_states[0, :, run.begin : run.end]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        return query_length, 0
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    plan: StepPlan | None = None,
+    backend: AttentionBackend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`."""
+    if plan is None or backend is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    joined = attend(plan, layer, query[0], scale=scale, backend=backend)
+    return joined.transpose(0, 1)[None], None
+
+
+def patch(model: Any) -> None:
+    """Makes a Hugging Face model attend through `ragged_attention`, in place."""
+    AttentionInterface.register(IMPLEMENTATION, ragged_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    model.set_attn_implementation(IMPLEMENTATION)

@@ -1,0 +1,46 @@
+"""Names of states: a digest of everything that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FORMAT_VERSION = 1
+"""Raised when encoding or the blob format changes, so that older states are not found."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class KVKey:
+    """`digest` is 64 hexadecimal digits; equal keys mean interchangeable states."""
+
+    digest: str
+
+    def __str__(self) -> str:
+        return self.digest
+
+
+def state_key(
+    *,
+    model: str,
+    tokenizer: str,
+    scheme: str,
+    mode: str,
+    token_ids: Sequence[int],
+    start: int,
+    root: KVKey | None,
+) -> KVKey:
+    """The key of the states of `token_ids` encoded from position `start`.
+
+    model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
+    scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
+    that stood before these while they were encoded (the preamble), if any.
+    """
+    digest = hashlib.sha256()
+    names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), str(root or ""))
+    for name in names:
+        digest.update(f"{len(name)}:{name},".encode())
+    digest.update(np.asarray(token_ids, dtype="<i4").tobytes())
+    return KVKey(digest.hexdigest())

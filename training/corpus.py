@@ -1,0 +1,233 @@
+"""The reader's training corpus: sections of text with the questions that they answer.
+
+Four sources, each an endless stream of `Section`s:
+
+* `Paragraphs`: the templates of `paragraphs/`, filled anew every time;
+* `Sentences`: natural questions over encyclopaedic sentences (sentence_questions.jsonl) with the
+  answer spans of `labels/`; numbers and rare words are swapped for others at every reading, so
+  that answers cannot be memorised and must be copied;
+* `Searches`: natural search questions over a paragraph (qed.jsonl), swapped in the same way;
+* `Prose`: plain text without questions, for distraction and for cloze questions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from templates import Filled, Template, fill, parse_file
+
+HELD_OUT = 0.08  # the share of paragraph templates that training never sees
+# Before this line the questions come from articles that XQuAD, an evaluation set, draws on.
+FIRST_SENTENCE = 9_995
+
+Section = Filled
+
+
+@dataclass(frozen=True)
+class Paragraphs:
+    templates: tuple[Template, ...]
+
+    def draw(self, rng: random.Random) -> Section:
+        section = fill(rng.choice(self.templates), rng)
+        return section if rng.random() > 0.06 else lowered(section)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A natural text with questions; drawn with its numbers and rare words swapped."""
+
+    text: str
+    questions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Passages:
+    passages: tuple[Passage, ...]
+    swapper: Swapper
+
+    def draw(self, rng: random.Random) -> Section:
+        passage = rng.choice(self.passages)
+        swap = self.swapper.mapping(passage, rng) if rng.random() < 0.85 else {}
+        questions = tuple(
+            (apply_swap(q, swap), apply_swap(a, swap)) for q, a in passage.questions
+        )
+        return Filled("", apply_swap(passage.text, swap), questions)
+
+
+@dataclass(frozen=True)
+class Prose:
+    sentences: tuple[tuple[str, ...], ...]
+
+    def draw(self, rng: random.Random) -> Section:
+        run = rng.choice(self.sentences)
+        start = rng.randrange(max(1, len(run) - 6))
+        picked = run[start : start + rng.randint(3, 9)]
+        cloze = [c for c in (self._cloze(s, rng) for s in picked) if c]
+        return Filled("", " ".join(picked), tuple(rng.sample(cloze, min(2, len(cloze)))))
+
+    @staticmethod
+    def _cloze(sentence: str, rng: random.Random) -> tuple[str, str] | None:
+        words = sentence.split()
+        if len(words) < 9:
+            return None
+        size = rng.randint(1, 3)
+        at = rng.randint(3, len(words) - size - 2)
+        answer = " ".join(words[at : at + size]).strip(".,;:!?\"'()")
+        left = " ".join(words[max(0, at - rng.randint(4, 9)) : at])
+        right = " ".join(words[at + size : at + size + rng.randint(2, 7)])
+        return (f"{left} ___ {right}", answer) if answer else None
+
+
+_WORD = re.compile(r"[A-Za-zÀ-ÿ]+|\d+")
+
+
+@dataclass(frozen=True)
+class Swapper:
+    """Swaps rare words and numbers for others, the same way all through a sample."""
+
+    frequent: frozenset[str]
+    rare: tuple[str, ...]
+
+    @classmethod
+    def over(cls, texts: list[str]) -> Swapper:
+        counts = Counter(w.lower() for text in texts for w in _WORD.findall(text))
+        ranked = [w for w, _ in counts.most_common() if w.isalpha()]
+        rare = tuple(w for w in ranked[2500:] if len(w) > 3)
+        return cls(frozenset(ranked[:2500]), rare)
+
+    def mapping(self, passage: Passage, rng: random.Random) -> dict[str, str]:
+        texts = [passage.text, *(t for pair in passage.questions for t in pair)]
+        words = sorted({w for text in texts for w in _WORD.findall(text)})
+        share = rng.uniform(0.2, 0.9)
+        return {
+            w: self._other(w, rng)
+            for w in words
+            if (w.isdigit() or (w.lower() not in self.frequent and len(w) > 3))
+            and rng.random() < share
+        }
+
+    def _other(self, word: str, rng: random.Random) -> str:
+        if word.isdigit():
+            first = str(rng.randint(1, 9)) if word[0] != "0" else "0"
+            if len(word) == 4 and word[:2] in ("18", "19", "20"):
+                first, word = word[:2], word[1:]
+            return first + "".join(rng.choice("0123456789") for _ in word[1:])
+        other = rng.choice(self.rare)
+        return other.capitalize() if word[:1].isupper() else other
+
+
+def apply_swap(text: str, swap: dict[str, str]) -> str:
+    return _WORD.sub(lambda m: swap.get(m.group(), m.group()), text) if swap else text
+
+
+def lowered(section: Section) -> Section:
+    questions = tuple((q.lower(), a.lower()) for q, a in section.questions)
+    return Filled(section.title.lower(), section.text.lower(), questions)
+
+
+def detokenise(text: str) -> str:
+    """Undoes Penn-Treebank spacing: `-lrb- afc -rrb-` becomes `(afc)`."""
+    for mark, char in {"-lrb-": "(", "-rrb-": ")", "-lsb-": "[", "-rsb-": "]"}.items():
+        text = text.replace(mark, char)
+    text = text.replace("``", '"').replace("''", '"').replace(" -- ", "–")
+    text = re.sub(r" ([,.;:?!%)\]]|'s\b|n't\b|'re\b|'ve\b|'ll\b|'\B)", r"\1", text)
+    text = re.sub(r"([(\[$£]) ", r"\1", text)
+    text = re.sub(r'" ([^"]*?) ?"', r'"\1"', text)
+    return re.sub(r"(\w) - (\w)", r"\1-\2", text).strip()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    paragraphs: Paragraphs
+    held_out: Paragraphs
+    sentences: Passages
+    searches: Passages
+    prose: Prose
+
+    def texts(self, rng: random.Random) -> Iterator[str]:
+        """Text for the tokenizer, the paragraph templates weighing most."""
+        for template in self.paragraphs.templates:
+            for _ in range(8):
+                section = fill(template, rng)
+                yield "\n".join([f"# {section.title}", section.text, *sum(section.questions, ())])
+        for source in (self.sentences, self.searches):
+            for passage in source.passages:
+                yield "\n".join([passage.text, *(q for q, _ in passage.questions)])
+        for run in self.prose.sentences:
+            yield " ".join(run)
+
+
+def load_corpus(training: Path, data: Path) -> Corpus:
+    templates = [t for file in sorted((training / "paragraphs").glob("*.txt")) for t in parse_file(file)]
+    random.Random(20).shuffle(templates)
+    held = round(HELD_OUT * len(templates))
+    sentences = _sentences(data / "sentence_questions.jsonl", training / "labels" / "spans.tsv")
+    searches = _searches(data / "qed.jsonl")
+    prose = Prose(tuple(_prose(data)))
+    everything = [p.text for p in (*sentences, *searches)] + [" ".join(r) for r in prose.sentences]
+    swapper = Swapper.over(everything)
+    return Corpus(
+        Paragraphs(tuple(templates[held:])),
+        Paragraphs(tuple(templates[:held])),
+        Passages(tuple(sentences), swapper),
+        Passages(tuple(searches), swapper),
+        prose,
+    )
+
+
+def _sentences(questions: Path, labels: Path) -> list[Passage]:
+    """Runs of neighbouring sentences, each with its labelled questions."""
+    spans: dict[int, tuple[int, int]] = {}
+    if labels.exists():
+        for row in labels.read_text().splitlines():
+            number, first, last = map(int, row.split("\t"))
+            spans[number] = (first, last)
+    facts: dict[str, list[tuple[str, str]]] = {}
+    for number, row in enumerate(questions.read_text(encoding="utf-8").splitlines()):
+        if number < FIRST_SENTENCE:
+            continue
+        record = json.loads(row)
+        pairs = facts.setdefault(detokenise(record["sentence"]), [])
+        if number in spans:
+            first, last = spans[number]
+            answer = detokenise(" ".join(record["sentence"].split()[first : last + 1]))
+            pairs.append((detokenise(record["question"]), answer))
+    items = list(facts.items())
+    passages = []
+    for start in range(0, len(items), 5):
+        run = items[start : start + 5]
+        text = " ".join(sentence for sentence, _ in run)
+        pairs = tuple((q, a) for _, pairs in run for q, a in pairs if a in text)
+        passages.append(Passage(text, pairs))
+    return passages
+
+
+def _searches(path: Path) -> list[Passage]:
+    passages = []
+    for row in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(row)
+        text, answer = detokenise(record["context"]), detokenise(record["answers"][0])
+        pairs = ((record["question"] + "?", answer),) if answer in text else ()
+        passages.append(Passage(" ".join(text.split()[:260]), pairs))
+    return passages
+
+
+def _prose(data: Path) -> Iterator[tuple[str, ...]]:
+    texts = [(data / "war_and_peace.txt").read_text(encoding="utf-8")]
+    covid = json.loads((data / "covid_qa.json").read_text(encoding="utf-8"))
+    texts += [p["context"] for d in covid["data"] for p in d["paragraphs"]]
+    for row in (data / "qmsum.val.jsonl").read_text(encoding="utf-8").splitlines():
+        turns = json.loads(row)["meeting_transcripts"]
+        texts.append(detokenise(" ".join(turn["content"] for turn in turns)))
+    for text in texts:
+        sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z\"“])", " ".join(text.split()))
+        kept = tuple(s for s in sentences if 20 < len(s) < 400)
+        for start in range(0, len(kept), 60):
+            if len(kept[start : start + 60]) > 12:
+                yield kept[start : start + 60]
