@@ -1,1 +1,39 @@
-"""ragcache: RAG middleware in which the document is the unit of cache."""
+"""ragcache: RAG middleware in which the document is the unit of cache.
+
+from ragcache import RagCache
+
+with RagCache.open("state/") as rag:
+    rag.ingest("handbook", ["docs/"])
+    answer = rag.ask("How long is the grace period?", collection="handbook")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ragcache.documents import SourceDocument
+    from ragcache.pipeline import Answer, Ingestion, Reuse, Source, Timings
+    from ragcache.rag import RagCache
+
+__version__ = "0.1.0"
+__all__ = ["Answer", "Ingestion", "RagCache", "Reuse", "Source", "SourceDocument", "Timings"]
+
+_HOMES = {
+    "RagCache": "ragcache.rag",
+    "SourceDocument": "ragcache.documents",
+    **dict.fromkeys(["Answer", "Ingestion", "Reuse", "Source", "Timings"], "ragcache.pipeline"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name on first use: the core also runs where SQL and FAISS are absent."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ragcache' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,6 +1,6 @@
 """Attention of one layer in one step: every segment once, then the private parts, then the merge.
 
-    merge( partial(q, segment_1), ..., partial(q, segment_n), causal(q, private) )
+merge( partial(q, segment_1), ..., partial(q, segment_n), causal(q, private) )
 """
 
 from __future__ import annotations

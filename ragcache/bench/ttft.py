@@ -70,9 +70,7 @@ def bench_ttft(
     return _report(setting, prefill, times)
 
 
-def _report(
-    setting: TtftSetting, prefill: float, times: dict[str, list[float]]
-) -> dict[str, Any]:
+def _report(setting: TtftSetting, prefill: float, times: dict[str, list[float]]) -> dict[str, Any]:
     cached, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
     total = setting.cached_tokens + setting.question_tokens
     everything = setting.shape.flops(total, 0)

@@ -1,6 +1,6 @@
 """The engine: contexts of segments, ragged batches, encoding and generation."""
 
-from ragcache.engine.context import Context, Segment, assemble
+from ragcache.engine.context import Context, Segment, assemble, check_window
 from ragcache.engine.encoder import EncodeJob, encode
 from ragcache.engine.generate import Completion, Request, generate
 
@@ -11,6 +11,7 @@ __all__ = [
     "Request",
     "Segment",
     "assemble",
+    "check_window",
     "encode",
     "generate",
 ]

@@ -56,13 +56,20 @@ def assemble(
     for each in states:
         segments.append(Segment(each, position))
         position += each.length
-    needed = position + len(token_ids) + max_new_tokens
-    if needed > window:
-        raise PromptTooLong(
-            f"the prompt needs {position + len(token_ids)} tokens ({position} of documents, "
-            f"{len(token_ids)} of question and template) and the answer up to {max_new_tokens}, "
-            f"but the model's window holds {window}; ask with a smaller k or a shorter question"
-        )
+    check_window(position, len(token_ids), window=window, max_new_tokens=max_new_tokens)
     if not token_ids:
         raise ValueError("a prompt needs at least one token of its own")
     return Context(tuple(segments), tuple(token_ids), position)
+
+
+def check_window(
+    document_tokens: int, own_tokens: int, *, window: int, max_new_tokens: int
+) -> None:
+    """Raises `PromptTooLong` where prompt and answer would not fit the model's window."""
+    if document_tokens + own_tokens + max_new_tokens > window:
+        raise PromptTooLong(
+            f"the prompt needs {document_tokens + own_tokens} tokens ({document_tokens} of "
+            f"documents, {own_tokens} of question and template) and the answer up to "
+            f"{max_new_tokens}, but the model's window holds {window}; ask with a smaller k or a "
+            "shorter question"
+        )

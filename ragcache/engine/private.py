@@ -31,4 +31,6 @@ class PrivateStates:
 
     def as_states(self) -> KVStates:
         """The filled room as states of their own."""
-        return KVStates(self.keys[:, :, : self.length], self.values[:, :, : self.length], self.start)
+        return KVStates(
+            self.keys[:, :, : self.length], self.values[:, :, : self.length], self.start
+        )

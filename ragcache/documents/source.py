@@ -1,0 +1,142 @@
+"""Loading documents: files, folders, LangChain documents, or ready-made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from langchain_core.documents import Document
+
+from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument
+
+TEXT_SUFFIXES = frozenset(
+    (".md", ".markdown", ".txt", ".text", ".rst", ".adoc", ".org", ".tex", ".html", ".htm")
+)
+"""What a folder is searched for. A file that is named itself may have any suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDocument:
+    """A document as it came. `id` names it within its collection."""
+
+    id: str
+    text: str
+    uri: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+Source = str | Path | SourceDocument | Document
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Documents, and the files of folders that were passed over because of their suffix."""
+
+    documents: tuple[SourceDocument, ...]
+    ignored: tuple[Path, ...]
+
+
+def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
+    """Reads all sources, or raises before anything is stored.
+
+    Raises `NoDocuments` for an empty folder, `UnreadableDocument` naming every file that cannot be
+    read as UTF-8 text, `DocumentError` where two documents have one id.
+    """
+    documents: list[SourceDocument] = []
+    unreadable: list[str] = []
+    ignored: list[Path] = []
+    listed = [sources] if isinstance(sources, (str, Path)) else list(sources)
+    for source in listed:
+        for item in _expand(source, ignored):
+            try:
+                documents.append(_load(item))
+            except UnreadableDocument as error:
+                unreadable.append(str(error))
+    if unreadable:
+        raise UnreadableDocument(
+            "; ".join(unreadable) + ". Nothing was ingested: convert these files to UTF-8 text or "
+            "leave them out"
+        )
+    if not documents:
+        raise NoDocuments("no documents were given")
+    _check_unique(documents)
+    return Loaded(tuple(documents), tuple(ignored))
+
+
+def _expand(
+    source: Source, ignored: list[Path]
+) -> Iterator[SourceDocument | Document | tuple[Path, str]]:
+    """A folder's files as (path, id), everything else as it is. Hidden files are left alone."""
+    if isinstance(source, (SourceDocument, Document)):
+        yield source
+        return
+    path = Path(source)
+    if not path.is_dir():
+        yield path, path.name
+        return
+    files = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES]
+    if not texts:
+        raise NoDocuments(
+            f"the folder {path} holds no text files; looked for {' '.join(sorted(TEXT_SUFFIXES))}"
+        )
+    ignored += [file for file in files if file.suffix.lower() not in TEXT_SUFFIXES]
+    yield from ((file, file.relative_to(path).as_posix()) for file in texts)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _load(item: SourceDocument | Document | tuple[Path, str]) -> SourceDocument:
+    if isinstance(item, SourceDocument):
+        return item
+    if isinstance(item, Document):
+        return _from_langchain(item)
+    path, name = item
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UnreadableDocument(f"{path}: {error.strerror or error}") from error
+    if b"\0" in raw:
+        raise UnreadableDocument(f"{path}: a binary file")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnreadableDocument(f"{path}: not UTF-8 at byte {error.start}") from error
+    if not text.strip():
+        raise UnreadableDocument(f"{path}: an empty file")
+    return SourceDocument(name, text, path.absolute().as_uri())
+
+
+def _from_langchain(document: Document) -> SourceDocument:
+    source = document.metadata.get("source")
+    name = document.id or source
+    if not name:
+        raise UnreadableDocument(
+            "a LangChain document has neither an id nor metadata['source'] to name it by"
+        )
+    if not document.page_content.strip():
+        raise UnreadableDocument(f"{name}: an empty document")
+    return SourceDocument(
+        str(name), document.page_content, str(source or ""), dict(document.metadata)
+    )
+
+
+def _check_unique(documents: list[SourceDocument]) -> None:
+    seen: set[str] = set()
+    for document in documents:
+        if document.id in seen:
+            raise DocumentError(
+                f"two documents are both called {document.id!r}; ingest the folder above them, or "
+                "give SourceDocuments ids of their own"
+            )
+        seen.add(document.id)

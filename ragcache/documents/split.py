@@ -1,0 +1,95 @@
+"""Splitting a document at its structure into texts of at most so many tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+from ragcache.errors import ConfigurationError
+
+SPLIT_VERSION = 1
+"""Raised when the same text would split differently, so that documents are ingested again."""
+
+_SEPARATORS = [
+    r"\n(?=# )",
+    r"\n(?=## )",
+    r"\n(?=#{3,6} )",
+    r"\n\n+",
+    r"\n",
+    r"(?<=[.!?])\s+",
+    r"(?<=[。！？])",
+    r"\s",
+    r"",
+]
+_HEADING = re.compile(r"^(#{1,6}) +(.+?)\s*$", re.MULTILINE)
+_END = "\n\n"  # closes every module's text, so that modules may stand side by side
+MIN_TOKENS = 32
+
+
+def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> list[str]:
+    """Texts of at most `limit` tokens, cut at headings, paragraphs, sentences, then words.
+
+    Every text after the first begins with the headings that it stands under, so that it can be
+    understood, retrieved and encoded by itself.
+    """
+    if limit < MIN_TOKENS:
+        raise ConfigurationError(f"module_tokens is {limit}; it must be {MIN_TOKENS} or more")
+    text = text.strip() + _END
+    if count_tokens(text) <= limit:
+        return [text]
+    headings = [(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text)]
+    splitter = RecursiveCharacterTextSplitter(
+        separators=_SEPARATORS,
+        is_separator_regex=True,
+        keep_separator="start",
+        chunk_size=limit - _room_for_headings(headings, limit, count_tokens),
+        chunk_overlap=0,
+        length_function=lambda piece: count_tokens(piece.strip() + _END),
+        strip_whitespace=False,
+    )
+    pieces = []
+    position = 0
+    for piece in splitter.split_text(text):
+        start = text.index(piece, position)
+        position = start + len(piece)
+        if piece.strip():
+            above = _above(headings, start + len(piece) - len(piece.lstrip()))
+            pieces.append(_with_headings(above, piece.strip(), limit, count_tokens))
+    return pieces
+
+
+def _above(headings: list[tuple[int, int, str]], position: int) -> list[str]:
+    """The headings that a position stands under, outermost first."""
+    path: list[tuple[int, str]] = []
+    for start, level, line in headings:
+        if start >= position:
+            break
+        path = [(depth, text) for depth, text in path if depth < level]
+        path.append((level, line))
+    opened = next((level for start, level, _ in headings if start == position), None)
+    return [text for depth, text in path if opened is None or depth < opened]
+
+
+def _room_for_headings(
+    headings: list[tuple[int, int, str]], limit: int, count_tokens: Callable[[str], int]
+) -> int:
+    """Tokens of the longest path of headings, a third of the limit at most."""
+    paths = {tuple(_above(headings, start + 1)) for start, _, _ in headings}
+    return min(limit // 3, max((count_tokens(_join(path)) for path in paths), default=0))
+
+
+def _join(headings: tuple[str, ...] | list[str]) -> str:
+    return "".join(f"{line}\n\n" for line in headings)
+
+
+def _with_headings(
+    above: list[str], piece: str, limit: int, count_tokens: Callable[[str], int]
+) -> str:
+    """Puts as many of the headings before a piece as fit, the innermost last to go."""
+    for first in range(len(above) + 1):
+        whole = _join(above[first:]) + piece + _END
+        if count_tokens(whole) <= limit:
+            return whole
+    return piece + _END

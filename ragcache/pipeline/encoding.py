@@ -1,0 +1,88 @@
+"""From module texts to leased states: keys, the root, and encoding of what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ragcache.config import Mode
+from ragcache.engine import EncodeJob, Segment, encode
+from ragcache.models import LoadedModel, PromptFrame
+from ragcache.states import KVKey, KVStates, state_key
+from ragcache.store import Catalogue, KVStore, Lease, ModuleRow
+
+
+class ModuleEncoder:
+    """Knows under which key a module's states are kept, and makes those that are not."""
+
+    def __init__(self, model: LoadedModel, frame: PromptFrame, store: KVStore) -> None:
+        self.model, self.frame, self.store = model, frame, store
+
+    @cached_property
+    def preamble_ids(self) -> list[int]:
+        return self.model.encode(self.frame.preamble)
+
+    @cached_property
+    def preamble_key(self) -> KVKey:
+        return self._key(self.preamble_ids, "root", 0, None)
+
+    def key(self, token_ids: Sequence[int], mode: Mode) -> KVKey:
+        """The key of a module's states: encoded where the first slot starts, after the preamble;
+        `rooted` sees the preamble, `isolated` does not."""
+        root = self.preamble_key if mode == "rooted" else None
+        return self._key(token_ids, mode, len(self.preamble_ids), root)
+
+    def lease(self, modules: Sequence[Sequence[int]], mode: Mode) -> Lease:
+        """The states of the preamble and then of each module, encoded if need be."""
+        tokens = {self.key(ids, mode): ids for ids in modules}
+        keys = [self.preamble_key, *(self.key(ids, mode) for ids in modules)]
+
+        def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
+            if missing[0] == self.preamble_key:
+                yield from encode(self.model.causal, [EncodeJob(self.preamble_ids)])
+                missing = missing[1:]
+            if missing:
+                yield from self._encode([tokens[key] for key in missing], mode)
+
+        return self.store.lease(keys, produce)
+
+    def _encode(self, modules: Sequence[Sequence[int]], mode: Mode) -> Iterator[KVStates]:
+        start = len(self.preamble_ids)
+        if mode == "isolated":
+            yield from encode(self.model.causal, [EncodeJob(ids, start) for ids in modules])
+            return
+        with self.store.lease([self.preamble_key], self._no_states) as lease:
+            root = Segment(lease.states[0], 0)
+            yield from encode(self.model.causal, [EncodeJob(ids, start, root) for ids in modules])
+
+    @staticmethod
+    def _no_states(missing: Sequence[KVKey]) -> Iterator[KVStates]:
+        raise AssertionError(f"the preamble is leased before its modules: {missing}")
+
+    def _key(self, token_ids: Sequence[int], mode: str, start: int, root: KVKey | None) -> KVKey:
+        return state_key(
+            model=self.model.causal.fingerprint,
+            tokenizer=self.model.tokenizer_fingerprint,
+            scheme=self.model.causal.scheme.name,
+            mode=mode,
+            token_ids=token_ids,
+            start=start,
+            root=root,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTokens:
+    """Token ids of stored modules, made anew where another tokenizer was used before."""
+
+    catalogue: Catalogue
+    model: LoadedModel
+
+    def of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:
+        known = self.catalogue.token_ids([module.id for module in modules])
+        for module in modules:
+            if module.id not in known:
+                known[module.id] = tuple(self.model.encode_untrusted(module.text))
+                self.catalogue.add_tokens(module.id, known[module.id])
+        return [known[module.id] for module in modules]

@@ -1,0 +1,123 @@
+"""Documents in: load, split, encode, and store in one transaction."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragcache.config import Settings
+from ragcache.documents import SourceDocument, load_sources, split_text
+from ragcache.documents.source import Source
+from ragcache.documents.split import SPLIT_VERSION
+from ragcache.pipeline.encoding import ModuleEncoder
+from ragcache.retrieval import Retriever
+from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
+
+Progress = Callable[[int, int], None]
+_TOGETHER = 8  # modules leased at once: bounds what the host tier must hold
+
+
+@dataclass(frozen=True, slots=True)
+class Ingestion:
+    """What an ingestion did. encoded: states that were computed. ignored: files of folders that
+    were passed over because of their suffix."""
+
+    collection: str
+    added: int
+    updated: int
+    unchanged: int
+    modules: int
+    tokens: int
+    encoded: int
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ingestor:
+    """Stores documents with their modules, vectors and states."""
+
+    catalogue: Catalogue
+    store: KVStore
+    encoder: ModuleEncoder
+    retriever: Retriever
+    settings: Settings
+
+    def ingest(
+        self,
+        collection: str,
+        sources: Iterable[Source] | str | Path,
+        progress: Progress | None = None,
+    ) -> Ingestion:
+        """Upserts documents by id. States are on disk before a row speaks of them, and all rows
+        change in one transaction: no answer mixes old and new."""
+        loaded = load_sources(sources)
+        documents = loaded.documents
+        known = self.catalogue.documents(collection)
+        changed = [
+            d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
+        ]
+        prepared = [(d, self._split(d)) for d in changed]
+        total = sum(len(modules) for _, modules in prepared)
+        before = self.store.counters.encoded
+        rows, done = [], 0
+        for document, modules in prepared:
+            for part in _batches([ids for _, ids in modules]):
+                with self.encoder.lease(part, "rooted"):
+                    done += len(part)
+                if progress is not None:
+                    progress(done, total)
+            rows.append(self._row(document, modules))
+        replaced = self.catalogue.replace(collection, rows)
+        self.store.delete(self.store.ledger.unowned(replaced))
+        updated = sum(d.id in known for d in changed)
+        return Ingestion(
+            collection,
+            added=len(changed) - updated,
+            updated=updated,
+            unchanged=len(documents) - len(changed),
+            modules=total,
+            tokens=sum(len(ids) for _, modules in prepared for _, ids in modules),
+            encoded=self.store.counters.encoded - before,
+            ignored=tuple(str(path) for path in loaded.ignored),
+        )
+
+    def delete(self, collection: str, document_ids: Sequence[str]) -> int:
+        """Deletes documents with modules, vectors and states; returns how many there were."""
+        known = self.catalogue.documents(collection)
+        freed = self.catalogue.delete(collection, document_ids)
+        self.store.delete(self.store.ledger.unowned(freed))
+        return sum(name in known for name in document_ids)
+
+    def _digest(self, document: SourceDocument) -> str:
+        """Of the text and of all that decides how it becomes modules."""
+        parts = (document.digest, str(SPLIT_VERSION), str(self.settings.module_tokens))
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+    def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
+        tokenize = self.encoder.model.encode_untrusted
+        count = lambda text: len(tokenize(text))  # noqa: E731
+        texts = split_text(document.text, self.settings.module_tokens, count)
+        return [(text, tokenize(text)) for text in texts]
+
+    def _row(self, document: SourceDocument, modules: list[tuple[str, list[int]]]) -> NewDocument:
+        vectors = self.retriever.embed([text for text, _ in modules])
+        rows = [
+            NewModule(
+                name=f"{document.id}#{number + 1}",
+                text=text,
+                token_ids=ids,
+                key=self.encoder.key(ids, "rooted"),
+                vector=None if vectors is None else vectors[number],
+            )
+            for number, (text, ids) in enumerate(modules)
+        ]
+        return NewDocument(
+            document.id, document.uri, self._digest(document), rows, document.metadata
+        )
+
+
+def _batches(modules: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
+    for start in range(0, len(modules), _TOGETHER):
+        yield modules[start : start + _TOGETHER]

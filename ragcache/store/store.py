@@ -1,0 +1,153 @@
+"""The store: leases over the tiers, producing what is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from ragcache.errors import StateCorrupt
+from ragcache.states import KVKey, KVStates
+from ragcache.store.database import Database
+from ragcache.store.disk import DiskTier
+from ragcache.store.host import HostTier
+from ragcache.store.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_SECONDS = 3600.0  # after which a blob without a row was left by a writer that died
+
+Produce = Callable[[Sequence[KVKey]], Iterable[KVStates]]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the store was opened."""
+
+    encoded: int = 0
+    corrupt: int = 0
+    hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
+
+
+class Lease:
+    """States in use: they stay in the host tier until the lease is released.
+
+    states: in the order of the keys. source: for each key `host`, `disk` or `encoded`. moved:
+    bytes read from each tier below the host.
+    """
+
+    def __init__(self, store: KVStore, keys: Sequence[KVKey]) -> None:
+        self._store = store
+        self.keys = tuple(keys)
+        self.found: dict[KVKey, KVStates] = {}
+        self.source: dict[KVKey, str] = {}
+        self.moved: dict[str, int] = {"disk": 0}
+
+    @property
+    def states(self) -> tuple[KVStates, ...]:
+        return tuple(self.found[key] for key in self.keys)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._store.release(self)
+
+
+class KVStore:
+    """Host and disk tiers under one ledger. Every state that is put is kept on disk."""
+
+    def __init__(self, ledger: Ledger, host: HostTier, disk: DiskTier) -> None:
+        self.ledger, self.host, self.disk = ledger, host, disk
+        self.counters = Counters()
+
+    @classmethod
+    def open(cls, folder: Path, database: Database, host_bytes: int) -> KVStore:
+        """Opens the store of a state folder and makes ledger and disk agree."""
+        store = cls(Ledger(database), HostTier(host_bytes), DiskTier(folder / "states"))
+        store.reconcile()
+        return store
+
+    def reconcile(self) -> None:
+        """Rows of memory tiers go; rows without a blob go; abandoned blobs without a row go."""
+        self.ledger.clear("host")
+        rows, blobs = self.ledger.keys("disk"), set(self.disk.keys())
+        self.ledger.remove("disk", rows - blobs)
+        for key in blobs - rows:
+            if self.disk.age(key) > ABANDONED_SECONDS:
+                self.disk.delete(key)
+        self.disk.remove_parts(ABANDONED_SECONDS)
+
+    def lease(self, keys: Sequence[KVKey], produce: Produce) -> Lease:
+        """Pins the states of all keys in the host tier.
+
+        What no tier holds, or holds corrupted, is made by `produce(missing keys)` and stored.
+        """
+        lease = Lease(self, keys)
+        self.host.lease(lease.keys)
+        try:
+            for key in dict.fromkeys(keys):
+                self._find(key, lease)
+            missing = [key for key in dict.fromkeys(keys) if key not in lease.found]
+            for key, states in zip(missing, produce(missing) if missing else (), strict=True):
+                lease.found[key], lease.source[key] = states, "encoded"
+                self.put(key, states)
+        except BaseException:
+            self.host.release(lease.keys)
+            raise
+        return lease
+
+    def put(self, key: KVKey, states: KVStates) -> None:
+        """Keeps states: blob, then row, then the host tier."""
+        nbytes = self.disk.put(key, states)
+        self.ledger.record("disk", key, states, nbytes)
+        self._admit(key, states)
+        self.counters.encoded += 1
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease and counts its hits."""
+        self.host.release(lease.keys)
+        used: dict[str, list[KVKey]] = {"host": [], "disk": []}
+        for key, tier in lease.source.items():
+            if tier in used:
+                used[tier].append(key)
+                self.counters.hits[tier] += 1
+        self.ledger.touch(used)
+
+    def delete(self, keys: Iterable[KVKey]) -> None:
+        """Removes states from every tier: row, then blob."""
+        for key in keys:
+            self.ledger.remove("host", [key])
+            self.host.drop(key)
+            self.ledger.remove("disk", [key])
+            self.disk.delete(key)
+
+    def _find(self, key: KVKey, lease: Lease) -> None:
+        states = self.host.get(key)
+        if states is not None:
+            lease.found[key], lease.source[key] = states, "host"
+            return
+        if not self.ledger.holds("disk", key):
+            return
+        try:
+            states = self.disk.get(key)
+        except (StateCorrupt, FileNotFoundError) as error:
+            logger.warning("%s; the states are encoded again", error)
+            self.counters.corrupt += 1
+            self.delete([key])
+            return
+        lease.found[key], lease.source[key] = states, "disk"
+        lease.moved["disk"] += states.nbytes
+        self._admit(key, states)
+
+    def _admit(self, key: KVKey, states: KVStates) -> None:
+        victims = self.host.put(key, states)
+        self.ledger.remove("host", victims)
+        self.ledger.record("host", key, states, states.nbytes)

@@ -1,0 +1,42 @@
+"""Embeddings of modules. The ledger keeps them; the index over them is built in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from sqlalchemy import select
+
+from ragcache.store.database import Database
+from ragcache.store.tables import CollectionTable, DocumentTable, ModuleTable, VectorTable
+
+
+class Vectors:
+    """The vectors of one embedder."""
+
+    def __init__(self, database: Database, embedder: str) -> None:
+        self._database = database
+        self._embedder = embedder
+
+    def of(self, collection: str) -> tuple[np.ndarray, np.ndarray]:
+        """ids [N] int64 and vectors [N, D] float32 of a collection under this embedder."""
+        statement = (
+            select(VectorTable.module_id, VectorTable.vector)
+            .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
+            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+            .where(CollectionTable.name == collection, VectorTable.embedder == self._embedder)
+            .order_by(VectorTable.module_id)
+        )
+        with self._database.transaction() as session:
+            rows = list(session.execute(statement))
+        ids = np.array([number for number, _ in rows], dtype=np.int64)
+        vectors = [np.frombuffer(blob, dtype="<f4") for _, blob in rows]
+        return ids, np.stack(vectors) if vectors else np.zeros((0, 0), dtype=np.float32)
+
+    def add(self, ids: Sequence[int], vectors: np.ndarray) -> None:
+        """Stores vectors of modules that were ingested under another embedder, or none."""
+        with self._database.transaction() as session:
+            for number, vector in zip(ids, vectors, strict=True):
+                blob = vector.astype("<f4").tobytes()
+                session.merge(VectorTable(module_id=number, embedder=self._embedder, vector=blob))

@@ -1,0 +1,104 @@
+"""PML, the Prompt Markup Language of Prompt Cache (§3.2 to §3.4): parse, write, lay out, resolve.
+
+No tensors, no database, no files: text comes from the caller, and tokens are counted by a function
+that the caller passes in.
+"""
+
+from .builder import collection_schema, document_module, expand
+from .errors import (
+    DuplicateName,
+    ForbiddenMarkup,
+    InvalidAttribute,
+    InvalidName,
+    LimitExceeded,
+    MisplacedText,
+    MissingArgument,
+    PMLError,
+    PMLSyntaxError,
+    PMLWarning,
+    ReservedName,
+    SpanTooLong,
+    UnionConflict,
+    UnknownElement,
+    UnknownName,
+)
+from .index import Catalogue, SchemaIndex
+from .layout import CountTokens, Layout, Placement, Span, lay_out
+from .lint import Finding, lint_prompt, lint_schema
+from .names import is_name, module_name
+from .parser import parse_prompt, parse_schema
+from .plan import Piece, Plan
+from .resolve import resolve_prompt
+from .scanner import Limits
+from .tree import (
+    Arguments,
+    Chat,
+    Import,
+    Location,
+    Module,
+    Parameter,
+    Path,
+    Prompt,
+    Role,
+    Scaffold,
+    Schema,
+    Slot,
+    Text,
+    Union,
+)
+from .writer import write_prompt, write_schema
+
+__all__ = [
+    "Arguments",
+    "Catalogue",
+    "Chat",
+    "CountTokens",
+    "DuplicateName",
+    "Finding",
+    "ForbiddenMarkup",
+    "Import",
+    "InvalidAttribute",
+    "InvalidName",
+    "Layout",
+    "LimitExceeded",
+    "Limits",
+    "Location",
+    "MisplacedText",
+    "MissingArgument",
+    "Module",
+    "PMLError",
+    "PMLSyntaxError",
+    "PMLWarning",
+    "Parameter",
+    "Path",
+    "Piece",
+    "Placement",
+    "Plan",
+    "Prompt",
+    "ReservedName",
+    "Role",
+    "Scaffold",
+    "Schema",
+    "SchemaIndex",
+    "Slot",
+    "Span",
+    "SpanTooLong",
+    "Text",
+    "Union",
+    "UnionConflict",
+    "UnknownElement",
+    "UnknownName",
+    "collection_schema",
+    "document_module",
+    "expand",
+    "is_name",
+    "lay_out",
+    "lint_prompt",
+    "lint_schema",
+    "module_name",
+    "parse_prompt",
+    "parse_schema",
+    "resolve_prompt",
+    "write_prompt",
+    "write_schema",
+]

@@ -1,0 +1,167 @@
+"""Named errors of the PML language.
+
+    ValueError
+    └── PMLError                 anything wrong with a schema or a prompt
+        ├── PMLSyntaxError       not well-formed XML, or text that XML cannot carry
+        │   └── ForbiddenMarkup  DTD, entity or processing instruction
+        ├── LimitExceeded        too large, too deep, too many elements
+        ├── UnknownElement       an element that PML lacks, or that may not stand there
+        ├── MisplacedText        text where none may stand
+        ├── InvalidAttribute     an attribute that is missing, unknown or malformed
+        ├── InvalidName          a name that no prompt could spell as an element
+        │   └── ReservedName     a name that PML keeps for itself
+        ├── DuplicateName        a name given twice in one scope
+        ├── UnknownName          no such module, parameter, schema or union member
+        ├── UnionConflict        two members of one union together
+        ├── MissingArgument      a parameter without its argument
+        └── SpanTooLong          more tokens than the span holds
+
+    UserWarning
+    └── PMLWarning               accepted, though not as PML should be written
+
+Each says what was wrong, where (source, line and column, both counted from 1) and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .tree import Location
+
+__all__ = [
+    "DuplicateName",
+    "ForbiddenMarkup",
+    "InvalidAttribute",
+    "InvalidName",
+    "LimitExceeded",
+    "MisplacedText",
+    "MissingArgument",
+    "PMLError",
+    "PMLSyntaxError",
+    "PMLWarning",
+    "ReservedName",
+    "SpanTooLong",
+    "UnionConflict",
+    "UnknownElement",
+    "UnknownName",
+]
+
+
+class PMLError(ValueError):
+    """What was wrong (`problem`), where, in which `element`, and what was `expected` instead.
+
+    `line` and `column` are None where the tree was built by a program and not parsed.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        location: Location | None = None,
+        element: str | None = None,
+        expected: str | None = None,
+    ) -> None:
+        super().__init__(problem, location, element, expected)
+        self.problem = problem
+        self.location = location
+        self.element = element
+        self.expected = expected
+
+    @property
+    def source(self) -> str:
+        """The file's name, or "<string>"."""
+        return self.location.source if self.location else "<string>"
+
+    @property
+    def line(self) -> int | None:
+        """Counted from 1."""
+        return self.location.line if self.location else None
+
+    @property
+    def column(self) -> int | None:
+        """Counted from 1, in characters."""
+        return self.location.column if self.location else None
+
+    def __str__(self) -> str:
+        where = f"{self.location}: " if self.location else ""
+        advice = f"; {self.expected}" if self.expected else ""
+        return f"{where}{self.problem}{advice}"
+
+
+class PMLSyntaxError(PMLError):
+    """Not well-formed XML, or text that XML cannot carry."""
+
+
+class ForbiddenMarkup(PMLSyntaxError):
+    """A DTD, an entity or a processing instruction: PML has none of them."""
+
+
+class LimitExceeded(PMLError):
+    """Larger, deeper or with more elements than `Limits` allows."""
+
+
+class UnknownElement(PMLError):
+    """An element that PML does not have, or that may not stand where it stands."""
+
+
+class MisplacedText(PMLError):
+    """Text where none may stand, as directly inside a union."""
+
+
+class InvalidAttribute(PMLError):
+    """An attribute that is missing, unknown or malformed."""
+
+
+class InvalidName(PMLError):
+    """A name that is no XML name: a prompt could not import it as an element."""
+
+
+class ReservedName(InvalidName):
+    """A name that PML keeps for itself."""
+
+
+class DuplicateName(PMLError):
+    """A name given twice in one scope."""
+
+
+class UnknownName(PMLError):
+    """No such module, parameter, schema or union member."""
+
+
+class UnionConflict(PMLError):
+    """Two members of one union, of which a prompt may hold one."""
+
+
+class MissingArgument(PMLError):
+    """A parameter of an imported module without its argument."""
+
+
+class SpanTooLong(PMLError):
+    """More tokens than a parameter holds."""
+
+
+class PMLWarning(UserWarning):
+    """Accepted, though not as PML should be written. Carries source, line and column."""
+
+    def __init__(self, problem: str, location: Location | None = None) -> None:
+        super().__init__(problem, location)
+        self.problem = problem
+        self.location = location
+
+    @property
+    def source(self) -> str:
+        """The file's name, or "<string>"."""
+        return self.location.source if self.location else "<string>"
+
+    @property
+    def line(self) -> int | None:
+        """Counted from 1."""
+        return self.location.line if self.location else None
+
+    @property
+    def column(self) -> int | None:
+        """Counted from 1, in characters."""
+        return self.location.column if self.location else None
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.problem}" if self.location else self.problem

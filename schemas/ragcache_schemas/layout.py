@@ -1,0 +1,170 @@
+"""Where everything in a schema stands: position spans (Prompt Cache, §3.3).
+
+A module starts at its absolute location in the schema: the sum of the lengths before it. The
+members of a union share their start, and the union counts with the length of its largest member. A
+parameter takes as many positions as its `len`, whatever its argument turns out to need.
+
+Tokens are counted by the caller's function, once for each maximal run of text: what stands between
+two tags in the written schema, never text from two modules together and never a part of a run.
+Parameters and chat tags cut runs too. Turns themselves take no positions here: replace them by the
+text of the model's template before laying out (`spell_turns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from .errors import SpanTooLong
+from .tree import Chat, Module, Node, Parameter, Path, Schema, Slot, Text, Union
+
+__all__ = ["CountTokens", "Layout", "Placement", "Span", "lay_out"]
+
+CountTokens: TypeAlias = Callable[[str], int]
+Placement: TypeAlias = Literal["schema", "compact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of positions: `length` of them from `start` on.
+
+    The last part of `path` tells what it is: a module has its name, and within its scope the n-th
+    text is "#n", a parameter "@name", the n-th union "|n", a slot "slot-name", all from n = 0.
+    Members of unions and what stands in a turn have the path that they would have without it.
+    """
+
+    path: Path
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The spans of a schema in the order of its text, and its length in positions.
+
+    In the placement "schema" these are the paper's fixed positions. In "compact" whatever a
+    prompt may leave out takes no room: each module starts where the text before it that is always
+    included ends, as though it were imported alone, and its length is that of its own text and
+    parameters. That is the canonical place to encode it at; a prompt moves it from there.
+    """
+
+    spans: tuple[Span, ...]
+    length: int
+    placement: Placement = "schema"
+    _by_path: dict[Path, Span] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_path", {span.path: span for span in self.spans})
+
+    def __getitem__(self, path: Path | str) -> Span:
+        """The span at `path`; "plan/miami" is short for ("plan", "miami")."""
+        return self._by_path[tuple(path.split("/")) if isinstance(path, str) else path]
+
+    def __contains__(self, path: Path | str) -> bool:
+        return (tuple(path.split("/")) if isinstance(path, str) else path) in self._by_path
+
+
+def lay_out(
+    schema: Schema,
+    count_tokens: CountTokens,
+    placement: Placement = "schema",
+    *,
+    slot_length: Callable[[Slot], int] | None = None,
+) -> Layout:
+    """The layout of `schema`; linear in its size.
+
+    `count_tokens` gives the number of tokens of a text (without special tokens). `slot_length`
+    gives the length of the longest module that may fill a slot; it matters for the placement
+    "schema" only. Raises SpanTooLong for a parameter whose scaffold text does not fit.
+    """
+    walk = _Walk(count_tokens, placement == "compact", slot_length)
+    length = walk.scope((), schema.children, 0)
+    return Layout(tuple(walk.spans), length, placement)
+
+
+class _Walk:
+    def __init__(
+        self,
+        count_tokens: CountTokens,
+        compact: bool,
+        slot_length: Callable[[Slot], int] | None,
+    ) -> None:
+        self.count_tokens = count_tokens
+        self.compact = compact
+        self.slot_length = slot_length
+        self.spans: list[Span] = []
+
+    def scope(self, path: Path, children: Sequence[Node], start: int) -> int:
+        """Lays out the content of one module or schema; returns where it ends."""
+        return self._content(path, children, start, {"#": 0, "|": 0})
+
+    def _content(
+        self, path: Path, children: Sequence[Node], start: int, numbers: dict[str, int]
+    ) -> int:
+        for node in children:
+            match node:
+                case Text():
+                    length = self.count_tokens(node.text)
+                    start = self._span((*path, _numbered("#", numbers)), start, length)
+                case Parameter():
+                    start = self._span((*path, "@" + node.name), start, self._parameter(node))
+                case Chat():
+                    start = self._content(path, node.children, start, numbers)
+                case Module():
+                    start = self._optional(start, self._module(path, node, start))
+                case Union():
+                    start = self._optional(start, self._union(path, node, start, numbers))
+                case Slot():
+                    length = 0
+                    if self.slot_length is not None and not self.compact:
+                        length = self.slot_length(node)
+                    start = self._span((*path, node.scope), start, length)
+        return start
+
+    def _optional(self, start: int, end: int) -> int:
+        return start if self.compact else end
+
+    def _span(self, path: Path, start: int, length: int) -> int:
+        self.spans.append(Span(path, start, length))
+        return start + length
+
+    def _parameter(self, node: Parameter) -> int:
+        if node.scaffold is not None:
+            length = self.count_tokens(node.scaffold)
+            if length > node.length:
+                raise SpanTooLong(
+                    f"the scaffold of the parameter {node.name!r} is {length} tokens long, "
+                    f"and the parameter holds {node.length}",
+                    node.location,
+                    "param",
+                    f'shorten the scaffold, or write len="{length}"',
+                )
+        return node.length
+
+    def _module(self, path: Path, node: Module, start: int) -> int:
+        inner = (*path, node.name)
+        index = len(self.spans)
+        self.spans.append(Span(inner, start, 0))
+        end = self.scope(inner, node.children, start)
+        self.spans[index] = Span(inner, start, end - start)
+        return end
+
+    def _union(self, path: Path, node: Union, start: int, numbers: dict[str, int]) -> int:
+        own = (*path, _numbered("|", numbers))
+        index = len(self.spans)
+        self.spans.append(Span(own, start, 0))
+        end = max((self._module(path, member, start) for member in node.members), default=start)
+        self.spans[index] = Span(own, start, end - start)
+        return end
+
+
+def _numbered(kind: str, numbers: dict[str, int]) -> str:
+    number = numbers[kind]
+    numbers[kind] += 1
+    return f"{kind}{number}"

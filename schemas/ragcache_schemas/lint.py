@@ -1,0 +1,180 @@
+"""Everything that is wrong, doubtful or wasteful in a schema or a prompt, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from .checks import members
+from .document import Report, Warn
+from .errors import PMLError, PMLWarning
+from .index import SchemaIndex
+from .layout import CountTokens, lay_out
+from .parser import read_prompt, read_schema
+from .resolve import resolve_prompt
+from .scanner import Limits
+from .tree import Chat, Location, Module, Node, Parameter, Prompt, Schema, Text, Union
+
+__all__ = ["Finding", "Severity", "lint_prompt", "lint_schema"]
+
+Severity: TypeAlias = Literal["error", "warning", "advice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An error (refused), a warning (accepted with PMLWarning), or advice (allowed but doubtful).
+
+    `kind` is the name of the error's class, or of the rule.
+    """
+
+    severity: Severity
+    kind: str
+    message: str
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.location}: " if self.location else ""
+        return f"{where}{self.severity}: {self.message} [{self.kind}]"
+
+
+def lint_schema(
+    text: str | bytes,
+    *,
+    source: str = "<string>",
+    limits: Limits | None = None,
+    count_tokens: CountTokens | None = None,
+) -> list[Finding]:
+    """The findings in the schema `text`, in its order.
+
+    Goes on after an error, unless the text is not well-formed. With `count_tokens`, also finds
+    what does not fit and where unions waste positions.
+    """
+    findings: list[Finding] = []
+
+    def read(report: Report, warn: Warn) -> None:
+        schema = read_schema(text, source, limits or Limits(), report, warn)
+        if any(f.severity == "error" for f in findings):
+            return  # what was refused is missing from the tree, and would be found again
+        findings.extend(_advice(schema, count_tokens))
+        if count_tokens:
+            lay_out(schema, count_tokens)
+
+    return _collected(findings, read)
+
+
+def lint_prompt(
+    text: str | bytes,
+    index: SchemaIndex | None = None,
+    *,
+    source: str = "<string>",
+    limits: Limits | None = None,
+) -> list[Finding]:
+    """The findings in the prompt `text`; against its schema too, if `index` is given."""
+    findings: list[Finding] = []
+
+    def read(report: Report, warn: Warn) -> None:
+        prompt: Prompt = read_prompt(text, source, limits or Limits(), report, warn)
+        if index is None or any(f.severity == "error" for f in findings):
+            return
+        for piece in resolve_prompt(index, prompt).crowded:
+            message = (
+                f"new text of {piece.length} tokens shares positions with the module after it; "
+                "leave a parameter there as a buffer, or use the placement 'compact'"
+            )
+            findings.append(Finding("advice", "crowded-text", message, piece.location))
+
+    return _collected(findings, read)
+
+
+def _collected(findings: list[Finding], read: Callable[[Report, Warn], None]) -> list[Finding]:
+    def report(error: PMLError) -> None:
+        advice = f"; {error.expected}" if error.expected else ""
+        kind = type(error).__name__
+        findings.append(Finding("error", kind, error.problem + advice, error.location))
+
+    def warn(warning: PMLWarning) -> None:
+        findings.append(Finding("warning", "PMLWarning", warning.problem, warning.location))
+
+    try:
+        read(report, warn)
+    except PMLError as error:
+        report(error)
+    return sorted(findings, key=_order)
+
+
+def _order(finding: Finding) -> tuple[int, int]:
+    where = finding.location
+    return (where.line, where.column) if where else (0, 0)
+
+
+def _advice(schema: Schema, count_tokens: CountTokens | None) -> Iterator[Finding]:
+    scopes: list[Sequence[Node]] = [schema.children]
+    while scopes:
+        children = scopes.pop()
+        yield from _glued(children)
+        for node in _with_unions(children):
+            if isinstance(node, Union):
+                yield from _union(node, count_tokens)
+        for node, _ in members(children):
+            if isinstance(node, Module):
+                if not node.children:
+                    message = f"the module {node.name!r} is empty"
+                    yield Finding("advice", "empty-module", message, node.location)
+                scopes.append(node.children)
+    for scaffold in schema.scaffolds:
+        if len(scaffold.modules) == 1:
+            message = "a scaffold of one module changes nothing; name two or more"
+            yield Finding("advice", "single-scaffold", message, scaffold.location)
+
+
+def _with_unions(children: Sequence[Node]) -> Iterator[Node]:
+    for node in children:
+        yield node
+        if isinstance(node, Chat):
+            yield from _with_unions(node.children)
+
+
+def _glued(children: Sequence[Node]) -> Iterator[Finding]:
+    """Words that touch a parameter: "for<param .../>" becomes "for3 days"."""
+    for node in children:
+        if isinstance(node, Chat):
+            yield from _glued(node.children)
+    for left, right in pairwise(children):
+        for text, edge, parameter in ((left, -1, right), (right, 0, left)):
+            if not isinstance(text, Text) or not isinstance(parameter, Parameter):
+                continue
+            if text.text[edge].isalnum() and text.text[edge].isascii():
+                message = f"no space between the text and the parameter {parameter.name!r}"
+                yield Finding("advice", "glued-parameter", message, parameter.location)
+
+
+def _union(node: Union, count_tokens: CountTokens | None) -> Iterator[Finding]:
+    if len(node.members) < 2:
+        message = f"a union of {len(node.members)} members; a module alone says the same"
+        yield Finding("advice", "small-union", message, node.location)
+    elif count_tokens:
+        lengths = [_length(member, count_tokens) for member in node.members]
+        longest, middle = max(lengths), sorted(lengths)[len(lengths) // 2]
+        if longest > 4 * middle:
+            name = node.members[lengths.index(longest)].name
+            message = (
+                f"the member {name!r} is {longest} tokens long and the median {middle}: "
+                "every other choice leaves that gap in the placement 'schema'"
+            )
+            yield Finding("advice", "uneven-union", message, node.location)
+
+
+def _length(node: Node, count_tokens: CountTokens) -> int:
+    match node:
+        case Text():
+            return count_tokens(node.text)
+        case Parameter():
+            return node.length
+        case Module() | Chat():
+            return sum(_length(child, count_tokens) for child in node.children)
+        case Union():
+            return max((_length(member, count_tokens) for member in node.members), default=0)
+        case _:
+            return 0

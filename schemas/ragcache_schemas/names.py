@@ -1,0 +1,78 @@
+"""Names of modules, parameters, schemas and collections.
+
+A prompt imports a module as an element and gives an argument as an attribute, so both names are
+XML names without a colon: letters of any script, digits, dots, dashes and underscores, not
+beginning with a digit, dot or dash. Schemas and collections are only ever named in attributes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .errors import InvalidName, PMLError, ReservedName
+from .tree import Location
+
+__all__ = ["RESERVED", "ROLES", "is_name", "module_name", "name_problem", "title_problem"]
+
+ROLES = ("system", "user", "assistant")
+RESERVED = frozenset(
+    {"schema", "prompt", "module", "union", "scaffold", "param", "parameter", *ROLES}
+)
+
+# XML 1.0, fifth edition, productions 4 and 4a, without the colon.
+_START = (
+    r"A-Z_a-z\u00C0-\u00D6\u00D8-\u00F6\u00F8-\u02FF\u0370-\u037D\u037F-\u1FFF\u200C\u200D"
+    r"\u2070-\u218F\u2C00-\u2FEF\u3001-\uD7FF\uF900-\uFDCF\uFDF0-\uFFFD\U00010000-\U000EFFFF"
+)
+_MORE = _START + r"\-.0-9\u00B7\u0300-\u036F\u203F\u2040"
+_NAME = re.compile(f"[{_START}][{_MORE}]*")
+_NOT_IN_NAME = re.compile(f"[^{_MORE}]+")
+_TITLE = re.compile(r"\S(?:[^\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]*\S)?")
+
+
+def is_name(name: str) -> bool:
+    """Whether a prompt could spell `name` as an element or an attribute."""
+    return _NAME.fullmatch(name) is not None
+
+
+def name_problem(
+    name: str, what: str, location: Location | None = None, element: str | None = None
+) -> PMLError | None:
+    """Why `name` may not name a `what` ("module" or "parameter"); None where it may."""
+    if not is_name(name):
+        return InvalidName(
+            f"{name!r} cannot be the name of a {what}",
+            location,
+            element,
+            "a name is made of letters, digits, '.', '-' and '_', and begins with a letter or '_'",
+        )
+    if name[:3].lower() == "xml":
+        reason = "names beginning with 'xml' belong to XML"
+    elif what == "module" and name in RESERVED:
+        reason = f"<{name}> already means something in PML"
+    elif what == "parameter" and name == "schema":
+        reason = "a prompt names its schema in that attribute"
+    else:
+        return None
+    return ReservedName(f"the {what} name {name!r} is reserved", location, element, reason)
+
+
+def title_problem(
+    title: str, what: str, location: Location | None = None, element: str | None = None
+) -> PMLError | None:
+    """Why `title` may not name a schema, collection or slot; None where it may."""
+    if _TITLE.fullmatch(title):
+        return None
+    expected = "give one line of text without white space around it"
+    return InvalidName(f"{title!r} cannot be the name of a {what}", location, element, expected)
+
+
+def module_name(text: str) -> str:
+    """A valid module name near to `text`, for file names and titles; the same on every run.
+
+    Different texts may give the same name: whoever needs them apart adds a suffix.
+    """
+    name = _NOT_IN_NAME.sub("-", text).strip("-") or "module"
+    if not is_name(name):
+        name = "_" + name
+    return name if name_problem(name, "module") is None else "_" + name

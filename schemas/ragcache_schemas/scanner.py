@@ -1,0 +1,266 @@
+"""Finds every tag of a PML text with its exact line and column, and refuses unsafe markup.
+
+lxml knows the line of an element but not its column, and keeps neither for end tags and text. This
+scan runs before it, once over the text: it lists the tags, enforces the limits before anything is
+built, and refuses DTDs, entities and processing instructions. What XML demands beyond that is left
+for lxml to check.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import DuplicateName, ForbiddenMarkup, LimitExceeded, PMLSyntaxError
+from .tree import Location
+
+__all__ = ["CDATA_ADVICE", "Edit", "Limits", "Tag", "decode", "scan"]
+
+CDATA_ADVICE = "write &lt; and &amp; for '<' and '&' in text, or wrap it in <![CDATA[ ... ]]>"
+
+_TAG_NAME = r"[^\W\d][^\s<>/=\"'&]*+"
+_ATTRIBUTE = r"\s++[^\s<>/=\"'&]++\s*+=\s*+(?:\"[^\"<]*+\"|'[^'<]*+')"
+_ATTRIBUTE_NAME = re.compile(r"\s([^\s<>/=\"'&]+)\s*+=\s*+(?:\"[^\"]*+\"|'[^']*+')")
+_TOKEN = re.compile(
+    rf"""<!--(?P<comment>.*?)-->
+    |<!\[CDATA\[(?P<cdata>.*?)\]\]>
+    |</(?P<end>{_TAG_NAME})\s*+>
+    |<(?P<start>{_TAG_NAME})(?P<attributes>(?:{_ATTRIBUTE})*+)\s*+(?P<empty>/?)>
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_BARE_AND = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});)")
+_ENTITY = re.compile(r"&[^\W\d][\w.-]*;")
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NESTING = {"start": 1, "end": -1, "empty": 0}
+_ENCODINGS = frozenset(
+    ["utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "windows-1252", "gb18030"]
+)
+_BLANK = re.compile(r"[ \t\n]*+")
+_DECLARATION = re.compile(r"<\?xml\s[^?]*\?>")
+_ENCODING = re.compile(rb"""<\?xml\s[^?>]*encoding\s*=\s*["']([A-Za-z0-9._-]{1,40})["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a PML text may cost: its size in bytes of UTF-8, its depth, its number of elements."""
+
+    size: int = 10_000_000
+    depth: int = 100
+    elements: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= 200:
+            raise ValueError(f"a depth limit of {self.depth} is outside 1 to 200")
+
+
+@dataclass(slots=True)
+class Tag:
+    """One tag; `start` and `end` are offsets, `text` is where text after it begins, if any."""
+
+    kind: Literal["start", "end", "empty"]
+    name: str
+    start: int
+    end: int
+    location: Location
+    text: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Text put in at an offset of the original, to balance turns."""
+
+    offset: int
+    insert: str
+
+
+def decode(text: str | bytes, source: str, limits: Limits) -> str:
+    """The text with LF line ends and without BOM or XML declaration (blanked, not cut)."""
+    start = Location(1, 1, source)
+    _check_size(len(text), start, limits)  # a str has at least as many bytes as characters
+    if isinstance(text, bytes):
+        text = _from_bytes(text, start)
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if bad := _NOT_XML.search(text):
+        problem = f"the character U+{ord(bad[0]):04X} may not stand in XML"
+        raise PMLSyntaxError(problem, _at(text, bad.start(), source), None, "leave it out")
+    if declared := _DECLARATION.match(text):
+        text = re.sub(r"[^\n]", " ", declared[0]) + text[declared.end() :]
+    _check_size(len(text.encode()), start, limits)
+    return text
+
+
+def _check_size(size: int, start: Location, limits: Limits) -> None:
+    if size > limits.size:
+        problem = f"{size:,} bytes or more, where {limits.size:,} are allowed"
+        expected = "split the schema, or raise Limits.size"
+        raise LimitExceeded(problem, start, None, expected)
+
+
+def _from_bytes(data: bytes, start: Location) -> str:
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        encoding = "utf-16"
+    else:
+        declared = _ENCODING.match(data.removeprefix(b"\xef\xbb\xbf"))
+        encoding = declared[1].decode() if declared else "utf-8"
+    expected = "save the file as UTF-8"
+    if encoding != "utf-16" and encoding.lower() not in _ENCODINGS:
+        raise PMLSyntaxError(f"the encoding {encoding!r} is unknown", start, None, expected)
+    try:
+        return data.decode(encoding)
+    except UnicodeError as error:
+        raise PMLSyntaxError(f"not {encoding} text ({error})", start, None, expected) from None
+
+
+def _at(text: str, offset: int, source: str) -> Location:
+    line_start = text.rfind("\n", 0, offset) + 1
+    return Location(text.count("\n", 0, offset) + 1, offset - line_start + 1, source)
+
+
+class _Cursor:
+    """Offsets to locations; offsets must not decrease, so that the whole scan stays linear."""
+
+    def __init__(self, text: str, source: str, edits: Sequence[Edit]) -> None:
+        self.text, self.source = text, source
+        self.line, self.line_start, self.offset = 1, 0, 0
+        self.edits = edits
+        self.edited: list[int] = []  # where each insertion begins in the edited text
+        shift = 0
+        for edit in edits:
+            self.edited.append(edit.offset + shift)
+            shift += len(edit.insert)
+
+    def at(self, offset: int) -> Location:
+        if self.edited:
+            offset = self._original(offset)
+        if offset > self.offset:
+            newlines = self.text.count("\n", self.offset, offset)
+            if newlines:
+                self.line += newlines
+                self.line_start = self.text.rfind("\n", self.offset, offset) + 1
+            self.offset = offset
+        return Location(self.line, offset - self.line_start + 1, self.source)
+
+    def _original(self, offset: int) -> int:
+        index = bisect_right(self.edited, offset) - 1
+        if index < 0:
+            return offset
+        edit = self.edits[index]
+        return edit.offset + max(0, offset - self.edited[index] - len(edit.insert))
+
+
+def scan(
+    text: str, source: str, limits: Limits, *, edited: str = "", edits: Sequence[Edit] = ()
+) -> list[Tag]:
+    """The tags of `text`; of `edited` if given, placed where they stand in `text`."""
+    cursor = _Cursor(text, source, edits)
+    text = edited or text
+    tags: list[Tag] = []
+    depth = elements = pos = 0
+    while True:
+        begin = text.find("<", pos)
+        _check_text(text, pos, begin if begin >= 0 else len(text), cursor, tags)
+        if begin < 0:
+            return tags
+        token = _TOKEN.match(text, begin)
+        if token is None:
+            raise _not_a_tag(text, begin, cursor.at(begin), tags)
+        pos = token.end()
+        if token.lastgroup == "comment":
+            continue
+        if token.lastgroup == "cdata":
+            _note_text(text, token.start("cdata"), token.end("cdata"), cursor, tags)
+            continue
+        tag = _tag(token, cursor)
+        depth += _NESTING[tag.kind]
+        elements += tag.kind != "end"
+        _check_limits(tag, depth, elements, limits)
+        tags.append(tag)
+
+
+def _tag(token: re.Match[str], cursor: _Cursor) -> Tag:
+    location = cursor.at(token.start())
+    if name := token["end"]:
+        return Tag("end", name, token.start(), token.end(), location)
+    name = token["start"]
+    names = _ATTRIBUTE_NAME.findall(token["attributes"])
+    if len(set(names)) < len(names):
+        twice = next(one for one in names if names.count(one) > 1)
+        problem = f"the attribute {twice!r} is given twice"
+        raise DuplicateName(problem, location, name, "give it once")
+    if "&" in token["attributes"]:
+        _check_references(token.string, *token.span("attributes"), cursor, name)
+    kind: Literal["empty", "start"] = "empty" if token["empty"] else "start"
+    return Tag(kind, name, token.start(), token.end(), location)
+
+
+def _check_limits(tag: Tag, depth: int, count: int, limits: Limits) -> None:
+    if depth > limits.depth:
+        problem = f"<{tag.name}> is nested {depth} deep, where {limits.depth} are allowed"
+        raise LimitExceeded(problem, tag.location, tag.name, "flatten it, or raise Limits.depth")
+    if count > limits.elements:
+        problem = f"more than {limits.elements:,} elements"
+        expected = "split the schema, or raise Limits.elements"
+        raise LimitExceeded(problem, tag.location, tag.name, expected)
+
+
+def _check_text(text: str, begin: int, end: int, cursor: _Cursor, tags: list[Tag]) -> None:
+    if begin == end:
+        return
+    _note_text(text, begin, end, cursor, tags)
+    if text.find("&", begin, end) >= 0:
+        _check_references(text, begin, end, cursor, tags)
+    wrong = text.find("]]>", begin, end)
+    if wrong >= 0:
+        location, element = cursor.at(wrong), _open_element(tags)
+        raise PMLSyntaxError("']]>' outside CDATA", location, element, "write ]]&gt; in text")
+
+
+def _note_text(text: str, begin: int, end: int, cursor: _Cursor, tags: list[Tag]) -> None:
+    if tags and tags[-1].text is None:
+        blank = _BLANK.match(text, begin, end)
+        assert blank is not None
+        if blank.end() < end:
+            tags[-1].text = cursor.at(blank.end())
+
+
+def _check_references(
+    text: str, begin: int, end: int, cursor: _Cursor, within: list[Tag] | str
+) -> None:
+    bad = _BARE_AND.search(text, begin, end)
+    if bad is None:
+        return
+    location = cursor.at(bad.start())
+    element = within if isinstance(within, str) else _open_element(within)
+    if entity := _ENTITY.match(text, bad.start(), end):
+        problem = f"the entity {entity[0]} is not defined: PML has no DTD"
+        raise ForbiddenMarkup(problem, location, element, f"write the character; {CDATA_ADVICE}")
+    raise PMLSyntaxError("a bare '&'", location, element, CDATA_ADVICE)
+
+
+def _open_element(tags: list[Tag]) -> str | None:
+    depth = 0
+    for tag in reversed(tags):
+        depth += _NESTING[tag.kind]
+        if depth > 0:
+            return tag.name
+    return None
+
+
+def _not_a_tag(text: str, begin: int, location: Location, tags: list[Tag]) -> PMLSyntaxError:
+    element = _open_element(tags)
+    for opening, ending in (("<!--", "-->"), ("<![CDATA[", "]]>")):
+        if text.startswith(opening, begin):
+            problem = f"{opening} is never closed"
+            return PMLSyntaxError(problem, location, element, f"close it with {ending}")
+    if text.startswith("<!", begin):
+        problem = "document types and entity declarations are refused"
+        return ForbiddenMarkup(problem, location, element, f"remove it; {CDATA_ADVICE}")
+    if text.startswith("<?", begin):
+        problem = "processing instructions are refused"
+        return ForbiddenMarkup(problem, location, element, f"remove it; {CDATA_ADVICE}")
+    problem = "a bare '<', or a tag that is not well-formed"
+    return PMLSyntaxError(problem, location, element, CDATA_ADVICE)

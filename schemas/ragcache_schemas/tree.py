@@ -1,0 +1,237 @@
+"""The syntax tree of PML (Prompt Cache, §3.2): what a schema and a prompt are made of.
+
+Values are frozen and compare by content; the place in the file is carried but does not count.
+Children are kept in one canonical form: neighbouring texts are joined and empty ones dropped, so
+that a tree equals the one that its written form parses to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, TypeVar
+
+__all__ = [
+    "Arguments",
+    "Chat",
+    "Import",
+    "Location",
+    "Module",
+    "Node",
+    "Parameter",
+    "Path",
+    "Prompt",
+    "PromptNode",
+    "Role",
+    "Scaffold",
+    "Schema",
+    "SchemaNode",
+    "Slot",
+    "Text",
+    "Union",
+]
+
+Path: TypeAlias = tuple[str, ...]
+"""Names from the schema down to a module; the schema itself is ()."""
+
+Role: TypeAlias = Literal["system", "user", "assistant"]
+Arguments: TypeAlias = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place in a file; line and column count from 1, the column in characters."""
+
+    line: int
+    column: int
+    source: str = "<string>"
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text. In a schema it is always included, as an anonymous module (§3.2.1)."""
+
+    text: str
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`<param name len scaffold>`: a named placeholder of `length` tokens (§3.2.2).
+
+    `scaffold` is the text that stands in while the module is encoded; without it `length`
+    placeholder tokens do.
+    """
+
+    name: str
+    length: int
+    scaffold: str | None = None
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """`<module name>`: text that a prompt may import, with modules nested in it (§3.2.3).
+
+    `cache=False` asks for its states to be computed for every prompt, and not to be kept.
+    """
+
+    name: str
+    children: tuple[SchemaNode, ...] = ()
+    cache: bool = field(default=True, kw_only=True)
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "children", _joined(self.children))
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """`<union scaffold>`: modules of which a prompt imports at most one (§3.2.3).
+
+    The members share their start; `scaffold` names the member that stands in while a module
+    around the union is encoded (None: the first).
+    """
+
+    members: tuple[Module, ...] = ()
+    scaffold: str | None = None
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(self.members))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`<union slot="1" collection="handbook"/>`: a union whose members are a collection's modules.
+
+    They are looked up in a catalogue and not written out. A slot is a scope of its own, called
+    "slot-1", so that one document may be imported through any slot: `<slot-1><leave/></slot-1>`.
+    """
+
+    name: str
+    collection: str
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    @property
+    def scope(self) -> str:
+        """The name under which a prompt imports from this slot."""
+        return f"slot-{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """`<system>`, `<user>` or `<assistant>`: one turn, spelled by the model's template (§3.2.3).
+
+    A schema may leave its last turn open (`closes=False`) for the prompt to go on in, and the
+    prompt then ends a turn that it did not begin (`opens=False`).
+    """
+
+    role: Role
+    children: tuple[Node, ...] = ()
+    opens: bool = field(default=True, kw_only=True)
+    closes: bool = field(default=True, kw_only=True)
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "children", _joined(self.children))
+
+
+@dataclass(frozen=True, slots=True)
+class Scaffold:
+    """`<scaffold modules="a b/c">`: modules encoded together, besides singly (§3.3).
+
+    Each path is spelled from the schema down with "/".
+    """
+
+    modules: tuple[Path, ...]
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", tuple(tuple(path) for path in self.modules))
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """`<schema name>`: modules, their relative positions and hierarchy (§3.2.1)."""
+
+    name: str
+    children: tuple[SchemaNode, ...] = ()
+    scaffolds: tuple[Scaffold, ...] = ()
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "children", _joined(self.children))
+        object.__setattr__(self, "scaffolds", tuple(self.scaffolds))
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`<miami days="3">` in a prompt: a module, the arguments it gets, imports nested in it.
+
+    Text among the children is new text, computed for this prompt (§3.4).
+    """
+
+    name: str
+    arguments: Arguments = ()
+    children: tuple[PromptNode, ...] = ()
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", _pairs(self.arguments))
+        object.__setattr__(self, "children", _joined(self.children))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`<prompt schema>`: what is imported from a schema, and the new text (§3.2.1).
+
+    `arguments` are those of parameters that stand in the schema outside any module.
+    """
+
+    schema: str
+    children: tuple[PromptNode, ...] = ()
+    arguments: Arguments = ()
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", _pairs(self.arguments))
+        object.__setattr__(self, "children", _joined(self.children))
+
+
+SchemaNode: TypeAlias = Text | Parameter | Module | Union | Slot | Chat
+PromptNode: TypeAlias = Text | Import | Chat
+Node: TypeAlias = Text | Parameter | Module | Union | Slot | Chat | Import
+
+_N = TypeVar("_N")
+
+
+def _joined(nodes: Iterable[_N]) -> tuple[_N | Text, ...]:
+    out: list[_N | Text] = []
+    run: list[str] = []  # joined once, so that many small texts stay linear
+    first: Text | None = None
+
+    def flush() -> None:
+        nonlocal first
+        if first is not None:
+            out.append(first if len(run) == 1 else Text("".join(run), location=first.location))
+            first = None
+            run.clear()
+
+    for node in nodes:
+        if not isinstance(node, Text):
+            flush()
+            out.append(node)
+        elif node.text:
+            first = first or node
+            run.append(node.text)
+    flush()
+    return tuple(out)
+
+
+def _pairs(arguments: Mapping[str, str] | Iterable[tuple[str, str]]) -> Arguments:
+    items = arguments.items() if isinstance(arguments, Mapping) else arguments
+    return tuple((name, value) for name, value in items)

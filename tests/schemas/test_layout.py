@@ -1,0 +1,192 @@
+"""Position spans (Prompt Cache, §3.3)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from pml_trees import count_words, schemas
+
+from ragcache_schemas import (
+    Chat,
+    Layout,
+    Module,
+    Parameter,
+    Schema,
+    Slot,
+    Span,
+    SpanTooLong,
+    Text,
+    Union,
+    lay_out,
+    parse_schema,
+)
+
+
+def spans(layout: Layout) -> dict[str, tuple[int, int]]:
+    return {"/".join(span.path): (span.start, span.length) for span in layout.spans}
+
+
+def words(number: int) -> Text:
+    return Text("word " * number)
+
+
+def test_a_module_starts_at_its_absolute_location_3_3() -> None:
+    schema = Schema("s", (Module("a", (words(50),)), Module("b", (words(60),)), Module("c")))
+    assert lay_out(schema, count_words)["c"].start == 110  # the paper's own example
+
+
+def test_a_union_counts_with_its_largest_child_3_3() -> None:
+    union = Union((Module("a", (words(3),)), Module("b", (words(7),)), Module("c", (words(5),))))
+    layout = lay_out(Schema("s", (words(2), union, Module("d", (words(1),)))), count_words)
+    assert spans(layout) == {
+        "#0": (0, 2),
+        "|0": (2, 7),
+        "a": (2, 3),
+        "a/#0": (2, 3),
+        "b": (2, 7),
+        "b/#0": (2, 7),
+        "c": (2, 5),
+        "c/#0": (2, 5),
+        "d": (9, 1),
+        "d/#0": (9, 1),
+    }
+    assert layout.length == 10
+
+
+def test_a_parameter_takes_as_many_positions_as_its_length_3_3() -> None:
+    plan = Module("plan", (words(4), Parameter("days", 5), words(1)))
+    assert spans(lay_out(Schema("s", (plan,)), count_words)) == {
+        "plan": (0, 10),
+        "plan/#0": (0, 4),
+        "plan/@days": (4, 5),
+        "plan/#1": (9, 1),
+    }
+
+
+def test_a_scaffold_text_stands_within_its_parameter() -> None:
+    def schema(text: str) -> Schema:
+        return Schema("s", (Parameter("p", 3, text),))
+
+    assert lay_out(schema("one two"), count_words).length == 3
+    with pytest.raises(
+        SpanTooLong, match=r"is 4 tokens long, and the parameter holds 3.*len=\"4\""
+    ):
+        lay_out(schema("one two three four"), count_words)
+
+
+def test_nested_modules_and_unions_3_2_3() -> None:
+    inner = Union((Module("x", (words(2),)), Module("y", (words(6),))))
+    schema = Schema("s", (Module("m", (words(1), inner, words(1))), words(1)))
+    layout = lay_out(schema, count_words)
+    assert layout["m"] == Span(("m",), 0, 8)
+    assert layout["m/y"] == layout["m", "y"] == Span(("m", "y"), 1, 6)
+    assert layout["m/#1"].start == 7
+    assert layout["#0"].start == 8
+    assert "m/z" not in layout
+    assert "m/|0" in layout
+
+
+def test_turns_do_not_show_in_paths() -> None:
+    schema = parse_schema('<schema name="s">a<user>b<module name="m">c</module></user>d</schema>')
+    assert list(spans(lay_out(schema, count_words))) == ["#0", "#1", "m", "m/#0", "#2"]
+
+
+def test_slots_are_as_long_as_the_caller_says() -> None:
+    schema = Schema("s", (words(2), Slot("1", "c"), Slot("2", "c"), words(1)))
+    assert spans(lay_out(schema, count_words)) == {
+        "#0": (0, 2),
+        "slot-1": (2, 0),
+        "slot-2": (2, 0),
+        "#1": (2, 1),
+    }
+    layout = lay_out(schema, count_words, slot_length=lambda slot: 10 * int(slot.name))
+    assert (layout["slot-2"].start, layout["#1"].start) == (12, 32)
+    compact = lay_out(schema, count_words, "compact", slot_length=lambda slot: 10)
+    assert compact["#1"].start == 2
+
+
+def test_compact_gives_optional_modules_no_room() -> None:
+    union = Union((Module("b", (words(5),)), Module("c", (words(7),))))
+    module = Module("a", (words(3), Module("n", (words(2),)), words(1)))
+    layout = lay_out(Schema("s", (words(2), module, union, words(4))), count_words, "compact")
+    found = spans(layout)
+    assert {found[name][0] for name in ("a", "b", "c", "#1")} == {2}
+    assert found["a"] == (2, 4)
+    assert found["a/n"] == (5, 2)
+    assert found["a/#1"] == (5, 1)
+    assert layout.length == 6
+    assert layout.placement == "compact"
+
+
+def test_tokens_are_counted_once_for_each_maximal_run_of_text() -> None:
+    asked: list[str] = []
+
+    def count(text: str) -> int:
+        asked.append(text)
+        return 1
+
+    lay_out(
+        Schema(
+            "s", (Text("a"), Text("b"), Module("m", (Text("c"), Parameter("p", 2, "x"))), Text("d"))
+        ),
+        count,
+    )
+    assert asked == ["ab", "c", "x", "d"]
+
+
+def enough(text: str) -> int:
+    return min(len(text), 5)  # so that every scaffold fits with a parameter of 5 or more
+
+
+def widened(node: object) -> object:
+    """The same tree with parameters that hold any scaffold."""
+    match node:
+        case Parameter():
+            return Parameter(node.name, node.length + 5, node.scaffold)
+        case Module():
+            return Module(node.name, tuple(map(widened, node.children)))  # type: ignore[arg-type]
+        case Union():
+            return Union(tuple(map(widened, node.members)))  # type: ignore[arg-type]
+        case Chat():
+            return Chat(node.role, tuple(map(widened, node.children)))  # type: ignore[arg-type]
+        case _:
+            return node
+
+
+def check(
+    nodes: tuple[object, ...], path: tuple[str, ...], layout: Layout, low: int, high: int
+) -> int:
+    """That siblings follow each other and union members share their start; where they end."""
+    for node in nodes:
+        match node:
+            case Module():
+                span = layout[(*path, node.name)]
+                assert span.start == low
+                assert check(node.children, span.path, layout, low, span.end) == span.end
+                low = span.end
+            case Union():
+                ends = [check((member,), path, layout, low, high) for member in node.members]
+                low = max(ends, default=low)
+            case Chat():
+                low = check(node.children, path, layout, low, high)
+            case Text():
+                low += enough(node.text)
+            case Parameter():
+                assert layout[(*path, "@" + node.name)] == Span(
+                    (*path, "@" + node.name), low, node.length
+                )
+                low += node.length
+    assert low <= high
+    return low
+
+
+@given(schemas())
+def test_spans_never_overlap_except_in_unions(schema: Schema) -> None:
+    schema = Schema(schema.name, tuple(map(widened, schema.children)))  # type: ignore[arg-type]
+    layout = lay_out(schema, enough)
+    assert check(schema.children, (), layout, 0, layout.length) == layout.length
+    assert all(0 <= span.start <= span.end <= layout.length for span in layout.spans)
+    assert len({span.path for span in layout.spans}) == len(layout.spans)
+    compact = lay_out(schema, enough, "compact")
+    assert [span.path for span in compact.spans] == [span.path for span in layout.spans]
+    assert all(c.start <= f.start for c, f in zip(compact.spans, layout.spans, strict=True))

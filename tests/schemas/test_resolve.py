@@ -1,0 +1,393 @@
+"""Prompts against their schema (Prompt Cache, §3.4)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pml_trees import count_words, schemas
+
+from ragcache_schemas import (
+    Chat,
+    DuplicateName,
+    Import,
+    MissingArgument,
+    Module,
+    Parameter,
+    Plan,
+    PMLError,
+    Prompt,
+    Schema,
+    SchemaIndex,
+    Slot,
+    SpanTooLong,
+    Text,
+    Union,
+    UnionConflict,
+    UnknownName,
+    collection_schema,
+    document_module,
+    expand,
+    parse_prompt,
+    parse_schema,
+    resolve_prompt,
+)
+
+CITIES = """<schema name="cities">You plan trips.
+  <module name="plan">Plan a trip of <param name="days" len="4"/>. Be brief.
+    <module name="kids">With children.</module>
+  </module>
+  <union>
+    <module name="miami">Miami has beaches.</module>
+    <module name="paris">Paris has museums and many small cafés.</module>
+  </union>
+  Now answer.
+  <module name="tone">Kindly.</module>
+  <scaffold modules="plan miami"/>
+</schema>"""
+# positions: #0 0-3, plan 3-15 (#0 3-7, @days 7-11, #1 11-14? see `INDEX.layout`)
+INDEX = SchemaIndex.of(parse_schema(CITIES), count_words)
+
+
+def resolved(body: str, index: SchemaIndex = INDEX, arguments: str = "") -> Plan:
+    prompt = f'<prompt schema="{index.schema.name}"{arguments}>{body}</prompt>'
+    return resolve_prompt(index, parse_prompt(prompt, source="p.xml"))
+
+
+def places(plan: Plan) -> list[tuple[str, int, int]]:
+    return [("/".join(piece.path), piece.start, piece.end) for piece in plan.pieces]
+
+
+def test_imports_take_the_positions_of_the_layout_3_4() -> None:
+    plan = resolved('<plan days="3 days"/><miami/>')
+    layout = INDEX.layout
+    assert plan.modules == (("plan",), ("miami",))
+    for piece in plan.pieces:
+        span = layout[piece.path]
+        assert piece.start == piece.canonical == span.start
+        assert (piece.reserved if piece.kind == "argument" else piece.length) == span.length
+    assert [piece.cached for piece in plan.pieces] == [True, True, False, True, True, True]
+    assert plan.length == layout["#1"].end
+
+
+def test_anonymous_text_is_always_included_3_2_1() -> None:
+    plan = resolved("")
+    assert [piece.text for piece in plan.pieces] == ["You plan trips.\n", "Now answer.\n"]
+    assert plan.cached_tokens == 5
+    assert plan.computed_tokens == 0
+
+
+def test_arguments_take_over_the_positions_of_their_parameter_3_3() -> None:
+    piece = resolved('<plan days="3 days"/>').pieces[2]
+    span = INDEX.layout["plan/@days"]
+    assert (piece.kind, piece.text, piece.length, piece.reserved) == ("argument", "3 days", 2, 4)
+    assert (piece.start, piece.end) == (span.start, span.start + 2)  # a shorter one leaves a gap
+    assert not piece.cached
+
+
+def test_an_empty_argument_takes_no_positions() -> None:
+    assert resolved('<plan days=""/>').pieces[2].length == 0
+
+
+def test_new_text_after_a_module_starts_where_the_module_ends_3_4() -> None:
+    plan = resolved('<plan days="3 days"/>Highlight surf. <paris/>')
+    new = next(piece for piece in plan.pieces if piece.kind == "new")
+    assert new.start == INDEX.layout["plan/#1"].end  # what is left out of `plan` is free
+    assert new.location is not None
+    assert (new.location.line, new.location.column) == (1, 46)
+
+
+def test_new_text_before_the_first_module_follows_the_anonymous_text() -> None:
+    new = resolved("Hello. <paris/>").pieces[1]
+    assert (new.text, new.start) == ("Hello. ", INDEX.layout["#0"].end)
+
+
+def test_new_text_at_the_end_comes_after_everything_3_4() -> None:
+    plan = resolved("<miami/>Where to?")
+    assert places(plan)[-1] == ("+0", INDEX.layout["#1"].end, INDEX.layout["#1"].end + 2)
+    assert plan.length == INDEX.layout["#1"].end + 2
+
+
+def test_new_text_inside_a_module_stays_there() -> None:
+    plan = resolved('<plan days="3">before<kids/>after</plan><miami/>')
+    by_path = {path: (start, end) for path, start, end in places(plan)}
+    assert by_path["plan/+0"][0] == INDEX.layout["plan/#1"].end
+    assert by_path["plan/+1"][0] == INDEX.layout["plan/kids"].end
+    assert by_path["plan/+1"][1] == by_path["plan/+1"][0] + 1
+
+
+def test_the_order_of_imports_does_not_move_modules() -> None:
+    plan = resolved("<miami/>x<tone/>")
+    other = resolved("<tone/>x<miami/>")
+    assert plan.modules == other.modules
+    assert other.pieces[-1].kind == "new"  # after `tone`, which it follows in the prompt
+
+
+def test_new_text_that_finds_no_gap_is_reported() -> None:
+    plan = resolved('<plan days="3"><kids/>one two three</plan><miami/>')
+    assert [piece.text for piece in plan.crowded] == ["one two three"]
+    assert plan.crowded[0] in plan.pieces
+    assert resolved('<plan days="3"><kids/></plan>one two three<tone/>').crowded == ()
+
+
+def test_scaffolds_apply_when_all_their_modules_are_imported_3_3() -> None:
+    assert resolved('<plan days="3"/><miami/>').scaffolds == INDEX.schema.scaffolds
+    assert resolved('<plan days="3"/><paris/>').scaffolds == ()
+
+
+def test_a_module_that_is_not_kept_is_computed() -> None:
+    schema = parse_schema('<schema name="s"><module name="m" cache="false">a b</module></schema>')
+    assert resolved("<m/>", SchemaIndex.of(schema, count_words)).computed_tokens == 2
+
+
+def test_turns_are_kept_with_the_pieces() -> None:
+    schema = parse_schema(
+        '<schema name="s"><system>S</system><user>U<module name="m">M</module></user></schema>'
+    )
+    plan = resolved("<m/><user>Q</user>", SchemaIndex.of(schema, count_words))
+    assert [(p.text, p.role) for p in plan.pieces] == [
+        ("S", "system"),
+        ("U", "user"),
+        ("M", "user"),
+        ("Q", "user"),
+    ]
+
+
+def test_compact_leaves_no_gaps() -> None:
+    index = SchemaIndex.of(parse_schema(CITIES), count_words, "compact")
+    plan = resolved('<plan days="3 days">also this<kids/></plan>and<paris/>Go!', index)
+    position = 0
+    for piece in plan.pieces:
+        assert piece.start == position
+        position = piece.end
+    assert plan.length == position
+    assert plan.crowded == ()
+    paris = next(piece for piece in plan.pieces if piece.path == ("paris", "#0"))
+    assert paris.canonical == index.layout["paris"].start == 3
+    assert paris.start > 3
+
+
+# Slots
+
+
+DOCUMENTS = {f"d{n}": document_module(f"d{n}", ["a b c", "d e"], heading="t") for n in range(9)}
+HANDBOOK = collection_schema("h", "You are.", 3, "c", epilogue="Answer:")
+BY_SLOT = "<slot-1><d3><c2/></d3></slot-1><slot-2><d1><c1/></d1></slot-2>"
+
+
+def handbook() -> SchemaIndex:
+    return SchemaIndex.of(
+        HANDBOOK, count_words, "compact", catalogue=lambda collection, name: DOCUMENTS.get(name)
+    )
+
+
+def test_slots_draw_on_the_catalogue() -> None:
+    plan = resolved(BY_SLOT, handbook(), ' question="what is it"')
+    assert places(plan) == [
+        ("#0", 0, 2),
+        ("slot-1/d3/#0", 2, 3),
+        ("slot-1/d3/c2/#0", 3, 5),
+        ("slot-2/d1/#0", 5, 6),
+        ("slot-2/d1/c1/#0", 6, 9),
+        ("@question", 9, 12),
+        ("#1", 12, 13),
+    ]
+    assert plan.pieces[1].canonical == plan.pieces[3].canonical == 2
+    assert plan.computed_tokens == 3
+
+
+def test_a_prompt_fits_the_written_form_as_well() -> None:
+    written = SchemaIndex.of(
+        expand(HANDBOOK, {"c": list(DOCUMENTS.values())}), count_words, "compact"
+    )
+    one = resolved(BY_SLOT, handbook(), ' question="q"')
+    other = resolved(BY_SLOT, written, ' question="q"')
+    assert one.pieces == other.pieces
+
+
+def test_one_document_may_stand_in_two_slots() -> None:
+    resolved("<slot-1><d1/></slot-1><slot-2><d1/></slot-2>", handbook(), ' question=""')
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "match"),
+    [
+        ("<slot-1><d1/><d2/></slot-1>", UnionConflict, "'d1' and 'd2'"),
+        ("<slot-1><d1/><d1/></slot-1>", DuplicateName, "twice"),
+        ("<slot-1><nope/></slot-1>", UnknownName, "collection 'c' has no module 'nope'"),
+        ("<slot-9/>", UnknownName, "did you mean 'slot-"),
+    ],
+)
+def test_errors_in_slots(body: str, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        resolved(body, handbook(), ' question=""')
+
+
+def test_slots_need_a_catalogue_and_room() -> None:
+    with pytest.raises(UnknownName, match="without a catalogue"):
+        resolved("<slot-1><d1/></slot-1>", SchemaIndex.of(HANDBOOK, count_words), ' question=""')
+    fixed = SchemaIndex.of(
+        HANDBOOK,
+        count_words,
+        catalogue=lambda collection, name: DOCUMENTS.get(name),
+        slot_length=lambda slot: 6,
+    )
+    plan = resolved(BY_SLOT, fixed, ' question=""')
+    assert ("slot-2/d1/#0", 8, 9) in places(plan)
+    with pytest.raises(SpanTooLong, match="is 6 tokens long, its slot 0"):
+        tight = SchemaIndex.of(
+            HANDBOOK, count_words, catalogue=lambda collection, name: DOCUMENTS.get(name)
+        )
+        resolved(BY_SLOT, tight, ' question=""')
+
+
+# Errors, with their place in the prompt ("¦")
+
+
+@pytest.mark.parametrize(
+    ("marked", "error", "match", "element"),
+    [
+        ("¦<rome/>", UnknownName, "the schema has no module 'rome'", "rome"),
+        ("a\n¦<pariss/>", UnknownName, "did you mean 'paris'", "pariss"),
+        ("<plan days=''>¦<miami/></plan>", UnknownName, "'plan' has no module 'miami'", "miami"),
+        ("<miami/>¦<paris/>", UnionConflict, "'miami' and 'paris'", "paris"),
+        ("<user><miami/></user>¦<paris/>", UnionConflict, "one union", "paris"),
+        ("<tone/>¦<tone/>", DuplicateName, "twice", "tone"),
+        ("¦<plan/>", MissingArgument, "needs an argument for 'days'", "plan"),
+        ("¦<plan days='3' months='1'/>", UnknownName, "no parameter 'months'", "plan"),
+        ("¦<tone x='3'/>", UnknownName, "there are none", "tone"),
+        ("¦<plan days='a b c d e'/>", SpanTooLong, "5 tokens long, the parameter 4", "plan"),
+    ],
+)
+def test_errors(marked: str, error: type, match: str, element: str) -> None:
+    before, _, after = marked.partition("¦")
+    with pytest.raises(PMLError, match=match) as caught:
+        resolved(before + after)
+    found = caught.value
+    assert type(found) is error
+    assert found.element == element
+    column = len(before) + 25 if "\n" not in before else 1
+    assert (found.source, found.line, found.column) == ("p.xml", before.count("\n") + 1, column)
+
+
+def test_the_schema_must_be_the_right_one() -> None:
+    with pytest.raises(UnknownName, match="for the schema 'other'; this schema is called 'cities'"):
+        resolve_prompt(INDEX, Prompt("other"))
+
+
+# Properties
+
+
+def fitting(text: str) -> int:
+    return min(len(text), 1)
+
+
+@st.composite
+def schemas_with_prompts(draw: st.DrawFn) -> tuple[Schema, Prompt]:
+    schema = draw(schemas())
+
+    def level(children: tuple[object, ...]) -> tuple[dict[str, str], tuple[object, ...]]:
+        arguments: dict[str, str] = {}
+        imports: list[object] = []
+
+        def choose(nodes: tuple[object, ...]) -> None:
+            for node in nodes:
+                match node:
+                    case Parameter():
+                        arguments[node.name] = draw(st.text(max_size=3))
+                    case Chat():
+                        choose(node.children)
+                    case Module() if draw(st.booleans()):
+                        imports.append(Import(node.name, *level(node.children)))
+                    case Union() if node.members and draw(st.booleans()):
+                        choose((draw(st.sampled_from(node.members)),))
+                    case Slot() if draw(st.booleans()):
+                        imports.append(Import(node.scope))
+
+        choose(children)
+        imports = draw(st.permutations(imports))
+        mixed: list[object] = []
+        for node in [*imports, None]:
+            if draw(st.booleans()):
+                mixed.append(Text(draw(st.text(min_size=1, max_size=3))))
+            if node is not None:
+                mixed.append(node)
+        return arguments, tuple(mixed)
+
+    arguments, nodes = level(schema.children)
+    return schema, Prompt(schema.name, nodes, arguments)  # type: ignore[arg-type]
+
+
+def texts(nodes: tuple[object, ...]) -> list[str]:
+    out: list[str] = []
+    for node in nodes:
+        if isinstance(node, Text):
+            out.append(node.text)
+        elif isinstance(node, Import):
+            out += texts(node.children)
+    return out
+
+
+@given(schemas_with_prompts())
+def test_every_prompt_stands_within_its_schema(pair: tuple[Schema, Prompt]) -> None:
+    schema, prompt = pair
+    index = SchemaIndex.of(schema, fitting)
+    plan = resolve_prompt(index, prompt)
+    end = 0
+    for piece in plan.pieces:
+        if piece.kind == "new":
+            assert piece.start >= end or piece.length == 0
+        else:
+            span = index.layout[piece.path]
+            assert span.start == piece.start == piece.canonical
+            assert piece.end <= span.end <= index.layout.length
+        end = max(end, piece.end)
+    assert plan.length == end
+    new = [piece.text for piece in plan.pieces if piece.kind == "new"]
+    assert sorted(new) == sorted(texts(prompt.children))  # none is dropped
+    compact = resolve_prompt(SchemaIndex.of(schema, fitting, "compact"), prompt)
+    assert [piece.path for piece in compact.pieces] == [piece.path for piece in plan.pieces]
+    assert compact.length == sum(piece.length for piece in compact.pieces)
+
+
+# The reference files, and speed
+
+
+REFERENCE_PROMPTS = {
+    "travel": """<prompt schema="travel"><travel-plan duration="3 days"><overseas><maldives/></overseas>
+        </travel-plan><user>Create a travel plan</user></prompt>""",
+    "code-generation-bookstore": """<prompt schema="code-generation-bookstore"><database.py/><user.py/>
+        <user>Create a main entry</user></prompt>""",
+    "personalization-education": """<prompt schema="personalization-education"><middle-school/>
+        <beginner/><user>Teach me</user></prompt>""",
+}  # fmt: skip
+
+
+def test_prompts_over_the_reference_files(reference_files: list[Path]) -> None:
+    for file in reference_files:
+        schema = parse_schema(file.read_bytes(), source=file.name)
+        for placement in ("schema", "compact"):
+            index = SchemaIndex.of(schema, count_words, placement)  # type: ignore[arg-type]
+            plan = resolve_prompt(index, parse_prompt(REFERENCE_PROMPTS[schema.name]))
+            assert plan.cached_tokens > 5 * plan.computed_tokens
+            assert plan.pieces[-1].kind == "new"
+
+
+def test_resolving_against_ten_thousand_modules() -> None:
+    modules = "".join(
+        f'and <module name="m{n}">some words <param name="p" len="4"/></module>'
+        for n in range(10_000)
+    )
+    index = SchemaIndex.of(parse_schema(f'<schema name="s">{modules}</schema>'), count_words)
+    imports = "".join(f'<m{n} p="a b"/>new text' for n in range(0, 10_000, 1_000))
+    prompt = parse_prompt(f'<prompt schema="s">{imports}</prompt>')
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        plan = resolve_prompt(index, prompt)
+        times.append(time.perf_counter() - start)
+    assert len(plan.pieces) == 10_030
+    assert min(times) < 0.002
