@@ -15,6 +15,7 @@
     │   ├── UnknownCollection
     │   └── UnknownModule
     └── StoreError
+        ├── NoState                 a folder that holds no ragcache state
         ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
         ├── StoreFull               no space left on the device
         ├── StoreUnwritable         the state folder cannot be written
@@ -90,6 +91,10 @@ class UnknownModule(RequestError, KeyError):
 
 class StoreError(RagCacheError):
     """The store of states failed."""
+
+
+class NoState(StoreError, ValueError):
+    """A folder holds no ragcache state."""
 
 
 class StoreBudgetExceeded(StoreError):

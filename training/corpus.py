@@ -32,9 +32,13 @@ Section = Filled
 @dataclass(frozen=True)
 class Paragraphs:
     templates: tuple[Template, ...]
+    swapper: Swapper
+    swap_share: float = 0.0  # of the fillings whose rare words are swapped as well
 
     def draw(self, rng: random.Random) -> Section:
         section = fill(rng.choice(self.templates), rng)
+        if rng.random() < self.swap_share:
+            section = self.swapper.swapped(section, rng)
         return section if rng.random() > 0.06 else lowered(section)
 
 
@@ -53,11 +57,8 @@ class Passages:
 
     def draw(self, rng: random.Random) -> Section:
         passage = rng.choice(self.passages)
-        swap = self.swapper.mapping(passage, rng) if rng.random() < 0.85 else {}
-        questions = tuple(
-            (apply_swap(q, swap), apply_swap(a, swap)) for q, a in passage.questions
-        )
-        return Filled("", apply_swap(passage.text, swap), questions)
+        section = Filled("", passage.text, passage.questions)
+        return self.swapper.swapped(section, rng) if rng.random() < 0.85 else section
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,13 @@ class Swapper:
         rare = tuple(w for w in ranked[2500:] if len(w) > 3)
         return cls(frozenset(ranked[:2500]), rare)
 
-    def mapping(self, passage: Passage, rng: random.Random) -> dict[str, str]:
-        texts = [passage.text, *(t for pair in passage.questions for t in pair)]
+    def swapped(self, section: Section, rng: random.Random) -> Section:
+        swap = self._mapping(section, rng)
+        questions = tuple((apply_swap(q, swap), apply_swap(a, swap)) for q, a in section.questions)
+        return Filled(apply_swap(section.title, swap), apply_swap(section.text, swap), questions)
+
+    def _mapping(self, section: Section, rng: random.Random) -> dict[str, str]:
+        texts = [section.title, section.text, *(t for pair in section.questions for t in pair)]
         words = sorted({w for text in texts for w in _WORD.findall(text)})
         share = rng.uniform(0.2, 0.9)
         return {
@@ -163,7 +169,7 @@ class Corpus:
             yield " ".join(run)
 
 
-def load_corpus(training: Path, data: Path) -> Corpus:
+def load_corpus(training: Path, data: Path, swap_share: float = 0.3) -> Corpus:
     templates = [t for file in sorted((training / "paragraphs").glob("*.txt")) for t in parse_file(file)]
     random.Random(20).shuffle(templates)
     held = round(HELD_OUT * len(templates))
@@ -173,8 +179,8 @@ def load_corpus(training: Path, data: Path) -> Corpus:
     everything = [p.text for p in (*sentences, *searches)] + [" ".join(r) for r in prose.sentences]
     swapper = Swapper.over(everything)
     return Corpus(
-        Paragraphs(tuple(templates[held:])),
-        Paragraphs(tuple(templates[:held])),
+        Paragraphs(tuple(templates[held:]), swapper, swap_share),
+        Paragraphs(tuple(templates[:held]), swapper),
         Passages(tuple(sentences), swapper),
         Passages(tuple(searches), swapper),
         prose,

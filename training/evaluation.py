@@ -16,7 +16,11 @@ HANDBOOK = Path(__file__).parent.parent / "examples" / "handbook"
 
 def evaluation_sets(builder: Builder, data: Path) -> dict[str, list[list[Sequence]]]:
     rng = random.Random(7)
-    sets = {"held_out": [builder.held_out(rng) for _ in range(3 * BATCH)]}
+    corpus = builder.corpus
+    sets = {
+        "seen": [builder.of_paragraphs(corpus.paragraphs, rng) for _ in range(2 * BATCH)],
+        "held_out": [builder.of_paragraphs(corpus.held_out, rng) for _ in range(4 * BATCH)],
+    }
     if (data / "xquad.en.json").exists():
         sets["xquad"] = _among_others(builder, _xquad(data / "xquad.en.json"), rng)
     if (HANDBOOK / "questions.jsonl").exists():
@@ -28,12 +32,11 @@ def evaluation_sets(builder: Builder, data: Path) -> dict[str, list[list[Sequenc
 
 
 def _among_others(builder: Builder, passages: list[Passage], rng: random.Random) -> list[Sequence]:
-    """Each passage with its questions, standing among three others."""
+    """Each passage with its questions, followed by three others, as a retriever ranks them."""
     rows = []
     for passage in passages:
         others = [Section("", p.text, ()) for p in rng.sample(passages, 3)]
         modules = [Filled("", passage.text, passage.questions), *others]
-        rng.shuffle(modules)
         rows.append(builder.sequence(modules, rng))
     filler = -len(rows) % BATCH  # whole batches, so that the compiled shapes stay the same
     return rows + rng.sample(rows, min(filler, len(rows)))

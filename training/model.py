@@ -96,23 +96,25 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.input_layernorm = nn.RMSNorm(HIDDEN, eps=CONFIG["rms_norm_eps"])
         self.self_attn = Attention()
         self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=CONFIG["rms_norm_eps"])
         self.mlp = MLP()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Reader(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.embed_tokens = nn.Embedding(CONFIG["vocab_size"], HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(CONFIG["num_hidden_layers"]))
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(CONFIG["num_hidden_layers"]))
         self.norm = nn.RMSNorm(HIDDEN, eps=CONFIG["rms_norm_eps"])
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -121,7 +123,7 @@ class Reader(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: BlockMask) -> Tensor:
         """tokens, positions: [B, T]; hidden states: [B, T, hidden]."""
-        x = self.embed_tokens(tokens)
+        x = self.dropout(self.embed_tokens(tokens))
         cos, sin = rope(positions)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         for layer in self.layers:

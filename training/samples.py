@@ -22,6 +22,7 @@ PREAMBLE = (
     "Be brief: give only the answer, in the words of the documents.\n\n"
 )
 MODULE_TOKENS = 384
+OTHERS_SHARE = 0.2  # of the questions about modules after the first that are asked
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class Builder:
     length: int
 
     def training(self, rng: random.Random) -> Sequence:
-        return self.sequence(self._modules(rng, self.corpus.paragraphs), rng)
+        return self.sequence(self._modules(rng, self.corpus.paragraphs), rng, ranked=True)
 
-    def held_out(self, rng: random.Random) -> Sequence:
-        sections = [self.corpus.held_out.draw(rng) for _ in range(4)]
-        return self.sequence([self._module([s], rng) for s in sections], rng)
+    def of_paragraphs(self, paragraphs: Paragraphs, rng: random.Random) -> Sequence:
+        """Four filled paragraphs, all questions asked of the first."""
+        first, *others = (self._module([paragraphs.draw(rng)], rng) for _ in range(4))
+        return self.sequence([first, *(Section("", o.text, ()) for o in others)], rng)
 
     def _modules(self, rng: random.Random, paragraphs: Paragraphs) -> list[Section]:
         count = rng.choices(range(1, 7), [1, 1, 2, 8, 2, 1])[0]
@@ -75,7 +77,10 @@ class Builder:
             questions += section.questions
         return Section("", "\n\n".join(parts) + "\n\n", tuple(questions))
 
-    def sequence(self, modules: list[Section], rng: random.Random) -> Sequence:
+    def sequence(
+        self, modules: list[Section], rng: random.Random, ranked: bool = False
+    ) -> Sequence:
+        """`ranked`: most questions are asked of the first module, few of the others."""
         encode = lambda text: self.tokenizer.encode(text).ids  # noqa: E731
         tokens = encode(PREAMBLE)
         positions, blocks, kinds = list(range(len(tokens))), [0] * len(tokens), [0] * len(tokens)
@@ -85,7 +90,12 @@ class Builder:
             if len(tokens) + len(ids) > self.length - 200:
                 break
             text = module.text if len(ids) < MODULE_TOKENS else self.tokenizer.decode(ids)
-            asked += [(q, a) for q, a in module.questions if a in text]
+            # The retriever's first module holds most answers when the reader serves.
+            asked += [
+                (q, a)
+                for q, a in module.questions
+                if a in text and (number == 1 or not ranked or rng.random() < OTHERS_SHARE)
+            ]
             positions += range(len(tokens), len(tokens) + len(ids))
             tokens += ids
             blocks += [number] * len(ids)

@@ -77,6 +77,7 @@ def exact_match(model: Reader, forward: object, batches: list[dict[str, Tensor]]
     """The share of answers whose every token is the model's first choice: greedy decoding would
     write exactly this answer."""
     right = asked = 0
+    model.eval()
     for cpu in batches:
         batch = to_device(cpu)
         with torch.autocast("cuda", torch.bfloat16):
@@ -89,6 +90,7 @@ def exact_match(model: Reader, forward: object, batches: list[dict[str, Tensor]]
         questions = ids[batch["kinds"][:, 1:] == 3].unique()
         failed = ids[wrong].unique()
         asked, right = asked + len(questions), right + len(questions) - len(failed)
+    model.train()
     return right / max(1, asked)
 
 
@@ -118,7 +120,7 @@ def save(model: Reader, folder: Path) -> None:
 
 def initial_model(arguments: argparse.Namespace) -> Reader:
     torch.manual_seed(arguments.seed)
-    model = Reader()
+    model = Reader(arguments.dropout)
     if arguments.embeddings:
         table = torch.from_numpy(np.load(arguments.embeddings)).float()
         model.embed_tokens.weight.data.copy_(table / table.std() * 0.02)
@@ -128,7 +130,7 @@ def initial_model(arguments: argparse.Namespace) -> Reader:
 def train(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
-    corpus = load_corpus(Path(__file__).parent, arguments.data)
+    corpus = load_corpus(Path(__file__).parent, arguments.data, arguments.swap)
     builder = Builder(corpus, tokenizer, arguments.length)
     sets = {
         name: [collate(part) for part in parts]
@@ -194,8 +196,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--swap", type=float, default=0.3, help="share of fillings swapped")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=1792)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--evaluate-every", type=float, default=0.1)

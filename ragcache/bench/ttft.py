@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,10 +47,15 @@ def bench_ttft(
     setting = setting or TtftSetting()
     progress("building the model")
     model = setting.shape.build(torch.bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randint(setting.shape.vocabulary, (n,), generator=generator).tolist()  # noqa: E731
-    preamble, question = draw(setting.preamble_tokens), draw(setting.question_tokens)
-    modules = [draw(setting.module_tokens) for _ in range(setting.modules)]
+    rng = random.Random(1)
+    preamble, question, *modules = (
+        [rng.randrange(setting.shape.vocabulary) for _ in range(length)]
+        for length in (
+            setting.preamble_tokens,
+            setting.question_tokens,
+            *[setting.module_tokens] * setting.modules,
+        )
+    )
     prompt = [t for run in (preamble, *reversed(modules), question) for t in run]
 
     progress("ordinary prefill (tens of seconds)")

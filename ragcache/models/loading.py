@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,10 +69,10 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(READER if name is None else name)
-    logging.getLogger("transformers.modeling_utils").setLevel(logging.WARNING)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
     except (OSError, ValueError) as error:
         raise ModelNotFound(
             f"cannot load the model {source!r}: {error}. Give a folder with config.json, weights "
@@ -80,3 +81,19 @@ def load_model(
         ) from error
     causal = CausalLM.patch(model.to(device))
     return LoadedModel("ragcache-reader" if name is None else source, causal, tokenizer)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back transformers' progress bars and advice while a model loads."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -24,7 +24,8 @@ def to_blob(key: KVKey, states: KVStates) -> bytes:
         "start": str(states.start),
         "checksum": _checksum(key, states.start, keys, values),
     }
-    return save({"keys": keys, "values": values}, metadata=metadata)
+    blob: bytes = save({"keys": keys, "values": values}, metadata=metadata)
+    return blob
 
 
 def read_blob(path: Path, key: KVKey) -> KVStates:

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 
-from ragcache.errors import StoreFull, StoreUnwritable
+from ragcache.errors import NoState, StoreFull, StoreUnwritable
 from ragcache.store.tables import Base
 
 
@@ -31,6 +31,16 @@ class Database:
         with _named_errors(path):
             Base.metadata.create_all(engine)
         return database
+
+    @classmethod
+    def open_existing(cls, path: Path) -> Database:
+        """Opens a file that is there already. Raises `NoState`."""
+        if not path.exists():
+            raise NoState(
+                f"there is no ragcache state in {path.parent}; make one with "
+                f"`ragcache ingest COLLECTION PATH --state {path.parent}`"
+            )
+        return cls.open(path)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:

@@ -18,6 +18,7 @@ from .errors import (
     PMLWarning,
     ReservedName,
     SpanTooLong,
+    TurnMismatch,
     UnionConflict,
     UnknownElement,
     UnknownName,
@@ -30,6 +31,7 @@ from .parser import parse_prompt, parse_schema
 from .plan import Piece, Plan
 from .resolve import resolve_prompt
 from .scanner import Limits
+from .spelling import Render, spell_prompt, spell_schema
 from .tree import (
     Arguments,
     Chat,
@@ -75,6 +77,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Prompt",
+    "Render",
     "ReservedName",
     "Role",
     "Scaffold",
@@ -84,6 +87,7 @@ __all__ = [
     "Span",
     "SpanTooLong",
     "Text",
+    "TurnMismatch",
     "Union",
     "UnionConflict",
     "UnknownElement",
@@ -99,6 +103,8 @@ __all__ = [
     "parse_prompt",
     "parse_schema",
     "resolve_prompt",
+    "spell_prompt",
+    "spell_schema",
     "write_prompt",
     "write_schema",
 ]

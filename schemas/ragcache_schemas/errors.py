@@ -14,7 +14,8 @@
         ├── UnknownName          no such module, parameter, schema or union member
         ├── UnionConflict        two members of one union together
         ├── MissingArgument      a parameter without its argument
-        └── SpanTooLong          more tokens than the span holds
+        ├── SpanTooLong          more tokens than the span holds
+        └── TurnMismatch         turns that the model's chat template cannot spell
 
     UserWarning
     └── PMLWarning               accepted, though not as PML should be written
@@ -42,6 +43,7 @@ __all__ = [
     "PMLWarning",
     "ReservedName",
     "SpanTooLong",
+    "TurnMismatch",
     "UnionConflict",
     "UnknownElement",
     "UnknownName",
@@ -138,6 +140,10 @@ class MissingArgument(PMLError):
 
 class SpanTooLong(PMLError):
     """More tokens than a parameter holds."""
+
+
+class TurnMismatch(PMLError):
+    """Turns that the model's chat template cannot spell, or that do not fit together."""
 
 
 class PMLWarning(UserWarning):

@@ -30,7 +30,8 @@ class Scope:
     """The schema or one module: its own content, and the modules that may be imported in it.
 
     `texts` are its own texts, as pieces of a plan, and `parameters` its own parameters as pieces
-    whose argument is still to come. `union` is the place of the union that it is a member of.
+    whose argument is still to come. `union` is the place of the union that it is a member of,
+    `role` the turn that it stands in.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Scope:
     children: Mapping[str, Scope]
     union: Place | None = None
     slot: Slot | None = None
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +90,7 @@ class SchemaIndex:
             expected = "build the index with the slot_length of the longest module, or 'compact'"
             raise SpanTooLong(problem, module.location, name, expected)
         scopes = _Scopes(layout, scope.path, span.start)
-        slot = scopes.scope((), scope.place, alone.children, cache=True)
+        slot = scopes.scope((), scope.place, alone.children, cache=True, role=scope.role)
         return replace(slot.children[name], union=scope.place)
 
 
@@ -106,6 +108,7 @@ class _Scopes:
         *,
         cache: bool,
         union: Place | None = None,
+        role: Role | None = None,
     ) -> Scope:
         texts: list[tuple[Place, Piece]] = []
         parameters: dict[str, tuple[Place, Piece]] = {}
@@ -124,21 +127,24 @@ class _Scopes:
                     case Chat():
                         walk(node.children, at, node.role)
                     case Module():
-                        children[node.name] = self._module(path, at, node, None)
+                        children[node.name] = self._module(path, at, node, None, role)
                     case Union():
                         for member_number, member in enumerate(node.members):
-                            inner = self._module(path, (*at, member_number), member, at)
+                            inner = self._module(path, (*at, member_number), member, at, role)
                             children[member.name] = inner
                     case Slot():
                         inside = (*self.base, *path, node.scope)
-                        children[node.scope] = Scope(inside, at, (), {}, {}, slot=node)
+                        children[node.scope] = Scope(inside, at, (), {}, {}, None, node, role)
 
-        walk(nodes, place, None)
+        walk(nodes, place, role)
         own_path = (*self.base, *path)
-        return Scope(own_path, place, tuple(texts), parameters, children, union)
+        return Scope(own_path, place, tuple(texts), parameters, children, union, role=role)
 
-    def _module(self, path: Path, at: Place, node: Module, union: Place | None) -> Scope:
-        return self.scope((*path, node.name), at, node.children, cache=node.cache, union=union)
+    def _module(
+        self, path: Path, at: Place, node: Module, union: Place | None, role: Role | None
+    ) -> Scope:
+        inner = (*path, node.name)
+        return self.scope(inner, at, node.children, cache=node.cache, union=union, role=role)
 
     def _piece(
         self,

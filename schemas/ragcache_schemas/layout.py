@@ -7,7 +7,7 @@ parameter takes as many positions as its `len`, whatever its argument turns out 
 Tokens are counted by the caller's function, once for each maximal run of text: what stands between
 two tags in the written schema, never text from two modules together and never a part of a run.
 Parameters and chat tags cut runs too. Turns themselves take no positions here: replace them by the
-text of the model's template before laying out (`spell_turns`).
+text of the model's template before laying out (`spell_schema`).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def module_name(text: str) -> str:
 
     Different texts may give the same name: whoever needs them apart adds a suffix.
     """
-    name = _NOT_IN_NAME.sub("-", text).strip("-") or "module"
+    name = _NOT_IN_NAME.sub("-", text).strip("-") or "document"
     if not is_name(name):
         name = "_" + name
     return name if name_problem(name, "module") is None else "_" + name

@@ -28,48 +28,69 @@ def balance(tags: list[Tag]) -> tuple[list[Edit], list[PMLWarning]]:
 
     Raises PMLSyntaxError for any other tag that does not match.
     """
-    stack: list[_Open] = []
-    edits: list[Edit] = []
-    warnings: list[PMLWarning] = []
-
-    def close_turn(at: int) -> None:
-        turn = stack.pop().tag
-        edits.append(Edit(turn.end - 1, ' closes="no"'))
-        edits.append(Edit(at, f"</{turn.name}>"))
-        problem = f'<{turn.name}> is never closed; write <{turn.name} closes="no">...</{turn.name}>'
-        warnings.append(PMLWarning(problem, turn.location))
-        if stack:
-            stack[-1].anchor = at
-
+    balancing = _Balancing()
     for tag in tags:
-        if not stack and tag is not tags[0] and tag.kind != "end":
+        if not balancing.stack and tag is not tags[0] and tag.kind != "end":
             problem = f"<{tag.name}> after the end of <{tags[0].name}>"
             expected = "a text holds one schema or one prompt"
             raise PMLSyntaxError(problem, tag.location, tag.name, expected)
-        if tag.kind != "end":
-            if tag.name in ROLES and stack and stack[-1].tag.name in ROLES:
-                close_turn(tag.start)
-            if tag.kind == "start":
-                stack.append(_Open(tag, tag.end))
-            elif tag.name in ROLES and stack:
-                stack[-1].anchor = tag.end
-            continue
-        if stack and stack[-1].tag.name in ROLES and tag.name not in ROLES:
-            close_turn(tag.start)
-        if stack and stack[-1].tag.name == tag.name:
-            stack.pop()
-            if stack and tag.name in ROLES:
-                stack[-1].anchor = tag.end
-        elif tag.name in ROLES and stack and not any(o.tag.name in ROLES for o in stack):
-            edits.append(Edit(stack[-1].anchor, f'<{tag.name} opens="no">'))
-            stack[-1].anchor = tag.end
-            problem = f'</{tag.name}> was never opened; write <{tag.name} opens="no">...'
-            warnings.append(PMLWarning(problem, tag.location))
+        if tag.kind == "end":
+            balancing.end(tag)
         else:
-            raise _mismatch(tag, stack)
-    if stack:
-        raise _never_closed(stack[-1].tag)
-    return sorted(edits, key=lambda edit: edit.offset), warnings
+            balancing.start(tag)
+    if balancing.stack:
+        raise _never_closed(balancing.stack[-1].tag)
+    return sorted(balancing.edits, key=lambda edit: edit.offset), balancing.warnings
+
+
+class _Balancing:
+    def __init__(self) -> None:
+        self.stack: list[_Open] = []
+        self.edits: list[Edit] = []
+        self.warnings: list[PMLWarning] = []
+
+    def start(self, tag: Tag) -> None:
+        turn = tag.name in ROLES
+        if turn and self._in_turn():
+            self._close_turn(tag.start)
+        if tag.kind == "start":
+            self.stack.append(_Open(tag, tag.end))
+        elif turn:
+            self._move_anchor(tag.end)
+
+    def end(self, tag: Tag) -> None:
+        turn = tag.name in ROLES
+        if self._in_turn() and not turn:
+            self._close_turn(tag.start)
+        if self.stack and self.stack[-1].tag.name == tag.name:
+            self.stack.pop()
+            if turn:
+                self._move_anchor(tag.end)
+        elif turn and self.stack and not any(one.tag.name in ROLES for one in self.stack):
+            self._open_turn(tag)
+        else:
+            raise _mismatch(tag, self.stack)
+
+    def _in_turn(self) -> bool:
+        return bool(self.stack) and self.stack[-1].tag.name in ROLES
+
+    def _move_anchor(self, offset: int) -> None:
+        if self.stack:
+            self.stack[-1].anchor = offset
+
+    def _open_turn(self, tag: Tag) -> None:
+        self.edits.append(Edit(self.stack[-1].anchor, f'<{tag.name} opens="no">'))
+        self._move_anchor(tag.end)
+        problem = f'</{tag.name}> was never opened; write <{tag.name} opens="no">...</{tag.name}>'
+        self.warnings.append(PMLWarning(problem, tag.location))
+
+    def _close_turn(self, offset: int) -> None:
+        tag = self.stack.pop().tag
+        self.edits.append(Edit(tag.end - 1, ' closes="no"'))
+        self.edits.append(Edit(offset, f"</{tag.name}>"))
+        self._move_anchor(offset)
+        problem = f'<{tag.name}> is never closed; write <{tag.name} closes="no">...</{tag.name}>'
+        self.warnings.append(PMLWarning(problem, tag.location))
 
 
 def apply(text: str, edits: list[Edit]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 from collections.abc import Callable
@@ -37,7 +38,7 @@ SCHEMAS = [
     ('<schema name="s">if a ¦< b:</schema>', PMLSyntaxError, "bare '<'", "schema"),
     ('<schema name="s">if a ¦<= b:</schema>', PMLSyntaxError, "bare '<'", "schema"),
     ('<schema name="s">\n for i¦<n; i++ </schema>', PMLSyntaxError, "bare '<'", "schema"),
-    ('<schema name="s"><module name="m">a ¦&& b</module></schema>', PMLSyntaxError, "'&'", "module"),
+    ('<schema name="s"><module name="m">a ¦&& b</module></schema>', PMLSyntaxError, "&", "module"),
     ('<schema name="s" x="¦&"/>', PMLSyntaxError, "'&'", "schema"),
     ('<schema name="s">vector<int>;¦</schema>', PMLSyntaxError, "</int> is due", "int"),
     ('<schema name="s"><module name="m">¦</schema>', PMLSyntaxError, "line 1, column 18", "module"),
@@ -57,7 +58,7 @@ SCHEMAS = [
     ('¦<module name="m"/>', UnknownElement, "<module>", "module"),
     ('¦<prompt schema="s"/>', UnknownElement, "<schema name", "prompt"),
     ('<schema name="s">a ¦<b>c</b></schema>', UnknownElement, "CDATA", "b"),
-    ('<schema name="s"><union>¦<union/></union></schema>', UnknownElement, "only <module>", "union"),
+    ('<schema name="s"><union>¦<union/></union></schema>', UnknownElement, "only <mod", "union"),
     ('<schema name="s"><module name="m">\n¦<scaffold modules="m"/></module></schema>',
      UnknownElement, "directly inside <schema>", "scaffold"),
     ('<schema name="s"><user><module name="m">¦<user/></module></user></schema>',
@@ -75,14 +76,15 @@ SCHEMAS = [
     ("¦<schema/>", InvalidAttribute, "without the attribute 'name'", "schema"),
     ('<schema name="s">¦<module/></schema>', InvalidAttribute, "'name'", "module"),
     ('<schema name="s">¦<module name="m" src="x"/></schema>', InvalidAttribute, "'src'", "module"),
-    ('<schema name="s">¦<module name="m" cache="x"/></schema>', InvalidAttribute, "cache", "module"),
+    ('<schema name="s">¦<module name="m" cache="x"/></schema>', InvalidAttribute, "x", "module"),
     ('<schema name="s">¦<param name="p"/></schema>', InvalidAttribute, "has none", "param"),
     ('<schema name="s">¦<param name="p" len="0"/></schema>', InvalidAttribute, '"0"', "param"),
     ('<schema name="s">¦<param name="p" len="x"/></schema>', InvalidAttribute, '"x"', "param"),
     ('<schema name="s">¦<param name="p" len="1" length="2"/></schema>',
      InvalidAttribute, '"1" and "2"', "param"),
     ('<schema name="s">¦<union slot="1"/></schema>', InvalidAttribute, "'collection'", "union"),
-    ('<schema name="s">¦<scaffold modules=" "/></schema>', InvalidAttribute, "no modules", "scaffold"),
+    ('<schema name="s">¦<scaffold modules=" "/></schema>',
+     InvalidAttribute, "no modules", "scaffold"),
     ('<schema name="s">¦<user opens="maybe"/></schema>', InvalidAttribute, "opens", "user"),
     ('<schema name="s">¦<module name="m" xml:space="x"/></schema>',
      InvalidAttribute, "xml:space", "module"),
@@ -94,7 +96,8 @@ SCHEMAS = [
     ('<schema name="s">¦<union slot="a b" collection="c"/></schema>', InvalidName, "slot", "union"),
     ('<schema name="s">¦<module name="user"/></schema>', ReservedName, "'user'", "module"),
     ('<schema name="s">¦<module name="XMLdoc"/></schema>', ReservedName, "'XMLdoc'", "module"),
-    ('<schema name="s">¦<param name="schema" len="1"/></schema>', ReservedName, "'schema'", "param"),
+    ('<schema name="s">¦<param name="schema" len="1"/></schema>',
+     ReservedName, "'schema'", "param"),
     ('<schema name="s"><module name="a"/>\n¦<module name="a"/></schema>',
      DuplicateName, "first at f.xml:1:18", "module"),
     ('<schema name="s"><module name="a"/><user><union>¦<module name="a"/></union></user></schema>',
@@ -112,8 +115,9 @@ SCHEMAS = [
      DuplicateName, "twice", "scaffold"),
     ('<schema name="s"><union><module name="a"/><module name="b"/></union>'
      '¦<scaffold modules="a b"/></schema>', UnionConflict, "'a' and 'b'", "scaffold"),
-    ('<schema name="s"><union><module name="a"/><module name="b"><module name="c"/></module></union>'
-     '¦<scaffold modules="a b/c"/></schema>', UnionConflict, "one union", "scaffold"),
+    ('<schema name="s"><union><module name="a"/>'
+     '<module name="b"><module name="c"/></module></union>¦<scaffold modules="a b/c"/></schema>',
+     UnionConflict, "one union", "scaffold"),
 ]  # fmt: skip
 
 PROMPTS = [
@@ -226,28 +230,25 @@ def test_malformed_input_is_refused_in_linear_time(attack: str) -> None:
                 parse('<prompt schema="s">' + attack)
 
 
-FRAGMENTS = st.lists(
-    st.sampled_from(
-        ['<schema name="s">', "</schema>", '<module name="a">', '<module name="b"/>', "</module>"]
-        + ["<union>", '<union scaffold="a">', "</union>", '<param name="p" len="3"/>', "<param>"]
-        + ["<user>", "</user>", "<system/>", "<assistant>", "</assistant>", "text", " ", "\n"]
-        + ["<!-- c -->", "<!--", "-->", "<![CDATA[x]]>", "<![CDATA[", "]]>", "&amp;", "&", "&#0;"]
-        + ["&#65;", "<", ">", '"', "'", "<?x?>", "<!DOCTYPE a>", '<prompt schema="s">', "</prompt>"]
-        + ["<a/>", '<a q="1">', "</a>", '<scaffold modules="a b"/>', "\0", "é", "<名字/>", "<a:b/>"]
-        + ['<module name="a" xml:space="preserve">', "\r", "<1/>", "xmlns='x'", "<ª/>", "\ufffe"]
-    ),
-    max_size=25,
+FRAGMENTS = (
+    """
+<schema name="s">¦</schema>¦<module name="a">¦<module name="b"/>¦</module>¦<union>¦</union>
+<union scaffold="a">¦<param name="p" len="3"/>¦<param>¦<user>¦</user>¦<system/>¦<assistant>
+</assistant>¦text¦ ¦<!-- c -->¦<!--¦-->¦<![CDATA[x]]>¦<![CDATA[¦]]>¦&amp;¦&¦&#0;¦&#65;¦<¦>¦"¦'
+<?x?>¦<!DOCTYPE a>¦<prompt schema="s">¦</prompt>¦<a/>¦<a q="1">¦</a>¦<scaffold modules="a b"/>
+é¦<名字/>¦<a:b/>¦<module name="a" xml:space="preserve">¦<1/>¦xmlns='x'¦<ª/>¦<a x="1" x="2">
+""".replace("\n", "¦")
+    .strip("¦")
+    .split("¦")
 )
+SOUP = st.lists(st.sampled_from([*FRAGMENTS, "\n", "\r", "\0", "\ufffe"]), max_size=25)
 
 
 @settings(max_examples=400)
-@given(FRAGMENTS.map("".join) | st.text() | st.binary())
+@given(SOUP.map("".join) | st.text() | st.binary())
 def test_nothing_but_named_errors(text: str | bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PMLWarning)
         for parse in (parse_schema, parse_prompt):
-            try:
+            with contextlib.suppress(PMLError):
                 parse(text)
-            except PMLError as error:
-                assert error.line is not None
-                assert error.column is not None

@@ -77,8 +77,9 @@ def test_what_does_not_fit_is_found_by_counting() -> None:
 def test_prompts() -> None:
     schema = '<schema name="s"><module name="a">x</module><module name="b">y</module></schema>'
     index = SchemaIndex.of(parse_schema(schema), count_words)
+    unknown = '<prompt schema="s"><c/></prompt>'
     assert lint_prompt('<prompt schema="s"><a/><b/>Go.</prompt>', index) == []
-    assert [f.kind for f in lint_prompt('<prompt schema="s"><c/></prompt>')] == []
+    assert lint_prompt(unknown) == []
     assert [f.kind for f in lint_prompt('<prompt schema="s"><c/></prompt>', index)] == [
         "UnknownName"
     ]

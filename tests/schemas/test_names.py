@@ -45,7 +45,7 @@ def test_titles_are_one_line() -> None:
         ("2026 plan", "_2026-plan"),
         ("user", "_user"),
         ("请假制度.md", "请假制度.md"),
-        ("***", "module"),
+        ("***", "document"),
         ("xml notes", "_xml-notes"),
         (".hidden", "_.hidden"),
     ],

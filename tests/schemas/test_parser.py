@@ -180,7 +180,8 @@ def test_editors_may_point_at_the_xml_schema() -> None:
 
 def test_every_node_knows_its_place() -> None:
     schema = parse_schema(
-        '<schema name="s">\n  名字 <module\n name="a">\r\n\r\n  x<param name="p" len="1"/> y</module>\n'
+        '<schema name="s">\n  名字 <module\n name="a">\r\n\r\n'
+        '  x<param name="p" len="1"/> y</module>\n'
         "  <union><!-- <b> -->\n<module name='b'/></union> <![CDATA[<]]></schema>",
         source="trip.xml",
     )
@@ -196,7 +197,7 @@ def test_every_node_knows_its_place() -> None:
     assert isinstance(union, Union)
     assert union.location == Location(6, 3, "trip.xml")
     assert union.members[0].location == Location(7, 1, "trip.xml")
-    assert last.location == Location(7, 39, "trip.xml")
+    assert last.location == Location(7, 37, "trip.xml")
 
 
 # White space

@@ -1,0 +1,1 @@
+"""The outside faces of ragcache."""

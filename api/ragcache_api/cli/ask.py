@@ -1,0 +1,61 @@
+"""`ragcache ask`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ragcache import Answer
+from ragcache.rag import DEFAULT_K
+from ragcache_api.cli.console import (
+    DEFAULT_STATE,
+    EmbeddingOption,
+    JsonOption,
+    KOption,
+    ModelOption,
+    ModeOption,
+    StateOption,
+    console,
+    milliseconds,
+    open_rag,
+    print_json,
+)
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
+    state: StateOption = DEFAULT_STATE,
+    k: KOption = DEFAULT_K,
+    mode: ModeOption = "rooted",
+    model: ModelOption = None,
+    embedding: EmbeddingOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a question from the documents of a collection."""
+    with open_rag(state, model, embedding) as rag:
+        answer = rag.ask(question, collection=collection, k=k, mode=mode)
+        encoded = rag.stats().encoded
+    if as_json:
+        print_json({**answer.to_dict(), "encoded": encoded})
+    else:
+        show(answer)
+
+
+def show(answer: Answer) -> None:
+    """Prints an answer with its sources and what it cost."""
+    text = answer.text or "nothing in this collection shares a word with the question"
+    console.print(text, style="bold", markup=False, highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for source in answer.sources:
+        table.add_row(source.module, f"{source.score:.3f}", source.tier, style="dim")
+    console.print(table)
+    reuse, timings = answer.reuse, answer.timings
+    console.print(
+        f"mode {answer.mode} · prompt {reuse.prompt_tokens} tokens = {reuse.cached_tokens} cached "
+        f"+ {reuse.computed_tokens} computed · first token {milliseconds(timings.first_token)} · "
+        f"total {milliseconds(timings.total)}",
+        highlight=False,
+    )

@@ -1,0 +1,67 @@
+"""What all commands share: options, consoles, opening a state folder, progress."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ragcache import RagCache
+
+console = Console()
+errors = Console(stderr=True)
+
+StateOption = Annotated[
+    Path, typer.Option("--state", envvar="RAGCACHE_STATE", help="The state folder.")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="A model folder or hub name; without it, the embedded reader."),
+]
+EmbeddingOption = Annotated[
+    str | None,
+    typer.Option("--embedding", help="`minilm` adds retrieval by meaning to retrieval by words."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+KOption = Annotated[int, typer.Option("-k", "--k", help="How many modules to retrieve.")]
+ModeOption = Annotated[str, typer.Option("--mode", help="rooted, isolated or exact.")]
+DEFAULT_STATE = Path("ragcache-state")
+
+
+def open_rag(state: Path, model: str | None, embedding: str | None, **options: Any) -> RagCache:
+    """Opens a state folder with the embedded reader or the model that was named."""
+    with errors.status("loading the model"):
+        return RagCache.open(state, model, embedding=embedding, **options)
+
+
+def print_json(value: Any) -> None:
+    """Plain JSON on standard output, for programs."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error; yields `report(done, total)`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+def mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,119 @@
+"""`ragcache demo`: the example handbook, asked with and without the cache."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ragcache import Answer, RagCache
+from ragcache.errors import NoDocuments
+from ragcache_api.cli.console import (
+    JsonOption,
+    console,
+    milliseconds,
+    open_rag,
+    print_json,
+    progress_bar,
+)
+
+QUESTIONS = (
+    "How many days of leave do I get in my first year?",
+    "Which day of the week can nobody work from home?",
+    "How much do I get towards my internet connection at home?",
+    "Above what sum should I ask the finance officer for an advance?",
+    "What is the most I can claim for a night in a hotel on the mainland?",
+)
+RUNS = 5  # of each mode, in turn; the medians are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An answer from cached modules, and its median times to first token beside `exact`."""
+
+    answer: Answer
+    cached_seconds: float
+    exact_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.exact_seconds / self.cached_seconds
+
+
+def demo(
+    handbook: Annotated[
+        Path, typer.Option(help="The folder of documents.", show_default=True)
+    ] = Path("examples/handbook"),
+    as_json: JsonOption = False,
+) -> None:
+    """Ingest the example handbook and answer five questions, cached and ordinary side by side."""
+    if not handbook.is_dir():
+        raise NoDocuments(
+            f"there is no folder {handbook}; run the demo where ragcache was cloned, or give one "
+            "with --handbook"
+        )
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
+        open_rag(Path(state), None, None) as rag,
+    ):
+        with progress_bar("encoding modules") as report:
+            done = rag.ingest("handbook", [handbook], progress=report)
+        with progress_bar("asking") as report:
+            compared = []
+            for number, question in enumerate(QUESTIONS, start=1):
+                compared.append(compare(rag, question))
+                report(number, len(QUESTIONS))
+    if as_json:
+        print_json([_plain(each) for each in compared])
+        return
+    console.print(
+        f"{done.added} documents, {done.modules} modules, {done.tokens:,} tokens encoded once\n"
+    )
+    for each in compared:
+        _show(each)
+
+
+def compare(rag: RagCache, question: str) -> Compared:
+    """Asks in turn from cached modules and by an ordinary prefill."""
+    times: dict[str, list[float]] = {"rooted": [], "exact": []}
+    answers = {}
+    for _ in range(RUNS):
+        for mode, seconds in times.items():
+            answers[mode] = rag.ask(question, collection="handbook", mode=mode)
+            seconds.append(answers[mode].timings.first_token)
+    return Compared(answers["rooted"], *(statistics.median(s) for s in times.values()))
+
+
+def _show(compared: Compared) -> None:
+    answer, reuse = compared.answer, compared.answer.reuse
+    console.print(f"[cyan]{answer.question}[/]", highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_row("answer", f"[bold]{answer.text}[/]")
+    table.add_row("sources", ", ".join(source.module for source in answer.sources))
+    table.add_row("mode", answer.mode)
+    table.add_row(
+        "tokens",
+        f"{reuse.prompt_tokens} prompt = {reuse.cached_tokens} cached "
+        f"+ {reuse.computed_tokens} computed",
+    )
+    table.add_row(
+        "first token",
+        f"{milliseconds(compared.cached_seconds)} cached, "
+        f"{milliseconds(compared.exact_seconds)} exact: [green]{compared.ratio:.1f}x[/]",
+    )
+    console.print(table)
+    console.print()
+
+
+def _plain(compared: Compared) -> dict[str, object]:
+    return {
+        **compared.answer.to_dict(),
+        "first_token_cached": compared.cached_seconds,
+        "first_token_exact": compared.exact_seconds,
+        "ratio": compared.ratio,
+    }

@@ -1,0 +1,71 @@
+"""`ragcache eval`: answer quality beside speed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ragcache.evaluation import Report, evaluate, load_questions
+from ragcache.rag import DEFAULT_K
+from ragcache_api.cli.console import (
+    DEFAULT_STATE,
+    EmbeddingOption,
+    JsonOption,
+    KOption,
+    ModelOption,
+    StateOption,
+    console,
+    open_rag,
+    print_json,
+    progress_bar,
+)
+
+
+def evaluate_command(
+    collection: Annotated[str, typer.Argument(help="The collection to ask.")],
+    questions: Annotated[Path, typer.Argument(help="Questions with answers, JSON lines.")],
+    state: StateOption = DEFAULT_STATE,
+    modes: Annotated[str, typer.Option(help="Modes to compare, with commas.")] = "rooted,exact",
+    k: KOption = DEFAULT_K,
+    model: ModelOption = None,
+    embedding: EmbeddingOption = None,
+    wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Mark the answers to known questions, mode by mode."""
+    asked = load_questions(questions)
+    reports = []
+    with open_rag(state, model, embedding) as rag:
+        for mode in modes.split(","):
+            with progress_bar(f"asking, {mode}") as report:
+                reports.append(
+                    evaluate(rag, collection, asked, mode=mode.strip(), k=k, progress=report)
+                )
+    if as_json:
+        print_json([asdict(report) for report in reports])
+        return
+    _show(reports)
+    for marked in reports[0].marked if wrong else ():
+        if not marked.exact_match:
+            console.print(
+                f"{marked.question.id} {marked.question.question} -> {marked.given!r}, "
+                f"right: {marked.question.answers[0]!r}",
+                markup=False,
+                highlight=False,
+            )
+
+
+def _show(reports: list[Report]) -> None:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in ("mode", "questions", "exact match", "F1", "document retrieved"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for report in reports:
+        shares = (report.exact_match, report.f1, report.retrieved)
+        table.add_row(
+            report.mode, str(report.questions), *(f"{100 * share:.1f}%" for share in shares)
+        )
+    console.print(table)

@@ -1,0 +1,135 @@
+"""Answer quality: exact match and F1 after SQuAD's normalisation."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragcache.errors import ConfigurationError
+from ragcache.rag import DEFAULT_K, RagCache
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with every answer that counts as right, and the document that holds it."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A question with the answer that was given and its marks."""
+
+    question: Question
+    given: str
+    exact_match: bool
+    f1: float
+    retrieved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Means over all questions, as shares of one."""
+
+    mode: str
+    questions: int
+    exact_match: float
+    f1: float
+    retrieved: float
+    marked: tuple[Marked, ...]
+
+
+def normalise(text: str) -> str:
+    """Lower case, without punctuation and articles, single spaces (Rajpurkar et al., 2016)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(given: str, answers: Sequence[str]) -> bool:
+    return any(normalise(given) == normalise(answer) for answer in answers)
+
+
+def f1(given: str, answers: Sequence[str]) -> float:
+    """The best F1 of words over the answers that count as right."""
+    return max(_f1(normalise(given).split(), normalise(answer).split()) for answer in answers)
+
+
+def _f1(given: list[str], answer: list[str]) -> float:
+    if not given or not answer:
+        return float(given == answer)
+    common = sum((Counter(given) & Counter(answer)).values())
+    return 2 * common / (len(given) + len(answer))
+
+
+def load_questions(path: Path) -> list[Question]:
+    """Reads `{"id", "question", "answers", "document"}` lines."""
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            questions.append(
+                Question(
+                    str(row.get("id", number)),
+                    row["question"],
+                    tuple(row["answers"]),
+                    row.get("document", ""),
+                )
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{path}:{number}: not a question ({error!r}); each line holds "
+                '{"question": "...", "answers": ["..."], "document": "..."}'
+            ) from error
+    if not questions:
+        raise ConfigurationError(f"{path} holds no questions")
+    return questions
+
+
+def evaluate(
+    rag: RagCache,
+    collection: str,
+    questions: Sequence[Question],
+    *,
+    mode: str,
+    k: int = DEFAULT_K,
+    batch: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Asks all questions through the real retriever and marks the answers."""
+    marked: list[Marked] = []
+    for start in range(0, len(questions), batch):
+        part = questions[start : start + batch]
+        asked = [question.question for question in part]
+        answers = rag.ask_batch(asked, collection=collection, k=k, mode=mode)
+        for question, answer in zip(part, answers, strict=True):
+            found = any(source.document == question.document for source in answer.sources)
+            marked.append(
+                Marked(
+                    question,
+                    answer.text,
+                    exact_match(answer.text, question.answers),
+                    f1(answer.text, question.answers),
+                    found,
+                )
+            )
+        if progress is not None:
+            progress(len(marked), len(questions))
+    count = len(marked)
+    return Report(
+        mode,
+        count,
+        exact_match=sum(m.exact_match for m in marked) / count,
+        f1=sum(m.f1 for m in marked) / count,
+        retrieved=sum(m.retrieved for m in marked) / count,
+        marked=tuple(marked),
+    )

@@ -1,0 +1,172 @@
+r"""Spells chat turns in the words of the model's own template (Prompt Cache, §3.2.3).
+
+The template is a function from messages to text, as tokenizers have it. It is asked once for the
+whole conversation, with marks in place of the contents, and the text between the marks is put
+around the turns. So every template works that keeps contents whole and in order, Llama 2 included,
+which writes the system turn inside the first user turn:
+
+    <s>[INST] <<SYS>>\n ¹ \n<</SYS>>\n\n ² [/INST] ³ </s>
+
+What stands between two turns goes before the second one. An empty turn (`<system/>`) is no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol, cast
+
+from .errors import TurnMismatch
+from .tree import (
+    Chat,
+    Import,
+    Module,
+    Node,
+    Prompt,
+    PromptNode,
+    Role,
+    Schema,
+    SchemaNode,
+    Text,
+    Union,
+)
+
+__all__ = ["Render", "spell_prompt", "spell_schema"]
+
+
+class Render(Protocol):
+    """A chat template: the text of `messages`, and with `generate` the start of the answer."""
+
+    def __call__(self, messages: Sequence[tuple[Role, str]], *, generate: bool) -> str: ...
+
+
+def spell_schema(schema: Schema, render: Render) -> Schema:
+    """`schema` with its turns replaced by the template's text. Raises TurnMismatch.
+
+    A turn that the schema leaves open gets nothing after it; `spell_prompt` goes on from there.
+    """
+    turns = list(_turns(schema.children))
+    if not turns:
+        return schema
+    opens, close = _schema_text(turns, render)
+    spelled = _Spelled(turns, opens, close)
+    return replace(schema, children=cast("tuple[SchemaNode, ...]", spelled.nodes(schema.children)))
+
+
+def spell_prompt(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
+    """`prompt` with its turns spelled as they follow those of `schema` (not yet spelled itself).
+
+    After a closed user turn comes the template's start of the answer.
+    """
+    before, turns = list(_turns(schema.children)), list(_turns(prompt.children))
+    if not turns:
+        return prompt
+    goes_on = _goes_on(before, turns[0])
+    messages = [turn.role for turn in before + turns[goes_on:]]
+    last = turns[-1]
+    text = _marked(messages, render, last, generate=last.closes and last.role != "assistant")
+    opens = text[len(before) : -1]
+    if before and not goes_on:
+        already = _schema_text(before, render)[1]
+        if not opens[0].startswith(already):
+            raise _mismatch(turns[0], "goes on differently after the turns of the schema")
+        opens[0] = opens[0][len(already) :]
+    spelled = _Spelled(turns, [""] * goes_on + opens, text[-1] if last.closes else "")
+    return replace(prompt, children=cast("tuple[PromptNode, ...]", spelled.nodes(prompt.children)))
+
+
+def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:
+    """Whether `turn` goes on in the turn that the schema left open."""
+    if turn.opens:
+        return False
+    if before and not before[-1].closes and before[-1].role == turn.role:
+        return True
+    raise TurnMismatch(
+        f"</{turn.role}> ends a turn that the schema has not left open",
+        turn.location,
+        turn.role,
+        f'write <{turn.role}>...</{turn.role}>, or end the schema with <{turn.role} closes="no">',
+    )
+
+
+def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]:
+    """What stands before each turn of a schema, and after the last."""
+    last, roles = turns[-1], [turn.role for turn in turns]
+    # A turn more, since some templates write the system turn only inside a user turn.
+    follower: Role = "assistant" if last.role == "user" else "user"
+    followed = _marked([*roles, follower], render, last)
+    if not last.closes:
+        return followed[:-2], ""
+    try:
+        alone = _marked(roles, render, last)
+    except TurnMismatch:
+        return followed[:-2], ""
+    fits = alone[:-1] == followed[:-2] and followed[-2].startswith(alone[-1])
+    return followed[:-2], alone[-1] if fits else ""
+
+
+def _marked(
+    roles: Sequence[Role], render: Render, turn: Chat, *, generate: bool = False
+) -> list[str]:
+    """The template's text around the contents of messages with these roles."""
+    marks = [f"\ue000{number}\ue001" for number in range(len(roles))]
+    try:
+        text = render(list(zip(roles, marks, strict=True)), generate=generate)
+    except Exception as error:  # templates raise whatever they like
+        raise _mismatch(turn, f"refuses the turns {', '.join(roles)}: {error}") from error
+    parts: list[str] = []
+    for role, mark in zip(roles, marks, strict=True):
+        before, found, text = text.partition(mark)
+        if not found or mark in text:
+            raise _mismatch(turn, f"does not write the <{role}> turn once and in its place")
+        parts.append(before)
+    return [*parts, text]
+
+
+def _mismatch(turn: Chat, problem: str) -> TurnMismatch:
+    expected = "change the turns, or write the template's text yourself"
+    return TurnMismatch(f"the chat template {problem}", turn.location, turn.role, expected)
+
+
+def _turns(nodes: Sequence[Node]) -> Iterator[Chat]:
+    """The turns that have content, in the order of the text."""
+    for node in nodes:
+        if isinstance(node, Chat) and node.children:
+            yield node
+        elif isinstance(node, Module | Import):
+            yield from _turns(node.children)
+        elif isinstance(node, Union):
+            for turn in _turns(node.members):
+                expected = "put the turn around the union"
+                problem = f"<{turn.role}> inside a member of a union"
+                raise TurnMismatch(problem, turn.location, turn.role, expected)
+
+
+class _Spelled:
+    """Replaces turns, met in the same order as `_turns` gives them, by their text."""
+
+    def __init__(self, turns: Sequence[Chat], opens: Sequence[str], close: str) -> None:
+        closes = [""] * (len(turns) - 1) + [close]
+        self.around = iter(list(zip(opens, closes, strict=True)))
+
+    def nodes(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """`nodes` with turns spelled."""
+        out: list[Node] = []
+        for node in nodes:
+            match node:
+                case Chat():
+                    if node.children:
+                        before, after = next(self.around)
+                        place = node.location
+                        out.append(Text(before, location=place))
+                        out += node.children
+                        out.append(Text(after, location=place))
+                case Module():
+                    inner = cast("tuple[SchemaNode, ...]", self.nodes(node.children))
+                    out.append(replace(node, children=inner))
+                case Import():
+                    asked = cast("tuple[PromptNode, ...]", self.nodes(node.children))
+                    out.append(replace(node, children=asked))
+                case _:
+                    out.append(node)
+        return tuple(out)

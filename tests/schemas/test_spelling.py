@@ -1,0 +1,168 @@
+"""Chat turns in the words of a model's template (Prompt Cache, §3.2.3)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+
+from ragcache_schemas import (
+    Import,
+    Module,
+    PMLWarning,
+    Prompt,
+    Render,
+    Role,
+    Schema,
+    Text,
+    TurnMismatch,
+    parse_prompt,
+    parse_schema,
+    spell_prompt,
+    spell_schema,
+)
+
+Messages = Sequence[tuple[Role, str]]
+
+
+def chatml(messages: Messages, *, generate: bool) -> str:
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+    return text + "<|im_start|>assistant\n" * generate
+
+
+def llama2(messages: Messages, *, generate: bool) -> str:
+    """As Llama 2's own: the system turn stands in the first user turn, roles must alternate."""
+    system, text = "", ""
+    if messages and messages[0][0] == "system":
+        system, messages = f"<<SYS>>\n{messages[0][1].strip()}\n<</SYS>>\n\n", messages[1:]
+    for number, (role, content) in enumerate(messages):
+        if role != ("user", "assistant")[number % 2]:
+            raise ValueError("Conversation roles must alternate")
+        if role == "user":
+            text += f"<s>[INST] {system if number == 0 else ''}{content.strip()} [/INST]"
+        else:
+            text += f" {content.strip()} </s>"
+    return text
+
+
+TEMPLATES = [chatml, llama2]
+SCHEMA = (
+    '<schema name="s"><system>Be brief.</system><user>Read<module name="m">this</module></user>'
+    "<assistant>I did.</assistant></schema>"
+)
+TURNS: list[tuple[Role, str]] = [
+    ("system", "Be brief."),
+    ("user", "Readthis"),
+    ("assistant", "I did."),
+]
+
+
+def flat(nodes: Sequence[object]) -> str:
+    """The text of everything, imported or not."""
+    out = ""
+    for node in nodes:
+        if isinstance(node, Text):
+            out += node.text
+        elif isinstance(node, Module | Import):
+            out += flat(node.children)
+    return out
+
+
+def spelled(schema: str, prompt: str, render: Render) -> str:
+    """Schema and prompt together."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PMLWarning)
+        tree, question = parse_schema(schema), parse_prompt(prompt)
+    before = flat(spell_schema(tree, render).children)
+    return before + flat(spell_prompt(question, tree, render).children)
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_turns_become_what_the_template_writes(render: Render) -> None:
+    prompt = '<prompt schema="s"><m/><user>Why?</user></prompt>'
+    expected = render([*TURNS, ("user", "Why?")], generate=True)
+    assert spelled(SCHEMA, prompt, render) == expected
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_no_turn_is_left_and_modules_stay(render: Render) -> None:
+    schema = spell_schema(parse_schema(SCHEMA), render)
+    assert [type(node) for node in schema.children] == [Text, Module, Text]
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_several_turns_in_a_prompt(render: Render) -> None:
+    prompt = '<prompt schema="s"><user>A</user><assistant>B</assistant><user>C</user></prompt>'
+    turns: list[tuple[Role, str]] = [*TURNS, ("user", "A"), ("assistant", "B"), ("user", "C")]
+    assert spelled(SCHEMA, prompt, render) == render(turns, generate=True)
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_a_system_turn_alone(render: Render) -> None:
+    schema = '<schema name="s"><system>Be brief.</system></schema>'
+    expected = render([("system", "Be brief."), ("user", "Hi")], generate=True)
+    assert spelled(schema, '<prompt schema="s"><user>Hi</user></prompt>', render) == expected
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_the_generated_form_of_the_reference_implementation(render: Render) -> None:
+    schema = '<schema name="s"><system/><user><module name="m">Read this.</module></schema>'
+    prompt = "<prompt schema='s'><m/>Why?</user><assistant>Answer:</prompt>"
+    whole = render([("user", "Read this.Why?"), ("assistant", "Answer:")], generate=False)
+    assert spelled(schema, prompt, render) == whole[: whole.index("Answer:") + len("Answer:")]
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_a_prompt_may_leave_its_last_user_turn_open(render: Render) -> None:
+    whole = spelled(SCHEMA, '<prompt schema="s"><user closes="no">Why</user></prompt>', render)
+    assert whole.endswith("Why")
+
+
+def test_turns_inside_modules() -> None:
+    schema = parse_schema(
+        '<schema name="s"><module name="a"><system>S</system></module><user>U</user></schema>'
+    )
+    assert spell_schema(schema, chatml).children == (
+        Module("a", (Text("<|im_start|>system\nS"),)),
+        Text("<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"),
+    )
+
+
+def test_without_turns_nothing_changes() -> None:
+    schema, prompt = Schema("s", (Text("x"),)), Prompt("s", (Text("y"),))
+    assert spell_schema(schema, chatml) is schema
+    assert spell_prompt(prompt, schema, chatml) is prompt
+
+
+@pytest.mark.parametrize(
+    ("schema", "prompt", "match"),
+    [
+        ("<user>U</user>", "Why</user>", "has not left open"),
+        ("", "Why</user>", "has not left open"),
+        ("<user>U</user>", "<user>V</user>", "refuses the turns user, user: .*alternate"),
+    ],
+)
+def test_turns_that_do_not_fit(schema: str, prompt: str, match: str) -> None:
+    with pytest.raises(TurnMismatch, match=match) as caught:
+        spelled(
+            f'<schema name="s">{schema}</schema>', f'<prompt schema="s">{prompt}</prompt>', llama2
+        )
+    assert caught.value.element == "user"
+    assert caught.value.line == 1
+
+
+def test_a_template_that_loses_turns() -> None:
+    def no_system(messages: Messages, *, generate: bool) -> str:
+        return chatml([m for m in messages if m[0] != "system"], generate=generate)
+
+    with pytest.raises(TurnMismatch, match="does not write the <system> turn"):
+        spell_schema(parse_schema(SCHEMA), no_system)
+
+
+def test_a_turn_inside_a_member_of_a_union() -> None:
+    schema = parse_schema(
+        '<schema name="s"><union><module name="m"><user>U</user></module></union></schema>'
+    )
+    with pytest.raises(TurnMismatch, match="put the turn around the union"):
+        spell_schema(schema, chatml)
