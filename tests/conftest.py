@@ -1,0 +1,89 @@
+"""Shared by all tests: tiny random models of every family, and documents to ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ragcache.models import CausalLM
+
+REPOSITORY = Path(__file__).parent.parent
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+VOCABULARY = 320
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Two layers, four query heads over two key heads."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "mistral":
+        sizes["sliding_window"] = None
+    return _CONFIGS[family](**{**sizes, **changes})
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A Hugging Face model with random weights, not yet patched."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    return model.to(dtype).eval()
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def causal() -> CausalLM:
+    """A patched tiny Llama."""
+    return CausalLM.patch(tiny_model("llama"))
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """A folder of three small documents."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    texts = {
+        "boats.md": "# Boats\n\nThe survey boat Pipit is moored at the north quay. Its engine was "
+        "serviced by Marta Quill in March.",
+        "keys.md": "# Keys\n\nThe spare key of the boathouse hangs in the red cupboard. Ask Tom "
+        "Hartley before you borrow it.",
+        "leave.md": "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow "
+        "two weeks ahead.",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder

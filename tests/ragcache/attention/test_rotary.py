@@ -1,0 +1,42 @@
+"""Relocation: turning the query equals turning the keys."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.attention import Rotation, rotate
+
+FREQUENCIES = 10000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+
+
+def rotation(delta: int) -> Rotation:
+    angle = torch.tensor([delta], dtype=torch.float64)[:, None] * FREQUENCIES
+    return Rotation(angle.cos(), angle.sin())
+
+
+@given(st.integers(-300, 300), st.integers(0, 10_000))
+@settings(deadline=None, max_examples=50)
+def test_turning_the_query_back_equals_moving_the_key(delta: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query, key = torch.randn(2, 1, 4, 16, generator=generator, dtype=torch.float64)
+    moved = query @ rotate(key, rotation(delta)).transpose(-1, -2)
+    turned = rotate(query, rotation(-delta)) @ key.transpose(-1, -2)
+    torch.testing.assert_close(turned, moved, rtol=1e-10, atol=1e-10)
+
+
+def test_dimensions_beyond_the_rotated_width_pass_through() -> None:
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    turned = rotate(x, rotation(5))
+    torch.testing.assert_close(turned[..., 16:], x[..., 16:], rtol=0, atol=0)
+    assert not torch.equal(turned[..., :16], x[..., :16])
+
+
+def test_rows_turn_by_their_own_angles() -> None:
+    x = torch.randn(2, 3, 16)
+    rows = Rotation.by(torch.tensor([0, 7, -4]), FREQUENCIES)
+    together = rotate(x, rows)
+    for row, delta in enumerate([0, 7, -4]):
+        alone = rotate(x[:, row : row + 1], Rotation.by(torch.tensor([delta]), FREQUENCIES))
+        torch.testing.assert_close(together[:, row : row + 1], alone)
