@@ -54,7 +54,7 @@ class Builder:
         plain = rng.random() < 0.12
         modules = []
         for _ in range(count):
-            source = rng.choices(["paragraphs", "sentences", "searches", "prose"], [68, 18, 5, 9])[0]
+            source = rng.choices(["paragraphs", "sentences", "searches", "prose"], [62, 26, 4, 8])[0]
             if source == "paragraphs":
                 sections = [paragraphs.draw(rng) for _ in range(rng.choices([1, 2, 3], [6, 3, 1])[0])]
             else:

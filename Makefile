@@ -1,0 +1,40 @@
+# Everything runs in .venv, which is made on first use and again when the dependencies change.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check format bench-ttft eval clean
+
+demo: $(INSTALLED)
+	$(BIN)/ragcache demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-ttft: $(INSTALLED)
+	$(BIN)/ragcache bench ttft
+
+# The embedded reader on the example handbook, through the real retriever.
+eval: $(INSTALLED)
+	rm -rf build/eval
+	$(BIN)/ragcache ingest handbook examples/handbook --state build/eval
+	$(BIN)/ragcache eval handbook examples/handbook/questions.jsonl --state build/eval
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $@
