@@ -13,7 +13,8 @@
     │   ├── EmptyQuestion
     │   ├── PromptTooLong           prompt and answer exceed the model's window
     │   ├── UnknownCollection
-    │   └── UnknownModule
+    │   ├── UnknownModule
+    │   └── UnknownSchema
     └── StoreError
         ├── NoState                 a folder that holds no ragcache state
         ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
@@ -85,6 +86,12 @@ class UnknownCollection(RequestError, KeyError):
 
 class UnknownModule(RequestError, KeyError):
     """No module has this name."""
+
+    __str__ = Exception.__str__
+
+
+class UnknownSchema(RequestError, KeyError):
+    """No schema has this name."""
 
     __str__ = Exception.__str__
 

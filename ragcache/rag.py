@@ -21,13 +21,24 @@ from ragcache.pipeline import (
     Ingestor,
     ModuleEncoder,
     ModuleTokens,
+    PromptRunner,
+    ScopeEncoder,
+    TemplateText,
     generated_schema,
     members,
 )
 from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import MiniLM, embedder_name
-from ragcache.store import Catalogue, Database, KVStore, ModuleListing, Vectors, list_modules
+from ragcache.store import (
+    Catalogue,
+    Database,
+    KVStore,
+    ModuleListing,
+    SchemaTexts,
+    Vectors,
+    list_modules,
+)
 from ragcache_schemas import Schema, expand
 
 DEFAULT_K = 4
@@ -50,21 +61,51 @@ class Stats:
     host_evictions: int
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a `RagCache` is made of."""
+
+    database: Database
+    model: LoadedModel
+    store: KVStore
+    catalogue: Catalogue
+    ingestor: Ingestor
+    answerer: Answerer
+    prompts: PromptRunner
+
+    @classmethod
+    def wire(
+        cls, database: Database, store: KVStore, model: LoadedModel,
+        embedder: Embeddings | None, settings: Settings,
+    ) -> Parts:  # fmt: skip
+        """Connects a store and a model."""
+        name = embedder_name(embedder) if embedder is not None else None
+        catalogue = Catalogue(database, model.tokenizer_fingerprint, name)
+        vectors = Vectors(database, name) if name is not None else None
+        encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store)
+        retriever = Retriever(catalogue, embedder, vectors)
+        tokens = ModuleTokens(catalogue, model)
+        template = TemplateText(model)
+        scopes = ScopeEncoder(model, template, store)
+        return cls(
+            database,
+            model,
+            store,
+            catalogue,
+            Ingestor(catalogue, store, encoder, retriever, settings),
+            Answerer(catalogue, encoder, tokens, retriever, settings),
+            PromptRunner(SchemaTexts(database), scopes, template, settings),
+        )
+
+
 class RagCache:
     """An open state folder with a model. Make one with `RagCache.open`.
 
     Calls from several threads are answered one after another.
     """
 
-    def __init__(
-        self, database: Database, model: LoadedModel, store: KVStore, answerer: Answerer,
-        ingestor: Ingestor,
-    ) -> None:  # fmt: skip
-        self._database = database
-        self._model = model
-        self._store = store
-        self._answerer = answerer
-        self._ingestor = ingestor
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._turn = threading.RLock()
 
     @classmethod
@@ -90,15 +131,7 @@ class RagCache:
         loaded = model if isinstance(model, LoadedModel) else load_model(model)
         database = Database.open(folder / "ledger.sqlite")
         store = KVStore.open(folder, database, settings.host_bytes)
-        name = embedder_name(embedder) if embedder is not None else None
-        catalogue = Catalogue(database, loaded.tokenizer_fingerprint, name)
-        vectors = Vectors(database, name) if name is not None else None
-        encoder = ModuleEncoder(loaded, prompt_frame(loaded.tokenizer), store)
-        retriever = Retriever(catalogue, embedder, vectors)
-        tokens = ModuleTokens(catalogue, loaded)
-        answerer = Answerer(catalogue, encoder, tokens, retriever, settings)
-        ingestor = Ingestor(catalogue, store, encoder, retriever, settings)
-        return cls(database, loaded, store, answerer, ingestor)
+        return cls(Parts.wire(database, store, loaded, embedder, settings))
 
     def __enter__(self) -> RagCache:
         return self
@@ -113,7 +146,7 @@ class RagCache:
 
     def close(self) -> None:
         """Closes the ledger. Everything that was stored is on disk already."""
-        self._database.close()
+        self._parts.database.close()
 
     def ingest(
         self, collection: str, sources: Iterable[Source] | str | Path, *,
@@ -127,12 +160,12 @@ class RagCache:
         if not collection.strip():
             raise ConfigurationError("a collection needs a name")
         with self._turn:
-            return self._ingestor.ingest(collection, sources, progress)
+            return self._parts.ingestor.ingest(collection, sources, progress)
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many."""
         with self._turn:
-            return self._ingestor.delete(collection, document_ids)
+            return self._parts.ingestor.delete(collection, document_ids)
 
     def ask(
         self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted"
@@ -152,24 +185,42 @@ class RagCache:
             raise ConfigurationError(f"k is {k}; at least one module is needed")
         checked = check_mode(mode)
         with self._turn:
-            return self._answerer.answer(questions, collection, k, checked)
+            return self._parts.answerer.answer(questions, collection, k, checked)
+
+    def add_schema(self, text: str, *, source: str = "<string>") -> Schema:
+        """Stores a hand-written PML schema and encodes its modules (Prompt Cache §3.3).
+
+        source: a file name, for errors. A schema of the same name is replaced. Raises `PMLError`.
+        """
+        with self._turn:
+            return self._parts.prompts.add(text, source)
+
+    def prompt(self, text: str, *, mode: str = "isolated", source: str = "<string>") -> Answer:
+        """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.
+
+        mode: `isolated`, or `exact`, which computes everything. Raises `PMLError`, `UnknownSchema`
+        or `PromptTooLong`.
+        """
+        checked = check_mode(mode)
+        with self._turn:
+            return self._parts.prompts.answer(text, checked, source)
 
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The generated PML schema of a collection; `expanded` writes the slots' members out."""
-        modules = self._answerer.catalogue.modules(collection)
-        schema = generated_schema(collection, self._answerer.encoder.frame, k)
+        modules = self._parts.catalogue.modules(collection)
+        schema = generated_schema(collection, self._parts.answerer.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """Every module with the size, tiers and hits of its states."""
-        return list_modules(self._database, collection)
+        return list_modules(self._parts.database, collection)
 
     def stats(self) -> Stats:
         """What is kept and what happened since this process opened the folder."""
-        store = self._store
+        store = self._parts.store
         return Stats(
-            model=self._model.name,
-            collections=self._answerer.catalogue.collections(),
+            model=self._parts.model.name,
+            collections=self._parts.catalogue.collections(),
             tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
             host_budget_bytes=store.host.budget_bytes,
             encoded=store.counters.encoded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,11 +17,15 @@ from ragcache.states import KVStates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One request's share of a step: its next tokens, which follow its private states."""
+    """One request's share of a step: its next tokens, which follow its private states.
+
+    position_ids ascend; a token sees the segments that start before it.
+    """
 
     segments: tuple[Segment, ...]
     private: PrivateStates
     token_ids: Sequence[int]
+    position_ids: Sequence[int]
     wants_logits: bool = True
 
 
@@ -31,6 +36,11 @@ class _Readers:
     rows: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     deltas: list[int] = field(default_factory=list)
+
+    def add(self, first: int, end: int, slot: int, delta: int) -> None:
+        self.rows.extend(range(first, end))
+        self.slots.extend([slot] * (end - first))
+        self.deltas.extend([delta] * (end - first))
 
 
 def build_step(model: CausalLM, works: Sequence[Work]) -> Step:
@@ -43,17 +53,15 @@ def build_step(model: CausalLM, works: Sequence[Work]) -> Step:
     for work in works:
         begin, end = len(tokens), len(tokens) + len(work.token_ids)
         tokens.extend(work.token_ids)
-        first = work.private.start + work.private.length
-        positions.extend(range(first, first + len(work.token_ids)))
+        positions.extend(work.position_ids)
         for slot, segment in enumerate(work.segments):
+            first = begin + bisect_left(work.position_ids, segment.start)
             reader = readers.setdefault(segment.states, _Readers())
-            reader.rows.extend(range(begin, end))
-            reader.slots.extend([slot] * (end - begin))
-            reader.deltas.extend([segment.delta] * (end - begin))
+            reader.add(first, end, slot, segment.delta)
         runs.append(work.private.run(begin, end, len(work.segments)))
         if work.wants_logits:
             logit_rows.append(end - 1)
-    segments = tuple(_segment_rows(model, s, r, len(tokens)) for s, r in readers.items())
+    segments = tuple(_segment_rows(model, s, r, len(tokens)) for s, r in readers.items() if r.rows)
     slots = 1 + max(len(work.segments) for work in works)
     return Step(
         torch.tensor(tokens, device=model.device),

@@ -29,11 +29,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """segments, and the private tokens that follow them from position `start` on."""
+    """segments, and the request's own tokens in the order of their positions.
+
+    A token sees the segments that start before it, and the own tokens before it. The answer
+    continues at `next_position`.
+    """
 
     segments: tuple[Segment, ...]
     token_ids: tuple[int, ...]
-    start: int
+    position_ids: tuple[int, ...]
+    next_position: int
 
     @property
     def cached_tokens(self) -> int:
@@ -59,7 +64,8 @@ def assemble(
     check_window(position, len(token_ids), window=window, max_new_tokens=max_new_tokens)
     if not token_ids:
         raise ValueError("a prompt needs at least one token of its own")
-    return Context(tuple(segments), tuple(token_ids), position)
+    end = position + len(token_ids)
+    return Context(tuple(segments), tuple(token_ids), tuple(range(position, end)), end)
 
 
 def check_window(

@@ -19,12 +19,20 @@ class EncodeJob:
     """A run of tokens to encode from position `start`, seeing `root` (the preamble) if given.
 
     Without a root this is Prompt Cache's independent encoding (§3.3); with one, the attention
-    sink and the instructions stand where the model expects them.
+    sink and the instructions stand where the model expects them. `position_ids` ascend from
+    `start`; None where they have no gaps.
     """
 
     token_ids: Sequence[int]
     start: int = 0
     root: Segment | None = None
+    position_ids: Sequence[int] | None = None
+
+    @property
+    def positions(self) -> Sequence[int]:
+        if self.position_ids is not None:
+            return self.position_ids
+        return range(self.start, self.start + len(self.token_ids))
 
 
 def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
@@ -32,13 +40,13 @@ def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
     for batch in _batches(jobs):
         works = []
         for job in batch:
-            private = PrivateStates.allocate(model, len(job.token_ids), job.start)
+            private = PrivateStates.allocate(model, len(job.token_ids))
             root = () if job.root is None else (job.root,)
-            works.append(Work(root, private, job.token_ids, wants_logits=False))
+            works.append(Work(root, private, job.token_ids, job.positions, wants_logits=False))
         model.forward(build_step(model, works))
-        for work in works:
+        for job, work in zip(batch, works, strict=True):
             work.private.advance(len(work.token_ids))
-            yield work.private.as_states()
+            yield work.private.as_states(job.start)
 
 
 def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:

@@ -41,7 +41,9 @@ class _Active:
     request: Request
     private: PrivateStates
     pending: Sequence[int]
+    positions: Sequence[int]
     tokens: list[int] = field(default_factory=list)
+    generated: int = 0
     finish_reason: str = ""
     first_token_at: float = 0.0
     finished_at: float = 0.0
@@ -52,6 +54,8 @@ class _Active:
         self.first_token_at = self.first_token_at or now
         self.private.advance(len(self.pending))
         self.pending = (token,)
+        self.positions = (self.request.context.next_position + self.generated,)
+        self.generated += 1
         stopped = token in self.request.stop_ids
         if not stopped:
             self.tokens.append(token)
@@ -73,7 +77,9 @@ def generate(
     active = [_start(model, request) for request in requests]
     running = list(enumerate(active))
     while running:
-        works = [Work(a.request.context.segments, a.private, a.pending) for _, a in running]
+        works = [
+            Work(a.request.context.segments, a.private, a.pending, a.positions) for _, a in running
+        ]
         logits = model.forward(build_step(model, works))  # [R, vocabulary]
         for (index, each), token in zip(running, logits.argmax(dim=-1).tolist(), strict=True):
             if each.accept(token) and on_token is not None:
@@ -88,5 +94,5 @@ def generate(
 def _start(model: CausalLM, request: Request) -> _Active:
     context = request.context
     capacity = len(context.token_ids) + request.max_new_tokens
-    private = PrivateStates.allocate(model, capacity, context.start)
-    return _Active(request, private, context.token_ids)
+    private = PrivateStates.allocate(model, capacity)
+    return _Active(request, private, context.token_ids, context.position_ids)

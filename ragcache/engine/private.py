@@ -12,13 +12,13 @@ from ragcache.states import KVStates
 class PrivateStates:
     """keys, values: [L, Hkv, capacity, D], of which the first `length` tokens are filled."""
 
-    def __init__(self, keys: Tensor, values: Tensor, start: int) -> None:
-        self.keys, self.values, self.start = keys, values, start
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
         self.length = 0
 
     @classmethod
-    def allocate(cls, model: CausalLM, capacity: int, start: int) -> PrivateStates:
-        return cls(*model.new_states(capacity), start)
+    def allocate(cls, model: CausalLM, capacity: int) -> PrivateStates:
+        return cls(*model.new_states(capacity))
 
     def run(self, begin: int, end: int, slot: int) -> PrivateRun:
         """The part of a step in which rows begin:end are this request's next tokens."""
@@ -29,8 +29,6 @@ class PrivateStates:
         """The step has written this many tokens."""
         self.length += tokens
 
-    def as_states(self) -> KVStates:
-        """The filled room as states of their own."""
-        return KVStates(
-            self.keys[:, :, : self.length], self.values[:, :, : self.length], self.start
-        )
+    def as_states(self, start: int) -> KVStates:
+        """The filled room as states of their own, encoded from position `start` on."""
+        return KVStates(self.keys[:, :, : self.length], self.values[:, :, : self.length], start)

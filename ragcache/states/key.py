@@ -31,16 +31,20 @@ def state_key(
     token_ids: Sequence[int],
     start: int,
     root: KVKey | None,
+    offsets: Sequence[int] | None = None,
 ) -> KVKey:
     """The key of the states of `token_ids` encoded from position `start`.
 
     model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
     scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
-    that stood before these while they were encoded (the preamble), if any.
+    that stood before these while they were encoded (the preamble), if any; offsets: where the
+    tokens stand from `start` on, if not one after another.
     """
     digest = hashlib.sha256()
     names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), str(root or ""))
     for name in names:
         digest.update(f"{len(name)}:{name},".encode())
     digest.update(np.asarray(token_ids, dtype="<i4").tobytes())
+    if offsets is not None and list(offsets) != list(range(len(token_ids))):
+        digest.update(b"offsets" + np.asarray(offsets, dtype="<i4").tobytes())
     return KVKey(digest.hexdigest())

@@ -11,7 +11,7 @@ from torch import Tensor
 class KVStates:
     """Keys and values of a run of tokens, encoded at positions start, start+1, ...
 
-    keys, values: [L, Hkv, S, D], contiguous, in the model's dtype. Rotary keys carry their
+    keys, values: [L, Hkv, S, D] in the model's dtype. Rotary keys carry their
     rotation at those positions; a prompt that wants the run elsewhere turns its queries.
     """
 
@@ -28,3 +28,7 @@ class KVStates:
     def nbytes(self) -> int:
         """Bytes of both tensors."""
         return self.keys.nbytes + self.values.nbytes
+
+    def part(self, begin: int, end: int, start: int) -> KVStates:
+        """Tokens begin:end as states of their own, encoded from position `start` on. A view."""
+        return KVStates(self.keys[:, :, begin:end], self.values[:, :, begin:end], start)

@@ -91,3 +91,11 @@ class EncodingTable(Base):
         ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
     )
     key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class SchemaTable(Base):
+    """A hand-written schema, as its author wrote it."""
+
+    __tablename__ = "schemas"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    text: Mapped[str]

@@ -23,7 +23,7 @@ from .errors import (
     UnknownElement,
     UnknownName,
 )
-from .index import Catalogue, SchemaIndex
+from .index import Catalogue, SchemaIndex, Scope
 from .layout import CountTokens, Layout, Placement, Span, lay_out
 from .lint import Finding, lint_prompt, lint_schema
 from .names import is_name, module_name
@@ -83,6 +83,7 @@ __all__ = [
     "Scaffold",
     "Schema",
     "SchemaIndex",
+    "Scope",
     "Slot",
     "Span",
     "SpanTooLong",

@@ -31,7 +31,8 @@ class Scope:
 
     `texts` are its own texts, as pieces of a plan, and `parameters` its own parameters as pieces
     whose argument is still to come. `union` is the place of the union that it is a member of,
-    `role` the turn that it stands in.
+    `role` the turn that it stands in. `stand_ins` are the texts that fill its unions while its
+    own states are encoded (`scaffold=`); a parameter's stand-in is the text of its piece.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Scope:
     union: Place | None = None
     slot: Slot | None = None
     role: Role | None = None
+    stand_ins: tuple[tuple[Place, Piece], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +115,7 @@ class _Scopes:
         texts: list[tuple[Place, Piece]] = []
         parameters: dict[str, tuple[Place, Piece]] = {}
         children: dict[str, Scope] = {}
+        stand_ins: list[tuple[Place, Piece]] = []
 
         def walk(nodes: Sequence[Node], place: Place, role: Role | None) -> None:
             for number, node in enumerate(nodes):
@@ -122,7 +125,8 @@ class _Scopes:
                         own = (*path, f"#{len(texts)}")
                         texts.append((at, self._piece("module", own, node.text, role, cache)))
                     case Parameter():
-                        piece = self._piece("argument", (*path, "@" + node.name), "", role, False)
+                        own = (*path, "@" + node.name)
+                        piece = self._piece("argument", own, node.scaffold or "", role, False)
                         parameters[node.name] = (at, piece)
                     case Chat():
                         walk(node.children, at, node.role)
@@ -132,13 +136,27 @@ class _Scopes:
                         for member_number, member in enumerate(node.members):
                             inner = self._module(path, (*at, member_number), member, at, role)
                             children[member.name] = inner
+                        if node.scaffold is not None and node.members:
+                            names = [member.name for member in node.members]
+                            # An unknown name is a warning; the first member stands in (lint).
+                            name = node.scaffold if node.scaffold in names else names[0]
+                            stand_ins.extend(children[name].texts)
                     case Slot():
                         inside = (*self.base, *path, node.scope)
                         children[node.scope] = Scope(inside, at, (), {}, {}, None, node, role)
 
         walk(nodes, place, role)
         own_path = (*self.base, *path)
-        return Scope(own_path, place, tuple(texts), parameters, children, union, role=role)
+        return Scope(
+            own_path,
+            place,
+            tuple(texts),
+            parameters,
+            children,
+            union,
+            role=role,
+            stand_ins=tuple(stand_ins),
+        )
 
     def _module(
         self, path: Path, at: Place, node: Module, union: Place | None, role: Role | None

@@ -93,7 +93,7 @@ class Union:
     """`<union scaffold>`: modules of which a prompt imports at most one (§3.2.3).
 
     The members share their start; `scaffold` names the member that stands in while a module
-    around the union is encoded (None: the first).
+    around the union is encoded (None: nothing does).
     """
 
     members: tuple[Module, ...] = ()

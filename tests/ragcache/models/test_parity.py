@@ -22,7 +22,12 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
     works = [
-        Work(c.segments, PrivateStates.allocate(causal, len(c.token_ids), c.start), c.token_ids)
+        Work(
+            c.segments,
+            PrivateStates.allocate(causal, len(c.token_ids)),
+            c.token_ids,
+            c.position_ids,
+        )
         for c in contexts
     ]
     return causal.forward(build_step(causal, works))

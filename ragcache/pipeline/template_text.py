@@ -1,0 +1,63 @@
+"""Text in which a chat template's control tokens stand apart from what people wrote.
+
+A template puts tokens such as `<|im_end|>` into text. While schemas and prompts are spelled, each
+such token is one character from a private plane of Unicode, which text from outside may not hold.
+So a control token can only come from the template, whatever a document or an argument says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from ragcache.errors import ConfigurationError
+from ragcache.models import LoadedModel
+
+_FIRST = 0x100000  # plane 16, for private use
+_MARK = re.compile("([\U00100000-\U0010fffd])")
+_UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
+
+
+class TemplateText:
+    """Renders chats and tokenises what `ragcache_schemas.spell_schema` makes of them."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        special = sorted(set(model.tokenizer.all_special_tokens), key=len, reverse=True)
+        self._ids = [model.tokenizer.convert_tokens_to_ids(token) for token in special]
+        self._marks = {token: chr(_FIRST + i) for i, token in enumerate(special)}
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def render(self, messages: Sequence[tuple[str, str]], *, generate: bool) -> str:
+        """The template's text, with marks for its control tokens (`ragcache_schemas.Render`)."""
+        tokenizer = self._model.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            return "".join(_UNKNOWN_TEMPLATE.format(content=content) for _, content in messages)
+        chat = [{"role": role, "content": content} for role, content in messages]
+        text: str = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=generate
+        )
+        return self._special.sub(lambda m: self._marks[m[0]], text) if self._special else text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids: marks are control tokens, everything else is ordinary text."""
+        ids: list[int] = []
+        for piece in _MARK.split(text):
+            if _MARK.fullmatch(piece):
+                ids.append(self._ids[ord(piece) - _FIRST])
+            elif piece:
+                ids += self._model.encode_untrusted(piece)
+        return ids
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    @staticmethod
+    def check(text: str) -> None:
+        """Raises `ConfigurationError` where text from outside holds a mark."""
+        if found := _MARK.search(text):
+            line = text.count("\n", 0, found.start()) + 1
+            raise ConfigurationError(
+                f"line {line} holds the private character U+{ord(found[0]):X}, which is reserved "
+                "for control tokens; remove it"
+            )

@@ -1,0 +1,200 @@
+"""PML prompts give the logits of a reference built by hand: one ordinary forward pass over all
+tokens with explicit positions and an explicit mask (Prompt Cache §3.3 and §3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragcache.config import Settings
+from ragcache.engine.batch import Work, build_step
+from ragcache.engine.context import Context
+from ragcache.engine.private import PrivateStates
+from ragcache.models import CausalLM, LoadedModel, load_model
+from ragcache.pipeline import PromptRunner, ScopeEncoder, TemplateText
+from ragcache.pipeline.placing import Owner, place
+from ragcache.pipeline.prompting import scope_at
+from ragcache.store import Database, KVStore, SchemaTexts
+from ragcache_schemas import Plan, parse_prompt, resolve_prompt, spell_prompt
+from tests.conftest import tiny_model
+
+SCHEMA = """
+<schema name="trip">
+  You plan trips.
+  <module name="plan">A journey of <param name="days" len="6"/> with <param name="who" len="5"
+    scaffold="two friends"/> by train.<module name="food">Vegetarian food.</module> Leave early.
+  </module>
+  <union>
+    <module name="miami">Miami has a long beach and warm water.</module>
+    <module name="oslo">Oslo has a fjord, a palace and cold winters.</module>
+  </union>
+  <module name="style">Answer in one line.</module>
+  <scaffold modules="miami style"/>
+</schema>
+"""
+
+PROMPTS = {
+    "imports and a question": '<prompt schema="trip"><oslo/><style/>What is there to see?</prompt>',
+    "arguments": '<prompt schema="trip"><plan days="three days" who="my aunt"/><oslo/>Go?</prompt>',
+    "a shorter argument": '<prompt schema="trip"><plan days="two" who=""/><oslo/>Then?</prompt>',
+    "nested imports": '<prompt schema="trip"><plan days="ten" who="us"><food/></plan>Why?</prompt>',
+    "text between modules": '<prompt schema="trip"><oslo/>Also in March.<style/>Well?</prompt>',
+    "a scaffold": '<prompt schema="trip"><miami/><style/>What is there to see?</prompt>',
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A tiny random model behind the embedded reader's tokenizer, and the same without a patch."""
+
+    runner: PromptRunner
+    plain: Any
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    tokenizer = load_model().tokenizer
+    plain = tiny_model("llama", vocab_size=len(tokenizer))
+    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(tokenizer)))
+    model = LoadedModel("tiny", causal, tokenizer)
+    database = Database.open(tmp_path / "ledger.sqlite")
+    template = TemplateText(model)
+    scopes = ScopeEncoder(model, template, KVStore.open(tmp_path, database, 2**26))
+    runner = PromptRunner(SchemaTexts(database), scopes, template, Settings(max_new_tokens=4))
+    runner.add(SCHEMA)
+    return Bench(runner, plain)
+
+
+def plan_of(runner: PromptRunner, prompt: str) -> Plan:
+    loaded = runner.load("trip")
+    spelled = spell_prompt(parse_prompt(prompt), loaded.schema, runner.template.render)
+    return resolve_prompt(loaded.index, spelled)
+
+
+def cached_logits(runner: PromptRunner, plan: Plan) -> Tensor:
+    groups = runner.groups(runner.load("trip").index, plan)
+    with runner.encoder.lease([tokens for _, tokens in groups]) as lease:
+        owners = {
+            path: Owner(tokens, states, "host")
+            for (paths, tokens), states in zip(groups, lease.states, strict=True)
+            for path in paths
+        }
+        placed = place(plan.pieces, owners, runner.template, plan.length)
+        return last_logits(runner.encoder.model.causal, placed.context)
+
+
+def last_logits(causal: CausalLM, context: Context) -> Tensor:
+    private = PrivateStates.allocate(causal, len(context.token_ids))
+    work = Work(context.segments, private, context.token_ids, context.position_ids)
+    return causal.forward(build_step(causal, [work]))[0]
+
+
+@torch.no_grad()
+def reference_logits(bench: Bench, plan: Plan) -> Tensor:
+    """Every module with its placeholders, then the computed tokens, in one masked forward pass."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    owner: list[int] = []  # which group a token was encoded in; -1 computed
+    starts: list[int | None] = []  # where the run that holds it starts; None for placeholders
+    runner = bench.runner
+    for number, (_, group) in enumerate(runner.groups(runner.load("trip").index, plan)):
+        tokens += group.token_ids
+        positions += group.position_ids
+        owner += [number] * len(group.token_ids)
+        run_of: list[int | None] = [None] * len(group.token_ids)
+        for begin, end in group.runs.values():
+            run_of[begin:end] = [group.position_ids[begin]] * (end - begin)
+        starts += run_of
+    computed = sorted(
+        (piece.start + i, token)
+        for piece in plan.pieces
+        if not piece.cached
+        for i, token in enumerate(runner.template.encode(piece.text))
+    )
+    tokens += [token for _, token in computed]
+    positions += [position for position, _ in computed]
+    owner += [-1] * len(computed)
+    starts += [-1] * len(computed)
+    size = len(tokens)
+    sees = torch.zeros(size, size, dtype=torch.bool)
+    for q in range(size):
+        for k in range(size):
+            if owner[q] >= 0 or owner[k] < 0:
+                sees[q, k] = owner[q] == owner[k] and k <= q
+            else:
+                start = starts[k]
+                sees[q, k] = start is not None and start <= positions[q]
+    mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
+    logits: Tensor = bench.plain(
+        torch.tensor([tokens]), attention_mask=mask, position_ids=torch.tensor([positions])
+    ).logits
+    return logits[0, -1]
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_equals_the_reference_built_by_hand(bench: Bench, name: str) -> None:
+    plan = plan_of(bench.runner, PROMPTS[name])
+    torch.testing.assert_close(
+        cached_logits(bench.runner, plan), reference_logits(bench, plan), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_scaffold_changes_what_its_modules_saw(bench: Bench) -> None:
+    """§3.3: modules of a scaffold are encoded together and so attend to each other."""
+    plan = plan_of(bench.runner, PROMPTS["a scaffold"])
+    assert [scaffold.modules for scaffold in plan.scaffolds] == [(("miami",), ("style",))]
+    together = cached_logits(bench.runner, plan)
+    alone = cached_logits(bench.runner, replace(plan, scaffolds=()))
+    assert not torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
+
+
+def test_one_scaffold_over_everything_equals_the_plain_prompt(bench: Bench) -> None:
+    schema = (
+        '<schema name="all"><module name="a">One boat is red.</module>'
+        '<module name="b">Another boat is blue.</module><scaffold modules="a b"/></schema>'
+    )
+    bench.runner.add(schema)
+    loaded = bench.runner.load("all")
+    prompt = parse_prompt('<prompt schema="all"><a/><b/>Which one?</prompt>')
+    plan = resolve_prompt(loaded.index, prompt)
+    [(paths, group)] = bench.runner.groups(loaded.index, plan)
+    assert paths == (("a",), ("b",))
+    with bench.runner.encoder.lease([group]) as lease:
+        owners = {path: Owner(group, lease.states[0], "host") for path in paths}
+        placed = place(plan.pieces, owners, bench.runner.template, plan.length)
+        logits = last_logits(bench.runner.encoder.model.causal, placed.context)
+    ids = [t for p in plan.pieces for t in bench.runner.template.encode(p.text)]
+    with torch.no_grad():
+        plain = bench.plain(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) -> None:
+    """§3.3: the argument's tokens take over positions of the placeholder's."""
+    runner = bench.runner
+    plan = plan_of(runner, PROMPTS["a shorter argument"])
+    scope = scope_at(runner.load("trip").index, ("plan",))
+    tokens = runner.encoder.tokens([scope])
+    read = {i for begin, end in tokens.runs.values() for i in range(begin, end)}
+    assert len(tokens.token_ids) - len(read) == 6 + 5
+    argument = next(p for p in plan.pieces if p.path[-1] == "@days")
+    placeholder = scope.parameters["days"][1]
+    assert argument.start == placeholder.start
+    assert argument.length < placeholder.reserved
+
+
+def test_exact_mode_computes_every_token(bench: Bench) -> None:
+    answer = bench.runner.answer(PROMPTS["arguments"], "exact")
+    assert answer.reuse.cached_tokens == 0
+    assert answer.reuse.computed_tokens == answer.reuse.prompt_tokens
+
+
+def test_a_prompt_of_imports_alone_computes_its_last_token(bench: Bench) -> None:
+    answer = bench.runner.answer('<prompt schema="trip"><oslo/></prompt>', "isolated")
+    assert answer.reuse.computed_tokens == 1
+    assert answer.reuse.cached_tokens == answer.reuse.prompt_tokens - 1
