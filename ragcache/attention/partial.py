@@ -67,12 +67,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 def merge_slots(out: Tensor, lse: Tensor) -> Tensor:
     """Joins up to N partial results a row in one go.
 
-    out: [N, Hq, T, D]; lse: [N, Hq, T], minus infinity where a slot is empty; at least one slot of
-    every row is filled. Returns [Hq, T, D] in the dtype of `out`.
+    out: [N, Hq, T, D], finite; lse: [N, Hq, T], minus infinity where a slot is empty; at least one
+    slot of every row is filled. Returns [Hq, T, D] in the dtype of `out`.
     """
-    weights = lse.softmax(dim=0)  # [N, Hq, T]
-    # An empty slot may hold anything, even NaN, which a weight of zero would not silence.
-    joined = torch.zeros_like(out[0], dtype=weights.dtype)
-    for n in range(out.shape[0]):
-        joined += torch.where(weights[n, ..., None] > 0, out[n], 0) * weights[n, ..., None]
+    weights = lse.softmax(dim=0)[..., None]  # [N, Hq, T, 1]
+    joined = out[0] * weights[0]
+    for part, weight in zip(out[1:], weights[1:], strict=True):
+        joined.addcmul_(part.to(weight.dtype), weight)
     return joined.to(out.dtype)

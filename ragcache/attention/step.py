@@ -23,7 +23,7 @@ def attend(
     if plan.num_slots == 1 and not plan.segments and len(plan.runs) == 1:
         return _private(plan.runs[0], layer, query, scale, backend).out
     heads, rows, dim = query.shape
-    out = query.new_empty(plan.num_slots, heads, rows, dim)
+    out = query.new_zeros(plan.num_slots, heads, rows, dim)
     exact = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((plan.num_slots, heads, rows), -torch.inf, dtype=exact)
     for segment in plan.segments:

@@ -5,6 +5,7 @@ that the caller passes in.
 """
 
 from .builder import collection_schema, document_module, expand
+from .compiler import Content, MaxTokens, PromptProgram, prompt_program, turn
 from .errors import (
     DuplicateName,
     ForbiddenMarkup,
@@ -16,6 +17,7 @@ from .errors import (
     PMLError,
     PMLSyntaxError,
     PMLWarning,
+    ProgramError,
     ReservedName,
     SpanTooLong,
     TurnMismatch,
@@ -54,6 +56,7 @@ __all__ = [
     "Arguments",
     "Catalogue",
     "Chat",
+    "Content",
     "CountTokens",
     "DuplicateName",
     "Finding",
@@ -65,6 +68,7 @@ __all__ = [
     "LimitExceeded",
     "Limits",
     "Location",
+    "MaxTokens",
     "MisplacedText",
     "MissingArgument",
     "Module",
@@ -76,7 +80,9 @@ __all__ = [
     "Piece",
     "Placement",
     "Plan",
+    "ProgramError",
     "Prompt",
+    "PromptProgram",
     "Render",
     "ReservedName",
     "Role",
@@ -103,9 +109,11 @@ __all__ = [
     "module_name",
     "parse_prompt",
     "parse_schema",
+    "prompt_program",
     "resolve_prompt",
     "spell_prompt",
     "spell_schema",
+    "turn",
     "write_prompt",
     "write_schema",
 ]

@@ -15,7 +15,8 @@
         ├── UnionConflict        two members of one union together
         ├── MissingArgument      a parameter without its argument
         ├── SpanTooLong          more tokens than the span holds
-        └── TurnMismatch         turns that the model's chat template cannot spell
+        ├── TurnMismatch         turns that the model's chat template cannot spell
+        └── ProgramError         Python that no schema can say
 
     UserWarning
     └── PMLWarning               accepted, though not as PML should be written
@@ -41,6 +42,7 @@ __all__ = [
     "PMLError",
     "PMLSyntaxError",
     "PMLWarning",
+    "ProgramError",
     "ReservedName",
     "SpanTooLong",
     "TurnMismatch",
@@ -144,6 +146,10 @@ class SpanTooLong(PMLError):
 
 class TurnMismatch(PMLError):
     """Turns that the model's chat template cannot spell, or that do not fit together."""
+
+
+class ProgramError(PMLError):
+    """A prompt program that cannot become a schema."""
 
 
 class PMLWarning(UserWarning):
