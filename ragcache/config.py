@@ -11,6 +11,9 @@ from ragcache.errors import ConfigurationError
 Mode = Literal["rooted", "isolated", "exact"]
 """How modules were encoded: after the preamble, alone, or not ahead of time at all."""
 
+DEFAULT_K = 4
+"""How many modules a question retrieves."""
+
 MODES: tuple[str, ...] = get_args(Mode)
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragcache.config import DEFAULT_K
 from ragcache.errors import ConfigurationError
-from ragcache.rag import DEFAULT_K, RagCache
+from ragcache.rag import RagCache
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

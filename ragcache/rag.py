@@ -10,7 +10,7 @@ from types import TracebackType
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import Settings, check_mode, parse_bytes
+from ragcache.config import DEFAULT_K, Settings, check_mode, parse_bytes
 from ragcache.documents.source import Source
 from ragcache.errors import ConfigurationError, StoreUnwritable
 from ragcache.models import LoadedModel, load_model, prompt_frame
@@ -40,8 +40,6 @@ from ragcache.store import (
     list_modules,
 )
 from ragcache_schemas import Schema, expand
-
-DEFAULT_K = 4
 
 
 @dataclass(frozen=True, slots=True)

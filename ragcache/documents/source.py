@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
 
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument
+from ragcache_schemas import carried_text
 
 TEXT_SUFFIXES = frozenset(
     (".md", ".markdown", ".txt", ".text", ".rst", ".adoc", ".org", ".tex", ".html", ".htm")
@@ -47,7 +48,8 @@ class Loaded:
 def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
     """Reads all sources, or raises before anything is stored.
 
-    Raises `NoDocuments` for an empty folder, `UnreadableDocument` naming every file that cannot be
+    Control characters that PML cannot carry are left out (`carried_text`), so that the schema of a
+    collection holds exactly the text that its states were computed from. Raises `NoDocuments` for an empty folder, `UnreadableDocument` naming every file that cannot be
     read as UTF-8 text, `DocumentError` where two documents have one id.
     """
     documents: list[SourceDocument] = []
@@ -57,7 +59,7 @@ def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
     for source in listed:
         for item in _expand(source, ignored):
             try:
-                documents.append(_load(item))
+                documents.append(_carried(_load(item)))
             except UnreadableDocument as error:
                 unreadable.append(str(error))
     if unreadable:
@@ -115,6 +117,13 @@ def _load(item: SourceDocument | Document | tuple[Path, str]) -> SourceDocument:
     if not text.strip():
         raise UnreadableDocument(f"{path}: an empty file")
     return SourceDocument(name, text, path.absolute().as_uri())
+
+
+def _carried(document: SourceDocument) -> SourceDocument:
+    text = carried_text(document.text)
+    if not text.strip() and document.text.strip():
+        raise UnreadableDocument(f"{document.id}: control characters and nothing else")
+    return document if text == document.text else replace(document, text=text)
 
 
 def _from_langchain(document: Document) -> SourceDocument:

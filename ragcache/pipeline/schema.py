@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ragcache.models import PromptFrame
 from ragcache.store import ModuleRow
-from ragcache_schemas import Module, Schema, collection_schema, document_module, module_name
+from ragcache_schemas import Module, Schema, collection_schema, document_module, module_name, module_names
 
 
 def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
@@ -26,4 +26,5 @@ def members(modules: Sequence[ModuleRow]) -> list[Module]:
     by_document: dict[str, list[str]] = {}
     for module in modules:
         by_document.setdefault(module.document, []).append(module.text)
-    return [document_module(module_name(name), texts) for name, texts in by_document.items()]
+    names = module_names(by_document)
+    return [document_module(names[name], texts) for name, texts in by_document.items()]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ragcache import Answer
-from ragcache.rag import DEFAULT_K
+from ragcache.config import DEFAULT_K
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     EmbeddingOption,
@@ -22,6 +21,9 @@ from ragcache_api.cli.console import (
     open_rag,
     print_json,
 )
+
+if TYPE_CHECKING:
+    from ragcache import Answer
 
 
 def ask(

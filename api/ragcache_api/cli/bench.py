@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ragcache.bench.ttft import TtftSetting, bench_ttft
 from ragcache_api.cli.console import JsonOption, console, errors, print_json
 
 app = typer.Typer(
@@ -26,6 +25,8 @@ def ttft(
     as_json: JsonOption = False,
 ) -> None:
     """Time to first token: ordinary prefill, concatenated states, segments."""
+    from ragcache.bench.ttft import TtftSetting, bench_ttft
+
     with errors.status("starting") as status:
         result = bench_ttft(TtftSetting(cached_runs=runs), status.update)
     if as_json:

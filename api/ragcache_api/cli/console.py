@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragcache import RagCache
+if TYPE_CHECKING:
+    from ragcache import RagCache
 
 console = Console()
 errors = Console(stderr=True)
@@ -37,6 +38,8 @@ DEFAULT_STATE = Path("ragcache-state")
 def open_rag(state: Path, model: str | None, embedding: str | None, **options: Any) -> RagCache:
     """Opens a state folder with the embedded reader or the model that was named."""
     with errors.status("loading the model"):
+        from ragcache import RagCache  # torch and transformers take seconds to import
+
         return RagCache.open(state, model, embedding=embedding, **options)
 
 

@@ -6,12 +6,11 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ragcache import Answer, RagCache
 from ragcache.errors import NoDocuments
 from ragcache_api.cli.console import (
     JsonOption,
@@ -21,6 +20,9 @@ from ragcache_api.cli.console import (
     print_json,
     progress_bar,
 )
+
+if TYPE_CHECKING:
+    from ragcache import Answer, RagCache
 
 QUESTIONS = (
     "How many days of leave do I get in my first year?",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import typer
 
-from ragcache.attention import backend_for
-from ragcache.bench.machine import describe_machine
-from ragcache.models import load_model
 from ragcache_api.cli.console import DEFAULT_STATE, JsonOption, StateOption, console, print_json
 
 
@@ -41,6 +39,8 @@ def _run(check: Callable[[], str]) -> tuple[bool, str]:
 
 
 def _machine() -> str:
+    from ragcache.bench.machine import describe_machine
+
     facts = describe_machine()
     return (
         f"{facts['processor']}, {facts['cores']} cores, torch {facts['torch']}, "
@@ -51,10 +51,14 @@ def _machine() -> str:
 def _backend() -> str:
     import torch
 
+    from ragcache.attention import backend_for
+
     return type(backend_for(torch.device("cpu"))).__name__
 
 
 def _reader() -> str:
+    from ragcache.models import load_model
+
     model = load_model()
     causal = model.causal
     return (
@@ -63,12 +67,10 @@ def _reader() -> str:
     )
 
 
-def _state(state: object) -> str:
-    from pathlib import Path
-
+def _state(state: Path) -> str:
     from ragcache.store import Database, list_modules
 
-    path = Path(str(state)) / "ledger.sqlite"
+    path = state / "ledger.sqlite"
     if not path.exists():
         return f"{state} does not exist yet; `ragcache ingest` makes it"
     database = Database.open_existing(path)

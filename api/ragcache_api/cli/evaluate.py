@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ragcache.evaluation import Report, evaluate, load_questions
-from ragcache.rag import DEFAULT_K
+from ragcache.config import DEFAULT_K
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     EmbeddingOption,
@@ -23,6 +22,9 @@ from ragcache_api.cli.console import (
     print_json,
     progress_bar,
 )
+
+if TYPE_CHECKING:
+    from ragcache.evaluation import Report
 
 
 def evaluate_command(
@@ -37,6 +39,8 @@ def evaluate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Mark the answers to known questions, mode by mode."""
+    from ragcache.evaluation import evaluate, load_questions
+
     asked = load_questions(questions)
     reports = []
     with open_rag(state, model, embedding) as rag:

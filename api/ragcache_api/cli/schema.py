@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ragcache.rag import DEFAULT_K
+from ragcache.config import DEFAULT_K
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     KOption,
