@@ -22,7 +22,6 @@ from pathlib import Path
 
 from templates import Filled, Template, fill, parse_file
 
-HELD_OUT = 0.08  # the share of paragraph templates that training never sees
 # Before this line the questions come from articles that XQuAD, an evaluation set, draws on.
 FIRST_SENTENCE = 9_995
 
@@ -170,21 +169,30 @@ class Corpus:
 
 
 def load_corpus(training: Path, data: Path, swap_share: float = 0.3) -> Corpus:
-    templates = [t for file in sorted((training / "paragraphs").glob("*.txt")) for t in parse_file(file)]
-    random.Random(20).shuffle(templates)
-    held = round(HELD_OUT * len(templates))
+    seen, held_out = load_templates(training)
     sentences = _sentences(data / "sentence_questions.jsonl", training / "labels" / "spans.tsv")
     searches = _searches(data / "qed.jsonl")
     prose = Prose(tuple(_prose(data)))
     everything = [p.text for p in (*sentences, *searches)] + [" ".join(r) for r in prose.sentences]
     swapper = Swapper.over(everything)
     return Corpus(
-        Paragraphs(tuple(templates[held:]), swapper, swap_share),
-        Paragraphs(tuple(templates[:held]), swapper),
+        Paragraphs(tuple(seen), swapper, swap_share),
+        Paragraphs(tuple(held_out), swapper),
         Passages(tuple(sentences), swapper),
         Passages(tuple(searches), swapper),
         prose,
     )
+
+
+def load_templates(training: Path) -> tuple[list[Template], list[Template]]:
+    """The paragraphs to train on, and those that `held_out.txt` names (`file paragraph` lines)."""
+    held = set((training / "held_out.txt").read_text(encoding="utf-8").splitlines())
+    seen: list[Template] = []
+    held_out: list[Template] = []
+    for file in sorted((training / "paragraphs").glob("*.txt")):
+        for template in parse_file(file):
+            (held_out if f"{file.stem} {template.name}" in held else seen).append(template)
+    return seen, held_out
 
 
 def _sentences(questions: Path, labels: Path) -> list[Passage]:

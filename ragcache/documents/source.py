@@ -49,8 +49,9 @@ def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
     """Reads all sources, or raises before anything is stored.
 
     Control characters that PML cannot carry are left out (`carried_text`), so that the schema of a
-    collection holds exactly the text that its states were computed from. Raises `NoDocuments` for an empty folder, `UnreadableDocument` naming every file that cannot be
-    read as UTF-8 text, `DocumentError` where two documents have one id.
+    collection holds exactly the text that its states were computed from. Raises `NoDocuments` for
+    an empty folder, `UnreadableDocument` naming every file that cannot be read as UTF-8 text,
+    `DocumentError` where two documents have one id.
     """
     documents: list[SourceDocument] = []
     unreadable: list[str] = []

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from ragcache.models import PromptFrame
 from ragcache.store import ModuleRow
-from ragcache_schemas import Module, Schema, collection_schema, document_module, module_name, module_names
+from ragcache_schemas import (
+    Module,
+    Schema,
+    collection_schema,
+    document_module,
+    module_name,
+    module_names,
+)
 
 
 def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:

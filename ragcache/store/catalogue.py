@@ -78,13 +78,13 @@ class Catalogue:
     def collections(self) -> dict[str, int]:
         """Names and numbers of documents."""
         statement = (
-            select(CollectionTable.name, func.count(DocumentTable.id))
+            select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
             .outerjoin(DocumentTable)
             .group_by(CollectionTable.name)
             .order_by(CollectionTable.name)
         )
         with self._database.transaction() as session:
-            return dict(session.execute(statement).tuples().all())
+            return {row.name: row.documents for row in session.execute(statement)}
 
     def documents(self, collection: str) -> dict[str, DocumentRow]:
         """The documents of a collection by source id; empty where it does not exist yet."""

@@ -5,6 +5,8 @@ that the caller passes in.
 """
 
 from .builder import collection_schema, document_module, expand
+from .characters import carried_text
+from .code import code_schema
 from .compiler import Content, MaxTokens, PromptProgram, prompt_program, turn
 from .errors import (
     DuplicateName,
@@ -28,12 +30,13 @@ from .errors import (
 from .index import Catalogue, SchemaIndex, Scope
 from .layout import CountTokens, Layout, Placement, Span, lay_out
 from .lint import Finding, lint_prompt, lint_schema
-from .names import is_name, module_name
+from .names import is_name, module_name, module_names
 from .parser import parse_prompt, parse_schema
 from .plan import Piece, Plan
 from .resolve import resolve_prompt
 from .scanner import Limits
 from .spelling import Render, spell_prompt, spell_schema
+from .traits import TraitTable
 from .tree import (
     Arguments,
     Chat,
@@ -94,11 +97,14 @@ __all__ = [
     "Span",
     "SpanTooLong",
     "Text",
+    "TraitTable",
     "TurnMismatch",
     "Union",
     "UnionConflict",
     "UnknownElement",
     "UnknownName",
+    "carried_text",
+    "code_schema",
     "collection_schema",
     "document_module",
     "expand",
@@ -107,6 +113,7 @@ __all__ = [
     "lint_prompt",
     "lint_schema",
     "module_name",
+    "module_names",
     "parse_prompt",
     "parse_schema",
     "prompt_program",

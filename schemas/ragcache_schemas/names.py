@@ -7,12 +7,24 @@ beginning with a digit, dot or dash. Schemas and collections are only ever named
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 from .errors import InvalidName, PMLError, ReservedName
 from .tree import Location
 
-__all__ = ["RESERVED", "ROLES", "is_name", "module_name", "name_problem", "title_problem"]
+__all__ = [
+    "RESERVED",
+    "ROLES",
+    "free_name",
+    "is_name",
+    "module_name",
+    "module_names",
+    "name_problem",
+    "title_problem",
+]
 
 ROLES = ("system", "user", "assistant")
 RESERVED = frozenset(
@@ -70,9 +82,41 @@ def title_problem(
 def module_name(text: str) -> str:
     """A valid module name near to `text`, for file names and titles; the same on every run.
 
-    Different texts may give the same name: whoever needs them apart adds a suffix.
+    Different texts may give the same name; `module_names` keeps them apart.
     """
     name = _NOT_IN_NAME.sub("-", text).strip("-") or "document"
     if not is_name(name):
         name = "_" + name
     return name if name_problem(name, "module") is None else "_" + name
+
+
+def module_names(texts: Iterable[str]) -> dict[str, str]:
+    """A valid module name of its own for each of `texts`: that of `module_name`, where it is free.
+
+    Of several texts that come to one name, the one that is spelled like it keeps it, and each of
+    the others gets a suffix made from itself. So the order of `texts` does not matter.
+    """
+    plain = {text: module_name(text) for text in texts}
+    shared = {name for name, count in Counter(plain.values()).items() if count > 1}
+    return {
+        text: name if name == text or name not in shared else f"{name}-{_suffix(text)}"
+        for text, name in plain.items()
+    }
+
+
+def free_name(wanted: Iterable[str], taken: set[str]) -> str:
+    """The first of `wanted` that is not taken, else the last with a number. It is then taken."""
+    name = ""
+    for name in wanted:
+        if name not in taken:
+            break
+    base, number = name, 2
+    while name in taken:
+        name = f"{base}-{number}"
+        number += 1
+    taken.add(name)
+    return name
+
+
+def _suffix(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .characters import NOT_XML
 from .errors import DuplicateName, ForbiddenMarkup, LimitExceeded, PMLSyntaxError
 from .tree import Location
 
@@ -34,7 +35,6 @@ _TOKEN = re.compile(
 )
 _BARE_AND = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});)")
 _ENTITY = re.compile(r"&[^\W\d][\w.-]*;")
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _NESTING = {"start": 1, "end": -1, "empty": 0}
 _ENCODINGS = frozenset(
     ["utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "windows-1252", "gb18030"]
@@ -84,7 +84,7 @@ def decode(text: str | bytes, source: str, limits: Limits) -> str:
     if isinstance(text, bytes):
         text = _from_bytes(text, start)
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    if bad := _NOT_XML.search(text):
+    if bad := NOT_XML.search(text):
         problem = f"the character U+{ord(bad[0]):04X} may not stand in XML"
         raise PMLSyntaxError(problem, _at(text, bad.start(), source), None, "leave it out")
     if declared := _DECLARATION.match(text):

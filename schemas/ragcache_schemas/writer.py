@@ -8,11 +8,11 @@ them again; an element whose text that rule would change is written under xml:sp
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from lxml import etree
 
+from .characters import NOT_XML
 from .checks import prompt_problems, schema_problems
 from .errors import PMLSyntaxError
 from .space import PARAMETER, tidy
@@ -34,7 +34,6 @@ from .tree import (
 __all__ = ["write_prompt", "write_schema"]
 
 _SPACE = "{http://www.w3.org/XML/1998/namespace}space"
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _INDENT = "  "
 
 
@@ -170,9 +169,9 @@ def _set(element: etree._Element, attributes: Arguments) -> None:
 
 
 def _xml(text: str) -> str:
-    if bad := _NOT_XML.search(text):
+    if bad := NOT_XML.search(text):
         raise PMLSyntaxError(
             f"the character U+{ord(bad[0]):04X} cannot be written in XML",
-            expected="clean the text before it becomes a module",
+            expected="carried_text(text) leaves out what XML cannot carry",
         )
     return text

@@ -106,7 +106,7 @@ def _fits(translator: Translator, pattern: ast.pattern) -> _Fits:
             either = [_fits(translator, one) for one in patterns]
             return lambda found: any(fits(found) for fits in either)
         case ast.MatchAs(pattern=None, name=None):
-            return lambda found: True
+            return lambda _: True
     raise translator.error(
         f"the pattern {ast.unparse(pattern)!r} cannot become PML",
         pattern,

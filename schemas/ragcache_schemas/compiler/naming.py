@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable
 
-from ..names import module_name
+from ..names import free_name, module_name
 
 __all__ = ["Names", "condition_name", "else_name", "pattern_name"]
 
@@ -22,24 +21,11 @@ class Names:
 
     def module(self, *wanted: str) -> str:
         """The first of `wanted` that is free, else the last with a number."""
-        return _free(map(module_name, wanted), self.modules)
+        return free_name(map(module_name, wanted), self.modules)
 
     def parameter(self, wanted: str) -> str:
         """`wanted`, with a number from its second use on."""
-        return _free([wanted], self.parameters)
-
-
-def _free(wanted: Iterable[str], taken: set[str]) -> str:
-    name = ""
-    for name in wanted:
-        if name not in taken:
-            break
-    base, number = name, 2
-    while name in taken:
-        name = f"{base}-{number}"
-        number += 1
-    taken.add(name)
-    return name
+        return free_name([wanted], self.parameters)
 
 
 def condition_name(test: ast.expr) -> str:
@@ -56,15 +42,19 @@ def else_name(test: ast.expr) -> str:
 
 def pattern_name(pattern: ast.pattern) -> str:
     """`case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b"."""
+    return _short(_spelled(pattern))
+
+
+def _spelled(pattern: ast.pattern) -> str:
     match pattern:
         case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
-            return _short(str(value))
+            return str(value)
         case ast.MatchValue(value=ast.Attribute(attr=name)):
             return name
         case ast.MatchOr(patterns=patterns):
-            return "-".join(map(pattern_name, patterns))
+            return "-".join(map(_spelled, patterns))
         case _:
-            return _short(ast.unparse(pattern))
+            return ast.unparse(pattern)
 
 
 def _short(text: str) -> str:

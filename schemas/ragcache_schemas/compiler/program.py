@@ -26,7 +26,7 @@ from ..checks import schema_problems
 from ..errors import InvalidAttribute
 from ..tree import Prompt, Role, Schema
 from . import steps
-from .source import Namespace, read_function, visible_names
+from .source import FunctionSource, Namespace, read_function, visible_names
 from .translate import translate
 
 __all__ = ["Content", "MaxTokens", "PromptProgram", "prompt_program", "turn"]
@@ -91,7 +91,7 @@ class PromptProgram(Generic[P]):
         return schema
 
     @cached_property
-    def source(self) -> Any:
+    def source(self) -> FunctionSource:
         """The parsed function."""
         return read_function(self.function)
 

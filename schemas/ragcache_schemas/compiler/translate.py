@@ -10,6 +10,7 @@ import ast
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from ..characters import NOT_XML
 from ..errors import ProgramError
 from ..space import PARAMETER, tidy
 from ..tree import Role
@@ -90,7 +91,7 @@ class Translator:
                 pieces = [step for part in parts for step in self._part(part, value, names)]
                 return self._laid_out(pieces, value)
             case ast.Constant(value=str() as text):
-                return self._laid_out([Say(text, self.source.at(value))], value)
+                return self._laid_out([self._say(text, value)], value)
             case ast.IfExp():
                 return [branches.expression(self, value, names)]
             case ast.Call() if (program := self._program(value)) is not None:
@@ -101,11 +102,17 @@ class Translator:
     def _part(self, part: ast.expr, whole: ast.JoinedStr, names: Names) -> list[Step]:
         """A piece of an f-string."""
         if isinstance(part, ast.Constant):
-            return [Say(str(part.value), self.source.at(whole))]
+            return [self._say(str(part.value), whole)]
         assert isinstance(part, ast.FormattedValue)
         if isinstance(part.value, ast.Call) and (program := self._program(part.value)) is not None:
             return [self._call(program, part.value, whole, names)]
         return [self._value(part, whole, names)]
+
+    def _say(self, text: str, place: ast.expr) -> Say:
+        if bad := NOT_XML.search(text):
+            problem = f"the character U+{ord(bad[0]):04X} cannot stand in PML"
+            raise self.error(problem, place, "leave it out; carried_text() does")
+        return Say(text, self.source.at(place))
 
     def _laid_out(self, steps: list[Step], literal: ast.expr) -> list[Step]:
         """`steps` with the white space of a triple-quoted literal understood as PML's."""
@@ -133,7 +140,7 @@ class Translator:
         used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & self.parameters
         location = self.source.at(place)
         if not used:
-            return Say(str(self.constant(part.value, place, part)), location)
+            return self._say(str(self.constant(part.value, place, part)), place)
         limited = sorted(used & self.limits.keys())
         if not limited:
             name = min(used)

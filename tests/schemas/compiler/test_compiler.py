@@ -1,0 +1,320 @@
+"""From Python to PML (Prompt Cache, §3.2.4)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from compiler_programs import Season, chat, trip, weather
+from pml_trees import count_words
+
+from ragcache_schemas import (
+    Chat,
+    Content,
+    Import,
+    InvalidAttribute,
+    MaxTokens,
+    Module,
+    Parameter,
+    ProgramError,
+    Prompt,
+    Schema,
+    SchemaIndex,
+    Text,
+    Union,
+    parse_prompt,
+    parse_schema,
+    prompt_program,
+    resolve_prompt,
+    write_prompt,
+    write_schema,
+)
+
+
+def said(prompt: Prompt, schema: Schema) -> str:
+    """The text that a prompt comes to."""
+    plan = resolve_prompt(SchemaIndex.of(schema, count_words), prompt)
+    return "".join(piece.text for piece in plan.pieces)
+
+
+def weather_module() -> Module:
+    match weather.schema:
+        case Schema(children=children):
+            return Module("weather", children)
+
+
+def test_section_3_2_4_every_construct_has_its_element() -> None:
+    miami, rome, other = trip.schema.children[4].members  # type: ignore[union-attr]
+    assert trip.schema.children[:4] == (
+        Text("Plan a trip of "),
+        Parameter("days", 5, "three days"),
+        Text(" for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"),
+        Module("cheap", (Text("Mind the price.\n"),)),
+    )
+    assert miami == Module("miami-florida", (Text("Miami has beaches. "), weather_module()))
+    assert rome == Module("rome", (Text("Rome is old.\n"),))
+    assert other.name == "else-place"
+    assert other.children[:3] == (Text("Stay "), Parameter("days", 5, "three days"), Text(". "))
+    assert trip.schema.children[5] == Union(
+        (
+            Module("first", (Text("It is the first trip."),)),
+            Module("not-first", (Text("It is not the first trip."),)),
+        )
+    )
+    assert trip.schema.children[6:] == (
+        Text(" Seats: "),
+        Union(
+            (
+                Module("len-place-4", (Text("window"),)),
+                Module("not-len-place-4", (Text("aisle"),)),
+            )
+        ),
+        Text("."),
+    )
+
+
+def test_a_call_is_the_prompt() -> None:
+    prompt = trip("9", "florida", season=Season.WET, month="June", first=False)
+    assert prompt == Prompt(
+        "travel",
+        (
+            Import(
+                "miami-florida",
+                (),
+                (Import("weather", {"month": "June"}, (Import("WET"),)),),  # type: ignore[arg-type]
+            ),
+            Import("not-first"),
+            Import("len-place-4"),
+        ),
+        {"days": "  9"},  # type: ignore[arg-type]
+    )
+    assert said(prompt, trip.schema) == (
+        "Plan a trip of   9 for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"
+        "Miami has beaches. In June, it rains.It is not the first trip. Seats: window."
+    )
+
+
+def test_no_branch_may_be_taken_and_the_wildcard_catches_the_rest() -> None:
+    prompt = trip("two", "oslo", cheap=True)
+    assert [node.name for node in prompt.children if isinstance(node, Import)] == [
+        "cheap",
+        "else-place",
+        "first",
+        "not-len-place-4",
+    ]
+    assert said(prompt, trip.schema).endswith(
+        "Mind the price.\nStay two. In May, it is dry.It is the first trip. Seats: aisle."
+    )
+    assert weather("neither", "May").children == ()  # type: ignore[arg-type]
+
+
+def test_what_is_written_is_read_again() -> None:
+    for program, prompt in ((trip, trip("<5>", "rome")), (chat, chat("a&b", formal=True))):
+        assert parse_schema(write_schema(program.schema)) == program.schema  # type: ignore[attr-defined]
+        assert parse_prompt(write_prompt(prompt)) == prompt
+    assert "<b>" not in write_schema(trip.schema)
+
+
+def test_turns() -> None:
+    system, user = chat.schema.children
+    assert system == Chat("system", (Text("You teach."), Module("formal", (Text(" Be formal."),))))
+    assert isinstance(user, Chat)
+    assert user.children[1] == Parameter("topic", 6)
+    prompt = chat("tides", formal=True)
+    assert prompt.arguments == (("topic", "TIDES"),)
+    assert said(prompt, chat.schema) == "You teach. Be formal.Tell me about TIDES."
+
+
+def test_names_are_stable_across_runs() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import compiler_programs as p;"
+        "from ragcache_schemas import write_schema; print(write_schema(p.trip.schema))"
+    )
+    here = str(Path(__file__).parent)
+    written = {
+        subprocess.run(
+            [sys.executable, "-c", code, here],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert written == {write_schema(trip.schema) + "\n"}
+
+
+def test_one_argument_may_be_used_twice_and_a_program_called_twice() -> None:
+    @prompt_program
+    def part(text: Annotated[str, MaxTokens(2)]) -> Content:
+        yield f"[{text}]"
+
+    @prompt_program
+    def whole(a: Annotated[str, MaxTokens(2)], b: Annotated[str, MaxTokens(2)]) -> Content:
+        yield f"{a} {a} {b}" + part(b) + part(text=a)  # type: ignore[operator]
+
+    prompt = whole("x", "y")
+    assert prompt.arguments == (("a", "x"), ("a-2", "x"), ("b", "y"))
+    assert said(prompt, whole.schema) == "x x y[y][x]"
+
+
+def test_spread_arguments_and_defaults() -> None:
+    @prompt_program
+    def part(*words: str, end: Annotated[str, MaxTokens(2)] = "!") -> Content:
+        if len(words) > 1:
+            yield "many"
+        yield end
+
+    @prompt_program
+    def whole(words: tuple[str, ...], options: dict[str, Any]) -> Content:
+        yield part(*words, **options)
+
+    assert said(whole(("a", "b"), {}), whole.schema) == "many!"
+    assert said(whole(("a",), {"end": "?"}), whole.schema) == "?"
+
+
+def test_elif_guards_singletons_and_negations() -> None:
+    @prompt_program
+    def program(n: int, flag: bool | None) -> Content:
+        if n > 9:
+            yield "large"
+        elif n > 5:
+            yield "middle"
+        else:
+            yield "small"
+        if not flag:
+            yield ", off"
+        else:
+            yield ", on"
+        match flag:
+            case True if n > 7:
+                yield ", sure"
+            case None:
+                yield ", unknown"
+        match n:
+            case 1:
+                yield ", one"
+        match n + 1:
+            case 1:
+                pass
+            case 2 | 3:
+                yield ", few"
+
+    names = [m.name for u in program.schema.children for m in getattr(u, "members", [u])]
+    assert names == [
+        *("n-9", "n-5", "else-n-9", "not-flag", "flag", "True-if-n-7", "None"),
+        *("_1", "n-1-_1", "_2-3"),
+    ]
+    assert said(program(6, None), program.schema) == "middle, off, unknown"
+    assert said(program(8, True), program.schema) == "middle, on, sure"
+    assert said(program(1, False), program.schema) == "small, off, one, few"
+    assert said(program(0, True), program.schema) == "small, on"
+
+
+def test_white_space_of_triple_quotes_is_that_of_pml_and_other_strings_are_as_written() -> None:
+    @prompt_program
+    def program(x: Annotated[str, MaxTokens(2)]) -> Content:
+        yield "\n  kept  \n\n"
+        yield f"""
+            {x} first
+              second {weather(Season.DRY, x)}
+
+        """
+
+    assert said(
+        program(
+            "X",
+        ),
+        program.schema,
+    ) == ("\n  kept  \n\nX first\n  second In X, it is dry.")
+
+
+def failing(body: str, tmp_path: Path) -> ProgramError:
+    """The error of a program with this body, in a file."""
+    lines = (
+        "from typing import Annotated",
+        "from ragcache_schemas import MaxTokens, prompt_program, turn",
+        "@prompt_program",
+        "def inner(a): yield 'x'",
+        "@prompt_program",
+        "def outer(n, x: Annotated[str, MaxTokens(4)], y: Annotated[str, MaxTokens(4)]):",
+        f"    {body}",
+    )
+    file = tmp_path / "program.py"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
+    with pytest.raises(ProgramError) as caught:
+        _ = names["outer"].schema
+    assert str(caught.value).startswith(f"{file}:")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "column", "problem", "expected"),
+    [
+        ("for i in range(n): yield 'x'", 5, "a loop", "write its rounds out"),
+        ("while n: yield 'x'", 5, "a loop", "write its rounds out"),
+        ("yield 'é'; return", 16, "return", "under `if`"),
+        ("z = n; yield 'x'", 5, "an assignment", "before the call"),
+        ("f'{x}'; yield 'x'", 5, "a string on its own", 'yield "..."'),
+        ("inner(n); yield 'x'", 5, "not used", "`yield` before it"),
+        ("yield f'{n}'", 11, "'n' is text of unknown length", "n: Annotated[str, MaxTokens(12)]"),
+        ("yield f'{x + y}'", 11, "'x + y' is made of several", "its own braces"),
+        ("yield missing", 11, "'missing' cannot be evaluated", "a value that is known"),
+        ("yield None", 11, "'None' is a NoneType", "yield text"),
+        ("yield", 5, "`yield`", "yield a text"),
+        ("yield from inner(n)", 5, "`yield from", "yield a text"),
+        ("yield outer(n, x, y)", 11, "'outer' calls itself", "write each level out"),
+        ("yield inner(n, n)", 11, "too many positional arguments", "its signature is (a)"),
+        ("yield '\\0'", 11, "U+0000", "carried_text"),
+        ("pass", 1, "yields nothing", "yield its text"),
+        ("with open('x') as f: yield 'x'", 5, "with open", 'with turn("system")'),
+        ("with turn('system'), turn('user'): yield 'x'", 5, "With", "use yield text"),
+        ("with turn('robot'): yield 'x'", 5, "with turn", 'with turn("system")'),
+        ("import os; yield 'x'", 5, "Import", "use yield text"),
+        ("(yield 'x') if n else 2", 5, "Expr", "use yield text"),
+    ],
+)
+def test_errors_teach(body: str, column: int, problem: str, expected: str, tmp_path: Path) -> None:
+    error = failing(body, tmp_path)
+    assert (error.line, error.column) in {(7, column), (6, column)}
+    assert problem in error.problem
+    assert error.expected is not None
+    assert expected in error.expected
+
+
+def test_patterns_that_bind_are_refused(tmp_path: Path) -> None:
+    error = failing("match n:\n        case [a, b]: yield 'x'", tmp_path)
+    assert (error.line, error.column) == (8, 14)
+    assert "'[a, b]'" in error.problem
+
+
+def test_an_error_of_a_called_program_is_its_own(tmp_path: Path) -> None:
+    error = failing("yield inner2(n)\n@prompt_program\ndef inner2(a):\n    a = 1", tmp_path)
+    assert (error.line, error.column, error.element) == (10, 5, "inner2")
+
+
+def test_functions_without_source_and_lambdas() -> None:
+    names: dict[str, Any] = {"prompt_program": prompt_program}
+    exec("@prompt_program\ndef p():\n    yield 'x'", names)
+    with pytest.raises(ProgramError, match="the source of 'p' is not at hand"):
+        _ = names["p"].schema
+    with pytest.raises(ProgramError, match="is no plain function"):
+        _ = prompt_program(lambda: iter(["x"])).schema
+
+
+def test_lengths_and_reserved_names() -> None:
+    with pytest.raises(InvalidAttribute, match="1 token or more"):
+        MaxTokens(0)
+
+    @prompt_program
+    def program(schema: Annotated[str, MaxTokens(2)]) -> Content:
+        yield schema
+
+    with pytest.raises(ValueError, match=r"test_compiler\.py:\d+:15: .*'schema' is reserved"):
+        _ = program.schema
