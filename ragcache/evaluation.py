@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import ConfigurationError
@@ -73,19 +74,17 @@ def _f1(given: list[str], answer: list[str]) -> float:
 
 
 def load_questions(path: Path) -> list[Question]:
-    """Reads `{"id", "question", "answers", "document"}` lines."""
+    """Reads `{"id", "question", "answers", "document"}` lines. Raises `ConfigurationError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the questions in {path}: {error}") from error
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
-            questions.append(
-                Question(
-                    str(row.get("id", number)),
-                    row["question"],
-                    tuple(row["answers"]),
-                    row.get("document", ""),
-                )
-            )
+            questions.append(_question(json.loads(line), number))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"{path}:{number}: not a question ({error!r}); each line holds "
@@ -94,6 +93,17 @@ def load_questions(path: Path) -> list[Question]:
     if not questions:
         raise ConfigurationError(f"{path} holds no questions")
     return questions
+
+
+def _question(row: Any, number: int) -> Question:
+    if not isinstance(row, dict) or not isinstance(row["answers"], list) or not row["answers"]:
+        raise TypeError("answers must be a list of one text or more")
+    return Question(
+        str(row.get("id", number)),
+        row["question"],
+        tuple(row["answers"]),
+        row.get("document", ""),
+    )
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, LoadedModel, load_model
 
 REPOSITORY = Path(__file__).parent.parent
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -87,3 +87,9 @@ def notes(tmp_path: Path) -> Path:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def reader() -> LoadedModel:
+    """The embedded reader, loaded once. Tests may not depend on what it answers."""
+    return load_model()

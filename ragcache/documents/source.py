@@ -122,7 +122,9 @@ def _load(item: SourceDocument | Document | tuple[Path, str]) -> SourceDocument:
 
 def _carried(document: SourceDocument) -> SourceDocument:
     text = carried_text(document.text)
-    if not text.strip() and document.text.strip():
+    if not document.text.strip():
+        raise UnreadableDocument(f"{document.id}: an empty document")
+    if not text.strip():
         raise UnreadableDocument(f"{document.id}: control characters and nothing else")
     return document if text == document.text else replace(document, text=text)
 
@@ -134,8 +136,6 @@ def _from_langchain(document: Document) -> SourceDocument:
         raise UnreadableDocument(
             "a LangChain document has neither an id nor metadata['source'] to name it by"
         )
-    if not document.page_content.strip():
-        raise UnreadableDocument(f"{name}: an empty document")
     return SourceDocument(
         str(name), document.page_content, str(source or ""), dict(document.metadata)
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from ragcache.errors import ConfigurationError
 
-SPLIT_VERSION = 1
+SPLIT_VERSION = 2
 """Raised when the same text would split differently, so that documents are ingested again."""
 
 _SEPARATORS = [
@@ -25,6 +25,7 @@ _SEPARATORS = [
 ]
 _HEADING = re.compile(r"^(#{1,6}) +(.+?)\s*$", re.MULTILINE)
 _END = "\n\n"  # closes every module's text, so that modules may stand side by side
+_SPARE = 2  # a piece's first word may take more tokens without the space before it
 MIN_TOKENS = 32
 
 
@@ -40,24 +41,46 @@ def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> lis
     if count_tokens(text) <= limit:
         return [text]
     headings = [(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text)]
+    room = limit - count_tokens(_END) - _SPARE
     splitter = RecursiveCharacterTextSplitter(
         separators=_SEPARATORS,
         is_separator_regex=True,
         keep_separator="start",
-        chunk_size=limit - _room_for_headings(headings, limit, count_tokens),
+        chunk_size=room - _room_for_headings(headings, limit, count_tokens),
         chunk_overlap=0,
-        length_function=lambda piece: count_tokens(piece.strip() + _END),
+        length_function=count_tokens,
         strip_whitespace=False,
     )
-    pieces = []
+    pieces: list[str] = []
     position = 0
-    for piece in splitter.split_text(text):
+    fits = lambda piece: count_tokens(piece.strip() + _END) <= limit  # noqa: E731
+    cut = (part for piece in splitter.split_text(text) for part in _fitting(piece, fits))
+    for piece in cut:
         start = text.index(piece, position)
         position = start + len(piece)
         if piece.strip():
             above = _above(headings, start + len(piece) - len(piece.lstrip()))
-            pieces.append(_with_headings(above, piece.strip(), limit, count_tokens))
+            whole = _with_headings(above, piece.strip(), limit, count_tokens)
+            if pieces and _only_headings(pieces[-1]) and whole.startswith(pieces[-1]):
+                pieces.pop()
+            pieces.append(whole)
     return pieces
+
+
+def _fitting(piece: str, fits: Callable[[str], bool]) -> Iterator[str]:
+    """A piece, halved where the tokens of its parts do not quite add up to its own."""
+    if len(piece) == 1 or fits(piece):
+        yield piece
+        return
+    middle = len(piece) // 2
+    space = piece.rfind(" ", 1, middle)
+    middle = space if space > 0 else middle
+    yield from _fitting(piece[:middle], fits)
+    yield from _fitting(piece[middle:], fits)
+
+
+def _only_headings(piece: str) -> bool:
+    return all(_HEADING.fullmatch(line) for line in piece.splitlines() if line)
 
 
 def _above(headings: list[tuple[int, int, str]], position: int) -> list[str]:

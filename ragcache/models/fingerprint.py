@@ -36,9 +36,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def _config_text(config: Any) -> str:
+    """The configuration less what saving adds; the dtype counts with every weight."""
     entries = config.to_dict()
-    for volatile in ("transformers_version", "_name_or_path", "_attn_implementation"):
-        entries.pop(volatile, None)
+    volatile = ("transformers_version", "_name_or_path", "_attn_implementation")
+    for name in (*volatile, "architectures", "dtype", "torch_dtype"):
+        entries.pop(name, None)
     return json.dumps(entries, sort_keys=True, default=str)
 
 

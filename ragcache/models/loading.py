@@ -66,6 +66,7 @@ def load_model(
     name: a folder or a hub name; None is the embedded reader. dtype: None keeps the checkpoint's.
     Raises `ModelNotFound` or `UnsupportedModel`.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(READER if name is None else name)
@@ -73,7 +74,7 @@ def load_model(
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source)
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotFound(
             f"cannot load the model {source!r}: {error}. Give a folder with config.json, weights "
             "and tokenizer, or the name of a hub model that this machine can reach; without a "

@@ -18,6 +18,15 @@ from ragcache.store import Catalogue, Lease
 
 
 @dataclass(frozen=True, slots=True)
+class _Spelled:
+    """A question in tokens, which fit the window."""
+
+    selection: Selection
+    modules: list[tuple[int, ...]]
+    own: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class _Prepared:
     """A question ready to run."""
 
@@ -57,7 +66,8 @@ class Answerer:
         selections = [self.retriever.retrieve(q, collection, k) for q in questions]
         retrieved = time.perf_counter()
         with ExitStack() as leases:
-            prepared = [self._prepare(s, mode, leases) for s in selections if s.hits]
+            spelled = [self._spell(s) for s in selections if s.hits]
+            prepared = [self._prepare(each, mode, leases) for each in spelled]
             assembled = time.perf_counter()
             completions = self._run(prepared)
         marks = _Marks(called, retrieved, assembled, time.perf_counter())
@@ -67,23 +77,28 @@ class Answerer:
             for s in selections
         ]
 
-    def _prepare(self, selection: Selection, mode: Mode, leases: ExitStack) -> _Prepared:
+    def _spell(self, selection: Selection) -> _Spelled:
+        """Raises `PromptTooLong`."""
         modules = self.tokens.of([hit.module for hit in selection.hits])
         frame = self.encoder.frame
-        question = [
+        own = [
             *self.encoder.model.encode(frame.question),
             *self.encoder.model.encode_untrusted(selection.query.strip()),
             *self.encoder.model.encode(frame.epilogue),
         ]
-        if mode == "exact":
-            private = [*self.encoder.preamble_ids, *(t for ids in modules for t in ids), *question]
-            return _Prepared(selection, self._assemble((), private), None, 0)
         check_window(
-            sum(map(len, modules)) + len(self.encoder.preamble_ids),
-            len(question),
+            sum(map(len, modules)),
+            len(self.encoder.preamble_ids) + len(own),
             window=self.encoder.model.causal.window,
             max_new_tokens=self.settings.max_new_tokens,
         )
+        return _Spelled(selection, modules, own)
+
+    def _prepare(self, spelled: _Spelled, mode: Mode, leases: ExitStack) -> _Prepared:
+        selection, modules, own = spelled.selection, spelled.modules, spelled.own
+        if mode == "exact":
+            private = [*self.encoder.preamble_ids, *(t for ids in modules for t in ids), *own]
+            return _Prepared(selection, self._assemble((), private), None, 0)
         lease = leases.enter_context(self.encoder.lease(modules, mode))
         for hit, key in zip(selection.hits, lease.keys[1:], strict=True):
             if lease.source[key] == "encoded":
@@ -93,7 +108,7 @@ class Answerer:
             for key, states in zip(lease.keys, lease.states, strict=True)
             if lease.source[key] != "encoded"
         )
-        return _Prepared(selection, self._assemble(lease.states, question), lease, cached)
+        return _Prepared(selection, self._assemble(lease.states, own), lease, cached)
 
     def _assemble(self, states: Sequence[KVStates], token_ids: Sequence[int]) -> Context:
         return assemble(

@@ -11,6 +11,7 @@ from ragcache.config import Settings
 from ragcache.documents import SourceDocument, load_sources, split_text
 from ragcache.documents.source import Source
 from ragcache.documents.split import SPLIT_VERSION
+from ragcache.errors import ConfigurationError
 from ragcache.pipeline.encoding import ModuleEncoder
 from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
@@ -59,6 +60,7 @@ class Ingestor:
             d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
         ]
         prepared = [(d, self._split(d)) for d in changed]
+        self._check_window([ids for _, modules in prepared for _, ids in modules])
         total = sum(len(modules) for _, modules in prepared)
         before = self.store.counters.encoded
         rows, done = [], 0
@@ -88,7 +90,7 @@ class Ingestor:
         known = self.catalogue.documents(collection)
         freed = self.catalogue.delete(collection, document_ids)
         self.store.delete(self.store.ledger.unowned(freed))
-        return sum(name in known for name in document_ids)
+        return len(known.keys() & set(document_ids))
 
     def _digest(self, document: SourceDocument) -> str:
         """Of the text and of all that decides how it becomes modules."""
@@ -100,6 +102,16 @@ class Ingestor:
         count = lambda text: len(tokenize(text))  # noqa: E731
         texts = split_text(document.text, self.settings.module_tokens, count)
         return [(text, tokenize(text)) for text in texts]
+
+    def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
+        window = self.encoder.model.causal.window
+        taken = len(self.encoder.preamble_ids) + self.settings.max_new_tokens
+        longest = max(map(len, modules), default=0)
+        if longest + taken >= window:
+            raise ConfigurationError(
+                f"a module takes {longest} tokens, but of the model's window of {window} preamble "
+                f"and answer leave {window - taken}; give a smaller module_tokens"
+            )
 
     def _row(self, document: SourceDocument, modules: list[tuple[str, list[int]]]) -> NewDocument:
         vectors = self.retriever.embed([text for text, _ in modules])

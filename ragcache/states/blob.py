@@ -18,12 +18,7 @@ from ragcache.states.kv import KVStates
 def to_blob(key: KVKey, states: KVStates) -> bytes:
     """Serialises states. The key is part of the checksum: a blob cannot stand in for another."""
     keys, values = states.keys.contiguous().cpu(), states.values.contiguous().cpu()
-    metadata = {
-        "format": str(FORMAT_VERSION),
-        "key": str(key),
-        "start": str(states.start),
-        "checksum": _checksum(key, states.start, keys, values),
-    }
+    metadata = _metadata(key, states.start, keys, values)
     blob: bytes = save({"keys": keys, "values": values}, metadata=metadata)
     return blob
 
@@ -33,8 +28,6 @@ def read_blob(path: Path, key: KVKey) -> KVStates:
 
     Raises `StateCorrupt` where anything disagrees, `FileNotFoundError` where there is no file.
     """
-    if not path.exists():
-        raise FileNotFoundError(path)
     try:
         with safe_open(path, framework="pt") as blob:
             metadata = blob.metadata() or {}
@@ -42,16 +35,19 @@ def read_blob(path: Path, key: KVKey) -> KVStates:
             # happens to the mapped file later.
             keys, values = blob.get_tensor("keys").clone(), blob.get_tensor("values").clone()
         start = int(metadata["start"])
-        expected = metadata["checksum"]
-    except (SafetensorError, KeyError, ValueError) as error:
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise StateCorrupt(f"{path} is not a readable blob of states ({error})") from error
-    if _checksum(key, start, keys, values) != expected:
+    if metadata != _metadata(key, start, keys, values):
         raise StateCorrupt(f"{path} fails its checksum: its content changed after it was written")
     return KVStates(keys, values, start)
 
 
-def _checksum(key: KVKey, start: int, keys: Tensor, values: Tensor) -> str:
-    digest = xxhash.xxh3_128(f"{FORMAT_VERSION}:{key}:{start}:{tuple(keys.shape)}".encode())
+def _metadata(key: KVKey, start: int, keys: Tensor, values: Tensor) -> dict[str, str]:
+    names = {"format": str(FORMAT_VERSION), "key": str(key), "start": str(start)}
+    digest = xxhash.xxh3_128(str(names).encode())
     for tensor in (keys, values):
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return {**names, "checksum": digest.hexdigest()}

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from ragcache.errors import UnknownCollection
 from ragcache.states import KVKey
-from ragcache.store.database import Database
+from ragcache.store.database import CHUNK, Database
 from ragcache.store.tables import (
     CollectionTable,
     DocumentTable,
@@ -213,18 +213,15 @@ def _collection_id(session: Session, name: str) -> int:
 
 
 def _delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    chosen = select(DocumentTable.id).where(
-        DocumentTable.collection_id == owner, DocumentTable.source_id.in_(source_ids)
-    )
-    keys = session.scalars(
-        select(EncodingTable.key)
-        .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
-        .where(ModuleTable.document_id.in_(chosen))
-    )
-    found = [KVKey(key) for key in keys]
-    session.execute(
-        delete(DocumentTable).where(
-            DocumentTable.collection_id == owner, DocumentTable.source_id.in_(source_ids)
+    found: list[KVKey] = []
+    for start in range(0, len(source_ids), CHUNK):
+        chosen = DocumentTable.source_id.in_(source_ids[start : start + CHUNK])
+        keys = session.scalars(
+            select(EncodingTable.key)
+            .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
+            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
+            .where(DocumentTable.collection_id == owner, chosen)
         )
-    )
+        found += map(KVKey, keys)
+        session.execute(delete(DocumentTable).where(DocumentTable.collection_id == owner, chosen))
     return found

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import Session, sessionmaker
 
 from ragcache.errors import NoState, StoreFull, StoreUnwritable
 from ragcache.store.tables import Base
+
+CHUNK = 500  # values in one statement, below SQLite's limit on variables
 
 
 class Database:
@@ -24,8 +28,12 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> Database:
-        """Opens or creates the file. Raises `StoreUnwritable`."""
-        engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
+        """Opens or creates the file. Raises `StoreUnwritable`, `StoreFull` or `NoState`."""
+        engine = create_engine(
+            f"sqlite:///{path}",
+            connect_args={"timeout": 30},
+            json_serializer=partial(json.dumps, default=str),  # metadata may hold dates and paths
+        )
         event.listen(engine, "connect", _configure)
         database = cls(engine)
         with _named_errors(path):
@@ -61,10 +69,14 @@ def _configure(connection: Any, _: Any) -> None:
 def _named_errors(where: object) -> Iterator[None]:
     try:
         yield
-    except OperationalError as error:
+    except DatabaseError as error:
         text = str(error.orig)
         if "full" in text:
             raise StoreFull(f"no space left for the ledger {where}; free some space") from error
         if "readonly" in text or "unable to open" in text:
             raise StoreUnwritable(f"cannot write the ledger {where}: {text}") from error
+        if "not a database" in text or "malformed" in text:
+            raise NoState(
+                f"{where} is not a ragcache ledger ({text}); move it away and ingest again"
+            ) from error
         raise

@@ -57,13 +57,21 @@ class DiskTier:
 
     def age(self, key: KVKey) -> float:
         """Seconds since the blob was written."""
-        return time.time() - self.path(key).stat().st_mtime
+        return _age(self.path(key))
 
     def remove_parts(self, older_than: float) -> None:
         """Removes what writers left behind that died `older_than` seconds ago or more."""
         for part in self.folder.glob(f"??/*{_PART}"):
-            if time.time() - part.stat().st_mtime > older_than:
+            if _age(part) > older_than:
                 part.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written; 0 where another process has just taken it away."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def named_os_error(error: OSError, where: Path) -> StoreError:

@@ -9,10 +9,8 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from ragcache.states import KVKey, KVStates
-from ragcache.store.database import Database
+from ragcache.store.database import CHUNK, Database
 from ragcache.store.tables import EncodingTable, StateTable
-
-_CHUNK = 500  # keys in one statement, below SQLite's limit on variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +100,4 @@ class Ledger:
 
 def _chunks(keys: Iterable[KVKey]) -> Iterable[list[str]]:
     texts = [str(key) for key in keys]
-    return (texts[i : i + _CHUNK] for i in range(0, len(texts), _CHUNK))
+    return (texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from ragcache.errors import StateCorrupt
+from ragcache.errors import StateCorrupt, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
 from ragcache.store.database import Database
 from ragcache.store.disk import DiskTier
@@ -119,7 +119,7 @@ class KVStore:
             if tier in used:
                 used[tier].append(key)
                 self.counters.hits[tier] += 1
-        self.ledger.touch(used)
+        _note(lambda: self.ledger.touch(used))
 
     def delete(self, keys: Iterable[KVKey]) -> None:
         """Removes states from every tier: row, then blob."""
@@ -149,5 +149,13 @@ class KVStore:
 
     def _admit(self, key: KVKey, states: KVStates) -> None:
         victims = self.host.put(key, states)
-        self.ledger.remove("host", victims)
-        self.ledger.record("host", key, states, states.nbytes)
+        _note(lambda: self.ledger.remove("host", victims))
+        _note(lambda: self.ledger.record("host", key, states, states.nbytes))
+
+
+def _note(write: Callable[[], None]) -> None:
+    """Writes what only statistics need: a full disk does not stop a request that only reads."""
+    try:
+        write()
+    except (StoreFull, StoreUnwritable) as error:
+        logger.warning("%s; the use of states is not counted", error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,7 +43,7 @@ def test_merging_any_split_equals_full_softmax_in_float64(
     bounds = [0, *sorted(cuts), 30]
     parts = [
         partial(query, key[:, a:b], value[:, a:b], scale=SCALE)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
     ]
     joined = parts[0]
     for part in parts[1:]:
