@@ -98,12 +98,10 @@ def load_questions(path: Path) -> list[Question]:
 def _question(row: Any, number: int) -> Question:
     if not isinstance(row, dict) or not isinstance(row["answers"], list) or not row["answers"]:
         raise TypeError("answers must be a list of one text or more")
-    return Question(
-        str(row.get("id", number)),
-        row["question"],
-        tuple(row["answers"]),
-        row.get("document", ""),
-    )
+    question, document = row["question"], row.get("document", "")
+    if not all(isinstance(text, str) for text in (question, document, *row["answers"])):
+        raise TypeError("question, answers and document must be texts")
+    return Question(str(row.get("id", number)), question, tuple(row["answers"]), document)
 
 
 def evaluate(
@@ -116,7 +114,12 @@ def evaluate(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Asks all questions through the real retriever and marks the answers."""
+    """Asks all questions through the real retriever and marks the answers.
+
+    Raises `ConfigurationError` where there are no questions.
+    """
+    if not questions:
+        raise ConfigurationError("there are no questions to ask")
     marked: list[Marked] = []
     for start in range(0, len(questions), batch):
         part = questions[start : start + batch]

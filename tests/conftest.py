@@ -71,10 +71,8 @@ def causal() -> CausalLM:
     return CausalLM.patch(tiny_model("llama"))
 
 
-@pytest.fixture
-def notes(tmp_path: Path) -> Path:
-    """A folder of three small documents."""
-    folder = tmp_path / "notes"
+def write_notes(folder: Path) -> Path:
+    """Makes a folder of three small documents."""
     folder.mkdir()
     texts = {
         "boats.md": "# Boats\n\nThe survey boat Pipit is moored at the north quay. Its engine was "
@@ -87,6 +85,11 @@ def notes(tmp_path: Path) -> Path:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    return write_notes(tmp_path / "notes")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -124,6 +124,9 @@ def initial_model(arguments: argparse.Namespace) -> Reader:
     if arguments.embeddings:
         table = torch.from_numpy(np.load(arguments.embeddings)).float()
         model.embed_tokens.weight.data.copy_(table / table.std() * 0.02)
+    if arguments.start_from:
+        weights = load_file(arguments.start_from)
+        model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
     return model.cuda()
 
 
@@ -193,6 +196,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--embeddings", type=Path, help="initial token embeddings (.npy)")
+    parser.add_argument("--start-from", type=Path, help="a model.safetensors to go on from")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")

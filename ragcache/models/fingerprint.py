@@ -29,10 +29,13 @@ def model_fingerprint(model: Any) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A digest of vocabulary and merges (the whole serialised tokenizer)."""
+    """A digest of vocabulary and merges: the serialised tokenizer less the padding and truncation
+    that its last caller asked for."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab()))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    entries = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    if backend is not None:
+        entries = {**entries, "padding": None, "truncation": None}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _config_text(config: Any) -> str:

@@ -21,15 +21,13 @@ class CollectionIndex:
         self, ids: np.ndarray, texts: Sequence[str], vectors: np.ndarray | None = None
     ) -> None:
         self.ids = ids
-        self._bm25 = bm25s.BM25()
-        corpus = [terms(text) or ["\0"] for text in texts]  # bm25s needs a word in every text
-        self._bm25.index(corpus, show_progress=False)
+        self._bm25 = _bm25(texts) if texts else None
         self._dense = None if vectors is None else _flat_index(ids, vectors)
 
     def by_words(self, query: str, limit: int) -> list[int]:
         """Ids of modules that share a word with the query, best first."""
         words = terms(query)
-        if not words:
+        if self._bm25 is None or not words:
             return []
         scores = self._bm25.get_scores(words)
         best = np.argsort(-scores, kind="stable")[:limit]
@@ -41,6 +39,13 @@ class CollectionIndex:
             return []
         _, found = self._dense.search(_unit(vector[None]), min(limit, len(self.ids)))
         return [int(number) for number in found[0] if number >= 0]
+
+
+def _bm25(texts: Sequence[str]) -> bm25s.BM25:
+    index = bm25s.BM25()
+    corpus = [terms(text) or ["\0"] for text in texts]  # bm25s needs a word in every text
+    index.index(corpus, show_progress=False)
+    return index
 
 
 def _flat_index(ids: np.ndarray, vectors: np.ndarray) -> faiss.IndexIDMap2:

@@ -29,7 +29,7 @@ from .errors import (
 )
 from .index import Catalogue, SchemaIndex, Scope
 from .layout import CountTokens, Layout, Placement, Span, lay_out
-from .lint import Finding, lint_prompt, lint_schema
+from .lint import Finding, is_prompt, lint_prompt, lint_schema
 from .names import is_name, module_name, module_names
 from .parser import parse_prompt, parse_schema
 from .plan import Piece, Plan
@@ -109,6 +109,7 @@ __all__ = [
     "document_module",
     "expand",
     "is_name",
+    "is_prompt",
     "lay_out",
     "lint_prompt",
     "lint_schema",

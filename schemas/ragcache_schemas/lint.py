@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +16,14 @@ from .layout import CountTokens, lay_out
 from .parser import read_prompt, read_schema
 from .resolve import resolve_prompt
 from .scanner import Limits
+from .spelling import Render, spell_schema
 from .tree import Chat, Location, Module, Node, Parameter, Prompt, Schema, Text, Union
 
-__all__ = ["Finding", "Severity", "lint_prompt", "lint_schema"]
+__all__ = ["Finding", "Severity", "is_prompt", "lint_prompt", "lint_schema"]
+
+_PROMPT = re.compile(
+    r"\ufeff?\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--(?:(?!-->).)*-->\s*)*<prompt[\s/>]", re.DOTALL
+)
 
 Severity: TypeAlias = Literal["error", "warning", "advice"]
 
@@ -39,17 +45,25 @@ class Finding:
         return f"{where}{self.severity}: {self.message} [{self.kind}]"
 
 
+def is_prompt(text: str | bytes) -> bool:
+    """Whether a PML text is a prompt; else it is, or should be, a schema."""
+    start = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    return _PROMPT.match(start) is not None
+
+
 def lint_schema(
     text: str | bytes,
     *,
     source: str = "<string>",
     limits: Limits | None = None,
     count_tokens: CountTokens | None = None,
+    render: Render | None = None,
 ) -> list[Finding]:
     """The findings in the schema `text`, in its order.
 
     Goes on after an error, unless the text is not well-formed. With `count_tokens`, also finds
-    what does not fit and where unions waste positions.
+    what does not fit and where unions waste positions; with `render`, turns that the model's chat
+    template cannot spell.
     """
     findings: list[Finding] = []
 
@@ -58,8 +72,9 @@ def lint_schema(
         if any(f.severity == "error" for f in findings):
             return  # what was refused is missing from the tree, and would be found again
         findings.extend(_advice(schema, count_tokens))
+        spelled = spell_schema(schema, render) if render else schema
         if count_tokens:
-            lay_out(schema, count_tokens)
+            lay_out(spelled, count_tokens)
 
     return _collected(findings, read)
 

@@ -56,11 +56,12 @@ def spell_schema(schema: Schema, render: Render) -> Schema:
 def spell_prompt(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
     """`prompt` with its turns spelled as they follow those of `schema` (not yet spelled itself).
 
-    After a closed user turn comes the template's start of the answer.
+    After a closed user turn comes the template's start of the answer, whether the prompt or the
+    schema closes it.
     """
     before, turns = list(_turns(schema.children)), list(_turns(prompt.children))
     if not turns:
-        return prompt
+        return _answered(prompt, before, render)
     goes_on = _goes_on(before, turns[0])
     messages = [turn.role for turn in before + turns[goes_on:]]
     last = turns[-1]
@@ -73,6 +74,18 @@ def spell_prompt(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
         opens[0] = opens[0][len(already) :]
     spelled = _Spelled(turns, [""] * goes_on + opens, text[-1] if last.closes else "")
     return replace(prompt, children=cast("tuple[PromptNode, ...]", spelled.nodes(prompt.children)))
+
+
+def _answered(prompt: Prompt, before: Sequence[Chat], render: Render) -> Prompt:
+    """`prompt`, which has no turns, with the start of the answer after the turns `before`."""
+    if not before or not before[-1].closes or before[-1].role != "user":
+        return prompt
+    last, already = before[-1], _schema_text(before, render)[1]
+    text = _marked([turn.role for turn in before], render, last, generate=True)[-1]
+    if not text.startswith(already):
+        raise _mismatch(last, "begins the answer differently after the turns of the schema")
+    start = Text(text[len(already) :], location=last.location)
+    return replace(prompt, children=(*prompt.children, start))
 
 
 def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:

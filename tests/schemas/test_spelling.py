@@ -166,3 +166,14 @@ def test_a_turn_inside_a_member_of_a_union() -> None:
     )
     with pytest.raises(TurnMismatch, match="put the turn around the union"):
         spell_schema(schema, chatml)
+
+
+@pytest.mark.parametrize("render", TEMPLATES)
+def test_the_answer_starts_after_a_user_turn_that_the_schema_closes(render: Render) -> None:
+    schema = '<schema name="s"><system>S</system><user>Read</user></schema>'
+    whole: list[tuple[Role, str]] = [("system", "S"), ("user", "Read")]
+    assert spelled(schema, '<prompt schema="s"/>', render) == render(whole, generate=True)
+    for ending in ('<user closes="no">Q</user>', "<user>Q</user><assistant>A</assistant>"):
+        left = f'<schema name="s">{ending}</schema>'
+        prompt = parse_prompt('<prompt schema="s">more</prompt>')
+        assert spell_prompt(prompt, parse_schema(left), render) == prompt

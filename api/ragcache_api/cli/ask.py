@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ragcache.config import DEFAULT_K
@@ -52,7 +53,7 @@ def show(answer: Answer) -> None:
     console.print(text, style="bold", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for source in answer.sources:
-        table.add_row(source.module, f"{source.score:.3f}", source.tier, style="dim")
+        table.add_row(escape(source.module), f"{source.score:.3f}", source.tier, style="dim")
     console.print(table)
     reuse, timings = answer.reuse, answer.timings
     console.print(

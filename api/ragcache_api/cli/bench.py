@@ -45,3 +45,27 @@ def ttft(
     for way, key, comparison in rows:
         table.add_row(way, f"{seconds[key]:.3f}", comparison)
     console.print(table)
+
+
+@app.command("pml")
+def pml(
+    modules: Annotated[int, typer.Option(min=200, help="Modules of 500 characters.")] = 10_000,
+    as_json: JsonOption = False,
+) -> None:
+    """The language: parsing and laying out a large schema, resolving prompts against it."""
+    from ragcache.bench.pml import PmlSetting, bench_pml
+
+    with errors.status("starting") as status:
+        result = bench_pml(PmlSetting(modules=modules), status.update)
+    if as_json:
+        print_json(result)
+        return
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in (f"{modules:,} modules, {result['characters']:,} characters", "time"):
+        table.add_column(column)
+    table.add_row("schema: parse and lay out", f"{result['parse_layout_s']:.2f} s")
+    table.add_row("half of it", f"{result['parse_layout_half_s']:.2f} s")
+    table.add_row("prompt: parse", f"{result['parse_prompt_ms']:.2f} ms")
+    table.add_row("prompt: resolve", f"{result['resolve_ms']:.2f} ms")
+    table.add_row("the slowest of them", f"{result['resolve_worst_ms']:.2f} ms")
+    console.print(table)

@@ -50,14 +50,15 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error; yields `report(done, total)`."""
+    """A bar on standard error, if that is a terminal; yields `report(done, total)`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=errors, transient=True) as progress:
+    hidden = not errors.is_terminal  # rich would leave an empty line in a log
+    with Progress(*columns, console=errors, transient=True, disable=hidden) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ragcache.errors import NoDocuments
@@ -93,10 +94,10 @@ def compare(rag: RagCache, question: str) -> Compared:
 
 def _show(compared: Compared) -> None:
     answer, reuse = compared.answer, compared.answer.reuse
-    console.print(f"[cyan]{answer.question}[/]", highlight=False)
+    console.print(answer.question, style="cyan", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("answer", f"[bold]{answer.text}[/]")
-    table.add_row("sources", ", ".join(source.module for source in answer.sources))
+    table.add_row("answer", f"[bold]{escape(answer.text)}[/]")
+    table.add_row("sources", ", ".join(escape(source.module) for source in answer.sources))
     table.add_row("mode", answer.mode)
     table.add_row(
         "tokens",

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 
 from ragcache_api.cli.console import DEFAULT_STATE, JsonOption, StateOption, console, print_json
 
@@ -26,7 +27,7 @@ def doctor(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> N
         console.print(f"ragcache {version('ragcache')}", highlight=False)
         for name, (ok, detail) in results.items():
             mark = "[green]ok[/]" if ok else "[red]failed[/]"
-            console.print(f"{mark:>4} {name}: {detail}", highlight=False)
+            console.print(f"{mark} {name}: {escape(detail)}", highlight=False)
     if not all(ok for ok, _ in results.values()):
         raise typer.Exit(1)
 

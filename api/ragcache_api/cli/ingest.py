@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
@@ -41,8 +42,8 @@ def ingest(
         return
     console.print(
         f"{done.added} documents added, {done.updated} updated, {done.unchanged} unchanged in "
-        f"[bold]{done.collection}[/]: {done.modules} modules of {done.tokens:,} tokens, "
+        f"[bold]{escape(done.collection)}[/]: {done.modules} modules of {done.tokens:,} tokens, "
         f"{done.encoded} states encoded"
     )
     if done.ignored:
-        console.print(f"[dim]passed over (not text): {', '.join(done.ignored)}[/]")
+        console.print(f"[dim]passed over (not text): {escape(', '.join(done.ignored))}[/]")

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ragcache_api.cli.console import (
@@ -47,8 +48,8 @@ def ls(
         table.add_column(name, justify="right" if name in ("tokens", "states", "hits") else "left")
     for row in listed:
         table.add_row(
-            row.name,
-            row.collection,
+            escape(row.name),
+            escape(row.collection),
             str(row.tokens),
             mebibytes(row.nbytes),
             ", ".join(row.tiers) or "-",

@@ -148,9 +148,10 @@ class _Reading:
         if isinstance(message, BaseMessage) and message.type in _TYPES:
             if isinstance(message.content, str):
                 return Chat(_TYPES[message.type], (Text(carried_text(message.content)),))
-        elif isinstance(getattr(message, "prompt", None), PromptTemplate):
-            if role := _MESSAGES.get(type(message)):
-                return Chat(role, tuple(self.nodes(message.prompt)))
+        elif isinstance(getattr(message, "prompt", None), PromptTemplate) and (
+            role := _MESSAGES.get(type(message))
+        ):
+            return Chat(role, tuple(self.nodes(message.prompt)))
         raise ConfigurationError(
             f"a {type(message).__name__} has no fixed text; leave it out of the template, and "
             "write its turns into the prompt"

@@ -41,10 +41,7 @@ def test_merging_any_split_equals_full_softmax_in_float64(
 ) -> None:
     query, key, value = draw(2 * group, 2, 5, 30, seed)
     bounds = [0, *sorted(cuts), 30]
-    parts = [
-        partial(query, key[:, a:b], value[:, a:b], scale=SCALE)
-        for a, b in pairwise(bounds)
-    ]
+    parts = [partial(query, key[:, a:b], value[:, a:b], scale=SCALE) for a, b in pairwise(bounds)]
     joined = parts[0]
     for part in parts[1:]:
         joined = merge(joined, part)

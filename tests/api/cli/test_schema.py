@@ -1,0 +1,129 @@
+"""`ragcache schema`: lint, show, xsd."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from lxml import etree
+from typer.testing import CliRunner
+
+from ragcache_api.cli.main import app
+from ragcache_schemas import Schema, parse_schema
+
+GOOD = """<schema name="trip">
+  <system>Plan & trips.</system>
+  <user>
+    <module name="days">For <param name="n" len="3"/> days.</module>
+    <union>
+      <module name="sea">By the sea.</module>
+      <module name="hills">In the hills, far from any harbour.</module>
+    </union>
+  </user>
+</schema>
+""".replace("&", "&amp;")
+BAD = """<schema name="s">
+  <module name="a">x</module>
+  <union>
+    text
+    <module name="b">for<param name="n" len="x"/></module>
+    <module name="c"/>
+  </union>
+  <module name="a">y</module>
+</schema>
+"""
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    """The output of a command."""
+    result = CliRunner().invoke(app, ["schema", *arguments])
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Written schemas and prompts, by name."""
+    texts = {
+        "good": GOOD,
+        "bad": BAD,
+        "prompt": '<!-- x -->\n<prompt schema="trip"><days n="2"/>\n<see/></prompt>',
+        "alone": '<prompt schema="other"><see/></prompt>',
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.xml").write_text(text, encoding="utf-8")
+    return {name: str(tmp_path / f"{name}.xml") for name in texts}
+
+
+def test_lint_is_silent_about_what_is_right(files: dict[str, str]) -> None:
+    assert run("lint", files["good"]) == "1 file: nothing to report\n"
+    assert json.loads(run("lint", files["good"], "--json")) == []
+
+
+def test_lint_shows_every_finding_with_its_line(files: dict[str, str]) -> None:
+    out = run("lint", files["good"], files["bad"], status=1)
+    assert f"{files['bad']}:4:5: error: text directly inside <union>" in out
+    assert "\n     4 │     text\n             ^\n" in out
+    assert f"{files['bad']}:8:3: error: a second module 'a'" in out
+    assert out.endswith("2 files: 3 findings\n")
+
+
+def test_lint_as_json(files: dict[str, str]) -> None:
+    found = json.loads(run("lint", files["bad"], "--json", status=1))
+    assert [(one["line"], one["column"], one["kind"]) for one in found] == [
+        (4, 5, "MisplacedText"),
+        (5, 25, "InvalidAttribute"),
+        (8, 3, "DuplicateName"),
+    ]
+    assert set(found[0]) == {"file", "line", "column", "severity", "kind", "message"}
+
+
+def test_lint_checks_a_prompt_against_the_schema_beside_it(files: dict[str, str]) -> None:
+    [found] = json.loads(run("lint", files["prompt"], files["good"], "--json", status=1))
+    assert (found["line"], found["column"], found["kind"]) == (3, 1, "UnknownName")
+    assert "did you mean 'sea'?" in found["message"]
+    result = CliRunner().invoke(app, ["schema", "lint", files["alone"]])
+    assert result.exit_code == 0
+    assert "name the file of the schema 'other' too" in result.stderr
+
+
+def test_show_draws_a_file_as_a_tree_with_positions(files: dict[str, str]) -> None:
+    lines = run("show", files["good"]).splitlines()
+    assert lines[0].split() == ["trip", "(3", "modules)", "positions", "tokens", "text"]
+    assert "<|user|>" in "\n".join(lines)  # the turns, in the words of the model's template
+    rows = {re.split("   *", line.lstrip("├─│└ "))[0]: line for line in lines}
+    assert "≤ 3" in rows["param n"]
+    assert "By the sea." in rows["module sea"]
+    starts = {_start(rows[name]) for name in ("union of 2", "module sea", "module hills")}
+    assert len(starts) == 1  # §3.3: the members of a union share their start
+    assert lines[-1].startswith("in all")
+
+
+def _start(row: str) -> str:
+    return row.split("–", maxsplit=1)[0].rsplit(maxsplit=1)[-1]
+
+
+def test_show_of_a_file_that_is_not_there(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["schema", "show", str(tmp_path / "no.xml")])
+    assert result.exit_code == 2
+    assert "there is no file" in result.stderr
+
+
+def test_show_of_a_collection(notes: Path, tmp_path: Path) -> None:
+    state = ["--state", str(tmp_path / "state")]
+    done = CliRunner().invoke(app, ["ingest", "notes", str(notes), *state])
+    assert done.exit_code == 0, done.output
+    schema = parse_schema(run("show", "notes", "-k", "2", *state))
+    assert schema.name == "notes"
+    whole: Schema = parse_schema(run("show", "notes", "--expand", *state))
+    assert len(whole.children) > len(schema.children)
+    tree = run("show", "notes", "--tree", "-k", "2", *state)
+    assert "slot 2" in tree
+    assert "of the collection notes" in tree
+    assert "module boats.md" in run("show", "notes", "--tree", "--expand", *state)
+
+
+def test_the_xml_schema_is_printed_for_editors() -> None:
+    assert etree.XMLSchema(etree.fromstring(run("xsd").encode())) is not None

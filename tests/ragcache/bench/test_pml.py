@@ -1,0 +1,25 @@
+"""`ragcache bench pml` on a small schema."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from ragcache.bench.pml import PmlSetting, bench_pml
+from ragcache_api.cli.main import app
+
+
+def test_it_measures_what_it_says() -> None:
+    result = bench_pml(PmlSetting(modules=200, parse_runs=1, resolve_runs=5))
+    assert result["parse_layout_s"] > 0
+    assert 0 < result["resolve_ms"] <= result["resolve_worst_ms"]
+    assert result["characters"] > 200 * 500
+    assert "machine" in result
+
+
+def test_the_command_prints_json_or_a_table() -> None:
+    done = CliRunner().invoke(app, ["bench", "pml", "--modules", "200", "--json"])
+    assert {"parse_layout_s", "resolve_ms"} <= json.loads(done.stdout).keys()
+    done = CliRunner().invoke(app, ["bench", "pml", "--modules", "200"])
+    assert "200 modules" in done.stdout

@@ -1,0 +1,150 @@
+"""Splitting: never over the limit, nothing lost, headings repeated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.documents import split_text
+from ragcache.documents.split import MIN_TOKENS
+from ragcache.errors import ConfigurationError
+
+Count = Callable[[str], int]
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def subwords(text: str) -> int:
+    """As a tokenizer does: a word with the space before it, in parts of four letters."""
+    return sum((len(part) + 3) // 4 for part in re.findall(r" ?\S+|\s", text))
+
+
+counters = st.sampled_from([words, len, subwords])
+limits = st.integers(MIN_TOKENS, 90)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    """Paragraphs of words that are numbered, so that each is known again, under headings."""
+    number = count()
+    blocks: list[str] = []
+    for _ in range(draw(st.integers(1, 12))):
+        level = draw(st.integers(0, 4))  # 0: a paragraph
+        run = [f"w{next(number)}" for _ in range(draw(st.integers(1, 6 if level else 60)))]
+        end = draw(st.sampled_from(["", ".", "。", "\nand", "\n\n\n"]))
+        blocks.append(("#" * level + " " if level else "") + " ".join(run) + end)
+    return draw(st.sampled_from(["\n", "\n\n"])).join(blocks)
+
+
+def in_order(wanted: list[str], found: list[str]) -> bool:
+    rest = iter(found)
+    return all(word in rest for word in wanted)
+
+
+@given(text=documents(), limit=limits, counter=counters)
+@settings(deadline=None, max_examples=200)
+def test_no_piece_is_over_the_limit(text: str, limit: int, counter: Count) -> None:
+    assert max(counter(piece) for piece in split_text(text, limit, counter)) <= limit
+
+
+@given(text=documents(), limit=limits, counter=counters)
+@settings(deadline=None, max_examples=200)
+def test_every_word_appears_in_order(text: str, limit: int, counter: Count) -> None:
+    pieces = split_text(text, limit, counter)
+    number = r"w\d+"
+    assert in_order(re.findall(number, text), re.findall(number, " ".join(pieces)))
+
+
+@given(text=st.text(max_size=400), limit=limits, counter=counters)
+@settings(deadline=None, max_examples=200)
+def test_any_text_keeps_its_characters_and_the_limit(text: str, limit: int, counter: Count) -> None:
+    pieces = split_text(text, limit, counter)
+    assert all(counter(piece) <= limit for piece in pieces)
+    assert in_order(list("".join(text.split())), list("".join(pieces)))
+
+
+@given(text=documents(), limit=limits, counter=counters)
+@settings(deadline=None)
+def test_a_piece_ends_a_paragraph_and_is_not_empty(text: str, limit: int, counter: Count) -> None:
+    for piece in split_text(text, limit, counter):
+        assert piece.endswith("\n\n")
+        assert piece.strip()
+
+
+def test_a_short_text_stays_whole() -> None:
+    assert split_text("  # A\n\nOne two.\n", 32, words) == ["# A\n\nOne two.\n\n"]
+
+
+def numbered(begin: int, end: int) -> str:
+    return " ".join(f"w{n}" for n in range(begin, end))
+
+
+def test_later_pieces_begin_with_the_headings_that_they_stand_under() -> None:
+    text = f"# Boat\n\n## Engine\n\n{numbered(0, 60)}\n\n## Hull\n\n{numbered(60, 120)}"
+    pieces = split_text(text, 40, words)
+    assert len(pieces) == 4
+    for piece in pieces:
+        section = "Engine" if int(re.findall(r"w(\d+)", piece)[0]) < 60 else "Hull"
+        assert piece.startswith(f"# Boat\n\n## {section}\n\nw")
+    assert [number for piece in pieces for number in re.findall(r"w\d+", piece)] == numbered(
+        0, 120
+    ).split()
+
+
+def test_a_heading_ends_those_of_its_own_level_and_below() -> None:
+    text = f"# A\n\n## B\n\n### C\n\n{numbered(0, 40)}\n\n# D\n\n{numbered(40, 80)}"
+    pieces = split_text(text, 45, words)
+    last = next(piece for piece in pieces if "w79" in piece)
+    assert last.startswith("# D\n\n")
+    assert not any(line in last for line in ("# A", "## B", "### C"))
+
+
+def test_no_piece_holds_headings_alone_where_text_follows() -> None:
+    text = f"# A\n\n## B\n\n{numbered(0, 28)}\n\n{numbered(28, 56)}"
+    assert all(re.search(r"w\d", piece) for piece in split_text(text, 32, words))
+
+
+def test_headings_too_long_to_repeat_are_left_out_outermost_first() -> None:
+    long = " ".join(f"h{n}" for n in range(25))
+    text = f"# {long}\n\n## Short\n\n{numbered(0, 80)}"
+    pieces = split_text(text, 32, words)
+    assert all(words(piece) <= 32 for piece in pieces)
+    assert pieces[-1].startswith("## Short\n\n")
+    assert "h0" not in pieces[-1]
+
+
+def test_paragraphs_are_kept_together_where_they_fit() -> None:
+    paragraphs = [numbered(n, n + 20) for n in range(0, 100, 20)]
+    pieces = split_text("\n\n".join(paragraphs), 32, words)
+    assert [piece.strip() for piece in pieces] == paragraphs
+
+
+def test_chinese_is_cut_at_the_ends_of_sentences() -> None:
+    sentence = "灰烬镇的船坞在北码头旁边,每天早上八点开门。"
+    pieces = split_text(sentence * 20, 60, len)
+    assert len(pieces) == 10
+    assert all(piece.strip() == sentence * 2 for piece in pieces)
+
+
+def test_one_word_of_5000_characters_is_cut_and_kept() -> None:
+    word = "".join(chr(97 + n % 26) for n in range(5000))
+    pieces = split_text(f"# T\n\n{word}", 100, len)
+    assert all(len(piece) <= 100 for piece in pieces)
+    assert "".join(piece.removeprefix("# T\n\n").strip() for piece in pieces) == word
+
+
+@pytest.mark.parametrize("limit", [-1, 0, MIN_TOKENS - 1])
+def test_a_limit_that_is_too_small_is_refused(limit: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"module_tokens is {limit}; it must be 32"):
+        split_text("text", limit, words)
+
+
+def test_the_smallest_limit_is_served() -> None:
+    assert len(split_text(numbered(0, 100), MIN_TOKENS, words)) == 4

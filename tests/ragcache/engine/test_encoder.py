@@ -1,0 +1,108 @@
+"""Encoding: what stands together in a pass changes no states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragcache.engine import EncodeJob, Segment, encode, encoder
+from ragcache.models import CausalLM
+from ragcache.models.causal import Step
+from ragcache.states import KVStates
+from tests.conftest import random_tokens
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def same(one: KVStates, other: KVStates) -> None:
+    assert one.start == other.start
+    torch.testing.assert_close(one.keys, other.keys, **CLOSE)
+    torch.testing.assert_close(one.values, other.values, **CLOSE)
+
+
+def count_passes(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that receives the number of rows of every pass from now on."""
+    passes: list[int] = []
+    forward = causal.forward
+
+    def counted(step: Step) -> torch.Tensor:
+        passes.append(step.plan.num_rows)
+        return forward(step)
+
+    monkeypatch.setattr(causal, "forward", counted)
+    return passes
+
+
+def test_states_have_the_shape_of_the_model_and_the_length_of_the_run(causal: CausalLM) -> None:
+    [states] = encode(causal, [EncodeJob(random_tokens(13), start=40)])
+    assert states.keys.shape == states.values.shape == (2, 2, 13, 16)
+    assert (states.start, states.length) == (40, 13)
+    assert states.keys.dtype == causal.dtype
+
+
+def test_jobs_of_one_pass_equal_jobs_one_by_one(causal: CausalLM) -> None:
+    [root] = encode(causal, [EncodeJob(random_tokens(10))])
+    jobs = [
+        EncodeJob(random_tokens(20, seed=1), 10, Segment(root, 0)),
+        EncodeJob(random_tokens(7, seed=2)),
+        EncodeJob(random_tokens(1, seed=3), 10, Segment(root, 0)),
+        EncodeJob(random_tokens(15, seed=4), 50),
+    ]
+    for job, states in zip(jobs, encode(causal, jobs), strict=True):
+        [alone] = encode(causal, [job])
+        same(states, alone)
+
+
+def test_the_root_is_seen(causal: CausalLM) -> None:
+    tokens = random_tokens(12, seed=1)
+    [root] = encode(causal, [EncodeJob(random_tokens(10))])
+    [rooted, alone] = encode(
+        causal, [EncodeJob(tokens, 10, Segment(root, 0)), EncodeJob(tokens, 10)]
+    )
+    assert not torch.allclose(rooted.values[1], alone.values[1], atol=1e-3)
+    torch.testing.assert_close(rooted.values[0], alone.values[0], **CLOSE)
+
+
+def test_more_tokens_than_one_pass_takes_are_split_between_jobs(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (12, 8, 1, 19, 20, 25, 3)]
+    alone = [states for job in jobs for states in encode(causal, [job])]
+    monkeypatch.setattr(encoder, "TOKENS_A_PASS", 20)
+    passes = count_passes(causal, monkeypatch)
+    for states, expected in zip(encode(causal, jobs), alone, strict=True):
+        same(states, expected)
+    assert passes == [20, 20, 20, 25, 3], "full passes, and one job longer than a pass by itself"
+
+
+def test_a_pass_really_holds_two_thousand_tokens(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = count_passes(causal, monkeypatch)
+    jobs = [EncodeJob(random_tokens(300, seed=n)) for n in range(8)]
+    assert [states.length for states in encode(causal, jobs)] == [300] * 8
+    assert passes == [1800, 600]
+
+
+def test_explicit_positions_without_gaps_equal_a_start(causal: CausalLM) -> None:
+    tokens = random_tokens(9)
+    [plain] = encode(causal, [EncodeJob(tokens, 5)])
+    [explicit] = encode(causal, [EncodeJob(tokens, 5, position_ids=range(5, 14))])
+    same(explicit, plain)
+
+
+def test_positions_with_a_gap_place_the_keys_behind_it(causal: CausalLM) -> None:
+    """In the first layer a key depends on its token and its position alone."""
+    tokens = random_tokens(6)
+    [gapped] = encode(causal, [EncodeJob(tokens, 5, position_ids=[5, 6, 7, 20, 21, 22])])
+    [left] = encode(causal, [EncodeJob(tokens[:3], 5)])
+    [right] = encode(causal, [EncodeJob(tokens[3:], 20)])
+    torch.testing.assert_close(gapped.keys[0, :, :3], left.keys[0], **CLOSE)
+    torch.testing.assert_close(gapped.keys[0, :, 3:], right.keys[0], **CLOSE)
+    same(KVStates(gapped.keys[:, :, :3], gapped.values[:, :, :3], 5), left)
+
+
+def test_no_jobs_run_no_pass(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_passes(causal, monkeypatch)
+    assert list(encode(causal, [])) == []
+    assert passes == []

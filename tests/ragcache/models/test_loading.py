@@ -1,0 +1,140 @@
+"""Loading: from a folder, what is missing, what stops an answer, and text from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache import RagCache
+from ragcache.errors import ModelNotFound, UnsupportedModel
+from ragcache.models import LoadedModel, load_model
+from ragcache.models.loading import READER
+from tests.conftest import tiny_model
+
+
+def save(folder: Path, reader: LoadedModel, family: str = "llama", **changes: Any) -> Path:
+    """A tiny random model with the reader's tokenizer, as `save_pretrained` writes them."""
+    sizes = {"vocab_size": len(reader.tokenizer), "max_position_embeddings": 2048, **changes}
+    tiny_model(family, **sizes).save_pretrained(folder)
+    reader.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_embedded_reader_is_the_default(reader: LoadedModel) -> None:
+    assert reader.name == "ragcache-reader"
+    assert reader.causal.dtype == torch.bfloat16, "the checkpoint's own"
+    assert load_model(READER).causal.fingerprint == reader.causal.fingerprint
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        load_model(tmp_path / "nowhere")
+    message = str(caught.value)
+    assert f"cannot load the model '{tmp_path / 'nowhere'}'" in message
+    assert "config.json, weights and tokenizer" in message
+
+
+def test_a_folder_without_weights_is_not_a_model(tmp_path: Path, reader: LoadedModel) -> None:
+    folder = save(tmp_path / "model", reader)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match="cannot load the model"):
+        load_model(folder)
+
+
+def test_damaged_weights_are_not_a_model(tmp_path: Path, reader: LoadedModel) -> None:
+    folder = save(tmp_path / "model", reader)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelNotFound, match="cannot load the model"):
+        load_model(folder)
+
+
+def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedModel) -> None:
+    folder = save(tmp_path / "model", reader, "mistral", sliding_window=128)
+    with pytest.raises(UnsupportedModel, match="sliding window of 128"):
+        load_model(folder)
+
+
+def test_the_dtype_is_the_checkpoints_unless_one_is_asked_for(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    folder = save(tmp_path / "model", reader)
+    assert load_model(folder).causal.dtype == torch.float32
+    assert load_model(folder, dtype=torch.bfloat16).causal.dtype == torch.bfloat16
+
+
+def test_a_saved_model_answers(
+    tmp_path: Path, reader: LoadedModel, notes: Path, family: str
+) -> None:
+    folder = save(tmp_path / "model", reader, family)
+    with RagCache.open(tmp_path / "state", folder, max_new_tokens=4) as rag:
+        rag.ingest("notes", [notes])
+        answers = {
+            mode: rag.ask("Where is the spare key?", collection="notes", k=1, mode=mode)
+            for mode in ("rooted", "exact")
+        }
+        assert rag.stats().model == str(folder)
+    assert answers["rooted"].sources[0].document == "keys.md"
+    assert answers["rooted"].reuse.cached_tokens > 0
+    assert answers["rooted"].text == answers["exact"].text, "one module is an ordinary prefix"
+
+
+def test_loading_leaves_the_verbosity_as_it_was(reader: LoadedModel) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    try:
+        load_model()
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize("control", ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"])
+def test_control_tokens_in_text_from_outside_stay_text(reader: LoadedModel, control: str) -> None:
+    text = f"The gate {control} is open."
+    single = reader.tokenizer.convert_tokens_to_ids(control)
+    assert single is not None
+    assert single in reader.encode(text)
+    outside = reader.encode_untrusted(text)
+    assert single not in outside
+    assert not set(outside) & set(reader.tokenizer.all_special_ids)
+    assert reader.decode(outside) == text
+
+
+def test_text_without_control_tokens_is_encoded_alike(reader: LoadedModel) -> None:
+    text = "The survey boat Pipit is moored at the north quay."
+    assert reader.encode(text) == reader.encode_untrusted(text)
+    assert reader.decode(reader.encode(text)) == text
+
+
+def test_decoding_passes_over_control_tokens(reader: LoadedModel) -> None:
+    ids = [*reader.encode("the red cupboard"), *reader.stop_ids]
+    assert reader.decode(ids) == "the red cupboard"
+
+
+def stops(listed: int | list[int] | None, own: int | None) -> frozenset[int]:
+    config = SimpleNamespace(eos_token_id=listed)
+    causal: Any = SimpleNamespace(model=SimpleNamespace(generation_config=config))
+    return LoadedModel("fake", causal, SimpleNamespace(eos_token_id=own)).stop_ids
+
+
+def test_the_stop_tokens_are_those_of_model_and_tokenizer() -> None:
+    assert stops(5, 5) == {5}
+    assert stops([5, 9], 7) == {5, 7, 9}
+    assert stops(None, 7) == {7}
+    assert stops(0, None) == {0}, "token 0 is a token"
+    assert stops(None, None) == frozenset()
+
+
+def test_a_model_without_a_generation_config_stops_at_the_tokenizers_token() -> None:
+    causal: Any = SimpleNamespace(model=SimpleNamespace(generation_config=None))
+    assert LoadedModel("fake", causal, SimpleNamespace(eos_token_id=3)).stop_ids == {3}
+
+
+def test_the_reader_stops_at_its_end_token(reader: LoadedModel) -> None:
+    assert reader.stop_ids == {reader.tokenizer.convert_tokens_to_ids("<|end|>")}

@@ -1,0 +1,217 @@
+"""The catalogue: the document is the unit of change."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import func, select
+
+from ragcache.errors import UnknownCollection
+from ragcache.states import KVKey
+from ragcache.store import (
+    Catalogue,
+    Database,
+    NewDocument,
+    NewModule,
+    SchemaTexts,
+    Vectors,
+    list_modules,
+)
+from ragcache.store.database import CHUNK
+from ragcache.store.tables import Base, DocumentTable
+from tests.ragcache.store.conftest import make_key, make_states
+
+
+@pytest.fixture
+def catalogue(database: Database) -> Catalogue:
+    return Catalogue(database, "tokenizer", "embedder")
+
+
+def document(name: str, *numbers: int, digest: str = "digest") -> NewDocument:
+    """A document whose modules are told by numbers: text, tokens, key and vector."""
+    modules = [
+        NewModule(f"m{n}", f"text {n}", [n, n + 1], make_key(n), np.array([n, 0.5]))
+        for n in numbers
+    ]
+    return NewDocument(name, f"file:///{name}", digest, modules)
+
+
+def texts(catalogue: Catalogue, collection: str = "notes") -> list[str]:
+    return [row.text for row in catalogue.modules(collection)]
+
+
+def rows(database: Database) -> dict[str, int]:
+    with database.transaction() as session:
+        tables = Base.metadata.sorted_tables
+        return {t.name: session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
+
+
+def test_documents_are_stored_with_their_modules_in_order(catalogue: Catalogue) -> None:
+    assert catalogue.replace("notes", [document("a", 2, 1), document("b", 3)]) == []
+    assert catalogue.collections() == {"notes": 2}
+    assert texts(catalogue) == ["text 2", "text 1", "text 3"]
+    first = catalogue.modules("notes")[0]
+    assert (first.name, first.document, first.uri) == ("m2", "a", "file:///a")
+    assert catalogue.documents("notes")["b"].digest == "digest"
+    assert catalogue.documents("unknown") == {}
+
+
+def test_a_document_takes_the_place_of_the_one_of_its_name(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1, 2), document("b", 3)])
+    replaced = catalogue.replace("notes", [document("a", 4, digest="new")])
+    assert set(replaced) == {make_key(1), make_key(2)}
+    assert texts(catalogue) == ["text 3", "text 4"]
+    assert catalogue.documents("notes")["a"].digest == "new"
+    assert catalogue.collections() == {"notes": 2}
+
+
+def test_the_same_name_in_another_collection_is_another_document(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1)])
+    assert catalogue.replace("plans", [document("a", 2)]) == []
+    assert catalogue.delete("plans", ["a"]) == [make_key(2)]
+    assert texts(catalogue) == ["text 1"]
+    assert catalogue.collections() == {"notes": 1, "plans": 0}
+
+
+def test_a_replacement_that_fails_changes_nothing(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1)])
+    broken = NewDocument("b", "", "", [NewModule("m", "t", ["no number"], make_key(2))])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="no number"):
+        catalogue.replace("notes", [document("a", 3), broken])
+    assert texts(catalogue) == ["text 1"]
+
+
+def test_deleting_cascades_to_everything_of_a_document(
+    catalogue: Catalogue, database: Database
+) -> None:
+    catalogue.replace("notes", [document("a", 1, 2), document("b", 3)])
+    catalogue.claim(catalogue.modules("notes")[0].id, make_key(9))
+    keys = catalogue.delete("notes", ["a", "never there"])
+    assert set(keys) == {make_key(1), make_key(2), make_key(9)}
+    left = rows(database)
+    for table in ("documents", "modules", "module_tokens", "vectors", "encodings"):
+        assert left[table] == 1, table
+    assert catalogue.delete("notes", ["a"]) == []
+
+
+def test_more_documents_than_one_statement_takes(catalogue: Catalogue) -> None:
+    many = [NewDocument(f"d{n}", "", "", []) for n in range(CHUNK + 1)]
+    catalogue.replace("notes", many)
+    catalogue.delete("notes", [d.source_id for d in many])
+    assert catalogue.collections() == {"notes": 0}
+
+
+def test_the_stamp_changes_with_every_change(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1), document("b", 2)])
+    stamps = [catalogue.stamp("notes")]
+    assert catalogue.stamp("notes") == stamps[0], "reading is no change"
+    catalogue.delete("notes", ["b"])
+    stamps.append(catalogue.stamp("notes"))
+    catalogue.replace("notes", [document("b", 2)])
+    stamps.append(catalogue.stamp("notes"))
+    catalogue.replace("notes", [document("b", 5)])
+    stamps.append(catalogue.stamp("notes"))
+    catalogue.delete("notes", ["a", "b"])
+    stamps.append(catalogue.stamp("notes"))
+    catalogue.replace("notes", [document("a", 1)])
+    stamps.append(catalogue.stamp("notes"))
+    assert len(set(stamps)) == len(stamps)
+
+
+def test_a_stamp_belongs_to_one_collection(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1)])
+    before = catalogue.stamp("notes")
+    catalogue.replace("plans", [document("a", 2)])
+    assert catalogue.stamp("notes") == before
+
+
+def test_an_unknown_collection_names_the_known(catalogue: Catalogue, database: Database) -> None:
+    with pytest.raises(UnknownCollection, match="'plan'; known: none yet"):
+        catalogue.stamp("plan")
+    for name in ("plans", "notes"):
+        catalogue.replace(name, [document("a", 1)])
+    for call in (
+        lambda: catalogue.modules("plan"),
+        lambda: catalogue.stamp("plan"),
+        lambda: catalogue.delete("plan", ["a"]),
+        lambda: list_modules(database, "plan"),
+    ):
+        with pytest.raises(UnknownCollection) as caught:
+            call()
+        assert "no collection 'plan'; known: 'notes', 'plans'." in str(caught.value)
+        assert "`ragcache ingest plan PATH`" in str(caught.value)
+    assert set(catalogue.collections()) == {"notes", "plans"}, "asking makes no collection"
+
+
+def test_tokens_belong_to_a_tokenizer(catalogue: Catalogue, database: Database) -> None:
+    catalogue.replace("notes", [document("a", 1, 70_000)])
+    first, second = (row.id for row in catalogue.modules("notes"))
+    assert catalogue.token_ids([first, second, 999]) == {first: (1, 2), second: (70_000, 70_001)}
+    other = Catalogue(database, "another tokenizer", None)
+    assert other.token_ids([first]) == {}
+    for tokens in ([8], [9, 10]):
+        other.add_tokens(first, tokens)
+    assert other.token_ids([first, second]) == {first: (9, 10)}
+    assert catalogue.token_ids([first]) == {first: (1, 2)}
+
+
+def test_a_claim_is_noted_once(catalogue: Catalogue, database: Database) -> None:
+    catalogue.replace("notes", [document("a", 1)])
+    number = catalogue.modules("notes")[0].id
+    for key in (make_key(1), make_key(5), make_key(5)):
+        catalogue.claim(number, key)
+    assert rows(database)["encodings"] == 2
+
+
+def test_vectors_are_kept_only_under_an_embedder(database: Database) -> None:
+    Catalogue(database, "tokenizer", None).replace("notes", [document("a", 1)])
+    assert rows(database)["vectors"] == 0
+
+
+def test_metadata_may_hold_dates_and_paths(catalogue: Catalogue, database: Database) -> None:
+    metadata = {"page": 3, "when": datetime.date(2024, 5, 1), "where": Path("a/b")}
+    catalogue.replace("notes", [NewDocument("a", "", "", [], metadata)])
+    with database.transaction() as session:
+        stored = session.scalars(select(DocumentTable.attributes)).one()
+    assert json.dumps(stored) == '{"page": 3, "when": "2024-05-01", "where": "a/b"}'
+
+
+def test_the_listing_joins_modules_and_tiers(catalogue: Catalogue, database: Database) -> None:
+    from ragcache.store import Ledger
+
+    catalogue.replace("notes", [document("a", 1, 2)])
+    catalogue.replace("plans", [document("b", 3)])
+    ledger = Ledger(database)
+    ledger.record("disk", make_key(1), make_states(1, 4), 300)
+    ledger.record("host", make_key(1), make_states(1, 4), 256)
+    ledger.touch({"disk": [make_key(1)], "host": [make_key(1)]})
+    first, second = list_modules(database, "notes")
+    assert (first.tokens, first.nbytes, first.tiers, first.hits) == (4, 300, ("disk", "host"), 2)
+    assert (second.tokens, second.nbytes, second.tiers, second.hits) == (0, 0, (), 0)
+    assert [row.collection for row in list_modules(database)] == ["notes", "notes", "plans"]
+
+
+def test_schemas_are_stored_by_name(database: Database) -> None:
+    schemas = SchemaTexts(database)
+    for name, text in (("trip", "one"), ("plan", "two"), ("trip", "three")):
+        schemas.put(name, text)
+    assert (schemas.names(), schemas.get("trip")) == (["plan", "trip"], "three")
+    assert schemas.get("unknown") is None
+
+
+def test_keys_come_back_as_keys(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1)])
+    assert all(isinstance(key, KVKey) for key in catalogue.delete("notes", ["a"]))
+
+
+def test_stored_vectors_are_found_by_their_modules(
+    catalogue: Catalogue, database: Database
+) -> None:
+    catalogue.replace("notes", [document("a", 7)])
+    ids, vectors = Vectors(database, "embedder").of("notes")
+    assert ids.tolist() == [catalogue.modules("notes")[0].id]
+    assert vectors.tolist() == [[7.0, 0.5]]
