@@ -1,6 +1,6 @@
 """The paper's three use cases (Prompt Cache, §5.6): time to first token, cached and ordinary.
 
-    python examples/pml/run.py [--model FOLDER_OR_NAME] [--runs 5] [FOLDER ...]
+    python examples/pml/run.py [--model FOLDER_OR_NAME] [--runs 3] [FOLDER ...]
 
 Each folder holds schema.xml and prompts for it. Cached and ordinary runs take turns, and the
 medians are printed; the times include everything from the prompt's text to the first token.
@@ -44,10 +44,10 @@ def measure(rag: Any, file: Path, runs: int) -> Row:
     times: dict[str, list[float]] = {"isolated": [], "exact": []}
     answers: dict[str, Any] = {}
     for number in range(runs + 1):
-        for mode in times:
+        for mode, seconds in times.items():
             answers[mode] = rag.prompt(text, mode=mode, source=str(file))
             if number:
-                times[mode].append(answers[mode].timings.first_token)
+                seconds.append(answers[mode].timings.first_token)
     reuse = answers["isolated"].reuse
     return Row(
         file.stem.removeprefix("prompt-"),
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="TTFT of the paper's use cases.")
     parser.add_argument("folders", nargs="*", type=Path, help="folders with schema.xml and prompts")
     parser.add_argument("--model", help="a model folder or hub name; else the embedded reader")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     folders = options.folders or [HERE / name for name in USE_CASES]
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     with (
         tempfile.TemporaryDirectory() as state,
-        RagCache.open(state, options.model, max_new_tokens=8) as rag,
+        RagCache.open(state, options.model, max_new_tokens=4) as rag,
     ):
         for folder in folders:
             rows = run_folder(rag, folder, options.runs)

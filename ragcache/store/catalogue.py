@@ -21,6 +21,7 @@ from ragcache.store.tables import (
     ModuleTable,
     TokenTable,
     VectorTable,
+    insert_for_module,
 )
 
 
@@ -177,15 +178,14 @@ class Catalogue:
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""
         tokens = np.asarray(token_ids, dtype="<i4").tobytes()
+        values = {"tokenizer": self._tokenizer, "token_ids": tokens}
         with self._database.transaction() as session:
-            row = TokenTable(module_id=module_id, tokenizer=self._tokenizer, token_ids=tokens)
-            session.merge(row)
+            session.execute(insert_for_module(TokenTable, module_id, **values))
 
     def claim(self, module_id: int, key: KVKey) -> None:
         """Notes that states belong to a module."""
-        statement = insert(EncodingTable).values(module_id=module_id, key=str(key))
         with self._database.transaction() as session:
-            session.execute(statement.on_conflict_do_nothing())
+            session.execute(insert_for_module(EncodingTable, module_id, key=str(key)))
 
     def delete(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
         """Deletes documents with their modules and vectors; returns the keys of their states."""

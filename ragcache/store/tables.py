@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, UniqueConstraint
+from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, UniqueConstraint, literal, select
+from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -99,3 +100,12 @@ class SchemaTable(Base):
     __tablename__ = "schemas"
     name: Mapped[str] = mapped_column(primary_key=True)
     text: Mapped[str]
+
+
+def insert_for_module(table: type[Base], module_id: int, **values: Any) -> Insert:
+    """Puts a row of a module, unless another process deleted the module meanwhile."""
+    chosen = select(ModuleTable.id, *map(literal, values.values()))
+    rows = chosen.where(ModuleTable.id == module_id)
+    statement = insert(table).from_select(["module_id", *values], rows)
+    primary = list(table.__table__.primary_key)
+    return statement.on_conflict_do_update(index_elements=primary, set_=values)

@@ -8,7 +8,13 @@ import numpy as np
 from sqlalchemy import select
 
 from ragcache.store.database import Database
-from ragcache.store.tables import CollectionTable, DocumentTable, ModuleTable, VectorTable
+from ragcache.store.tables import (
+    CollectionTable,
+    DocumentTable,
+    ModuleTable,
+    VectorTable,
+    insert_for_module,
+)
 
 
 class Vectors:
@@ -38,5 +44,5 @@ class Vectors:
         """Stores vectors of modules that were ingested under another embedder, or none."""
         with self._database.transaction() as session:
             for number, vector in zip(ids, vectors, strict=True):
-                blob = vector.astype("<f4").tobytes()
-                session.merge(VectorTable(module_id=number, embedder=self._embedder, vector=blob))
+                values = {"embedder": self._embedder, "vector": vector.astype("<f4").tobytes()}
+                session.execute(insert_for_module(VectorTable, number, **values))

@@ -253,3 +253,13 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("NoState: ")
+
+
+def test_names_with_brackets_are_shown_as_they_are(run: Run, notes: Path) -> None:
+    (notes / "[draft] plan.md").write_text("# Plan\n\nThe jetty gets a new handrail.")
+    (notes / "[red].bin").write_bytes(b"x")
+    assert "[red].bin" in run("ingest", "[b]", notes)[1]
+    assert "[draft] plan.md#1" in run("ask", "Which handrail?", "-c", "[b]")[1]
+    out = run("modules", "ls")[1]
+    assert "[draft] plan.md#1  [b]" in out
+    failed(run("ask", QUESTION, "-c", "[b]", "-k", 0), "ConfigurationError")

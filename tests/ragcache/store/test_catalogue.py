@@ -15,6 +15,7 @@ from ragcache.states import KVKey
 from ragcache.store import (
     Catalogue,
     Database,
+    Ledger,
     NewDocument,
     NewModule,
     SchemaTexts,
@@ -157,6 +158,20 @@ def test_tokens_belong_to_a_tokenizer(catalogue: Catalogue, database: Database) 
         other.add_tokens(first, tokens)
     assert other.token_ids([first, second]) == {first: (9, 10)}
     assert catalogue.token_ids([first]) == {first: (1, 2)}
+
+
+def test_what_comes_too_late_for_a_deleted_module_is_left_out(
+    catalogue: Catalogue, database: Database
+) -> None:
+    """Another process may delete a document while this one answers from it."""
+    catalogue.replace("notes", [document("a", 1)])
+    [module] = catalogue.modules("notes")
+    catalogue.delete("notes", ["a"])
+    catalogue.claim(module.id, make_key(9))
+    catalogue.add_tokens(module.id, [1, 2])
+    Vectors(database, "e").add([module.id], np.ones((1, 2), dtype=np.float32))
+    assert catalogue.token_ids([module.id]) == {}
+    assert Ledger(database).unowned([make_key(9)]) == [make_key(9)]
 
 
 def test_a_claim_is_noted_once(catalogue: Catalogue, database: Database) -> None:

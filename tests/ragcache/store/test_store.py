@@ -72,9 +72,9 @@ def test_a_lease_tells_where_each_state_came_from(store: KVStore, reopen: Open) 
     fill(store, 1)
     other = reopen(10)
     fill(other, 2)
-    with other.lease(keys(3, 2, 1, 3), Producer()) as lease:
-        assert [lease.source[key] for key in lease.keys] == ["encoded", "host", "disk", "encoded"]
-        expected = [make_states(n) for n in (3, 2, 1, 3)]
+    with other.lease(keys(3, 2, 1, 1), Producer()) as lease:
+        assert [lease.source[key] for key in lease.keys] == ["encoded", "host", "disk", "disk"]
+        expected = [make_states(n) for n in (3, 2, 1, 1)]
         assert all(map(same, lease.states, expected))
         assert lease.moved == {"disk": TOKEN_BYTES}
     assert sources(other, 1, 2, 3) == ["host"] * 3
