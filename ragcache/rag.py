@@ -144,6 +144,7 @@ class RagCache:
 
     def close(self) -> None:
         """Closes the ledger. Everything that was stored is on disk already."""
+        self._parts.store.close()
         self._parts.database.close()
 
     def ingest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from transformers import (
 )
 
 from ragcache.models import CausalLM, LoadedModel, load_model
+
+# Models this small gain nothing from threads, which lose much time waiting on a busy machine.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).parent.parent
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, select, update
@@ -47,17 +47,20 @@ class Ledger:
                     delete(StateTable).where(StateTable.tier == tier, StateTable.key.in_(chunk))
                 )
 
-    def touch(self, hits: Mapping[str, Iterable[KVKey]]) -> None:
-        """Counts a use of the keys of each tier, all at one tick of the clock."""
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        """Counts a use of the keys in every tier that holds them, at one tick of the clock.
+
+        The row of the disk tier so counts all uses of states, that of a memory tier those since
+        they were admitted.
+        """
         with self._database.transaction() as session:
             tick = (session.scalar(select(func.max(StateTable.last_use))) or 0) + 1
-            for tier, keys in hits.items():
-                for chunk in _chunks(keys):
-                    session.execute(
-                        update(StateTable)
-                        .where(StateTable.tier == tier, StateTable.key.in_(chunk))
-                        .values(hits=StateTable.hits + 1, last_use=tick)
-                    )
+            for chunk in _chunks(keys):
+                session.execute(
+                    update(StateTable)
+                    .where(StateTable.key.in_(chunk))
+                    .values(hits=StateTable.hits + 1, last_use=tick)
+                )
 
     def keys(self, tier: str) -> set[KVKey]:
         with self._database.transaction() as session:

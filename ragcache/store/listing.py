@@ -40,7 +40,7 @@ def list_modules(database: Database, collection: str | None = None) -> list[Modu
             func.coalesce(func.max(StateTable.tokens), 0),
             func.coalesce(func.max(StateTable.nbytes), 0),
             func.group_concat(StateTable.tier.distinct()),
-            func.coalesce(func.sum(StateTable.hits), 0),
+            func.coalesce(func.max(StateTable.hits), 0),
         )
         .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
         .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)

@@ -114,12 +114,14 @@ class KVStore:
     def release(self, lease: Lease) -> None:
         """Ends a lease and counts its hits."""
         self.host.release(lease.keys)
-        used: dict[str, list[KVKey]] = {"host": [], "disk": []}
-        for key, tier in lease.source.items():
-            if tier in used:
-                used[tier].append(key)
-                self.counters.hits[tier] += 1
-        _note(lambda: self.ledger.touch(used))
+        found = {key: tier for key, tier in lease.source.items() if tier in self.counters.hits}
+        for tier in found.values():
+            self.counters.hits[tier] += 1
+        _note(lambda: self.ledger.touch(found))
+
+    def close(self) -> None:
+        """Forgets the rows of the host tier, which ends with the process."""
+        _note(lambda: self.ledger.clear("host"))
 
     def delete(self, keys: Iterable[KVKey]) -> None:
         """Removes states from every tier: row, then blob."""

@@ -26,7 +26,12 @@ def subwords(text: str) -> int:
     return sum((len(part) + 3) // 4 for part in re.findall(r" ?\S+|\s", text))
 
 
-counters = st.sampled_from([words, len, subwords])
+def openings(text: str) -> int:
+    """A word that nothing stands before costs three more: parts do not add up to the whole."""
+    return words(text) + 3 * (text[:1].strip() != "")
+
+
+counters = st.sampled_from([words, len, subwords, openings])
 limits = st.integers(MIN_TOKENS, 90)
 
 
@@ -124,6 +129,14 @@ def test_paragraphs_are_kept_together_where_they_fit() -> None:
     paragraphs = [numbered(n, n + 20) for n in range(0, 100, 20)]
     pieces = split_text("\n\n".join(paragraphs), 32, words)
     assert [piece.strip() for piece in pieces] == paragraphs
+
+
+def test_sentences_are_kept_together_where_they_fit() -> None:
+    sentences = [
+        f"{numbered(n, n + 10)}{end}" for n, end in zip(range(0, 90, 10), ".!?" * 3, strict=True)
+    ]
+    pieces = split_text(" ".join(sentences), 32, words)
+    assert [piece.strip()[-1] for piece in pieces] == ["?", "?", "?"]
 
 
 def test_chinese_is_cut_at_the_ends_of_sentences() -> None:

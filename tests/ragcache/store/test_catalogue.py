@@ -203,9 +203,9 @@ def test_the_listing_joins_modules_and_tiers(catalogue: Catalogue, database: Dat
     ledger = Ledger(database)
     ledger.record("disk", make_key(1), make_states(1, 4), 300)
     ledger.record("host", make_key(1), make_states(1, 4), 256)
-    ledger.touch({"disk": [make_key(1)], "host": [make_key(1)]})
+    ledger.touch([make_key(1)])
     first, second = list_modules(database, "notes")
-    assert (first.tokens, first.nbytes, first.tiers, first.hits) == (4, 300, ("disk", "host"), 2)
+    assert (first.tokens, first.nbytes, first.tiers, first.hits) == (4, 300, ("disk", "host"), 1)
     assert (second.tokens, second.nbytes, second.tiers, second.hits) == (0, 0, (), 0)
     assert [row.collection for row in list_modules(database)] == ["notes", "notes", "plans"]
 

@@ -40,16 +40,16 @@ def test_totals_are_sums_by_tier(ledger: Ledger) -> None:
     ledger.record("disk", make_key(1), make_states(1, 3), 10)
     ledger.record("disk", make_key(2), make_states(2, 4), 20)
     ledger.record("host", make_key(2), make_states(2, 4), 15)
-    ledger.touch({"disk": [make_key(1), make_key(2)], "host": []})
+    ledger.touch([make_key(1), make_key(2)])
     assert ledger.totals() == {
         "disk": TierTotals(states=2, nbytes=30, tokens=7, hits=2),
-        "host": TierTotals(states=1, nbytes=15, tokens=4, hits=0),
+        "host": TierTotals(states=1, nbytes=15, tokens=4, hits=1),
     }
 
 
 def test_recording_again_takes_the_new_size_and_keeps_the_hits(ledger: Ledger) -> None:
     ledger.record("disk", make_key(1), make_states(1, 3), 10)
-    ledger.touch({"disk": [make_key(1)]})
+    ledger.touch([make_key(1)])
     ledger.record("disk", make_key(1), make_states(1, 4), 12)
     assert ledger.totals() == {"disk": TierTotals(1, 12, 4, 1)}
 
@@ -60,10 +60,10 @@ def test_a_touch_is_one_tick_for_all_its_keys_and_later_than_the_last(
     for number in (1, 2, 3):
         ledger.record("disk", make_key(number), make_states(number), 1)
     ledger.record("host", make_key(1), make_states(1), 1)
-    ledger.touch({"disk": [make_key(1), make_key(2)]})
-    ledger.touch({"disk": [make_key(2)], "host": [make_key(1), make_key(9)]})
+    ledger.touch([make_key(1), make_key(2)])
+    ledger.touch([make_key(2), make_key(9)])
     assert uses(database, "disk") == {"01": (1, 1), "02": (2, 2), "03": (0, 0)}
-    assert uses(database, "host") == {"01": (1, 2)}
+    assert uses(database, "host") == {"01": (1, 1)}
 
 
 def test_removing_and_clearing_leave_the_other_tier_alone(ledger: Ledger) -> None:
@@ -79,7 +79,7 @@ def test_removing_and_clearing_leave_the_other_tier_alone(ledger: Ledger) -> Non
 def test_more_keys_than_one_statement_takes(ledger: Ledger, database: Database) -> None:
     ledger.record("disk", make_key(1), make_states(1), 1)
     many = [make_key(2)] * (2 * CHUNK) + [make_key(1)]
-    ledger.touch({"disk": iter(many)})
+    ledger.touch(iter(many))
     assert uses(database, "disk") == {"01": (1, 1)}
     assert len(ledger.unowned(many)) == len(many)
     ledger.remove("disk", many)

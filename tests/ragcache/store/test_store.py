@@ -219,8 +219,8 @@ def test_hits_and_last_use_are_counted_at_release(
         rows = {
             (r.key[:2], r.tier): (r.hits, r.last_use) for r in session.scalars(select(StateTable))
         }
-    assert rows[("01", "disk")] == (1, 1)
-    assert rows[("01", "host")] == (2, 3)
+    assert rows[("01", "disk")] == (3, 3)
+    assert rows[("01", "host")] == (3, 3)
     assert rows[("02", "disk")] == (1, 3)
     assert rows[("03", "disk")] == (0, 0), "what was just encoded is no hit"
 
