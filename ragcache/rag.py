@@ -148,7 +148,7 @@ class RagCache:
         self._parts.database.close()
 
     def ingest(
-        self, collection: str, sources: Iterable[Source] | str | Path, *,
+        self, collection: str, sources: Iterable[Source] | Source, *,
         progress: Progress | None = None,
     ) -> Ingestion:  # fmt: skip
         """Stores documents: files, folders, `SourceDocument`s or LangChain documents.

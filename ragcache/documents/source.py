@@ -45,7 +45,7 @@ class Loaded:
     ignored: tuple[Path, ...]
 
 
-def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
+def load_sources(sources: Iterable[Source] | Source) -> Loaded:
     """Reads all sources, or raises before anything is stored.
 
     Control characters that PML cannot carry are left out (`carried_text`), so that the schema of a
@@ -56,7 +56,7 @@ def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
     documents: list[SourceDocument] = []
     unreadable: list[str] = []
     ignored: list[Path] = []
-    listed = [sources] if isinstance(sources, (str, Path)) else list(sources)
+    listed = [sources] if isinstance(sources, Source) else list(sources)
     for source in listed:
         for item in _expand(source, ignored):
             try:
@@ -65,8 +65,8 @@ def load_sources(sources: Iterable[Source] | str | Path) -> Loaded:
                 unreadable.append(str(error))
     if unreadable:
         raise UnreadableDocument(
-            "; ".join(unreadable) + ". Nothing was ingested: convert these files to UTF-8 text or "
-            "leave them out"
+            "; ".join(unreadable) + ". Nothing was ingested: mend these documents (files must be "
+            "UTF-8 text) or leave them out"
         )
     if not documents:
         raise NoDocuments("no documents were given")
@@ -133,8 +133,9 @@ def _from_langchain(document: Document) -> SourceDocument:
     source = document.metadata.get("source")
     name = document.id or source
     if not name:
-        raise UnreadableDocument(
-            "a LangChain document has neither an id nor metadata['source'] to name it by"
+        raise DocumentError(
+            "a LangChain document has neither an id nor metadata['source'] to name it by; give it "
+            f"one. It begins {document.page_content[:40]!r}"
         )
     return SourceDocument(
         str(name), document.page_content, str(source or ""), dict(document.metadata)

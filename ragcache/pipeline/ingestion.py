@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ragcache.config import Settings
 from ragcache.documents import SourceDocument, load_sources, split_text
@@ -48,7 +47,7 @@ class Ingestor:
     def ingest(
         self,
         collection: str,
-        sources: Iterable[Source] | str | Path,
+        sources: Iterable[Source] | Source,
         progress: Progress | None = None,
     ) -> Ingestion:
         """Upserts documents by id. States are on disk before a row speaks of them, and all rows

@@ -219,7 +219,9 @@ def test_demo_prints_questions_and_ratios(
     assert all(question in out for question in demo.QUESTIONS)
 
 
-def test_named_errors_are_one_line_on_standard_error(run: Run, tmp_path: Path) -> None:
+def test_named_errors_are_one_line_on_standard_error(
+    run: Run, ingested: Path, tmp_path: Path
+) -> None:
     nowhere = tmp_path / "nowhere"
     message = failed(run("ask", QUESTION, "-c", "absent", "--json"), "UnknownCollection")
     assert "absent" in message
@@ -228,6 +230,13 @@ def test_named_errors_are_one_line_on_standard_error(run: Run, tmp_path: Path) -
     failed(run("ask", "?", "-c", "notes", "--model", nowhere), "ModelNotFound")
     failed(run("eval", "notes", nowhere), "ConfigurationError")
     failed(run("schema", "show", "absent"), "UnknownCollection")
+
+
+def test_asking_where_nothing_was_ingested_makes_no_folder(run: Run, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    for command in (["ask", "?", "-c", "notes"], ["schema", "show", "notes"]):
+        failed(run(*command, "--state", nowhere), "NoState")
+    assert not nowhere.exists()
 
 
 def test_errors_of_a_request_are_named_too(run: Run, ingested: Path) -> None:

@@ -22,7 +22,7 @@ def test_the_python_of_the_readme_runs(
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
-    assert "remote-work.md" in capsys.readouterr().out
+    assert "cold-store.md" in capsys.readouterr().out
 
 
 def test_every_command_that_the_readme_names_exists() -> None:

@@ -19,7 +19,7 @@ from ragcache_api.cli.console import (
     StateOption,
     console,
     milliseconds,
-    open_rag,
+    open_existing_rag,
     print_json,
 )
 
@@ -38,7 +38,7 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Answer a question from the documents of a collection."""
-    with open_rag(state, model, embedding) as rag:
+    with open_existing_rag(state, model, embedding) as rag:
         answer = rag.ask(question, collection=collection, k=k, mode=mode)
         encoded = rag.stats().encoded
     if as_json:

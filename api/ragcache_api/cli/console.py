@@ -43,6 +43,16 @@ def open_rag(state: Path, model: str | None, embedding: str | None, **options: A
         return RagCache.open(state, model, embedding=embedding, **options)
 
 
+def open_existing_rag(
+    state: Path, model: str | None = None, embedding: str | None = None
+) -> RagCache:
+    """Opens a state folder that is there already. Raises `NoState` before the model is loaded."""
+    from ragcache.store import Database
+
+    Database.open_existing(state / "ledger.sqlite").close()
+    return open_rag(state, model, embedding)
+
+
 def print_json(value: Any) -> None:
     """Plain JSON on standard output, for programs."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))

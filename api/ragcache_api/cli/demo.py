@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ragcache import Answer, RagCache
 
 QUESTIONS = (
-    "How many days of leave do I get in my first year?",
-    "Which day of the week can nobody work from home?",
-    "How much do I get towards my internet connection at home?",
-    "Above what sum should I ask the finance officer for an advance?",
-    "What is the most I can claim for a night in a hotel on the mainland?",
+    "Who do I ring first if the cold store alarm goes off?",
+    "How long may I stay inside the freezer at most?",
+    "Where does the key of the pool car hang?",
+    "By what time on the day before do I have to order a packed lunch?",
+    "What are fires in the boat hall fought with?",
 )
 RUNS = 5  # of each mode, in turn; the medians are shown
 

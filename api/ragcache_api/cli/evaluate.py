@@ -18,7 +18,7 @@ from ragcache_api.cli.console import (
     ModelOption,
     StateOption,
     console,
-    open_rag,
+    open_existing_rag,
     print_json,
     progress_bar,
 )
@@ -43,7 +43,7 @@ def evaluate_command(
 
     asked = load_questions(questions)
     reports = []
-    with open_rag(state, model, embedding) as rag:
+    with open_existing_rag(state, model, embedding) as rag:
         for mode in modes.split(","):
             with progress_bar(f"asking, {mode}") as report:
                 reports.append(

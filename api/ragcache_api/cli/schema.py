@@ -21,7 +21,7 @@ from ragcache_api.cli.console import (
     StateOption,
     console,
     errors,
-    open_rag,
+    open_existing_rag,
     print_json,
 )
 from ragcache_api.cli.outline import outline_lines
@@ -64,7 +64,7 @@ def show(
     if target.endswith(_SUFFIXES):
         _print_file(Path(target), Tokens.load(model))
         return
-    with open_rag(state, model, None) as rag:
+    with open_existing_rag(state, model) as rag:
         generated = rag.schema(target, k=k, expanded=expand)
     if tree:
         layout = lay_out(generated, Tokens.load(model).count_trusted, "compact")

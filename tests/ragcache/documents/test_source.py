@@ -120,7 +120,7 @@ class TestDocuments:
         assert (document.id, document.uri) == ("7", "s")
 
     def test_a_langchain_document_without_a_name_is_refused(self) -> None:
-        with pytest.raises(UnreadableDocument, match=r"neither an id nor metadata\['source'\]"):
+        with pytest.raises(DocumentError, match=r"neither an id nor metadata\['source'\]"):
             load_sources([Document("text", metadata={"page": 1})])
 
     def test_a_blank_document_is_refused_by_its_name(self) -> None:
