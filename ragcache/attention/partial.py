@@ -7,6 +7,7 @@ Every partial result therefore carries the natural logarithm of its denominator,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +65,14 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out.to(a.out.dtype), lse)
 
 
-def merge_slots(out: Tensor, lse: Tensor) -> Tensor:
+def merge_slots(out: Tensor | Sequence[Tensor], lse: Tensor) -> Tensor:
     """Joins up to N partial results a row in one go.
 
-    out: [N, Hq, T, D], finite; lse: [N, Hq, T], minus infinity where a slot is empty; at least one
-    slot of every row is filled. Returns [Hq, T, D] in the dtype of `out`.
+    out: N times [Hq, T, D], finite; lse: [N, Hq, T], minus infinity where a slot is empty; at least
+    one slot of every row is filled. Returns [Hq, T, D] in the dtype of `out`.
     """
     weights = lse.softmax(dim=0)[..., None]  # [N, Hq, T, 1]
     joined = out[0] * weights[0]
     for part, weight in zip(out[1:], weights[1:], strict=True):
         joined.addcmul_(part.to(weight.dtype), weight)
-    return joined.to(out.dtype)
+    return joined.to(out[0].dtype)

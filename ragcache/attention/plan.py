@@ -21,7 +21,7 @@ class SegmentRows:
     keys, values: [L, Hkv, S, D]. `rows` and `slots`: [N] int64; row `rows[i]` keeps its partial
     result in slot `slots[i]`. `rows` is None where all rows attend, and then all keep it in slot
     `slot`. `rotation` turns the queries (N or 1 rows), None where the segment stands at its
-    canonical position.
+    canonical position or where `turn` says which of the plan's common `turns` to take.
     """
 
     keys: Tensor
@@ -30,6 +30,7 @@ class SegmentRows:
     slots: Tensor | None
     slot: int
     rotation: Rotation | None
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +51,18 @@ class PrivateRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """All that attention needs for one step over `num_rows` rows, in at most `num_slots` parts."""
+    """All that attention needs for one step over `num_rows` rows, in at most `num_slots` parts.
+
+    turns: the ways in which all rows turn alike, so that one operation a layer turns them all.
+    """
 
     segments: tuple[SegmentRows, ...]
     runs: tuple[PrivateRun, ...]
     num_rows: int
     num_slots: int
+    turns: Rotation | None = None
+
+    @property
+    def everyone(self) -> bool:
+        """Whether every row attends to every part, as it does for a single request."""
+        return len(self.runs) == 1 and all(segment.rows is None for segment in self.segments)

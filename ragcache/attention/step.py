@@ -20,14 +20,24 @@ def attend(
     """query: [Hq, T, D], rotated to the rows' positions. The step's own keys and values already
     stand in the private runs. Returns [Hq, T, D]."""
     query = query.contiguous()
-    if plan.num_slots == 1 and not plan.segments and len(plan.runs) == 1:
-        return _private(plan.runs[0], layer, query, scale, backend).out
+    turned = None if plan.turns is None else rotate(query, plan.turns)  # [N, Hq, T, D]
+    if plan.everyone:
+        parts = [_segment(s, layer, query, turned, scale, backend) for s in plan.segments]
+        parts.append(_private(plan.runs[0], layer, query, scale, backend))
+        if len(parts) == 1:
+            return parts[0].out
+        return merge_slots([part.out for part in parts], torch.stack([p.lse for p in parts]))
     heads, rows, dim = query.shape
     out = query.new_zeros(plan.num_slots, heads, rows, dim)
     exact = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_full((plan.num_slots, heads, rows), -torch.inf, dtype=exact)
     for segment in plan.segments:
-        _write_segment(segment, layer, query, (out, lse), scale, backend)
+        part = _segment(segment, layer, query, turned, scale, backend)
+        if segment.rows is None:
+            out[segment.slot], lse[segment.slot] = part.out, part.lse
+        else:
+            out[segment.slots, :, segment.rows] = part.out.transpose(0, 1)
+            lse[segment.slots, :, segment.rows] = part.lse.transpose(0, 1)
     for run in plan.runs:
         own = _private(run, layer, query[:, run.begin : run.end], scale, backend)
         out[run.slot, :, run.begin : run.end] = own.out
@@ -35,25 +45,22 @@ def attend(
     return merge_slots(out, lse)
 
 
-def _write_segment(
+def _segment(
     segment: SegmentRows,
     layer: int,
     query: Tensor,
-    slots: tuple[Tensor, Tensor],
+    turned: Tensor | None,
     scale: float,
     backend: AttentionBackend,
-) -> None:
+) -> Partial:
     """One product over the segment for all rows that attend to it (Hydragen §3.2)."""
-    out, lse = slots
-    asking = query if segment.rows is None else query[:, segment.rows]
-    if segment.rotation is not None:
-        asking = rotate(asking, segment.rotation)
-    part = backend.partial(asking, segment.keys[layer], segment.values[layer], scale=scale)
-    if segment.rows is None:
-        out[segment.slot], lse[segment.slot] = part.out, part.lse
+    if segment.turn is not None and turned is not None:
+        asking = turned[segment.turn]
     else:
-        out[segment.slots, :, segment.rows] = part.out.transpose(0, 1)
-        lse[segment.slots, :, segment.rows] = part.lse.transpose(0, 1)
+        asking = query if segment.rows is None else query[:, segment.rows]
+        if segment.rotation is not None:
+            asking = rotate(asking, segment.rotation)
+    return backend.partial(asking, segment.keys[layer], segment.values[layer], scale=scale)
 
 
 def _private(

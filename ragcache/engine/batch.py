@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ragcache.attention import SegmentRows, StepPlan
+from ragcache.attention import Rotation, SegmentRows, StepPlan
 from ragcache.engine.context import Segment
 from ragcache.engine.private import PrivateStates
 from ragcache.models import CausalLM, Step
@@ -61,13 +61,15 @@ def build_step(model: CausalLM, works: Sequence[Work]) -> Step:
         runs.append(work.private.run(begin, end, len(work.segments)))
         if work.wants_logits:
             logit_rows.append(end - 1)
-    segments = tuple(_segment_rows(model, s, r, len(tokens)) for s, r in readers.items() if r.rows)
+    segments, turns = _gather_turns(
+        [_segment_rows(model, s, r, len(tokens)) for s, r in readers.items() if r.rows]
+    )
     slots = 1 + max(len(work.segments) for work in works)
     return Step(
         torch.tensor(tokens, device=model.device),
         torch.tensor(positions, device=model.device),
         torch.tensor(logit_rows, dtype=torch.int64, device=model.device),
-        StepPlan(segments, tuple(runs), len(tokens), slots),
+        StepPlan(segments, tuple(runs), len(tokens), slots, turns),
     )
 
 
@@ -85,3 +87,17 @@ def _segment_rows(
         deltas = readers.deltas[:1] if same else readers.deltas
         rotation = model.scheme.relocation(torch.tensor(deltas, device=model.device))
     return SegmentRows(states.keys, states.values, rows, slots, readers.slots[0], rotation)
+
+
+def _gather_turns(
+    segments: Sequence[SegmentRows],
+) -> tuple[tuple[SegmentRows, ...], Rotation | None]:
+    """Collects the rotations that turn all rows alike, to be done in one operation a layer."""
+    common: list[Rotation] = []
+    gathered = []
+    for segment in segments:
+        if segment.rows is None and segment.rotation is not None and len(segment.rotation.cos) == 1:
+            common.append(segment.rotation)
+            segment = replace(segment, rotation=None, turn=len(common) - 1)
+        gathered.append(segment)
+    return tuple(gathered), Rotation.stack(common) if common else None

@@ -95,16 +95,16 @@ def test_all_rows_in_different_slots_still_list_their_slots(causal: CausalLM) ->
 def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
     states = module(causal, 6, start=20)
     step = build_step(causal, [work(causal, [Segment(states, 20)], [26, 27])])
-    assert step.plan.segments[0].rotation is None
+    assert (step.plan.segments[0].rotation, step.plan.turns) == (None, None)
 
 
 def test_a_segment_moved_alike_for_all_turns_by_one_row(causal: CausalLM) -> None:
     states = module(causal, 6, start=20)
     works = [work(causal, [Segment(states, 3)], [9, 10]), work(causal, [Segment(states, 3)], [9])]
-    rotation = build_step(causal, works).plan.segments[0].rotation
-    assert rotation is not None
-    assert rotation.cos.shape[0] == 1
-    torch.testing.assert_close(rotation.sin, expected(causal, [-17]).sin)
+    plan = build_step(causal, works).plan
+    assert (plan.segments[0].rotation, plan.segments[0].turn) == (None, 0)
+    assert plan.turns is not None
+    torch.testing.assert_close(plan.turns.sin, expected(causal, [-17]).sin[None, None])
 
 
 def test_a_segment_moved_differently_turns_row_by_row(causal: CausalLM) -> None:
