@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,8 +93,10 @@ class Ingestor:
         return len(known.keys() & set(document_ids))
 
     def _digest(self, document: SourceDocument) -> str:
-        """Of the text and of all that decides how it becomes modules."""
-        parts = (document.digest, str(SPLIT_VERSION), str(self.settings.module_tokens))
+        """Of text and metadata, and of all that decides how the text becomes modules."""
+        metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
+        size = str(self.settings.module_tokens)
+        parts = (document.digest, document.uri, metadata, str(SPLIT_VERSION), size)
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
     def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:

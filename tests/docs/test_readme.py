@@ -32,7 +32,7 @@ def test_every_command_that_the_readme_names_exists() -> None:
 
     commands = get_command(app)
     for name in re.findall(r"^\| `ragcache (\w+)", README, re.MULTILINE):
-        assert name in commands.commands  # type: ignore[attr-defined]
+        assert name in commands.commands
 
 
 def test_every_link_of_the_readme_leads_to_a_file() -> None:

@@ -58,16 +58,16 @@ def test_nothing_in_them_is_doubtful(file: Path) -> None:
 
 def test_personalisation_has_six_unions_of_five_traits() -> None:
     schema = parse_schema((FOLDER / "personalisation/schema.xml").read_bytes())
-    unions = [n for turn in schema.children for n in turn.children if isinstance(n, Union)]  # type: ignore[union-attr]
+    unions = [n for turn in schema.children for n in turn.children if isinstance(n, Union)]
     assert [len(union.members) for union in unions] == [5] * 6
 
 
 def test_code_generation_is_valid_python_over_several_files() -> None:
     schema = parse_schema((FOLDER / "code-generation/schema.xml").read_bytes())
-    modules = [n for turn in schema.children for n in turn.children if isinstance(n, Module)]  # type: ignore[union-attr]
+    modules = [n for turn in schema.children for n in turn.children if isinstance(n, Module)]
     assert len(modules) == 5
     for module in modules:
-        compile(module.children[0].text, module.name, "exec")  # type: ignore[union-attr]
+        compile(module.children[0].text, module.name, "exec")
     assert [len(scaffold.modules) for scaffold in schema.scaffolds] == [2]
     assert resolved(FOLDER / "code-generation/prompt-departures.xml").scaffolds == schema.scaffolds
 

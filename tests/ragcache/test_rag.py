@@ -153,6 +153,9 @@ def test_langchain_and_source_documents_are_taken(tmp_path: Path, reader: Loaded
         answer = rag.ask("Where is the kiln?", collection="mixed", k=1)
         assert (answer.sources[0].document, answer.sources[0].uri) == ("b", "kiln.txt")
         assert rag.ingest("mixed", SourceDocument("c", "The lamp is lit.")).added == 1
+        tagged = SourceDocument("c", "The lamp is lit.", metadata={"page": 2})
+        again = rag.ingest("mixed", tagged)
+        assert (again.updated, again.encoded) == (1, 0), "new metadata encodes nothing"
 
 
 def test_nothing_is_made_up_where_nothing_is_found(rag: RagCache) -> None:

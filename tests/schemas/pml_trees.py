@@ -109,9 +109,9 @@ def prompts(draw: st.DrawFn) -> Prompt:
                 out.append(Text(draw(TEXTS)))
             elif kind == "import" and depth:
                 children = nodes(depth - 1, turns)
-                out.append(Import(draw(NAMES), arguments(), children))  # type: ignore[arg-type]
+                out.append(Import(draw(NAMES), arguments(), children))
             elif kind == "chat" and turns:
                 out.append(Chat("user", nodes(depth, False), opens=draw(st.booleans())))
         return tuple(out)
 
-    return Prompt(draw(NAMES), nodes(2, True), arguments())  # type: ignore[arg-type]
+    return Prompt(draw(NAMES), nodes(2, True), arguments())

@@ -53,16 +53,16 @@ def test_every_top_level_class_is_a_module_in_that_of_its_file() -> None:
     assert head == Text('# game.py\n"""The game."""\nimport units\n\n')
     assert isinstance(game, Module)
     assert game.name == "Game"
-    assert game.children[0].text.startswith("@decorated\n@twice(1)\nclass Game:\n")  # type: ignore[union-attr]
+    assert game.children[0].text.startswith("@decorated\n@twice(1)\nclass Game:\n")
     assert between == Text("\nSPEED = 3\n")
-    assert [first.name, second.name] == ["Map", "Map-2"]  # type: ignore[union-attr]
+    assert [first.name, second.name] == ["Map", "Map-2"]
 
 
 def test_no_text_is_lost_between_the_parts() -> None:
     folder = Path(ast.__file__).parent
     files = {name: (folder / name).read_text(encoding="utf-8") for name in ("ast.py", "enum.py")}
     for by in ("file", "class"):
-        schema = code_schema("s", files, by=by, heading="")  # type: ignore[arg-type]
+        schema = code_schema("s", files, by=by, heading="")
         inner = {
             m.name: "".join(f"<{c.name}/>" for c in m.children if isinstance(c, Module))
             for m in schema.children
@@ -83,15 +83,15 @@ def test_what_is_no_python_stays_whole(text: str) -> None:
 
 def test_paths_that_come_to_one_name_stay_apart() -> None:
     files = {"a/b.md": "1", "a-b.md": "2", "a b.md": "3"}
-    names = [m.name for m in code_schema("s", files).children]  # type: ignore[union-attr]
+    names = [m.name for m in code_schema("s", files).children]
     assert names[1] == "a-b.md"
     assert len(set(names)) == 3
     turned = code_schema("s", reversed(files.items())).children
-    assert sorted(m.name for m in turned) == sorted(names)  # type: ignore[union-attr]
+    assert sorted(m.name for m in turned) == sorted(names)
 
 
 def test_errors() -> None:
     with pytest.raises(InvalidAttribute, match='write "file" or "class"'):
-        code_schema("s", {}, by="function")  # type: ignore[arg-type]
+        code_schema("s", {}, by="function")
     with pytest.raises(PMLError, match="name of a schema"):
         code_schema(" ", {})

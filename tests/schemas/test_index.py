@@ -130,7 +130,7 @@ def test_prompts_over_the_reference_files(reference_files: list[Path]) -> None:
     for file in reference_files:
         schema = parse_schema(file.read_bytes(), source=file.name)
         for placement in ("schema", "compact"):
-            index = SchemaIndex.of(schema, count_words, placement)  # type: ignore[arg-type]
+            index = SchemaIndex.of(schema, count_words, placement)
             plan = resolve_prompt(index, parse_prompt(REFERENCE_PROMPTS[schema.name]))
             assert plan.cached_tokens > 5 * plan.computed_tokens
             assert plan.pieces[-1].kind == "new"

@@ -139,11 +139,11 @@ def widened(node: object) -> object:
         case Parameter():
             return Parameter(node.name, node.length + 5, node.scaffold)
         case Module():
-            return Module(node.name, tuple(map(widened, node.children)))  # type: ignore[arg-type]
+            return Module(node.name, tuple(map(widened, node.children)))
         case Union():
-            return Union(tuple(map(widened, node.members)))  # type: ignore[arg-type]
+            return Union(tuple(map(widened, node.members)))
         case Chat():
-            return Chat(node.role, tuple(map(widened, node.children)))  # type: ignore[arg-type]
+            return Chat(node.role, tuple(map(widened, node.children)))
         case _:
             return node
 
@@ -174,7 +174,7 @@ def check(nodes: tuple[object, ...], path: Path, layout: Layout, low: int, high:
 
 @given(schemas())
 def test_spans_never_overlap_except_in_unions(schema: Schema) -> None:
-    schema = Schema(schema.name, tuple(map(widened, schema.children)))  # type: ignore[arg-type]
+    schema = Schema(schema.name, tuple(map(widened, schema.children)))
     layout = lay_out(schema, enough)
     assert check(schema.children, (), layout, 0, layout.length) == layout.length
     assert all(0 <= span.start <= span.end <= layout.length for span in layout.spans)

@@ -264,7 +264,7 @@ def test_a_turn_that_a_prompt_goes_on_in() -> None:
         Chat("user", (Import("context"), Text("Why?")), opens=False),
         Chat("assistant", (Text("Answer:"),), closes=False),
     )
-    places = [(w.message.line, w.message.column) for w in caught]  # type: ignore[union-attr]
+    places = [(w.message.line, w.message.column) for w in caught]
     assert places == [(3, 5), (3, 12)]
     assert prompt.children[1].location == Location(3, 12)
 

@@ -237,7 +237,7 @@ def schemas_with_prompts(draw: st.DrawFn) -> tuple[Schema, Prompt]:
         return arguments, tuple(mixed)
 
     arguments, nodes = level(schema.children)
-    return schema, Prompt(schema.name, nodes, arguments)  # type: ignore[arg-type]
+    return schema, Prompt(schema.name, nodes, arguments)
 
 
 def texts(nodes: tuple[object, ...]) -> list[str]:

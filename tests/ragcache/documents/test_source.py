@@ -22,7 +22,7 @@ def write(folder: Path, **files: str) -> Path:
 
 
 def names(*sources: object) -> list[str]:
-    return [document.id for document in load_sources(sources).documents]  # type: ignore[arg-type]
+    return [document.id for document in load_sources(sources).documents]
 
 
 class TestFolders:

@@ -62,7 +62,7 @@ def test_isolated_modules_do_not_see_the_preamble_and_rooted_ones_do(
     for name, spoken in (("a", frame), ("b", other)):
         encoder = ModuleEncoder(model, spoken, store)
         for mode in ("rooted", "isolated"):
-            with encoder.lease([tokens], mode) as lease:  # type: ignore[arg-type]
+            with encoder.lease([tokens], mode) as lease:
                 states[name, mode] = lease.states[1]
     assert len(model.encode(frame.preamble)) == len(model.encode(other.preamble))
     assert torch.equal(states["a", "isolated"].values, states["b", "isolated"].values)

@@ -80,7 +80,7 @@ def test_the_same_name_in_another_collection_is_another_document(catalogue: Cata
 
 def test_a_replacement_that_fails_changes_nothing(catalogue: Catalogue) -> None:
     catalogue.replace("notes", [document("a", 1)])
-    broken = NewDocument("b", "", "", [NewModule("m", "t", ["no number"], make_key(2))])  # type: ignore[list-item]
+    broken = NewDocument("b", "", "", [NewModule("m", "t", ["no number"], make_key(2))])
     with pytest.raises(ValueError, match="no number"):
         catalogue.replace("notes", [document("a", 3), broken])
     assert texts(catalogue) == ["text 1"]

@@ -60,7 +60,7 @@ def test_the_order_of_the_entries_does_not_matter(
     entries: list[KVEntry], need: int, order: object
 ) -> None:
     shuffled = list(entries)
-    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    order.shuffle(shuffled)
     assert choose_victims(shuffled, need) == choose_victims(entries, need)
 
 

@@ -48,7 +48,7 @@ def weather_module() -> Module:
 
 
 def test_section_3_2_4_every_construct_has_its_element() -> None:
-    miami, rome, other = trip.schema.children[4].members  # type: ignore[union-attr]
+    miami, rome, other = trip.schema.children[4].members
     assert trip.schema.children[:4] == (
         Text("Plan a trip of "),
         Parameter("days", 5, "three days"),
@@ -85,12 +85,12 @@ def test_a_call_is_the_prompt() -> None:
             Import(
                 "miami-florida",
                 (),
-                (Import("weather", {"month": "June"}, (Import("WET"),)),),  # type: ignore[arg-type]
+                (Import("weather", {"month": "June"}, (Import("WET"),)),),
             ),
             Import("not-first"),
             Import("len-place-4"),
         ),
-        {"days": "  9"},  # type: ignore[arg-type]
+        {"days": "  9"},
     )
     assert said(prompt, trip.schema) == (
         "Plan a trip of   9 for Tide & <Sons>.\n  It has 100% sun & <b>fun</b>.\n"
@@ -109,12 +109,12 @@ def test_no_branch_may_be_taken_and_the_wildcard_catches_the_rest() -> None:
     assert said(prompt, trip.schema).endswith(
         "Mind the price.\nStay two. In May, it is dry.It is the first trip. Seats: aisle."
     )
-    assert weather("neither", "May").children == ()  # type: ignore[arg-type]
+    assert weather("neither", "May").children == ()
 
 
 def test_what_is_written_is_read_again() -> None:
     for program, prompt in ((trip, trip("<5>", "rome")), (chat, chat("a&b", formal=True))):
-        assert parse_schema(write_schema(program.schema)) == program.schema  # type: ignore[attr-defined]
+        assert parse_schema(write_schema(program.schema)) == program.schema
         assert parse_prompt(write_prompt(prompt)) == prompt
     assert "<b>" not in write_schema(trip.schema)
 
@@ -155,7 +155,7 @@ def test_one_argument_may_be_used_twice_and_a_program_called_twice() -> None:
 
     @prompt_program
     def whole(a: Annotated[str, MaxTokens(2)], b: Annotated[str, MaxTokens(2)]) -> Content:
-        yield f"{a} {a} {b}" + part(b) + part(text=a)  # type: ignore[operator]
+        yield f"{a} {a} {b}" + part(b) + part(text=a)
 
     prompt = whole("x", "y")
     assert prompt.arguments == (("a", "x"), ("a-2", "x"), ("b", "y"))
