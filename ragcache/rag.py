@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import get_args
 
 from langchain_core.embeddings import Embeddings
 
@@ -39,7 +40,7 @@ from ragcache.store import (
     Vectors,
     list_modules,
 )
-from ragcache_schemas import Schema, expand
+from ragcache_schemas import Placement, Schema, expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +187,21 @@ class RagCache:
         with self._turn:
             return self._parts.answerer.answer(questions, collection, k, checked)
 
-    def add_schema(self, text: str, *, source: str = "<string>") -> Schema:
+    def add_schema(
+        self, text: str, *, placement: Placement = "schema", source: str = "<string>"
+    ) -> Schema:
         """Stores a hand-written PML schema and encodes its modules (Prompt Cache §3.3).
 
-        source: a file name, for errors. A schema of the same name is replaced. Raises `PMLError`.
+        placement: `schema`, the paper's fixed positions, or `compact`, which moves modules so that
+        a prompt has no gaps. source: a file name, for errors. A schema of the same name is
+        replaced. Raises `PMLError`.
         """
+        if placement not in get_args(Placement):
+            raise ConfigurationError(
+                f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
+            )
         with self._turn:
-            return self._parts.prompts.add(text, source)
+            return self._parts.prompts.add(text, source, placement)
 
     def prompt(self, text: str, *, mode: str = "isolated", source: str = "<string>") -> Answer:
         """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.

@@ -13,9 +13,10 @@ from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
 from ragcache.pipeline.placing import Owner, Placed, place
 from ragcache.pipeline.scope_states import ScopeEncoder, ScopeTokens
 from ragcache.pipeline.template_text import TemplateText
-from ragcache.store import Lease, SchemaTexts
+from ragcache.store import Lease, SchemaText, SchemaTexts
 from ragcache_schemas import (
     Path,
+    Placement,
     Plan,
     Schema,
     SchemaIndex,
@@ -27,9 +28,13 @@ from ragcache_schemas import (
     spell_schema,
 )
 
+_TOGETHER = 8  # modules leased at once: bounds what the host tier must hold
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedSchema:
+    """A schema as its author wrote it, and the index of it in the words of the model's template."""
+
     schema: Schema
     index: SchemaIndex
 
@@ -52,17 +57,17 @@ class PromptRunner:
     settings: Settings
     _schemas: dict[str, LoadedSchema] = field(default_factory=dict)
 
-    def add(self, text: str, source: str = "<string>") -> Schema:
+    def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
         """Stores a schema and encodes all its modules (§3.3). Raises `PMLError`."""
         self.template.check(text)
         schema = parse_schema(text, source=source)
-        loaded = self._index(schema)
+        loaded = self._index(schema, placement)
         groups = [self.encoder.tokens([scope]) for scope in _scopes(loaded.index.root)]
-        for group in groups:
-            if group.token_ids:
-                with self.encoder.lease([group]):
-                    pass
-        self.texts.put(schema.name, text)
+        groups = [group for group in groups if group.token_ids]
+        for start in range(0, len(groups), _TOGETHER):
+            with self.encoder.lease(groups[start : start + _TOGETHER]):
+                pass
+        self.texts.put(schema.name, SchemaText(text, placement))
         self._schemas[schema.name] = loaded
         return schema
 
@@ -158,18 +163,20 @@ class PromptRunner:
     def load(self, name: str) -> LoadedSchema:
         """The schema of a name. Raises `UnknownSchema`."""
         if name not in self._schemas:
-            text = self.texts.get(name)
-            if text is None:
+            stored = self.texts.get(name)
+            if stored is None:
                 known = ", ".join(map(repr, self.texts.names())) or "none yet"
                 raise UnknownSchema(
                     f"there is no schema {name!r}; known: {known}. Add it with `rag.add_schema`"
                 )
-            self._schemas[name] = self._index(parse_schema(text, source=name))
+            schema = parse_schema(stored.text, source=name)
+            placement: Placement = "compact" if stored.placement == "compact" else "schema"
+            self._schemas[name] = self._index(schema, placement)
         return self._schemas[name]
 
-    def _index(self, schema: Schema) -> LoadedSchema:
+    def _index(self, schema: Schema, placement: Placement) -> LoadedSchema:
         spelled = spell_schema(schema, self.template.render)
-        return LoadedSchema(schema, SchemaIndex.of(spelled, self.template.count))
+        return LoadedSchema(schema, SchemaIndex.of(spelled, self.template.count, placement))
 
 
 def _scopes(scope: Scope) -> Iterator[Scope]:

@@ -7,7 +7,7 @@ from ragcache.store.host import HostTier
 from ragcache.store.ledger import Ledger
 from ragcache.store.listing import ModuleListing, list_modules
 from ragcache.store.policy import KVEntry, choose_victims
-from ragcache.store.schemas import SchemaTexts
+from ragcache.store.schemas import SchemaText, SchemaTexts
 from ragcache.store.store import KVStore, Lease
 from ragcache.store.vectors import Vectors
 
@@ -25,6 +25,7 @@ __all__ = [
     "ModuleRow",
     "NewDocument",
     "NewModule",
+    "SchemaText",
     "SchemaTexts",
     "Vectors",
     "choose_victims",

@@ -100,6 +100,7 @@ class SchemaTable(Base):
     __tablename__ = "schemas"
     name: Mapped[str] = mapped_column(primary_key=True)
     text: Mapped[str]
+    placement: Mapped[str]
 
 
 def insert_for_module(table: type[Base], module_id: int, **values: Any) -> Insert:

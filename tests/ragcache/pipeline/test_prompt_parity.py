@@ -102,13 +102,16 @@ def reference_logits(bench: Bench, plan: Plan) -> Tensor:
     owner: list[int] = []  # which group a token was encoded in; -1 computed
     starts: list[int | None] = []  # where the run that holds it starts; None for placeholders
     runner = bench.runner
+    placed = {piece.path: piece.start for piece in plan.pieces}
     for number, (_, group) in enumerate(runner.groups(runner.load("trip").index, plan)):
+        path, (begin, _) = next(iter(group.runs.items()))
+        moved = placed[path] - group.position_ids[begin]
         tokens += group.token_ids
-        positions += group.position_ids
+        positions += [position + moved for position in group.position_ids]
         owner += [number] * len(group.token_ids)
         run_of: list[int | None] = [None] * len(group.token_ids)
         for begin, end in group.runs.values():
-            run_of[begin:end] = [group.position_ids[begin]] * (end - begin)
+            run_of[begin:end] = [group.position_ids[begin] + moved] * (end - begin)
         starts += run_of
     computed = sorted(
         (piece.start + i, token)
@@ -142,6 +145,19 @@ def test_a_prompt_equals_the_reference_built_by_hand(bench: Bench, name: str) ->
     torch.testing.assert_close(
         cached_logits(bench.runner, plan), reference_logits(bench, plan), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_compact_placement_moves_modules_and_equals_the_reference(bench: Bench) -> None:
+    """Modules that stand together leave no gap for what was not imported: they are moved."""
+    bench.runner.add(SCHEMA, placement="compact")
+    for name in ("imports and a question", "text between modules"):
+        plan = plan_of(bench.runner, PROMPTS[name])
+        assert any(piece.start != piece.canonical for piece in plan.pieces)
+        ends = [0, *(piece.end for piece in plan.pieces)]
+        assert ends[:-1] == [piece.start for piece in plan.pieces]
+        torch.testing.assert_close(
+            cached_logits(bench.runner, plan), reference_logits(bench, plan), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_scaffold_changes_what_its_modules_saw(bench: Bench) -> None:

@@ -18,6 +18,7 @@ from ragcache.store import (
     Ledger,
     NewDocument,
     NewModule,
+    SchemaText,
     SchemaTexts,
     Vectors,
     list_modules,
@@ -213,8 +214,11 @@ def test_the_listing_joins_modules_and_tiers(catalogue: Catalogue, database: Dat
 def test_schemas_are_stored_by_name(database: Database) -> None:
     schemas = SchemaTexts(database)
     for name, text in (("trip", "one"), ("plan", "two"), ("trip", "three")):
-        schemas.put(name, text)
-    assert (schemas.names(), schemas.get("trip")) == (["plan", "trip"], "three")
+        schemas.put(name, SchemaText(text, "compact"))
+    assert (schemas.names(), schemas.get("trip")) == (
+        ["plan", "trip"],
+        SchemaText("three", "compact"),
+    )
     assert schemas.get("unknown") is None
 
 
