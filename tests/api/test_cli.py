@@ -17,7 +17,7 @@ from ragcache.models import LoadedModel
 from ragcache_api.cli import demo
 from ragcache_api.cli.main import main
 from ragcache_schemas import parse_schema
-from tests.conftest import write_notes
+from tests.conftest import REPOSITORY, write_notes
 
 QUESTION = "Where does the spare key of the boathouse hang?"
 ANSWER_KEYS = {"question", "text", "sources", "mode", "finish_reason", "reuse", "timings"}
@@ -272,3 +272,19 @@ def test_names_with_brackets_are_shown_as_they_are(run: Run, notes: Path) -> Non
     out = run("modules", "ls")[1]
     assert "[draft] plan.md#1  [b]" in out
     failed(run("ask", QUESTION, "-c", "[b]", "-k", 0), "ConfigurationError")
+
+
+def test_a_schema_is_added_and_a_prompt_over_it_answered(run: Run, tmp_path: Path) -> None:
+    folder = REPOSITORY / "examples" / "pml" / "trip-plan"
+    status, out, err = run("schema", "add", folder / "schema.xml", "--placement", "compact")
+    assert (status, err) == (0, "")
+    assert "states encoded" in out
+    prompt = sorted(folder.glob("prompt-*.xml"))[0]
+    answer = parsed(run("prompt", prompt, "--json"))
+    reuse = answer["reuse"]
+    assert reuse["cached_tokens"] > reuse["computed_tokens"] > 0
+    assert parsed(run("prompt", prompt, "--mode", "exact", "--json"))["reuse"]["cached_tokens"] == 0
+    failed(run("prompt", tmp_path / "absent.xml"), "UnreadableDocument")
+    failed(run("schema", "add", folder / "schema.xml", "--placement", "x"), "ConfigurationError")
+    (tmp_path / "other.xml").write_text('<prompt schema="absent"><a/></prompt>')
+    failed(run("prompt", tmp_path / "other.xml"), "UnknownSchema")

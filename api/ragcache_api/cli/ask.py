@@ -49,11 +49,14 @@ def ask(
 
 def show(answer: Answer) -> None:
     """Prints an answer with its sources and what it cost."""
-    text = answer.text or "nothing in this collection shares a word with the question"
+    text = answer.text
+    if answer.finish_reason == "no_documents":
+        text = "nothing in this collection shares a word with the question"
     console.print(text, style="bold", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for source in answer.sources:
-        table.add_row(escape(source.module), f"{source.score:.3f}", source.tier, style="dim")
+        score = f"{source.score:.3f}" if source.score else ""
+        table.add_row(escape(source.module), score, source.tier, style="dim")
     console.print(table)
     reuse, timings = answer.reuse, answer.timings
     console.print(

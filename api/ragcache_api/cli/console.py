@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ragcache.errors import UnreadableDocument
+
 if TYPE_CHECKING:
     from ragcache import RagCache
 
@@ -51,6 +53,14 @@ def open_existing_rag(
 
     Database.open_existing(state / "ledger.sqlite").close()
     return open_rag(state, model, embedding)
+
+
+def read_text(file: Path) -> str:
+    """A text file's content. Raises `UnreadableDocument`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableDocument(f"cannot read {file}: {error}") from error
 
 
 def print_json(value: Any) -> None:

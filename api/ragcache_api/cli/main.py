@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ragcache.errors import RagCacheError
-from ragcache_api.cli import ask, bench, demo, doctor, evaluate, ingest, modules, schema
+from ragcache_api.cli import ask, bench, demo, doctor, evaluate, ingest, modules, prompt, schema
 from ragcache_api.cli.console import errors
 from ragcache_schemas import PMLError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
+app.command("prompt")(prompt.prompt)
 app.command("eval")(evaluate.evaluate_command)
 app.command("doctor")(doctor.doctor)
 app.add_typer(modules.app, name="modules")

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.text import Text
@@ -22,11 +22,14 @@ from ragcache_api.cli.console import (
     console,
     errors,
     open_existing_rag,
+    open_rag,
     print_json,
+    read_text,
 )
 from ragcache_api.cli.outline import outline_lines
 from ragcache_schemas import (
     Layout,
+    Placement,
     PMLWarning,
     Schema,
     lay_out,
@@ -45,6 +48,23 @@ _SUFFIXES = (".xml", ".pml")
 @app.callback()
 def schema() -> None:
     """PML schemas: written ones and generated ones."""
+
+
+@app.command("add")
+def add(
+    file: Annotated[Path, typer.Argument(help="A PML schema.")],
+    state: StateOption = DEFAULT_STATE,
+    placement: Annotated[
+        str, typer.Option(help="schema (fixed positions) or compact (no gaps).")
+    ] = "schema",
+    model: ModelOption = None,
+) -> None:
+    """Store a schema and encode its modules, so that prompts can import them."""
+    text = read_text(file)
+    with open_rag(state, model, None) as rag:
+        added = rag.add_schema(text, placement=cast("Placement", placement), source=str(file))
+        encoded = rag.stats().encoded
+    console.print(f"schema {added.name} added, {encoded} states encoded", markup=False)
 
 
 @app.command("show")
