@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
@@ -23,7 +24,7 @@ class TemplateText:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        special = sorted(set(model.tokenizer.all_special_tokens), key=len, reverse=True)
+        special = sorted(_control_tokens(model.tokenizer), key=len, reverse=True)
         self._ids = [model.tokenizer.convert_tokens_to_ids(token) for token in special]
         self._marks = {token: chr(_FIRST + i) for i, token in enumerate(special)}
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
@@ -61,3 +62,9 @@ class TemplateText:
                 f"line {line} holds the private character U+{ord(found[0]):X}, which is reserved "
                 "for control tokens; remove it"
             )
+
+
+def _control_tokens(tokenizer: Any) -> set[str]:
+    """All of them: those with a role (end of text, padding) and those that are only marked."""
+    marked = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    return {*tokenizer.all_special_tokens, *marked}
