@@ -13,15 +13,13 @@
     │   ├── EmptyQuestion
     │   ├── PromptTooLong           prompt and answer exceed the model's window
     │   ├── UnknownCollection
-    │   ├── UnknownModule
     │   └── UnknownSchema
     └── StoreError
         ├── NoState                 a folder that holds no ragcache state
         ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
         ├── StoreFull               no space left on the device
         ├── StoreUnwritable         the state folder cannot be written
-        ├── StateCorrupt            a blob failed its checksum (encoded again by the facade)
-        └── StateMissing            no tier holds the states of a key
+        └── StateCorrupt            a blob failed its checksum (encoded again by the facade)
 
 Errors of the markup language (`ragcache_schemas.PMLError` and below) stand on their own: the
 language does not depend on the engine.
@@ -84,12 +82,6 @@ class UnknownCollection(RequestError, KeyError):
     __str__ = Exception.__str__  # KeyError would quote the message
 
 
-class UnknownModule(RequestError, KeyError):
-    """No module has this name."""
-
-    __str__ = Exception.__str__
-
-
 class UnknownSchema(RequestError, KeyError):
     """No schema has this name."""
 
@@ -118,9 +110,3 @@ class StoreUnwritable(StoreError, OSError):
 
 class StateCorrupt(StoreError):
     """A blob failed its checksum or cannot be parsed."""
-
-
-class StateMissing(StoreError, KeyError):
-    """No tier holds the states of a key."""
-
-    __str__ = Exception.__str__

@@ -35,8 +35,8 @@ class ModuleEncoder:
 
     def lease(self, modules: Sequence[Sequence[int]], mode: Mode) -> Lease:
         """The states of the preamble and then of each module, encoded if need be."""
-        tokens = {self.key(ids, mode): ids for ids in modules}
-        keys = [self.preamble_key, *(self.key(ids, mode) for ids in modules)]
+        module_keys = [self.key(ids, mode) for ids in modules]
+        tokens = dict(zip(module_keys, modules, strict=True))
 
         def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
             if missing[0] == self.preamble_key:
@@ -45,7 +45,7 @@ class ModuleEncoder:
             if missing:
                 yield from self._encode([tokens[key] for key in missing], mode)
 
-        return self.store.lease(keys, produce)
+        return self.store.lease([self.preamble_key, *module_keys], produce)
 
     def _encode(self, modules: Sequence[Sequence[int]], mode: Mode) -> Iterator[KVStates]:
         start = len(self.preamble_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ragcache.config import Settings
@@ -13,11 +13,11 @@ from ragcache.documents.source import Source
 from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError
 from ragcache.pipeline.encoding import ModuleEncoder
+from ragcache.pipeline.portions import portions
 from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
 
 Progress = Callable[[int, int], None]
-_TOGETHER = 8  # modules leased at once: bounds what the host tier must hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Ingestor:
         before = self.store.counters.encoded
         rows, done = [], 0
         for document, modules in prepared:
-            for part in _batches([ids for _, ids in modules]):
+            for part in portions([ids for _, ids in modules]):
                 with self.encoder.lease(part, "rooted"):
                     done += len(part)
                 if progress is not None:
@@ -130,8 +130,3 @@ class Ingestor:
         return NewDocument(
             document.id, document.uri, self._digest(document), rows, document.metadata
         )
-
-
-def _batches(modules: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
-    for start in range(0, len(modules), _TOGETHER):
-        yield modules[start : start + _TOGETHER]

@@ -11,6 +11,7 @@ from ragcache.engine import Request, check_window, generate
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
 from ragcache.pipeline.placing import Owner, Placed, place
+from ragcache.pipeline.portions import portions
 from ragcache.pipeline.scope_states import ScopeEncoder, ScopeTokens
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.store import Lease, SchemaText, SchemaTexts
@@ -27,8 +28,6 @@ from ragcache_schemas import (
     spell_prompt,
     spell_schema,
 )
-
-_TOGETHER = 8  # modules leased at once: bounds what the host tier must hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,8 @@ class PromptRunner:
         loaded = self._index(schema, placement)
         groups = [self.encoder.tokens([scope]) for scope in _scopes(loaded.index.root)]
         groups = [group for group in groups if group.token_ids]
-        for start in range(0, len(groups), _TOGETHER):
-            with self.encoder.lease(groups[start : start + _TOGETHER]):
+        for portion in portions(groups):
+            with self.encoder.lease(portion):
                 pass
         self.texts.put(schema.name, SchemaText(text, placement))
         self._schemas[schema.name] = loaded

@@ -72,12 +72,13 @@ class ScopeEncoder:
 
     def lease(self, groups: Sequence[ScopeTokens]) -> Lease:
         """The states of each group, encoded if need be."""
-        keyed = {self.key(group): group for group in groups}
+        keys = [self.key(group) for group in groups]
+        keyed = dict(zip(keys, groups, strict=True))
 
         def produce(missing: Sequence[KVKey]) -> Iterable[KVStates]:
             return self._encode([keyed[key] for key in missing])
 
-        return self.store.lease([self.key(group) for group in groups], produce)
+        return self.store.lease(keys, produce)
 
     def _encode(self, groups: Sequence[ScopeTokens]) -> Iterator[KVStates]:
         jobs = [

@@ -52,7 +52,28 @@ __all__ = [
 ]
 
 
-class PMLError(ValueError):
+class _Placed:
+    """What has a place in a file."""
+
+    location: Location | None
+
+    @property
+    def source(self) -> str:
+        """The file's name, or "<string>"."""
+        return self.location.source if self.location else "<string>"
+
+    @property
+    def line(self) -> int | None:
+        """Counted from 1."""
+        return self.location.line if self.location else None
+
+    @property
+    def column(self) -> int | None:
+        """Counted from 1, in characters."""
+        return self.location.column if self.location else None
+
+
+class PMLError(_Placed, ValueError):
     """What was wrong (`problem`), where, in which `element`, and what was `expected` instead.
 
     `line` and `column` are None where the tree was built by a program and not parsed.
@@ -70,21 +91,6 @@ class PMLError(ValueError):
         self.location = location
         self.element = element
         self.expected = expected
-
-    @property
-    def source(self) -> str:
-        """The file's name, or "<string>"."""
-        return self.location.source if self.location else "<string>"
-
-    @property
-    def line(self) -> int | None:
-        """Counted from 1."""
-        return self.location.line if self.location else None
-
-    @property
-    def column(self) -> int | None:
-        """Counted from 1, in characters."""
-        return self.location.column if self.location else None
 
     def __str__(self) -> str:
         where = f"{self.location}: " if self.location else ""
@@ -152,28 +158,13 @@ class ProgramError(PMLError):
     """A prompt program that cannot become a schema."""
 
 
-class PMLWarning(UserWarning):
+class PMLWarning(_Placed, UserWarning):
     """Accepted, though not as PML should be written. Carries source, line and column."""
 
     def __init__(self, problem: str, location: Location | None = None) -> None:
         super().__init__(problem, location)
         self.problem = problem
         self.location = location
-
-    @property
-    def source(self) -> str:
-        """The file's name, or "<string>"."""
-        return self.location.source if self.location else "<string>"
-
-    @property
-    def line(self) -> int | None:
-        """Counted from 1."""
-        return self.location.line if self.location else None
-
-    @property
-    def column(self) -> int | None:
-        """Counted from 1, in characters."""
-        return self.location.column if self.location else None
 
     def __str__(self) -> str:
         return f"{self.location}: {self.problem}" if self.location else self.problem
