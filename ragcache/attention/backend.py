@@ -1,4 +1,4 @@
-"""The seam between the design and the hardware: who computes a partial result."""
+"""The seam between a step and the hardware: who computes a plan."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragcache.attention.cpu import FusedCpu
-from ragcache.attention.partial import Partial, partial
+from ragcache.attention.cpu import Products
+from ragcache.attention.plan import StepPlan
+from ragcache.attention.reference import Reference
 
 
 class AttentionBackend(Protocol):
-    """Computes what `ragcache.attention.partial.partial` defines."""
+    """Computes a plan. What stands above it does not change with the hardware."""
 
-    def partial(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False
-    ) -> Partial:
-        """query: [Hq, T, D]; key, value: [Hkv, S, D]."""
+    def attend(
+        self, plan: StepPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+    ) -> Tensor:
+        """query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's
+        own, which stand where the plan writes them already. Returns [T, Hq, D]."""
         ...
-
-
-class Reference:
-    """The plain definition; any device, any dtype."""
-
-    partial = staticmethod(partial)
 
 
 def backend_for(device: torch.device) -> AttentionBackend:
     """The fastest backend that this device offers."""
-    if device.type == "cpu" and FusedCpu.available():
-        return FusedCpu()
+    if device.type == "cpu" and Products.available():
+        return Products()
     return Reference()

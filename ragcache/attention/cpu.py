@@ -1,39 +1,160 @@
-"""The CPU backend: PyTorch's fused attention kernel, which also returns the log-sum-exp.
+"""The CPU backend: large matrix products, and one exponential for every score.
 
-The operator is an internal one of PyTorch (docs/adr/0005): it is what
-`scaled_dot_product_attention` runs on a CPU, minus the wrapper that throws `lse` away. Where a
-build lacks it, `backend_for` falls back to the reference.
+Every score of a row is taken relative to the same value, the `lse` of the row over its own tokens,
+which is known first. Numerators and denominators of all runs then simply add up: no maximum is
+searched and nothing is rescaled (FlashDecoding++ §3, unified maximum). Where a score exceeds that
+value by more than an exponent holds, the sum is infinite, and the layer is computed again by
+definition. PyTorch's fused kernel needs 1.5 times as long over a run (docs/adr/0011).
 """
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ragcache.attention.partial import Partial, fold
+from ragcache.attention.partial import grouped
+from ragcache.attention.plan import Asking, PageRows, Square, StepPlan
+from ragcache.attention.reference import Reference
+from ragcache.attention.rotary import rotate
+
+BLOCK = 2**22  # scores in the workspace at once: 8 MiB in bfloat16, so that they stay in cache
 
 
-class FusedCpu:
-    """Fused attention in float32, bfloat16, float16 or float64, with float32 accumulation."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Own:
+    """Attention of rows over their own tokens. out: [Hkv, N, G, D] float32 or the query's dtype,
+    lse: [Hkv, N, G]; heads first, unlike `Partial`."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Products:
+    """For rotary and learned positions in float32, bfloat16 and float64.
+
+    ALiBi's biases and float16, whose exponent is short, go to the definition.
+    """
+
+    def __init__(self) -> None:
+        self._reference = Reference()
+        self._local = threading.local()
 
     @staticmethod
     def available() -> bool:
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
-    def partial(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False
-    ) -> Partial:
-        heads, rows, dim = query.shape
-        kv_heads, length, _ = key.shape
-        if causal:
-            # A causal mask needs whole query heads. The heads of a group become heads of one
-            # batch row, and the keys are broadcast over them by a stride of zero: no copy.
-            shape = (kv_heads, heads // kv_heads, length, dim)
-            q = query.reshape(kv_heads, -1, rows, dim)
-            k, v = key[:, None].expand(shape), value[:, None].expand(shape)
-        else:
-            q, k, v = fold(query, kv_heads)[None], key[None], value[None]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
-        )
-        return Partial(out.reshape(heads, rows, dim), lse.reshape(heads, rows))
+    def attend(
+        self, plan: StepPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        if plan.slopes is not None or query.dtype == torch.float16:
+            return self._reference.attend(plan, layer, query, key, value, scale=scale)
+        rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
+        own = self._own(plan, layer, rows, key, value, scale)
+        if plan.asking is None:
+            return _rows_first(own.out, query.dtype)
+        base = own.lse.to(query.dtype)  # what scores are relative to; exact in either dtype
+        out, total = self._runs(plan, plan.asking, layer, rows, base, scale)
+        weight = (own.lse - base).exp_()
+        joined = own.out * weight[..., None]
+        for slot in plan.table:
+            joined += out.index_select(1, slot)
+            weight = weight + total.index_select(1, slot)
+        if not bool(weight.isfinite().all()):
+            return self._reference.attend(plan, layer, query, key, value, scale=scale)
+        return _rows_first(joined / weight[..., None], query.dtype)
+
+    def _own(
+        self, plan: StepPlan, layer: int, rows: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> _Own:
+        parts = [_square(square, rows, key, value, scale) for square in plan.squares]
+        if plan.pages is not None:
+            parts.append(_pages(plan.pages, layer, rows, scale))
+        if len(parts) == 1:
+            return parts[0]
+        out, lse = torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1)
+        if plan.own is None:
+            return _Own(out, lse)
+        return _Own(out.index_select(1, plan.own), lse.index_select(1, plan.own))
+
+    def _runs(
+        self, plan: StepPlan, asking: Asking, layer: int, rows: Tensor, base: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Numerators [Hkv, M + 1, G, D] and denominators [Hkv, M + 1, G] of the M asking rows,
+        times exp(-base); the last of each is zero."""
+        turned = rows.index_select(1, asking.rows)  # [Hkv, M, G, D]
+        if asking.rotation is not None:
+            turned = rotate(turned, asking.rotation)
+        kv_heads, count, group, dim = turned.shape
+        turned = turned.view(kv_heads, count * group, dim)
+        taken = -base.index_select(1, asking.rows).view(kv_heads, count * group, 1)
+        exact = torch.promote_types(rows.dtype, torch.float32)
+        out = turned.new_empty(kv_heads, (count + 1) * group, dim)
+        total = turned.new_empty(kv_heads, (count + 1) * group, dtype=exact)
+        for run in plan.runs:
+            keys, values = run.keys[layer].transpose(1, 2), run.values[layer]
+            block = max(1, BLOCK // (kv_heads * keys.shape[2]))
+            for begin in range(run.begin * group, run.end * group, block):
+                at = slice(begin, min(begin + block, run.end * group))
+                scores = self._workspace(turned[:, at], keys.shape[2])
+                torch.baddbmm(taken[:, at], turned[:, at], keys, alpha=scale, out=scores)
+                torch.sum(scores.exp_(), -1, dtype=exact, out=total[:, at])
+                out[:, at] = torch.bmm(scores, values)
+        out[:, count * group :], total[:, count * group :] = 0, 0
+        shape = (kv_heads, count + 1, group)
+        return out.view(*shape, dim), total.view(shape)
+
+    def _workspace(self, query: Tensor, keys: int) -> Tensor:
+        """Room for [Hkv, R, S] scores, one a thread: freshly mapped pages cost more than the
+        products that fill them."""
+        kv_heads, rows, _ = query.shape
+        size = kv_heads * rows * keys
+        room: Tensor | None = getattr(self._local, "room", None)
+        if room is None or room.dtype != query.dtype or room.numel() < size:
+            room = self._local.room = query.new_empty(max(size, BLOCK))
+        return room[:size].view(kv_heads, rows, keys)
+
+
+def _square(square: Square, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> _Own:
+    """PyTorch's fused attention (docs/adr/0005) of new tokens over themselves.
+
+    A causal mask needs whole query heads. The heads of a group become heads of one batch row, and
+    the keys are broadcast over them by a stride of zero: no copy.
+    """
+    own = slice(square.begin, square.end)
+    query = rows[:, own].transpose(1, 2)  # [Hkv, G, N, D]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query,
+        key[:, None, own].expand(query.shape),
+        value[:, None, own].expand(query.shape),
+        0.0,
+        True,
+        scale=scale,
+    )
+    return _Own(out.transpose(1, 2), lse.transpose(1, 2))
+
+
+def _pages(pages: PageRows, layer: int, rows: Tensor, scale: float) -> _Own:
+    """Every row over the pages of its own, which are few: gathered, then one product for all."""
+    kv_heads, _, group, dim = rows.shape
+    count = len(pages.rows)
+    query = rows if count == rows.shape[1] else rows.index_select(1, pages.rows)
+    query = query.reshape(kv_heads * count, group, dim)
+    keys = pages.gather(pages.keys[layer]).view(kv_heads * count, -1, dim)
+    values = pages.gather(pages.values[layer]).view(kv_heads * count, -1, dim)
+    hidden = pages.mask.expand(kv_heads, -1, -1).reshape(kv_heads * count, 1, -1)
+    scores = torch.baddbmm(hidden, query, keys.transpose(1, 2), alpha=scale)
+    largest = scores.amax(-1, keepdim=True)
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    total = scores.sub_(largest).exp_().sum(-1, dtype=exact)  # [Hkv * B, G]
+    out = torch.bmm(scores, values) / total[..., None]
+    lse = total.log_().add_(largest[..., 0])
+    return _Own(out.view(kv_heads, count, group, dim), lse.view(kv_heads, count, group))
+
+
+def _rows_first(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """[Hkv, T, G, D] as [T, Hq, D]."""
+    return out.to(dtype).transpose(0, 1).flatten(1, 2)

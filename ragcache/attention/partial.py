@@ -3,6 +3,10 @@
 Attention over a context that is split into disjoint key sets equals the sum of the partial outputs
 weighted by their shares of the softmax denominator (RelayAttention §3.2 and eq. 7, Hydragen §3.1).
 Every partial result therefore carries the natural logarithm of its denominator, `lse`, in float32.
+
+Query heads are grouped: [Hkv, N, G, D] holds, for each key head, N query rows of the G heads that
+read it (Hq = Hkv * G). The rows and heads of a group are rows of one product over the same keys, so
+that no key is ever repeated.
 """
 
 from __future__ import annotations
@@ -18,61 +22,70 @@ from torch import Tensor
 class Partial:
     """Attention of some query rows over some of their keys.
 
-    out: [Hq, T, D] in the query's dtype; lse: [Hq, T], natural log. `lse` is float32, or float64
-    where the inputs are.
+    out: [N, Hkv, G, D] in the query's dtype, rows first; lse: [N, Hkv, G], natural log, float32, or
+    float64 where the inputs are. Any strides.
     """
 
     out: Tensor
     lse: Tensor
 
 
-def fold(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Folds grouped query heads into query rows: [Hq, T, D] to [Hkv, G*T, D].
-
-    Query head `h` reads key head `h // G`, so the G heads of a group are rows of one product over
-    the same keys, and no key is ever repeated.
-    """
+def grouped(query: Tensor, num_kv_heads: int) -> Tensor:
+    """A view of [Hq, N, D] as [Hkv, N, G, D]: query head h reads key head h // G."""
     heads, rows, dim = query.shape
-    return query.reshape(num_kv_heads, heads // num_kv_heads * rows, dim)
+    return query.view(num_kv_heads, heads // num_kv_heads, rows, dim).transpose(1, 2)
 
 
 def partial(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, bias: Tensor | None = None
 ) -> Partial:
-    """The reference: plain products and a softmax, on any device and dtype.
+    """The definition: plain products and a softmax in float32, on any device and dtype.
 
-    query: [Hq, T, D]; key, value: [Hkv, S, D]. With `causal`, T equals S and row t sees the keys
-    up to t. Backends compute the same function faster.
+    query: [Hkv, N, G, D]; key, value: [Hkv, S, D], or [Hkv, N, S, D] where every row has keys of
+    its own; bias: added to the scores, broadcast to [Hkv, N, G, S]; minus infinity hides a key, and
+    every row sees at least one.
     """
-    heads, rows, dim = query.shape
-    kv_heads, length, _ = key.shape
     exact = torch.promote_types(query.dtype, torch.float32)
-    scores = fold(query, kv_heads).to(exact) @ key.to(exact).transpose(-1, -2) * scale
-    if causal:
-        hidden = torch.ones(rows, length, dtype=torch.bool, device=query.device).triu(1)
-        by_head = scores.view(heads, rows, length)
-        scores = by_head.masked_fill(hidden, -torch.inf).view_as(scores)
-    lse = scores.logsumexp(dim=-1)  # [Hkv, G*T]
+    if key.dim() == 3:
+        key, value = key[:, None], value[:, None]
+    scores = query.to(exact) @ key.to(exact).transpose(-1, -2) * scale  # [Hkv, N, G, S]
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(dim=-1)  # [Hkv, N, G]
     out = (scores - lse[..., None]).exp() @ value.to(exact)
-    return Partial(out.view(heads, rows, dim).to(query.dtype), lse.view(heads, rows))
+    return Partial(out.to(query.dtype).transpose(0, 1), lse.transpose(0, 1))
+
+
+def causal_bias(rows: int, device: torch.device) -> Tensor:
+    """[N, 1, N]: row t sees the keys up to t."""
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+    return torch.zeros(rows, rows, device=device).masked_fill(hidden, -torch.inf)[:, None]
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins attention over two disjoint key sets (RelayAttention eq. 7)."""
-    lse = torch.logaddexp(a.lse, b.lse)  # [Hq, T]
+    """Joins attention of the same rows over two disjoint key sets (RelayAttention eq. 7)."""
+    lse = torch.logaddexp(a.lse, b.lse)  # [N, Hkv, G]
     wa, wb = (a.lse - lse).exp(), (b.lse - lse).exp()  # sum to 1
     out = wa[..., None] * a.out + wb[..., None] * b.out
     return Partial(out.to(a.out.dtype), lse)
 
 
-def merge_slots(out: Tensor | Sequence[Tensor], lse: Tensor) -> Tensor:
-    """Joins up to N partial results a row in one go.
+def merge_table(own: Partial, asked: Sequence[Partial], table: Tensor) -> Partial:
+    """Joins, for every row, its own partial result with those over the runs that it asks.
 
-    out: N times [Hq, T, D], finite; lse: [N, Hq, T], minus infinity where a slot is empty; at least
-    one slot of every row is filled. Returns [Hq, T, D] in the dtype of `out`.
+    own: of all T rows; asked: together of M rows. table: [slots, T] int64, where the results of row
+    t stand among the M, M for none.
     """
-    weights = lse.softmax(dim=0)[..., None]  # [N, Hq, T, 1]
-    joined = out[0] * weights[0]
-    for part, weight in zip(out[1:], weights[1:], strict=True):
-        joined.addcmul_(part.to(weight.dtype), weight)
-    return joined.to(out[0].dtype)
+    out = torch.cat([part.out for part in asked])  # [M, Hkv, G, D]
+    lse = torch.cat([*(part.lse for part in asked), _nothing(own.lse)])  # [M + 1, Hkv, G]
+    every = torch.cat([own.lse[None], lse[table]])  # [1 + slots, T, Hkv, G]
+    weights = every.softmax(dim=0)[..., None]
+    rows = table.clamp(max=len(out) - 1)  # an empty slot weighs nothing, whatever it points to
+    joined = own.out * weights[0]
+    for row, weight in zip(rows, weights[1:], strict=True):
+        joined.addcmul_(out[row].to(weight.dtype), weight)
+    return Partial(joined.to(own.out.dtype), every.logsumexp(dim=0))
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_full((1, *like.shape[1:]), -torch.inf)

@@ -7,7 +7,6 @@ keys stay untouched. Rotations compose by adding angles (RoFormer eq. 16), so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """cos and sin of the angles by which query rows turn: [T or 1, R/2], R the rotated width, or
-    [N, 1, T or 1, R/2] for N ways of turning the same rows."""
+    """cos and sin of the angles by which rows turn: [T or 1, R/2], R the rotated width, or any
+    shape that broadcasts over the rows."""
 
     cos: Tensor
     sin: Tensor
@@ -28,25 +27,18 @@ class Rotation:
         angle = delta.to(torch.float32)[:, None] * inverse_frequency.to(torch.float32)
         return cls(angle.cos(), angle.sin())
 
-    @classmethod
-    def stack(cls, rotations: Sequence[Rotation]) -> Rotation:
-        """N rotations of equally many rows as one of the form [N, 1, T or 1, R/2]."""
-        cos = torch.stack([rotation.cos for rotation in rotations])
-        sin = torch.stack([rotation.sin for rotation in rotations])
-        return cls(cos[:, None], sin[:, None])
-
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turns the rows of x: [H, T, D] by `rotation`, halves paired (GPT-NeoX layout).
+    """Turns the rows of x: [..., D] by `rotation`, halves paired (GPT-NeoX layout).
 
-    Returns [H, T, D], or [N, H, T, D] for N rotations. Dimensions beyond the rotated width pass
-    through. Computed in float32, or wider if x is.
+    Returns the shape of x, contiguous. Dimensions beyond the rotated width pass through. Computed
+    in float32, or wider if x is.
     """
     cos, sin = rotation.cos, rotation.sin
     half = cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
     left, right = x[..., :half].to(exact), x[..., half : 2 * half].to(exact)
-    turned = x.new_empty(*cos.shape[:-3], *x.shape)
+    turned = x.new_empty(x.shape)
     turned[..., :half] = torch.addcmul(left * cos, right, sin, value=-1)
     turned[..., half : 2 * half] = torch.addcmul(right * cos, left, sin)
     turned[..., 2 * half :] = x[..., 2 * half :]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ragcache.engine.batch import Work, build_step
+from ragcache.engine.batch import build_step
 from ragcache.engine.context import Segment
-from ragcache.engine.private import PrivateStates
+from ragcache.engine.layout import Work
+from ragcache.engine.private import Room
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 
@@ -38,15 +39,16 @@ class EncodeJob:
 def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
     """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
     for batch in _batches(jobs):
-        works = []
+        works, rooms = [], []
         for job in batch:
-            private = PrivateStates.allocate(model, len(job.token_ids))
+            room = Room.allocate(model, len(job.token_ids))
             root = () if job.root is None else (job.root,)
-            works.append(Work(root, private, job.token_ids, job.positions, wants_logits=False))
+            rooms.append(room)
+            works.append(Work(root, room, job.token_ids, job.positions, wants_logits=False))
         model.forward(build_step(model, works))
-        for job, work in zip(batch, works, strict=True):
-            work.private.advance(len(work.token_ids))
-            yield work.private.as_states(job.start)
+        for job, room in zip(batch, rooms, strict=True):
+            room.advance(job.positions)
+            yield room.as_states(job.start)
 
 
 def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ragcache.engine.batch import Work, build_step
+from ragcache.engine.batch import build_step
 from ragcache.engine.context import Context
-from ragcache.engine.private import PrivateStates
+from ragcache.engine.layout import Work
+from ragcache.engine.private import Room
 from ragcache.models import CausalLM
 
 
@@ -39,7 +40,7 @@ class _Active:
     """A request under way."""
 
     request: Request
-    private: PrivateStates
+    private: Room
     pending: Sequence[int]
     positions: Sequence[int]
     tokens: list[int] = field(default_factory=list)
@@ -52,7 +53,7 @@ class _Active:
         """Takes the next token; False when it only ended the answer."""
         now = time.perf_counter()
         self.first_token_at = self.first_token_at or now
-        self.private.advance(len(self.pending))
+        self.private.advance(self.positions)
         self.pending = (token,)
         self.positions = (self.request.context.next_position + self.generated,)
         self.generated += 1
@@ -94,5 +95,5 @@ def generate(
 def _start(model: CausalLM, request: Request) -> _Active:
     context = request.context
     capacity = len(context.token_ids) + request.max_new_tokens
-    private = PrivateStates.allocate(model, capacity)
+    private = Room.allocate(model, capacity)
     return _Active(request, private, context.token_ids, context.position_ids)

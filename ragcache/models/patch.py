@@ -14,13 +14,13 @@ from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ragcache.attention import AttentionBackend, StepPlan, attend
+from ragcache.attention import AttentionBackend, StepPlan
 
 IMPLEMENTATION = "ragcache"
 
 
 class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Writes each layer's new states into the private runs of a step."""
+    """Keeps each layer's new states where the step's plan wants them."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(layers=[])
@@ -30,10 +30,7 @@ class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [1, Hkv, T, D]; returned as they are."""
-        for run in self.plan.runs:
-            until = run.past + run.end - run.begin
-            run.keys[layer_idx, :, run.past : until] = key_states[0, :, run.begin : run.end]
-            run.values[layer_idx, :, run.past : until] = value_states[0, :, run.begin : run.end]
+        self.plan.write(layer_idx, key_states[0], value_states[0])
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
@@ -64,8 +61,7 @@ def ragged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = module.layer_idx
     assert isinstance(layer, int)
-    joined = attend(plan, layer, query[0], scale=scale, backend=backend)
-    return joined.transpose(0, 1)[None], None
+    return backend.attend(plan, layer, query[0], key[0], value[0], scale=scale)[None], None
 
 
 def patch(model: Any) -> None:

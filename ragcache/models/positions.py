@@ -23,6 +23,11 @@ class PositionScheme(Protocol):
         """Names everything that moved states depend on; part of every state key."""
         ...
 
+    @property
+    def slopes(self) -> Tensor | None:
+        """[Hq] float32: the bias a position of distance adds (ALiBi), None for other schemes."""
+        ...
+
     def relocation(self, delta: Tensor) -> Rotation | None:
         """How queries turn towards a segment that was moved by `delta` ([T or 1] positions)."""
         ...
@@ -52,6 +57,10 @@ class Rotary:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def slopes(self) -> None:
+        return None
 
     def relocation(self, delta: Tensor) -> Rotation:
         return Rotation.by(-delta, self.inverse_frequency)

@@ -9,8 +9,9 @@ import torch
 
 from ragcache.attention.rotary import Rotation
 from ragcache.engine import EncodeJob, Segment, encode
-from ragcache.engine.batch import Work, build_step
-from ragcache.engine.private import PrivateStates
+from ragcache.engine.batch import build_step
+from ragcache.engine.layout import Work
+from ragcache.engine.private import Room
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.conftest import random_tokens
@@ -28,7 +29,7 @@ def work(
     *,
     wants_logits: bool = True,
 ) -> Work:
-    private = PrivateStates.allocate(causal, len(positions))
+    private = Room.allocate(causal, len(positions))
     tokens = random_tokens(len(positions), seed=3)
     return Work(tuple(segments), private, tokens, positions, wants_logits)
 

@@ -26,7 +26,7 @@ def count_passes(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]
     forward = causal.forward
 
     def counted(step: Step) -> torch.Tensor:
-        passes.append(step.plan.num_rows)
+        passes.append(len(step.token_ids))
         return forward(step)
 
     monkeypatch.setattr(causal, "forward", counted)

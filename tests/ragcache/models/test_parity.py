@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode, generate
-from ragcache.engine.batch import Work, build_step
-from ragcache.engine.private import PrivateStates
+from ragcache.engine.batch import build_step
+from ragcache.engine.layout import Work
+from ragcache.engine.private import Room
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
@@ -24,7 +25,7 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     works = [
         Work(
             c.segments,
-            PrivateStates.allocate(causal, len(c.token_ids)),
+            Room.allocate(causal, len(c.token_ids)),
             c.token_ids,
             c.position_ids,
         )
