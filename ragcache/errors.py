@@ -10,10 +10,17 @@
     │   ├── UnsupportedModel        an architecture, position scheme or window not served
     │   └── MissingExtra            an optional dependency is not installed
     ├── RequestError
+    │   ├── DeadlineExceeded        the request's time was over before it ended
     │   ├── EmptyQuestion
+    │   ├── EngineClosed            the engine takes no requests any longer
+    │   ├── EngineFailed            a step failed under the request
+    │   ├── InvalidRequest          a request whose parameters cannot be used
     │   ├── PromptTooLong           prompt and answer exceed the model's window
+    │   ├── QueueFull               as many requests wait as the queue holds
+    │   ├── RequestCancelled        its caller gave the request up
     │   ├── UnknownCollection
-    │   └── UnknownSchema
+    │   ├── UnknownSchema
+    │   └── UnusableLogits          every next token is forbidden, or the logits are not finite
     └── StoreError
         ├── NoState                 a folder that holds no ragcache state
         ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
@@ -68,12 +75,36 @@ class RequestError(RagCacheError):
     """A request cannot be answered."""
 
 
+class DeadlineExceeded(RequestError, TimeoutError):
+    """The request's time was over before it ended."""
+
+
 class EmptyQuestion(RequestError, ValueError):
     """A question without text."""
 
 
+class EngineClosed(RequestError):
+    """The engine takes no requests any longer."""
+
+
+class EngineFailed(RequestError):
+    """A step of the engine failed while the request ran."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A request whose parameters cannot be used."""
+
+
 class PromptTooLong(RequestError, ValueError):
     """Prompt and answer together exceed the model's window."""
+
+
+class QueueFull(RequestError):
+    """As many requests wait as the engine's queue holds."""
+
+
+class RequestCancelled(RequestError):
+    """The caller gave the request up before it ended."""
 
 
 class UnknownCollection(RequestError, KeyError):
@@ -86,6 +117,10 @@ class UnknownSchema(RequestError, KeyError):
     """No schema has this name."""
 
     __str__ = Exception.__str__
+
+
+class UnusableLogits(RequestError, ArithmeticError):
+    """No next token can be chosen: each is forbidden, or the model's logits are not finite."""
 
 
 class StoreError(RagCacheError):

@@ -1,17 +1,33 @@
-"""The engine: contexts of segments, ragged batches, encoding and generation."""
+"""The engine: contexts of segments, ragged continuous batches, encoding and generation."""
 
+from ragcache.engine.complete import complete
 from ragcache.engine.context import Context, Segment, assemble, check_window
+from ragcache.engine.core import EngineSettings, Tally
 from ragcache.engine.encoder import EncodeJob, encode
-from ragcache.engine.generate import Completion, Request, generate
+from ragcache.engine.handle import Handle
+from ragcache.engine.request import Choice, Completion, Piece, Request
+from ragcache.engine.sampler import Chosen
+from ragcache.engine.sampling import Sampling
+from ragcache.engine.serving import Engine
+from ragcache.engine.text import TextStream
 
 __all__ = [
+    "Choice",
+    "Chosen",
     "Completion",
     "Context",
     "EncodeJob",
+    "Engine",
+    "EngineSettings",
+    "Handle",
+    "Piece",
     "Request",
+    "Sampling",
     "Segment",
+    "Tally",
+    "TextStream",
     "assemble",
     "check_window",
+    "complete",
     "encode",
-    "generate",
 ]

@@ -48,6 +48,10 @@ class StepBuilder:
             self.rebuilt += 1
         return self._frame.step(works)
 
+    def forget(self) -> None:
+        """Lets go of the states that the last step read."""
+        self._frame = None
+
 
 def _shape(work: Work) -> object:
     """Equal for two steps of a request between which its reading does not change; None where it

@@ -11,10 +11,15 @@ from ragcache.states import KVStates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """States standing at position `start` of a prompt. Nothing is copied to place them."""
+    """States standing at position `start` of a prompt. Nothing is copied to place them.
+
+    name: names what the states are, for all time; None where they have no name. Requests over
+    segments of equal names at equal places can share what they compute after them.
+    """
 
     states: KVStates
     start: int
+    name: str | None = None
 
     @property
     def delta(self) -> int:
@@ -51,15 +56,22 @@ class Context:
 
 
 def assemble(
-    states: Sequence[KVStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int
+    states: Sequence[KVStates],
+    token_ids: Sequence[int],
+    *,
+    window: int,
+    max_new_tokens: int,
+    names: Sequence[str | None] | None = None,
 ) -> Context:
     """Places states one after another without gaps, then the private tokens.
+
+    names: those of the segments, where they have any.
 
     Raises `PromptTooLong` where prompt and answer together exceed `window` positions.
     """
     position, segments = 0, []
-    for each in states:
-        segments.append(Segment(each, position))
+    for each, name in zip(states, names or [None] * len(states), strict=True):
+        segments.append(Segment(each, position, name))
         position += each.length
     check_window(position, len(token_ids), window=window, max_new_tokens=max_new_tokens)
     if not token_ids:

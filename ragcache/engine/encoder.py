@@ -36,19 +36,41 @@ class EncodeJob:
         return range(self.start, self.start + len(self.token_ids))
 
 
+class Encoding:
+    """A job under way, computed in portions of any size."""
+
+    def __init__(self, model: CausalLM, job: EncodeJob) -> None:
+        self.job = job
+        self.room = Room.allocate(model, len(job.token_ids))
+
+    @property
+    def pending(self) -> int:
+        return len(self.job.token_ids) - self.room.length
+
+    def work(self, count: int) -> Work:
+        begin = self.room.length
+        here = slice(begin, begin + count)
+        root = () if self.job.root is None else (self.job.root,)
+        tokens, positions = self.job.token_ids[here], self.job.positions[here]
+        return Work(root, self.room, tokens, positions, wants_logits=False)
+
+    def computed(self, count: int) -> None:
+        begin = self.room.length
+        self.room.advance(self.job.positions[begin : begin + count])
+
+    def states(self) -> KVStates:
+        assert self.pending == 0
+        return self.room.as_states(self.job.start)
+
+
 def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
     """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
     for batch in _batches(jobs):
-        works, rooms = [], []
-        for job in batch:
-            room = Room.allocate(model, len(job.token_ids))
-            root = () if job.root is None else (job.root,)
-            rooms.append(room)
-            works.append(Work(root, room, job.token_ids, job.positions, wants_logits=False))
-        model.forward(build_step(model, works))
-        for job, room in zip(batch, rooms, strict=True):
-            room.advance(job.positions)
-            yield room.as_states(job.start)
+        under_way = [Encoding(model, job) for job in batch]
+        model.forward(build_step(model, [each.work(each.pending) for each in under_way]))
+        for each in under_way:
+            each.computed(each.pending)
+            yield each.states()
 
 
 def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:

@@ -1,0 +1,332 @@
+"""The engine without its thread: takes requests, and runs one step at a time."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ragcache.engine.encoder import EncodeJob, Encoding
+from ragcache.engine.handle import Channel
+from ragcache.engine.layout import Work
+from ragcache.engine.memory import Memory
+from ragcache.engine.pool import ChunkPool
+from ragcache.engine.prefix import PrefixTree
+from ragcache.engine.request import Completion, Piece, Request
+from ragcache.engine.runner import Runner
+from ragcache.engine.sampler import choose
+from ragcache.engine.schedule import Decision, Limits, schedule
+from ragcache.engine.sequence import Group, Sequence
+from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
+from ragcache.states import KVStates
+
+Clock = Callable[[], float]
+States = Channel[KVStates, None]
+Answers = Channel[Piece, Completion]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """pool_bytes: room for requests' own states. step_tokens: the most rows of a step in which
+    something decodes, so that long new text stalls nobody; prefill_tokens: of one in which nothing
+    does. running: the most requests at once. queue: the most that wait; one more is refused.
+    retained: the share of the pool that may hold states of requests that have ended."""
+
+    pool_bytes: int = 2**29
+    step_tokens: int = 256
+    prefill_tokens: int = 2048
+    running: int = 64
+    queue: int = 1024
+    retained: float = 0.5
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the engine did. Tokens are rows of steps; seconds are of its thread.
+
+    planning: building plans and choosing who runs; forward: the model; sampling: choosing tokens
+    and telling callers. queued: the sum of the seconds that admitted requests waited.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    decoded_tokens: int = 0
+    encoded_tokens: int = 0
+    shared_tokens: int = 0
+    admitted: int = 0
+    preempted: int = 0
+    queued: float = 0.0
+    planning: float = 0.0
+    forward: float = 0.0
+    sampling: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _EncodeTask:
+    """Jobs that one caller waits for together. Their states are handed over in order."""
+
+    jobs: deque[EncodeJob]
+    channel: States
+    under_way: deque[Encoding] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A sequence or an encoding with the tokens that it computes in this step."""
+
+    runs: Sequence | Encoding
+    count: int
+    work: Work
+
+
+class EngineCore:
+    """Iteration-level batching: requests join and leave between steps (Orca §3.1)."""
+
+    def __init__(
+        self, runner: Runner, settings: EngineSettings, clock: Clock = time.perf_counter
+    ) -> None:
+        self.runner, self.settings, self.clock = runner, settings, clock
+        pool = runner.pool(settings.pool_bytes)
+        self.memory = Memory(pool, PrefixTree(pool.chunk, int(settings.retained * pool.total)))
+        self.tally = Tally()
+        self._limits = Limits(
+            pool.chunk, settings.step_tokens, settings.prefill_tokens, settings.running
+        )
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._encoding: deque[_EncodeTask] = deque()
+        self._numbers = 0
+
+    @property
+    def pool(self) -> ChunkPool:
+        return self.memory.pool
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running or self._encoding)
+
+    def check(self, request: Request) -> None:
+        """Raises `PromptTooLong` for a request that could never run."""
+        context = request.context
+        tokens = len(context.token_ids) + request.max_new_tokens
+        window = self.runner.window
+        if context.next_position + request.max_new_tokens > window:
+            raise PromptTooLong(
+                f"the prompt ends at position {context.next_position} and the answer may take "
+                f"{request.max_new_tokens} more, but the model's window holds {window}"
+            )
+        if not self.memory.holds(tokens):
+            raise PromptTooLong(
+                f"the request may need {tokens} tokens of its own, but the pool holds "
+                f"{self.pool.total * self.pool.chunk}; give the engine more pool bytes"
+            )
+
+    def add(self, request: Request, channel: Answers, submitted_at: float) -> None:
+        """Puts a request that was checked in the queue."""
+        self._enqueue(self._sequence(Group(request, channel, submitted_at), 0))
+
+    def add_encoding(self, jobs: list[EncodeJob], channel: States) -> None:
+        """Puts jobs in the queue of what is encoded beside the requests."""
+        self._encoding.append(_EncodeTask(deque(jobs), channel))
+
+    def step(self) -> None:
+        """Runs one step: whoever joins, leaves or goes on is decided first."""
+        begin = self.clock()
+        self._drop_gone(begin)
+        shares = self._plan(begin)
+        if not shares:
+            return
+        step = self.runner.prepare([share.work for share in shares])
+        planned = self.clock()
+        logits = step()
+        computed = self.clock()
+        self._account(shares)
+        self._sample(shares, logits, computed)
+        tally = self.tally
+        tally.steps += 1
+        tally.planning += planned - begin
+        tally.forward += computed - planned
+        tally.sampling += self.clock() - computed
+
+    def fail_all(self, error: BaseException) -> None:
+        """Ends every request with `error`, and takes all memory back."""
+        for sequence in (*self._running, *self._waiting):
+            self._release(sequence)
+            sequence.group.channel.fail(error)
+        for task in self._encoding:
+            task.channel.fail(error)
+        self._running, self._waiting, self._encoding = [], [], deque()
+        self.runner.idle()
+
+    def _plan(self, now: float) -> list[_Share]:
+        """Who computes what in this step; preempted requests have left, admitted ones entered."""
+        decision = schedule(
+            [sequence.candidate() for sequence in self._running],
+            (sequence.candidate() for sequence in self._waiting),
+            self._limits,
+            free_chunks=self.memory.available,
+            now=now,
+        )
+        self._preempt(decision)
+        self._admit(decision, now)
+        shares = []
+        for sequence in self._running:
+            count = decision.tokens.get(sequence.number, 0)
+            count = min(count, len(sequence.tokens) - sequence.computed)
+            if count:
+                self.memory.make_room(sequence, count)
+                shares.append(_Share(sequence, count, sequence.work(count)))
+        decoding = any(share.count == 1 for share in shares)
+        most = self._limits.step_tokens if decoding else self._limits.prefill_tokens
+        return shares + list(self._encodings(most - sum(share.count for share in shares)))
+
+    def _preempt(self, decision: Decision) -> None:
+        for number in decision.preempted:
+            sequence = next(each for each in self._running if each.number == number)
+            self._running.remove(sequence)
+            self._release(sequence)
+            self._enqueue(sequence)
+            self.tally.preempted += 1
+
+    def _admit(self, decision: Decision, now: float) -> None:
+        entering = set(decision.admitted)
+        if not entering:
+            return
+        admitted = [each for each in self._waiting if each.number in entering]
+        self._waiting = [each for each in self._waiting if each.number not in entering]
+        for sequence in admitted:
+            found = self.memory.enter(sequence)
+            group = sequence.group
+            if not group.admitted_at:
+                group.admitted_at = now
+                group.shared_tokens = found
+                self.tally.admitted += 1
+                self.tally.queued += now - group.submitted_at
+            self.tally.shared_tokens += found
+            insort(self._running, sequence, key=_order)
+
+    def _encodings(self, budget: int) -> Iterator[_Share]:
+        """Jobs of callers that wait for states, in order, as far as the budget goes."""
+        for task in self._encoding:
+            while budget > 0 and (task.jobs or task.under_way):
+                for encoding in task.under_way:
+                    count = min(encoding.pending, budget)
+                    if count:
+                        budget -= count
+                        yield _Share(encoding, count, encoding.work(count))
+                if budget <= 0 or not task.jobs:
+                    break
+                task.under_way.append(Encoding(self.runner.model, task.jobs.popleft()))
+                encoding = task.under_way[-1]
+                count = min(encoding.pending, budget)
+                budget -= count
+                yield _Share(encoding, count, encoding.work(count))
+
+    def _account(self, shares: list[_Share]) -> None:
+        """The step's states stand now."""
+        for share in shares:
+            if isinstance(share.runs, Encoding):
+                share.runs.computed(share.count)
+                self.tally.encoded_tokens += share.count
+                continue
+            self.memory.computed(share.runs, share.count)
+            if share.runs.generated:
+                self.tally.decoded_tokens += share.count
+            else:
+                self.tally.prompt_tokens += share.count
+        for task in list(self._encoding):
+            while task.under_way and not task.under_way[0].pending:
+                task.channel.put(task.under_way.popleft().states())
+            if not task.jobs and not task.under_way:
+                self._encoding.remove(task)
+                task.channel.finish(None)
+
+    def _sample(self, shares: list[_Share], logits: Tensor, now: float) -> None:
+        """The next token of every sequence whose last token was computed."""
+        asked = [
+            share.runs
+            for share in shares
+            if isinstance(share.runs, Sequence) and share.work.wants_logits
+        ]
+        if not asked:
+            return
+        forbidden = [sequence.forbidden() for sequence in asked]
+        chosen = choose(logits, [sequence.sampler for sequence in asked], forbidden)
+        for sequence, token in zip(asked, chosen, strict=True):
+            if isinstance(token, UnusableLogits):
+                self._fail(sequence.group, token)
+                continue
+            if sequence.index == 0 and not sequence.generated:
+                self._fork(sequence)
+            sequence.accept(token, now)
+        for sequence in [each for each in self._running if each.finished]:
+            self._running.remove(sequence)
+            self._release(sequence)
+        if not self._running:
+            self.runner.idle()
+
+    def _fork(self, leader: Sequence) -> None:
+        """The prompt stands: the other answers to it begin."""
+        for index in range(1, leader.request.n):
+            sequence = self._sequence(leader.group, index)
+            if len(self._running) < self.settings.running and self.memory.fork(leader, sequence):
+                insort(self._running, sequence, key=_order)
+            else:
+                self._enqueue(sequence)
+
+    def _drop_gone(self, now: float) -> None:
+        """Requests whose caller went away, or whose time is over, leave at once."""
+        for sequence in (*self._running, *self._waiting):
+            group = sequence.group
+            if group.channel.cancelled:
+                self._drop(group)
+            elif group.expires_at is not None and now >= group.expires_at:
+                self._fail(group, _too_late(group, started=sequence in self._running))
+        self._encoding = deque(task for task in self._encoding if not task.channel.cancelled)
+
+    def _fail(self, group: Group, error: BaseException) -> None:
+        self._drop(group)
+        group.channel.fail(error)
+
+    def _drop(self, group: Group) -> None:
+        for sequence in self._running:
+            if sequence.group is group:
+                self._release(sequence)
+        self._running = [each for each in self._running if each.group is not group]
+        self._waiting = [each for each in self._waiting if each.group is not group]
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.private is not None:
+            self.runner.release(sequence.private)
+        self.memory.leave(sequence)
+
+    def _sequence(self, group: Group, index: int) -> Sequence:
+        self._numbers += 1
+        return Sequence(group, index, self._numbers)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_order)
+
+
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return (sequence.group.seniority, sequence.number)
+
+
+def _too_late(group: Group, *, started: bool) -> DeadlineExceeded:
+    where = "while it ran" if started else "while it waited in the queue"
+    return DeadlineExceeded(
+        f"the request's {group.request.timeout} s were over {where}; give it more time, or fewer "
+        "requests to the engine"
+    )

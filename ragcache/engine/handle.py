@@ -1,0 +1,213 @@
+"""A request between its caller and the engine's thread: events one way, cancellation the other.
+
+The engine holds the `Channel`, the caller the `Handle`. Nobody polls: threads wait on an event of
+their own, asyncio tasks on a future that is set in their loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
+
+from ragcache.errors import RequestCancelled
+
+EventT = TypeVar("EventT")
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class _Success(Generic[ResultT]):
+    result: ResultT
+
+    def get(self) -> ResultT:
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    exception: BaseException
+
+    def get(self) -> NoReturn:
+        raise self.exception
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """To be woken once when there are more than `seen` events, or the request has ended."""
+
+    seen: float
+    wake: Callable[[], None]
+
+
+class Channel(Generic[EventT, ResultT]):
+    """The engine's end. One thread puts events and ends the request; any thread may cancel it.
+
+    wake: tells the engine to look at `cancelled`. A handle is abandoned whenever the garbage
+    collector finds it, which may be in the engine's own thread and at any line. `wake` must
+    therefore take no lock that this thread may hold: `SimpleQueue.put` is safe, `Event.set` is not.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.cancelled = False
+        self._wake = wake
+        self._events: list[EventT] = []  # only grows, so that nobody's reading takes any away
+        self._outcome: _Success[ResultT] | _Failure | None = None
+        self._waiters: list[_Waiter] = []
+        self._lock = threading.RLock()  # reentrant: an iteration may be collected inside of `put`
+
+    def put(self, event: EventT) -> None:
+        """Hands an event to the caller. Once the request has ended, events are dropped."""
+        with self._lock:
+            if self._outcome is not None:
+                return
+            self._events.append(event)
+            waiters = self._take_ready()
+        for waiter in waiters:
+            waiter.wake()
+
+    def finish(self, result: ResultT) -> None:
+        """Ends the request with its result. The first end counts, later ones are dropped."""
+        self._end(_Success(result))
+
+    def fail(self, exception: BaseException) -> None:
+        """Ends the request with what its caller shall see raised."""
+        self._end(_Failure(exception))
+
+    def cancel(self) -> None:
+        """Ends the request with `RequestCancelled`, and wakes the engine, unless it has ended."""
+        if self._end(_Failure(RequestCancelled("the request was cancelled before it ended"))):
+            self.cancelled = True
+            self._wake()
+
+    def _end(self, outcome: _Success[ResultT] | _Failure) -> bool:
+        with self._lock:
+            if self._outcome is not None:
+                return False
+            self._outcome = outcome
+            waiters = self._take_ready()
+        for waiter in waiters:
+            waiter.wake()
+        return True
+
+    def _take_ready(self) -> list[_Waiter]:
+        ready = [waiter for waiter in self._waiters if self._is_ready(waiter.seen)]
+        self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
+        return ready
+
+    def _is_ready(self, seen: float) -> bool:
+        return self._outcome is not None or len(self._events) > seen
+
+    @contextmanager
+    def _waiting(self, seen: float, wake: Callable[[], None]) -> Iterator[None]:
+        waiter = _Waiter(seen, wake)
+        with self._lock:
+            if ready := self._is_ready(seen):
+                wake()
+            else:
+                self._waiters.append(waiter)
+        try:
+            yield
+        finally:
+            if not ready:
+                with self._lock:
+                    self._waiters = [other for other in self._waiters if other is not waiter]
+
+
+class Handle(Generic[EventT, ResultT]):
+    """The caller's end of a request, for any number of threads and asyncio loops.
+
+    Every iteration, blocking or asynchronous, gives all events from the first one on, and then
+    ends or raises what made the request fail. Leaving an iteration early cancels the request, and
+    so do cancelling a task that awaits the handle and losing the last reference to it.
+    """
+
+    def __init__(self, channel: Channel[EventT, ResultT]) -> None:
+        self._channel = channel
+        weakref.finalize(self, channel.cancel).atexit = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended: finished, failed or cancelled."""
+        return self._channel._outcome is not None
+
+    def cancel(self) -> None:
+        """Gives the request up, unless it has ended: `result` raises `RequestCancelled`."""
+        self._channel.cancel()
+
+    def result(self, timeout: float | None = None) -> ResultT:
+        """Waits for the end, for `timeout` seconds at most; raises what made the request fail.
+
+        Raises `TimeoutError` where it has not ended by then. The request goes on.
+        """
+        if not self._wait(math.inf, timeout):
+            raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
+        return self._get()
+
+    def __await__(self) -> Generator[Any, None, ResultT]:
+        return self._result().__await__()
+
+    def __iter__(self) -> Iterator[EventT]:
+        seen = 0
+        try:
+            while self._wait(seen) and seen < len(self._channel._events):
+                yield self._channel._events[seen]
+                seen += 1
+            self._get()  # raises where the request failed
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[EventT]:
+        seen = 0
+        try:
+            while await self._ready(seen) and seen < len(self._channel._events):
+                yield self._channel._events[seen]
+                seen += 1
+            self._get()  # raises where the request failed
+        finally:
+            self.cancel()
+
+    async def _result(self) -> ResultT:
+        try:
+            await self._ready(math.inf)
+            return self._get()
+        finally:
+            self.cancel()
+
+    def _get(self) -> ResultT:
+        outcome = self._channel._outcome
+        assert outcome is not None
+        return outcome.get()
+
+    def _wait(self, seen: float, timeout: float | None = None) -> bool:
+        """Blocks until there are more than `seen` events or the end, or until the timeout."""
+        if self._channel._is_ready(seen):
+            return True
+        woken = threading.Event()
+        with self._channel._waiting(seen, woken.set):
+            return woken.wait(timeout)
+
+    async def _ready(self, seen: float) -> bool:
+        """Waits in the running loop until there are more than `seen` events or the end."""
+        if self._channel._is_ready(seen):
+            return True
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits there any longer
+                loop.call_soon_threadsafe(_set, woken)
+
+        with self._channel._waiting(seen, wake):
+            await woken
+        return True
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

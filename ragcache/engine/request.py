@@ -1,0 +1,118 @@
+"""What is asked of the engine, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from ragcache.engine.context import Context
+from ragcache.engine.sampler import Chosen
+from ragcache.engine.sampling import Sampling
+from ragcache.engine.text import TextStream
+from ragcache.errors import InvalidRequest
+
+MAX_CHOICES = 128
+
+MakeText = Callable[[Sequence[str]], TextStream]
+"""Makes the text of one answer, given the strings that end it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A context to continue.
+
+    max_new_tokens: an answer ends with `length` when it has so many. min_new_tokens: no stop token
+    is chosen before. stop_ids end an answer and do not belong to it, unless `ignore_eos`.
+    stop: strings that end an answer and do not belong to its text; need `text`. n: how many answers
+    are sampled; they share the prompt's states. text: None where tokens are enough.
+    tenant: whose requests may share private states with this one; None shares with nobody.
+    priority: each level counts as `AGEING` seconds of waiting; higher comes sooner.
+    timeout: seconds from submission after which the request fails with `DeadlineExceeded`.
+
+    Raises `InvalidRequest`.
+    """
+
+    context: Context
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    sampling: Sampling = Sampling()
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    text: MakeText | None = None
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    tenant: Hashable = None
+    priority: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InvalidRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens is {self.min_new_tokens}; it must be from 0 to max_new_tokens, "
+                f"{self.max_new_tokens}"
+            )
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidRequest(f"n is {self.n}; it must be from 1 to {MAX_CHOICES}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidRequest(f"timeout is {self.timeout}; it must be a positive time in s")
+        if self.stop and self.text is None:
+            raise InvalidRequest("stop strings need `text`, which turns tokens into text")
+
+    @property
+    def root(self) -> Hashable:
+        """Everything besides its own tokens that the request's private states depend on: the
+        segments with their places, and whose they are. None where they cannot be shared."""
+        names = tuple((segment.name, segment.start) for segment in self.context.segments)
+        if self.tenant is None or any(name is None for name, _ in names):
+            return None
+        return (self.tenant, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one answer: a token, and the text that is safe to show since. The last piece of an
+    answer may have text alone, which was held back. choice: which of the `n` answers."""
+
+    choice: int
+    chosen: Chosen | None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer. token_ids: without the stop token; where a string stopped it, with the tokens
+    that spelled it. text: "" where the request has no `text`. finish_reason: `stop` or `length`.
+    stopped_by: the token id or string that ended it. chosen: the tokens with their
+    log-probabilities, if they were asked for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    stopped_by: int | str | None = None
+    chosen: tuple[Chosen, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answers to a request. shared_tokens: private tokens of the prompt whose states stood in
+    the prefix tree. Times are `time.perf_counter` readings, in seconds; admitted_at is when the
+    request left the queue."""
+
+    choices: tuple[Choice, ...]
+    shared_tokens: int
+    submitted_at: float
+    admitted_at: float
+    first_token_at: float
+    finished_at: float
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Those of the first answer."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the first answer."""
+        return self.choices[0].finish_reason

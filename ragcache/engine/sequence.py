@@ -1,0 +1,155 @@
+"""One answer under way: its tokens, its private states, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ragcache.engine.handle import Channel
+from ragcache.engine.layout import Work
+from ragcache.engine.prefix import Path
+from ragcache.engine.private import Pages
+from ragcache.engine.request import Choice, Completion, Piece, Request
+from ragcache.engine.sampler import Chosen, SamplerState
+from ragcache.engine.schedule import AGEING, Candidate
+
+NOTHING: frozenset[int] = frozenset()
+
+
+class Group:
+    """A request with the answers that are sampled for it."""
+
+    def __init__(
+        self, request: Request, channel: Channel[Piece, Completion], submitted_at: float
+    ) -> None:
+        self.request, self.channel, self.submitted_at = request, channel, submitted_at
+        self.choices: dict[int, Choice] = {}
+        self.shared_tokens = 0
+        self.admitted_at = self.first_token_at = 0.0
+        # the answers of one request share its prompt even where it shares with nobody else
+        self.root = object() if request.root is None and request.n > 1 else request.root
+
+    @property
+    def seniority(self) -> float:
+        return self.submitted_at - AGEING * self.request.priority
+
+    @property
+    def expires_at(self) -> float | None:
+        timeout = self.request.timeout
+        return None if timeout is None else self.submitted_at + timeout
+
+    def close(self, index: int, choice: Choice, now: float) -> None:
+        """Takes one answer; the last one ends the request."""
+        self.choices[index] = choice
+        if len(self.choices) == self.request.n:
+            choices = tuple(self.choices[i] for i in range(self.request.n))
+            self.channel.finish(
+                Completion(
+                    choices,
+                    self.shared_tokens,
+                    self.submitted_at,
+                    self.admitted_at,
+                    self.first_token_at,
+                    now,
+                )
+            )
+
+
+class Sequence:
+    """One answer of a group.
+
+    tokens, positions: of the prompt's own tokens and then the answer's. Those beyond
+    `private.length` are pending. path: its full chunks in the prefix tree, None while it waits.
+    """
+
+    def __init__(self, group: Group, index: int, number: int) -> None:
+        request = group.request
+        self.group, self.index, self.number = group, index, number
+        self.request = request
+        self.tokens = list(request.context.token_ids)
+        self.positions = list(request.context.position_ids)
+        self.sampler = SamplerState.start(request.sampling, self.tokens, index)
+        self.text = None if request.text is None else request.text(request.stop)
+        self.private: Pages | None = None
+        self.path: Path | None = None
+        self.shown: list[str] = []
+        self.chosen: list[Chosen] = []
+        self.finished = False
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.context.token_ids)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose states stand."""
+        return 0 if self.private is None else self.private.length
+
+    def candidate(self) -> Candidate:
+        private = self.private
+        pending = len(self.tokens) - self.computed
+        seniority = self.group.seniority
+        if private is None:
+            return Candidate(self.number, seniority, pending)
+        room = private.capacity - private.length
+        return Candidate(self.number, seniority, pending, room, self._held())
+
+    def work(self, count: int) -> Work:
+        """Its next `count` tokens; logits are wanted with the last pending one."""
+        assert self.private is not None
+        begin, end = self.computed, self.computed + count
+        return Work(
+            self.request.context.segments,
+            self.private,
+            self.tokens[begin:end],
+            self.positions[begin:end],
+            wants_logits=end == len(self.tokens),
+        )
+
+    def forbidden(self) -> Collection[int]:
+        """The tokens that may not come next."""
+        early = self.generated < self.request.min_new_tokens
+        return self.request.stop_ids if early else NOTHING
+
+    def accept(self, chosen: Chosen, now: float) -> None:
+        """Takes the next token, tells the caller, and closes the answer where it ends."""
+        self.group.first_token_at = self.group.first_token_at or now
+        request = self.request
+        if chosen.token in request.stop_ids and not request.ignore_eos:
+            self._close("stop", chosen.token, now)
+            return
+        self.tokens.append(chosen.token)
+        self.positions.append(request.context.next_position + self.generated - 1)
+        if request.sampling.logprobs is not None:
+            self.chosen.append(chosen)
+        text = "" if self.text is None else self.text.push(chosen.token)
+        self._show(chosen, text)
+        if self.text is not None and self.text.stopped is not None:
+            self._close("stop", self.text.stopped, now)
+        elif self.generated == request.max_new_tokens:
+            self._close("length", None, now)
+
+    def _show(self, chosen: Chosen | None, text: str) -> None:
+        self.shown.append(text)
+        self.group.channel.put(Piece(self.index, chosen, text))
+
+    def _close(self, reason: str, stopped_by: int | str | None, now: float) -> None:
+        self.finished = True
+        held_back = "" if self.text is None else self.text.finish()
+        if held_back:
+            self._show(None, held_back)
+        if self.text is not None and self.text.stopped is not None:
+            reason, stopped_by = "stop", self.text.stopped
+        answer = tuple(self.tokens[self.prompt_length :])
+        choice = Choice(answer, "".join(self.shown), reason, stopped_by, tuple(self.chosen))
+        self.group.close(self.index, choice, now)
+
+    def _held(self) -> int:
+        """Chunks that would come free: those that nobody else uses."""
+        assert self.private is not None
+        assert self.path is not None
+        shared = sum(node.references > 1 for node in self.path.nodes)
+        return len(self.private.chunk_ids) - shared

@@ -1,0 +1,138 @@
+"""The engine: one thread that runs steps while there is anything to do."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from types import TracebackType
+
+from ragcache.engine.core import Answers, EngineCore, EngineSettings, States, Tally
+from ragcache.engine.encoder import EncodeJob
+from ragcache.engine.handle import Handle
+from ragcache.engine.request import Completion, Piece, Request
+from ragcache.engine.runner import Ragged, Runner
+from ragcache.errors import EngineClosed, EngineFailed, QueueFull
+from ragcache.models import CausalLM
+from ragcache.states import KVStates
+
+logger = logging.getLogger(__name__)
+
+Message = Callable[[], None]
+
+
+class Engine:
+    """Serves requests from any number of threads and tasks.
+
+    A request is checked where it is submitted, and everything else happens in the engine's thread,
+    which takes messages between steps: no lock is held while the model computes.
+    """
+
+    def __init__(self, model: CausalLM, settings: EngineSettings | None = None) -> None:
+        self.settings = settings or EngineSettings()
+        self._core = EngineCore(_runner(model), self.settings)
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._open = True
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tally(self) -> Tally:
+        """What was done since the engine started."""
+        return self._core.tally
+
+    @property
+    def core(self) -> EngineCore:
+        """For looking at; only the engine's thread may change it."""
+        return self._core
+
+    def submit(self, request: Request) -> Handle[Piece, Completion]:
+        """Queues a request. Raises `PromptTooLong`, `QueueFull` or `EngineClosed`."""
+        self._core.check(request)
+        channel = Answers(self._wake)
+        now = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            waiting = self._core.waiting + self._inbox.qsize()
+            if waiting >= self.settings.queue:
+                raise QueueFull(
+                    f"{waiting} requests wait already, as many as the queue holds; try again "
+                    "later, or open the engine with a longer queue"
+                )
+            self._inbox.put(lambda: self._core.add(request, channel, now))
+        return Handle(channel)
+
+    def encode(self, jobs: Sequence[EncodeJob]) -> Handle[KVStates, None]:
+        """Queues modules to encode beside the requests. Events are their states, in order."""
+        channel = States(self._wake)
+        with self._lock:
+            self._check_open()
+            self._inbox.put(lambda: self._core.add_encoding(list(jobs), channel))
+        return Handle(channel)
+
+    def close(self, *, drain: bool = False) -> None:
+        """Stops the thread. What still runs fails with `EngineClosed`; with `drain` it ends
+        first, and only what comes later is refused."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+            self._inbox.put(lambda: self._stop(drain=drain))
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise EngineClosed("the engine is closed; open it again to ask")
+
+    def _wake(self) -> None:
+        """A caller gave a request up: the engine looks at it before its next step."""
+        self._inbox.put(_look)
+
+    def _stop(self, *, drain: bool) -> None:
+        self._stopping = True
+        if not drain:
+            self._core.fail_all(EngineClosed("the engine was closed before the request ended"))
+
+    def _serve(self) -> None:
+        while not (self._stopping and not self._core.busy):
+            self._take_messages(wait=not self._core.busy)
+            try:
+                self._core.step()
+            except Exception as error:
+                # nobody knows whose rows broke the step, so all of them end; later ones are served
+                logger.exception("a step of the engine failed")
+                failure = EngineFailed(f"the engine failed in a step: {error!r}")
+                failure.__cause__ = error
+                self._core.fail_all(failure)
+
+    def _take_messages(self, *, wait: bool) -> None:
+        try:
+            message = self._inbox.get(block=wait)
+            while True:
+                message()
+                message = self._inbox.get_nowait()
+        except Empty:
+            return
+
+
+def _look() -> None:
+    """The message that only wakes."""
+
+
+def _runner(model: CausalLM) -> Runner:
+    return Ragged(model)

@@ -1,0 +1,216 @@
+"""Choosing tokens: penalties, streams of random numbers, log-probabilities, failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragcache.engine.sampler import CPU_ROWS, Chosen, SamplerState, choose
+from ragcache.engine.sampling import Sampling
+from ragcache.errors import UnusableLogits
+
+V = 40
+RANDOM = Sampling(temperature=1.0, seed=3)
+MIXED = (
+    Sampling(),
+    Sampling(logprobs=2),
+    RANDOM,
+    Sampling(temperature=0.7, top_k=5, seed=1),
+    Sampling(temperature=1.3, top_p=0.8, min_p=0.02, seed=2, logprobs=0),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.5),
+    Sampling(temperature=1.0, presence_penalty=1.5, seed=4),
+)
+
+
+def random_logits(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def start(sampling: Sampling, prompt: Sequence[int] = (1, 2, 3), index: int = 0) -> SamplerState:
+    return SamplerState.start(sampling, prompt, index)
+
+
+def one(logits: Tensor, state: SamplerState, banned: Collection[int] = ()) -> Chosen:
+    """Chooses for a single row [V]."""
+    [chosen] = choose(logits[None], [state], [banned])
+    assert isinstance(chosen, Chosen)
+    return chosen
+
+
+def tokens_of(state: SamplerState, steps: int, seed: int = 0) -> list[int]:
+    return [one(random_logits(1, seed + step)[0], state).token for step in range(steps)]
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = random_logits(4)
+    logits[2, [7, 30]] = 50.0
+    chosen = choose(logits, [start(Sampling()) for _ in range(4)], [()] * 4)
+    assert chosen == [Chosen(token) for token in logits.argmax(-1).tolist()]
+    assert chosen[2] == Chosen(7)
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert choose(torch.empty(0, V), [], []) == []
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from(MIXED), min_size=1, max_size=2 * CPU_ROWS + 1),
+    st.integers(0, 100),
+)
+def test_a_sequence_never_notices_the_batch(samplings: list[Sampling], seed: int) -> None:
+    together = [start(s, index=i) for i, s in enumerate(samplings)]
+    alone = [start(s, index=i) for i, s in enumerate(samplings)]
+    banned = [{i} if i % 3 == 0 else set() for i in range(len(samplings))]
+    for step in range(3):
+        logits = random_logits(len(samplings), seed + step)
+        batch = choose(logits, together, banned)
+        for row, state in enumerate(alone):
+            assert batch[row] == one(logits[row], state, banned[row])
+
+
+@pytest.mark.parametrize("sampling", MIXED)
+def test_logits_are_left_as_they_are(sampling: Sampling) -> None:
+    logits = random_logits(2)
+    before = logits.clone()
+    choose(logits, [start(sampling), start(sampling)], [{1}, ()])
+    assert torch.equal(logits, before)
+
+
+def test_a_seed_repeats_and_an_index_has_its_own_stream() -> None:
+    first = tokens_of(start(RANDOM), 12)
+    assert tokens_of(start(RANDOM), 12) == first
+    others = [tokens_of(start(RANDOM, index=i), 12) for i in (1, 2)]
+    other_seed = tokens_of(start(Sampling(temperature=1.0, seed=-3)), 12)
+    assert len({tuple(t) for t in (first, *others, other_seed)}) == 4
+
+
+def test_without_a_seed_every_sequence_takes_one_and_keeps_it() -> None:
+    state, other = start(Sampling(temperature=1.0)), start(Sampling(temperature=1.0))
+    assert state.seed != other.seed
+    again = start(Sampling(temperature=1.0, seed=state.seed))
+    assert tokens_of(state, 8) == tokens_of(again, 8)
+
+
+def test_a_stream_depends_only_on_how_many_tokens_were_drawn() -> None:
+    whole = start(RANDOM)
+    tokens_of(whole, 5)
+    assert SamplerState(RANDOM, seed=3, drawn=5).uniform() == whole.uniform()
+    numbers = {SamplerState(RANDOM, 3, index, n).uniform() for index in range(5) for n in range(20)}
+    assert len(numbers) == 100
+    assert all(0 <= number < 1 for number in numbers)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.full((V,), -torch.inf)
+    logits[:3] = torch.tensor([0.5, 0.3, 0.2]).log()
+    state = start(RANDOM)
+    counts = Counter(one(logits, state).token for _ in range(2000))
+    assert set(counts) == {0, 1, 2}
+    for token, probability in enumerate((0.5, 0.3, 0.2)):
+        assert counts[token] / 2000 == pytest.approx(probability, abs=0.05)
+
+
+def test_top_k_of_one_is_greedy() -> None:
+    logits = random_logits(1)[0]
+    state = start(Sampling(temperature=5.0, top_k=1))
+    assert {one(logits, state).token for _ in range(20)} == {int(logits.argmax())}
+
+
+def test_repetition_penalty_concerns_prompt_and_answer() -> None:
+    logits = torch.full((V,), -10.0)
+    logits[[1, 5, 6]] = torch.tensor([8.0, 7.0, 6.0])
+    state = start(Sampling(repetition_penalty=2.0), prompt=[1, 1, V + 5])
+    # 1 is in the prompt: 4. Then 5 was generated: 3.5. Then 6: 3.
+    assert [one(logits, state).token for _ in range(4)] == [5, 6, 1, 1]
+
+
+def test_repetition_penalty_multiplies_negative_logits() -> None:
+    logits = torch.full((V,), -50.0)
+    logits[[4, 5]] = torch.tensor([-1.0, -1.5])
+    assert one(logits, start(Sampling(repetition_penalty=1.4), [4])).token == 4
+    assert one(logits, start(Sampling(repetition_penalty=1.6), [4])).token == 5
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    logits = torch.full((V,), -10.0)
+    logits[[4, 5]] = torch.tensor([2.0, 0.3])
+    frequency = start(Sampling(frequency_penalty=0.5), prompt=[4, 4, 4, 4, 4])
+    assert [one(logits, frequency).token for _ in range(6)] == [4, 4, 4, 4, 5, 4]
+    presence = start(Sampling(presence_penalty=1.5), prompt=[4])
+    assert [one(logits, presence).token for _ in range(4)] == [4, 4, 4, 4]
+    stronger = start(Sampling(presence_penalty=1.8), prompt=[4])
+    assert [one(logits, stronger).token for _ in range(4)] == [4, 5, 4, 4]
+
+
+@pytest.mark.parametrize("sampling", MIXED)
+def test_forbidden_tokens_are_never_chosen(sampling: Sampling) -> None:
+    logits = random_logits(1)[0]
+    banned = set(logits.topk(10).indices.tolist()) | {-1, V, 10**9}
+    state = start(sampling)
+    assert all(one(logits, state, banned).token not in banned for _ in range(30))
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    logits = random_logits(1)[0].bfloat16()
+    expected = logits.float().log_softmax(-1)
+    best = expected.topk(3)
+    sampling = Sampling(temperature=3.0, frequency_penalty=2.0, top_k=9, seed=5, logprobs=3)
+    state = start(sampling)
+    for _ in range(5):
+        chosen = one(logits, state, {int(best.indices[0])})
+        assert chosen.logprob == pytest.approx(float(expected[chosen.token]))
+        assert [token for token, _ in chosen.alternatives] == best.indices.tolist()
+        assert [value for _, value in chosen.alternatives] == pytest.approx(best.values.tolist())
+
+
+def test_logprobs_of_none_of_the_others_and_of_more_than_there_are() -> None:
+    logits = torch.full((1, 12), -torch.inf)
+    logits[0, :3] = torch.tensor([1.0, 3.0, 1.0])
+    [bare] = choose(logits, [start(Sampling(logprobs=0))], [()])
+    [full] = choose(logits, [start(Sampling(logprobs=20))], [()])
+    assert isinstance(bare, Chosen)
+    assert isinstance(full, Chosen)
+    assert bare.alternatives == ()
+    assert bare.logprob == full.logprob == full.alternatives[0][1]
+    assert [token for token, _ in full.alternatives] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("sampling", MIXED)
+@pytest.mark.parametrize("trouble", ["nan", "inf", "all forbidden", "all minus inf"])
+def test_an_unusable_row_is_an_error_of_its_own(sampling: Sampling, trouble: str) -> None:
+    logits = random_logits(3)
+    fine = [logits[0].clone(), logits[2].clone()]
+    banned: list[Collection[int]] = [(), (), ()]
+    if trouble == "nan":
+        logits[1, 9] = torch.nan
+    elif trouble == "inf":
+        logits[1, 9] = torch.inf
+    elif trouble == "all forbidden":
+        banned[1] = range(V)
+    else:
+        logits[1] = -torch.inf
+    states = [start(sampling, index=i) for i in range(3)]
+    first, failed, last = choose(logits, states, banned)
+    assert isinstance(failed, UnusableLogits)
+    assert str(failed).startswith("after 0 tokens")
+    assert [s.drawn for s in states] == [1, 0, 1]
+    assert first == one(fine[0], start(sampling, index=0))
+    assert last == one(fine[1], start(sampling, index=2))
+
+
+def test_prompt_tokens_are_kept_only_where_a_penalty_needs_them() -> None:
+    assert start(RANDOM).tally is None
+    logits = torch.zeros(1, V)
+    for sampling, expected in ((Sampling(frequency_penalty=1), []), (MIXED[5], [1, 2, 3])):
+        tally = start(sampling).tally
+        assert tally is not None
+        prompt, counts = tally.tables(logits)
+        assert prompt.nonzero().squeeze(-1).tolist() == expected
+        assert counts.sum() == 0
