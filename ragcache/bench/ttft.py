@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.shapes import LlamaShape
-from ragcache.engine import EncodeJob, Request, Segment, assemble, encode, generate
+from ragcache.engine import EncodeJob, Engine, Request, Segment, assemble, encode
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 
@@ -30,6 +30,7 @@ class TtftSetting:
     question_tokens: int = 48
     prefill_runs: int = 2
     cached_runs: int = 9
+    device: str = "cpu"
 
     @property
     def cached_tokens(self) -> int:
@@ -46,7 +47,7 @@ def bench_ttft(
     """
     setting = setting or TtftSetting()
     progress("building the model")
-    model = setting.shape.build(torch.bfloat16)
+    model = setting.shape.build(torch.bfloat16).to(setting.device)
     rng = random.Random(1)
     preamble, question, *modules = (
         [rng.randrange(setting.shape.vocabulary) for _ in range(length)]
@@ -68,11 +69,12 @@ def bench_ttft(
     _concatenated(model, placed, question)
     times: dict[str, list[float]] = {"concat": [], "cached": []}
     progress("concatenated states and segments, in turn")
-    for _ in range(setting.cached_runs):
-        model.set_attn_implementation("sdpa")
-        times["concat"].append(_timed(lambda: _concatenated(model, placed, question)))
-        CausalLM.patch(model)
-        times["cached"].append(_timed(lambda: _cached(causal, placed, question)))
+    with Engine(causal) as engine:
+        for _ in range(setting.cached_runs):
+            model.set_attn_implementation("sdpa")
+            times["concat"].append(_timed(lambda: _concatenated(model, placed, question)))
+            CausalLM.patch(model)
+            times["cached"].append(_timed(lambda: _cached(engine, causal.window, placed, question)))
     return _report(setting, prefill, times)
 
 
@@ -105,7 +107,7 @@ def _median(runs: int, run: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def _prefill(model: Any, prompt: Sequence[int]) -> int:
-    logits: Tensor = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1).logits
+    logits: Tensor = model(_ids(model, prompt), use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
 
 
@@ -128,14 +130,19 @@ def _concatenated(model: Any, states: Sequence[KVStates], question: Sequence[int
         values = torch.cat([s.values[layer] for s in states], dim=1)
         cache.update(keys[None], values[None], layer)
     start = sum(s.length for s in states)
-    positions = torch.arange(start, start + len(question))[None]
+    positions = torch.arange(start, start + len(question), device=model.device)[None]
     logits: Tensor = model(
-        torch.tensor([question]), position_ids=positions, past_key_values=cache, logits_to_keep=1
+        _ids(model, question), position_ids=positions, past_key_values=cache, logits_to_keep=1
     ).logits
     return int(logits[0, -1].argmax())
 
 
-def _cached(causal: CausalLM, states: Sequence[KVStates], question: Sequence[int]) -> int:
-    context = assemble(states, question, window=causal.window, max_new_tokens=1)
-    [completion] = generate(causal, [Request(context, 1, frozenset())])
-    return completion.token_ids[0]
+def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
+    return torch.tensor([list(tokens)], device=model.device)
+
+
+def _cached(
+    engine: Engine, window: int, states: Sequence[KVStates], question: Sequence[int]
+) -> int:
+    context = assemble(states, question, window=window, max_new_tokens=1)
+    return engine.submit(Request(context, 1)).result().token_ids[0]

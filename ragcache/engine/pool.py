@@ -74,6 +74,8 @@ class ChunkPool:
         taken = [] if after is None else self._free.take_at(after + 1, count)
         taken += self._free.take_run(count - len(taken))
         taken += self._free.take_lowest(count - len(taken))
+        for chunk_id in taken:
+            self._clear(chunk_id)
         return taken
 
     def free(self, chunk_ids: Iterable[int]) -> None:
@@ -81,6 +83,12 @@ class ChunkPool:
         for chunk_id in chunk_ids:
             assert 0 <= chunk_id < self.total, f"the pool has no chunk {chunk_id}"
             self._free.give_back(chunk_id)
+
+    def _clear(self, chunk_id: int) -> None:
+        """What a chunk holds beyond its tokens is masked, but must be finite for that."""
+        here = slice(chunk_id * self.chunk, (chunk_id + 1) * self.chunk)
+        self.keys[:, :, here] = 0
+        self.values[:, :, here] = 0
 
     def copy(self, source: int, target: int) -> None:
         """Writes the states of chunk `source` to chunk `target`, in all layers."""

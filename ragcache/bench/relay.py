@@ -1,0 +1,117 @@
+"""Attention alone, beside what RelayAttention's arithmetic promises."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ragcache.attention import Asking, PageRows, RunRows, StepPlan, backend_for
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySetting:
+    """One layer: batches over a shared run, each request with `own` tokens besides."""
+
+    batches: tuple[int, ...] = (4, 16, 32)
+    shared: tuple[int, ...] = (512, 1024, 2048, 4096)
+    own: int = 128
+    num_heads: int = 14
+    num_kv_heads: int = 14
+    head_dim: int = 64
+    runs: int = 15
+
+
+def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, Any]]:
+    """For every batch b and shared length s: the speedup over attention in which every request
+    reads its own copy, and that over the theory (s+c+2)/(s/b+c+7) (RelayAttention §3.3, eq. 9)."""
+    rows = []
+    for batch in setting.batches:
+        for shared in setting.shared:
+            plan, copies = _plan(setting, batch, shared, device)
+            ours, own = _times(setting, plan, copies, batch, device)
+            theory = (shared + setting.own + 2) / (shared / batch + setting.own + 7)
+            rows.append(
+                {
+                    "batch": batch,
+                    "shared": shared,
+                    "speedup": own / ours,
+                    "theory": theory,
+                    "measured_over_theory": own / ours / theory,
+                    "seconds": {"segments": ours, "copies": own},
+                }
+            )
+    return rows
+
+
+def _plan(
+    setting: RelaySetting, batch: int, shared: int, device: str
+) -> tuple[StepPlan, tuple[Tensor, Tensor]]:
+    """The plan of a decoding step over one run, and [B, Hkv, S, D] copies for the other side."""
+    torch.manual_seed(0)
+    heads, dim, own = setting.num_kv_heads, setting.head_dim, setting.own
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+    run, pool = (random(1, heads, shared, dim) for _ in range(2)), batch * own
+    keys, values = run
+    rows = torch.arange(batch, device=device)
+    pages = PageRows(
+        random(1, heads, pool, dim),
+        random(1, heads, pool, dim),
+        own,
+        rows,
+        rows[:, None],
+        torch.zeros(batch, own, dtype=torch.bfloat16, device=device),
+    )
+    plan = StepPlan(Asking(rows), (RunRows(keys, values, 0, batch),), (), pages, (), rows[None])
+    whole = (batch, heads, shared + own, dim)
+    return plan, (random(*whole), random(*whole))
+
+
+def _times(
+    setting: RelaySetting,
+    plan: StepPlan,
+    copies: tuple[Tensor, Tensor],
+    batch: int,
+    device: str,
+) -> tuple[float, float]:
+    """Median seconds of the plan and of attention over copies, in turn."""
+    torch.manual_seed(1)
+    heads, dim = setting.num_heads, setting.head_dim
+    query = torch.randn(heads, batch, dim, device=device).to(torch.bfloat16)
+    new = torch.randn(setting.num_kv_heads, batch, dim, device=device).to(torch.bfloat16)
+    backend = backend_for(torch.device(device))
+    scale = dim**-0.5
+
+    def ours() -> None:
+        backend.attend(plan, 0, query, new, new, scale=scale)
+
+    def own() -> None:
+        F.scaled_dot_product_attention(
+            query.transpose(0, 1)[:, :, None], *copies, scale=scale, enable_gqa=True
+        )
+
+    times: tuple[list[float], list[float]] = ([], [])
+    with torch.inference_mode():
+        ours()
+        own()
+        for _ in range(setting.runs):
+            times[0].append(_timed(ours, device))
+            times[1].append(_timed(own, device))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _timed(run: Callable[[], None], device: str) -> float:
+    begin = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

@@ -1,0 +1,205 @@
+"""Serving: Poisson arrivals over a pool of documents, cached and in mode `exact`."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from ragcache.bench.machine import describe_machine
+from ragcache.bench.shapes import LlamaShape
+from ragcache.engine import (
+    Completion,
+    EncodeJob,
+    Engine,
+    EngineSettings,
+    Request,
+    Segment,
+    assemble,
+)
+from ragcache.models import CausalLM
+from ragcache.states import KVStates
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSetting:
+    """The load. Each rate is offered for `seconds`, and for `requests` requests at least, after the
+    rate before has drained; rates grow by `growth` until the latency is above the limit or
+    `most_rates` were tried."""
+
+    shape: LlamaShape = LlamaShape(num_layers=6)
+    documents: int = 64
+    document_tokens: int = 256
+    each: int = 4
+    preamble_tokens: int = 32
+    question_tokens: int = 32
+    new_tokens: int = 24
+    requests: int = 24
+    seconds: float = 20.0
+    growth: float = 1.6
+    most_rates: int = 8
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a rate (requests a second) gave. ttft in seconds; normalised latency in seconds a token
+    of the answer, from the arrival to the end (Orca §6.2, vLLM §6.1), the mean."""
+
+    rate: float
+    throughput: float
+    ttft_p50: float
+    ttft_p99: float
+    normalised: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """A request in both forms."""
+
+    cached: Request
+    exact: Request
+
+
+def bench_serve(
+    setting: ServeSetting | None = None, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """The same requests, at growing rates, through the same engine in both modes.
+
+    The knee is the highest rate at which the normalised latency stays under the limit, which is the
+    same for both: twice that of a single request in mode `exact`. Between the rates it is found by
+    interpolation. knee_ratio_to_exact: the knee with cached documents over that in `exact`.
+    """
+    setting = setting or ServeSetting()
+    progress("building the model and encoding the documents")
+    causal = CausalLM.patch(setting.shape.build(torch.bfloat16).to(setting.device))
+    own = setting.preamble_tokens + setting.each * setting.document_tokens
+    own += setting.question_tokens + setting.new_tokens
+    room = 32 * (own + 64) * causal.bytes_per_token
+    with Engine(causal, EngineSettings(room, running=32)) as engine:
+        prompts = _prompts(setting, causal, engine)
+        alone = {mode: _alone(engine, prompts, mode) for mode in ("exact", "cached")}
+        limit = 2 * alone["exact"]
+        loads, knees = {}, {}
+        for mode in ("exact", "cached"):
+            loads[mode] = _sweep(setting, engine, prompts, mode, alone[mode], limit, progress)
+            knees[mode] = _knee(loads[mode], limit)
+    return {
+        "knee_ratio_to_exact": knees["cached"] / knees["exact"],
+        "knee": knees,
+        "limit_s_a_token": limit,
+        "alone_s_a_token": alone,
+        "loads": {mode: [asdict(load) for load in found] for mode, found in loads.items()},
+        "setting": asdict(setting),
+        "machine": describe_machine(),
+    }
+
+
+def _prompts(setting: ServeSetting, causal: CausalLM, engine: Engine) -> list[_Prompt]:
+    rng = random.Random(4)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(setting.shape.vocabulary) for _ in range(count)]
+
+    preamble = tokens(setting.preamble_tokens)
+    texts = [tokens(setting.document_tokens) for _ in range(setting.documents)]
+    [root] = engine.encode([EncodeJob(preamble)])
+    jobs = [EncodeJob(text, root.length, Segment(root, 0)) for text in texts]
+    states = list(engine.encode(jobs))
+    prompts = []
+    for _ in range(setting.requests):
+        picked = rng.sample(range(setting.documents), setting.each)
+        question = tokens(setting.question_tokens)
+        whole = [*preamble, *(t for each in picked for t in texts[each]), *question]
+        prompts.append(
+            _Prompt(
+                _request(setting, causal, [root, *(states[each] for each in picked)], question),
+                _request(setting, causal, [], whole),
+            )
+        )
+    return prompts
+
+
+def _request(
+    setting: ServeSetting, causal: CausalLM, states: Sequence[KVStates], own: Sequence[int]
+) -> Request:
+    new = setting.new_tokens
+    return Request(assemble(states, own, window=causal.window, max_new_tokens=new), new)
+
+
+def _alone(engine: Engine, prompts: Sequence[_Prompt], mode: str) -> float:
+    """Normalised latency of a request that runs alone: the median of three."""
+    return statistics.median(
+        _normalised(engine.submit(getattr(prompt, mode)).result()) for prompt in prompts[:3]
+    )
+
+
+def _sweep(
+    setting: ServeSetting,
+    engine: Engine,
+    prompts: Sequence[_Prompt],
+    mode: str,
+    alone: float,
+    limit: float,
+    progress: Progress,
+) -> list[Load]:
+    """Rates from half of what one request after another would reach."""
+    rate = 0.5 / (alone * setting.new_tokens)
+    loads: list[Load] = []
+    while len(loads) < setting.most_rates:
+        progress(f"{mode}: {rate:.2f} requests a second")
+        count = max(setting.requests, int(rate * setting.seconds))
+        offered = [getattr(prompt, mode) for prompt in islice(cycle(prompts), count)]
+        loads.append(_offer(engine, offered, rate))
+        if loads[-1].normalised > limit:
+            break
+        rate *= setting.growth
+    return loads
+
+
+def _offer(engine: Engine, requests: Sequence[Request], rate: float) -> Load:
+    """Submits the requests at random intervals of the mean 1/rate, and waits for all."""
+    rng = random.Random(5)
+    handles = []
+    begin = time.perf_counter()
+    due = begin
+    for request in requests:
+        due += rng.expovariate(rate)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        handles.append(engine.submit(request))
+    done = [handle.result() for handle in handles]
+    first = [completion.first_token_at - completion.submitted_at for completion in done]
+    last = max(completion.finished_at for completion in done)
+    return Load(
+        rate=rate,
+        throughput=len(done) / (last - begin),
+        ttft_p50=float(np.percentile(first, 50)),
+        ttft_p99=float(np.percentile(first, 99)),
+        normalised=statistics.mean(map(_normalised, done)),
+    )
+
+
+def _normalised(completion: Completion) -> float:
+    return (completion.finished_at - completion.submitted_at) / len(completion.token_ids)
+
+
+def _knee(loads: Sequence[Load], limit: float) -> float:
+    """Where the normalised latency crosses the limit, on a straight line between two rates."""
+    below = loads[0]
+    if below.normalised > limit:
+        return below.rate * limit / below.normalised
+    for load in loads[1:]:
+        if load.normalised > limit:
+            share = (limit - below.normalised) / (load.normalised - below.normalised)
+            return below.rate + share * (load.rate - below.rate)
+        below = load
+    return below.rate
