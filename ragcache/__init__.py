@@ -13,16 +13,39 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragcache.documents import SourceDocument
-    from ragcache.pipeline import Answer, Ingestion, Reuse, Source, Timings
+    from ragcache.pipeline import (
+        Answer,
+        AnswerStream,
+        AsyncAnswerStream,
+        Generation,
+        Ingestion,
+        Reuse,
+        Source,
+        Timings,
+    )
     from ragcache.rag import RagCache
 
 __version__ = "0.1.0"
-__all__ = ["Answer", "Ingestion", "RagCache", "Reuse", "Source", "SourceDocument", "Timings"]
+__all__ = [
+    "Answer",
+    "AnswerStream",
+    "AsyncAnswerStream",
+    "Generation",
+    "Ingestion",
+    "RagCache",
+    "Reuse",
+    "Source",
+    "SourceDocument",
+    "Timings",
+]
 
 _HOMES = {
     "RagCache": "ragcache.rag",
     "SourceDocument": "ragcache.documents",
-    **dict.fromkeys(["Answer", "Ingestion", "Reuse", "Source", "Timings"], "ragcache.pipeline"),
+    **dict.fromkeys(
+        ["Answer", "AnswerStream", "AsyncAnswerStream", "Generation"], "ragcache.pipeline"
+    ),
+    **dict.fromkeys(["Ingestion", "Reuse", "Source", "Timings"], "ragcache.pipeline"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from ragcache.errors import ConfigurationError
@@ -22,16 +22,21 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 @dataclass(frozen=True, slots=True)
 class Settings:
     """module_tokens: the most tokens of a module. host_bytes: the budget of the host tier.
-    max_new_tokens: the most tokens of an answer."""
+    max_new_tokens: the most tokens of an answer, unless a request says otherwise. private_bytes:
+    room for the states of questions and answers. queue: the most requests that wait."""
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
     max_new_tokens: int = 64
+    private_bytes: int = 2**29
+    queue: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("module_tokens", "host_bytes", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be positive")
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigurationError(
+                    f"{field.name} is {getattr(self, field.name)}; it must be positive"
+                )
 
 
 def check_mode(mode: str) -> Mode:

@@ -1,8 +1,8 @@
-"""The facade: one object that wires model, store, retrieval and pipeline."""
+"""The facade: one object that wires model, store, retrieval, pipeline and engine."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,33 +14,25 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import DEFAULT_K, Settings, check_mode, parse_bytes
 from ragcache.documents.source import Source
 from ragcache.errors import ConfigurationError, StoreUnwritable
-from ragcache.models import LoadedModel, load_model, prompt_frame
+from ragcache.models import LoadedModel, load_model
 from ragcache.pipeline import (
     Answer,
-    Answerer,
+    AnswerStream,
+    Asked,
+    AsyncAnswerStream,
+    Generation,
     Ingestion,
-    Ingestor,
-    ModuleEncoder,
-    ModuleTokens,
-    PromptRunner,
-    ScopeEncoder,
-    TemplateText,
+    Parts,
     generated_schema,
     members,
 )
+from ragcache.pipeline.asked import awaited, results
 from ragcache.pipeline.ingestion import Progress
-from ragcache.retrieval import Retriever
-from ragcache.retrieval.embedders import MiniLM, embedder_name
-from ragcache.store import (
-    Catalogue,
-    Database,
-    KVStore,
-    ModuleListing,
-    SchemaTexts,
-    Vectors,
-    list_modules,
-)
+from ragcache.retrieval.embedders import MiniLM
+from ragcache.store import Database, KVStore, ModuleListing, list_modules
 from ragcache_schemas import Placement, Schema, expand
+
+GREEDY = Generation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,52 +52,16 @@ class Stats:
     host_evictions: int
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a `RagCache` is made of."""
-
-    database: Database
-    model: LoadedModel
-    store: KVStore
-    catalogue: Catalogue
-    ingestor: Ingestor
-    answerer: Answerer
-    prompts: PromptRunner
-
-    @classmethod
-    def wire(
-        cls, database: Database, store: KVStore, model: LoadedModel,
-        embedder: Embeddings | None, settings: Settings,
-    ) -> Parts:  # fmt: skip
-        """Connects a store and a model."""
-        name = embedder_name(embedder) if embedder is not None else None
-        catalogue = Catalogue(database, model.tokenizer_fingerprint, name)
-        vectors = Vectors(database, name) if name is not None else None
-        encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store)
-        retriever = Retriever(catalogue, embedder, vectors)
-        tokens = ModuleTokens(catalogue, model)
-        template = TemplateText(model)
-        scopes = ScopeEncoder(model, template, store)
-        return cls(
-            database,
-            model,
-            store,
-            catalogue,
-            Ingestor(catalogue, store, encoder, retriever, settings),
-            Answerer(catalogue, encoder, tokens, retriever, settings),
-            PromptRunner(SchemaTexts(database), scopes, template, settings),
-        )
-
-
 class RagCache:
     """An open state folder with a model. Make one with `RagCache.open`.
 
-    Calls from several threads are answered one after another.
+    Calls from any number of threads and tasks run together: the engine computes what is new of all
+    of them step by step. The methods with an `a` before their name are for asyncio; no thread waits
+    for an answer there, and cancelling the task gives the request up.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._turn = threading.RLock()
 
     @classmethod
     def open(
@@ -117,14 +73,24 @@ class RagCache:
         module_tokens: int = 384,
         host_bytes: int | str = "2GiB",
         max_new_tokens: int = 64,
+        private_bytes: int | str = "512MiB",
+        queue: int = 1024,
     ) -> RagCache:
         """Opens a state folder, making it if need be.
 
         model: None is the embedded reader; a folder, a hub name, or a model already loaded.
         embedding: None retrieves by words alone (BM25); `"minilm"` or any LangChain `Embeddings`
-        adds meaning. Raises `ConfigurationError`, `ModelError` or `StoreUnwritable`.
+        adds meaning. private_bytes: room for the states of questions and answers. queue: the most
+        requests that wait; one more raises `QueueFull`. Raises `ConfigurationError`, `ModelError`
+        or `StoreUnwritable`.
         """
-        settings = Settings(module_tokens, parse_bytes(host_bytes), max_new_tokens)
+        settings = Settings(
+            module_tokens,
+            parse_bytes(host_bytes),
+            max_new_tokens,
+            parse_bytes(private_bytes),
+            queue,
+        )
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(model)
@@ -143,10 +109,10 @@ class RagCache:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Closes the ledger. Everything that was stored is on disk already."""
-        self._parts.store.close()
-        self._parts.database.close()
+    def close(self, *, drain: bool = False) -> None:
+        """Stops the engine and closes the ledger. What still runs fails with `EngineClosed`, or is
+        waited for with `drain`. Everything that was stored is on disk already."""
+        self._parts.close(drain=drain)
 
     def ingest(
         self, collection: str, sources: Iterable[Source] | Source, *,
@@ -159,33 +125,78 @@ class RagCache:
         """
         if not collection.strip():
             raise ConfigurationError("a collection needs a name")
-        with self._turn:
-            return self._parts.ingestor.ingest(collection, sources, progress)
+        self._parts.returned.release()
+        return self._parts.ingestor.ingest(collection, sources, progress)
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many."""
-        with self._turn:
-            return self._parts.ingestor.delete(collection, document_ids)
+        return self._parts.ingestor.delete(collection, document_ids)
 
     def ask(
-        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted"
-    ) -> Answer:
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> Answer:  # fmt: skip
         """Answers a question from the `k` best modules of a collection.
 
         mode: `rooted` (default), `isolated`, or `exact`, which reuses nothing. Raises
         `RequestError`.
         """
-        return self.ask_batch([question], collection=collection, k=k, mode=mode)[0]
+        return self.stream(
+            question, collection=collection, k=k, mode=mode, generation=generation
+        ).result()
 
     def ask_batch(
-        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K, mode: str = "rooted"
-    ) -> list[Answer]:
+        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K,
+        mode: str = "rooted", generation: Generation = GREEDY,
+    ) -> list[Answer]:  # fmt: skip
         """Answers questions together: every document that several share is read once a step."""
+        return results(self._start(questions, collection, k, mode, generation))
+
+    def stream(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> AnswerStream:  # fmt: skip
+        """As `ask`, but returns when the question is queued; iterate for the text as it comes."""
+        [asked] = self._start([question], collection, k, mode, generation)
+        return AnswerStream(asked)
+
+    async def aask(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> Answer:  # fmt: skip
+        """`ask` for asyncio."""
+        return await (
+            await self.astream(
+                question, collection=collection, k=k, mode=mode, generation=generation
+            )
+        )
+
+    async def aask_batch(
+        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K,
+        mode: str = "rooted", generation: Generation = GREEDY,
+    ) -> list[Answer]:  # fmt: skip
+        """`ask_batch` for asyncio."""
+        arguments = (questions, collection, k, mode, generation)
+        return await awaited(await asyncio.to_thread(self._start, *arguments))
+
+    async def astream(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> AsyncAnswerStream:  # fmt: skip
+        """`stream` for asyncio: `async for piece in await rag.astream(...)`. Documents are found
+        and their states leased in a thread of asyncio's pool."""
+        arguments = ([question], collection, k, mode, generation)
+        [asked] = await asyncio.to_thread(self._start, *arguments)
+        return AsyncAnswerStream(asked)
+
+    def _start(
+        self, questions: Sequence[str], collection: str, k: int, mode: str, generation: Generation
+    ) -> list[Asked]:
         if k < 1:
             raise ConfigurationError(f"k is {k}; at least one module is needed")
         checked = check_mode(mode)
-        with self._turn:
-            return self._parts.answerer.answer(questions, collection, k, checked)
+        self._parts.returned.release()
+        return self._parts.answerer.start(questions, collection, k, checked, generation)
 
     def add_schema(
         self, text: str, *, placement: Placement = "schema", source: str = "<string>"
@@ -200,18 +211,48 @@ class RagCache:
             raise ConfigurationError(
                 f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
             )
-        with self._turn:
-            return self._parts.prompts.add(text, source, placement)
+        self._parts.returned.release()
+        return self._parts.prompts.add(text, source, placement)
 
-    def prompt(self, text: str, *, mode: str = "isolated", source: str = "<string>") -> Answer:
+    def prompt(
+        self, text: str, *, mode: str = "isolated", source: str = "<string>",
+        generation: Generation = GREEDY,
+    ) -> Answer:  # fmt: skip
         """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.
 
         mode: `isolated`, or `exact`, which computes everything. Raises `PMLError`, `UnknownSchema`
-        or `PromptTooLong`.
+        or `RequestError`.
         """
+        return self.stream_prompt(text, mode=mode, source=source, generation=generation).result()
+
+    def stream_prompt(
+        self, text: str, *, mode: str = "isolated", source: str = "<string>",
+        generation: Generation = GREEDY,
+    ) -> AnswerStream:  # fmt: skip
+        """As `prompt`, but returns when the prompt is queued."""
+        return AnswerStream(self._start_prompt(text, mode, source, generation))
+
+    async def aprompt(
+        self, text: str, *, mode: str = "isolated", source: str = "<string>",
+        generation: Generation = GREEDY,
+    ) -> Answer:  # fmt: skip
+        """`prompt` for asyncio."""
+        return await (
+            await self.astream_prompt(text, mode=mode, source=source, generation=generation)
+        )
+
+    async def astream_prompt(
+        self, text: str, *, mode: str = "isolated", source: str = "<string>",
+        generation: Generation = GREEDY,
+    ) -> AsyncAnswerStream:  # fmt: skip
+        """`stream_prompt` for asyncio."""
+        arguments = (text, mode, source, generation)
+        return AsyncAnswerStream(await asyncio.to_thread(self._start_prompt, *arguments))
+
+    def _start_prompt(self, text: str, mode: str, source: str, generation: Generation) -> Asked:
         checked = check_mode(mode)
-        with self._turn:
-            return self._parts.prompts.answer(text, checked, source)
+        self._parts.returned.release()
+        return self._parts.prompts.start(text, checked, generation, source)
 
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The generated PML schema of a collection; `expanded` writes the slots' members out."""
@@ -221,11 +262,13 @@ class RagCache:
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """Every module with the size, tiers and hits of its states."""
+        self._parts.returned.release()
         return list_modules(self._parts.database, collection)
 
     def stats(self) -> Stats:
         """What is kept and what happened since this process opened the folder."""
         store = self._parts.store
+        self._parts.returned.release()
         return Stats(
             model=self._parts.model.name,
             collections=self._parts.catalogue.collections(),

@@ -2,24 +2,36 @@
 
 from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
 from ragcache.pipeline.answering import Answerer
+from ragcache.pipeline.asked import Asked, Returned
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
+from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.schema import generated_schema, members
 from ragcache.pipeline.scope_states import ScopeEncoder
+from ragcache.pipeline.streams import AnswerStream, AsyncAnswerStream
+from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
+from ragcache.pipeline.wiring import Parts
 
 __all__ = [
     "Answer",
+    "AnswerStream",
     "Answerer",
+    "Asked",
+    "AsyncAnswerStream",
+    "Generation",
     "Ingestion",
     "Ingestor",
     "ModuleEncoder",
     "ModuleTokens",
+    "Parts",
     "PromptRunner",
+    "Returned",
     "Reuse",
     "ScopeEncoder",
     "Source",
+    "Submitter",
     "TemplateText",
     "Timings",
     "generated_schema",

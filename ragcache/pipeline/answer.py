@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ragcache.config import Mode
+from ragcache.engine import Choice, Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +24,38 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens of the prompt, counted: cached + computed = prompt. bytes_moved: by tier, the bytes
-    that were read from below the host tier."""
+    """Tokens of the prompt, counted: cached + shared + computed = prompt.
+
+    cached: their states were in the store. shared: tokens of the question itself whose states an
+    earlier or concurrent request over the same documents had left in the engine. bytes_moved: by
+    tier, the bytes that were read from below the host tier.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
+    shared_tokens: int = 0
     bytes_moved: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, measured. first_token and total run from the call, retrieval and copies included;
-    requests of one batch share retrieve and assemble."""
+    """Seconds, measured. first_token and total run from the call, with retrieval, copies, encoding
+    of what was missing and waiting; queued is the wait for the engine alone. Requests of one batch
+    share retrieve."""
 
     retrieve: float
     assemble: float
     first_token: float
     total: float
+    queued: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing."""
+    """text, finish_reason: of the first choice, the text without outer whitespace. finish_reason:
+    `stop`, `length`, or `no_documents` where retrieval found nothing. choices: all `n` answers as
+    they were generated, with tokens and, if asked for, log-probabilities."""
 
     question: str
     text: str
@@ -54,7 +64,57 @@ class Answer:
     finish_reason: str
     reuse: Reuse
     timings: Timings
+    choices: tuple[Choice, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """`time.perf_counter` readings, in seconds: when the call came, when it was known which modules
+    the prompt reads, and when their states were at hand."""
+
+    called: float
+    retrieved: float
+    assembled: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All that an answer tells besides what is generated; known when its request is submitted."""
+
+    question: str
+    sources: tuple[Source, ...]
+    mode: Mode
+    prompt_tokens: int
+    cached_tokens: int
+    bytes_moved: Mapping[str, int]
+    marks: Marks
+
+    def answer(self, completion: Completion) -> Answer:
+        marks = self.marks
+        kept = self.cached_tokens + completion.shared_tokens
+        return Answer(
+            question=self.question,
+            text=completion.choices[0].text.strip(),
+            sources=self.sources,
+            mode=self.mode,
+            finish_reason=completion.finish_reason,
+            reuse=Reuse(
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached_tokens,
+                computed_tokens=self.prompt_tokens - kept,
+                shared_tokens=completion.shared_tokens,
+                bytes_moved=self.bytes_moved,
+            ),
+            timings=Timings(
+                retrieve=marks.retrieved - marks.called,
+                assemble=marks.assembled - marks.retrieved,
+                first_token=completion.first_token_at - marks.called,
+                total=completion.finished_at - marks.called,
+                queued=completion.admitted_at - completion.submitted_at,
+            ),
+            choices=completion.choices,
+        )

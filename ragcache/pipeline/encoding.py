@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ragcache.config import Mode
-from ragcache.engine import EncodeJob, Segment, encode
+from ragcache.engine import EncodeJob, Segment
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import Catalogue, KVStore, Lease, ModuleRow
+
+Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
+"""Encodes jobs, at least one; gives their states in order (`Engine.encode`)."""
 
 
 class ModuleEncoder:
     """Knows under which key a module's states are kept, and makes those that are not."""
 
-    def __init__(self, model: LoadedModel, frame: PromptFrame, store: KVStore) -> None:
-        self.model, self.frame, self.store = model, frame, store
+    def __init__(
+        self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode
+    ) -> None:
+        self.model, self.frame, self.store, self.encode = model, frame, store, encode
 
     @cached_property
     def preamble_ids(self) -> list[int]:
@@ -40,7 +45,7 @@ class ModuleEncoder:
 
         def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
             if missing[0] == self.preamble_key:
-                yield from encode(self.model.causal, [EncodeJob(self.preamble_ids)])
+                yield from self.encode([EncodeJob(self.preamble_ids)])
                 missing = missing[1:]
             if missing:
                 yield from self._encode([tokens[key] for key in missing], mode)
@@ -50,11 +55,11 @@ class ModuleEncoder:
     def _encode(self, modules: Sequence[Sequence[int]], mode: Mode) -> Iterator[KVStates]:
         start = len(self.preamble_ids)
         if mode == "isolated":
-            yield from encode(self.model.causal, [EncodeJob(ids, start) for ids in modules])
+            yield from self.encode([EncodeJob(ids, start) for ids in modules])
             return
         with self.store.lease([self.preamble_key], self._no_states) as lease:
             root = Segment(lease.states[0], 0)
-            yield from encode(self.model.causal, [EncodeJob(ids, start, root) for ids in modules])
+            yield from self.encode([EncodeJob(ids, start, root) for ids in modules])
 
     @staticmethod
     def _no_states(missing: Sequence[KVKey]) -> Iterator[KVStates]:

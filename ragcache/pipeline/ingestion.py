@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcache.config import Settings
 from ragcache.documents import SourceDocument, load_sources, split_text
@@ -37,13 +38,18 @@ class Ingestion:
 
 @dataclass(frozen=True, slots=True)
 class Ingestor:
-    """Stores documents with their modules, vectors and states."""
+    """Stores documents with their modules, vectors and states.
+
+    change: held while rows change and states that nothing owns any longer go, so that no other
+    ingestion claims these meanwhile; never while modules are encoded.
+    """
 
     catalogue: Catalogue
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever
     settings: Settings
+    change: threading.Lock = field(default_factory=threading.Lock)
 
     def ingest(
         self,
@@ -62,17 +68,18 @@ class Ingestor:
         prepared = [(d, self._split(d)) for d in changed]
         self._check_window([ids for _, modules in prepared for _, ids in modules])
         total = sum(len(modules) for _, modules in prepared)
-        before = self.store.counters.encoded
-        rows, done = [], 0
+        rows, done, encoded = [], 0, 0
         for document, modules in prepared:
             for part in portions([ids for _, ids in modules]):
-                with self.encoder.lease(part, "rooted"):
+                with self.encoder.lease(part, "rooted") as lease:
                     done += len(part)
+                    encoded += sum(tier == "encoded" for tier in lease.source.values())
                 if progress is not None:
                     progress(done, total)
             rows.append(self._row(document, modules))
-        replaced = self.catalogue.replace(collection, rows)
-        self.store.delete(self.store.ledger.unowned(replaced))
+        with self.change:
+            replaced = self.catalogue.replace(collection, rows)
+            self.store.delete(self.store.ledger.unowned(replaced))
         updated = sum(d.id in known for d in changed)
         return Ingestion(
             collection,
@@ -81,15 +88,16 @@ class Ingestor:
             unchanged=len(documents) - len(changed),
             modules=total,
             tokens=sum(len(ids) for _, modules in prepared for _, ids in modules),
-            encoded=self.store.counters.encoded - before,
+            encoded=encoded,
             ignored=tuple(str(path) for path in loaded.ignored),
         )
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
         known = self.catalogue.documents(collection)
-        freed = self.catalogue.delete(collection, document_ids)
-        self.store.delete(self.store.ledger.unowned(freed))
+        with self.change:
+            freed = self.catalogue.delete(collection, document_ids)
+            self.store.delete(self.store.ledger.unowned(freed))
         return len(known.keys() & set(document_ids))
 
     def _digest(self, document: SourceDocument) -> str:

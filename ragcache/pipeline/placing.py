@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from ragcache.engine import Context, Segment
 from ragcache.pipeline.scope_states import ScopeTokens
 from ragcache.pipeline.template_text import TemplateText
-from ragcache.states import KVStates
+from ragcache.states import KVKey, KVStates
 from ragcache_schemas import Path, Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owner:
-    """The states that a module's texts are read from. source: the tier that they came from."""
+    """The states that a module's texts are read from. source: the tier that they came from; key:
+    their name."""
 
     tokens: ScopeTokens
     states: KVStates
     source: str
+    key: KVKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +66,10 @@ def place(
 def _segment(piece: Piece, owner: Owner) -> Segment:
     begin, end = owner.tokens.runs[piece.path]
     if (begin, end) == (0, owner.states.length):
-        return Segment(owner.states, piece.start)
+        return Segment(owner.states, piece.start, str(owner.key))
     start = owner.tokens.position_ids[begin]
-    return Segment(owner.states.part(begin, end, start), piece.start)
+    name = f"{owner.key}[{begin}:{end}]"
+    return Segment(owner.states.part(begin, end, start), piece.start, name)
 
 
 def _last_token(
@@ -77,5 +80,5 @@ def _last_token(
     last = max((s for s in segments), key=lambda s: s.end)
     text = next(p.text for p in pieces if p.start == last.start and p.length == last.states.length)
     shorter = last.states.part(0, last.states.length - 1, last.states.start)
-    segments[segments.index(last)] = Segment(shorter, last.start)
+    segments[segments.index(last)] = Segment(shorter, last.start, f"{last.name}[:-1]")
     return last.end - 1, template.encode(text)[-1]

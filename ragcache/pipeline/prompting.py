@@ -1,18 +1,22 @@
-"""PML prompts: resolve, lease, place, run."""
+"""PML prompts: resolve, lease, place, submit."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from ragcache.config import Mode, Settings
-from ragcache.engine import Request, check_window, generate
+from ragcache.config import Mode
+from ragcache.engine import Request
 from ragcache.errors import ConfigurationError, UnknownSchema
-from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
+from ragcache.pipeline.answer import Marks, Ready, Source
+from ragcache.pipeline.asked import Asked
+from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.placing import Owner, Placed, place
 from ragcache.pipeline.portions import portions
 from ragcache.pipeline.scope_states import ScopeEncoder, ScopeTokens
+from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.store import Lease, SchemaText, SchemaTexts
 from ragcache_schemas import (
@@ -38,22 +42,14 @@ class LoadedSchema:
     index: SchemaIndex
 
 
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """`time.perf_counter` readings, in seconds."""
-
-    called: float
-    resolved: float
-
-
 @dataclass(slots=True)
 class PromptRunner:
-    """Keeps schemas, encodes their modules, and answers prompts over them."""
+    """Keeps schemas, encodes their modules, and submits prompts over them."""
 
     texts: SchemaTexts
     encoder: ScopeEncoder
     template: TemplateText
-    settings: Settings
+    submitter: Submitter
     _schemas: dict[str, LoadedSchema] = field(default_factory=dict)
 
     def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
@@ -70,10 +66,13 @@ class PromptRunner:
         self._schemas[schema.name] = loaded
         return schema
 
-    def answer(self, text: str, mode: Mode, source: str = "<string>") -> Answer:
-        """Answers a prompt. Raises `PMLError`, `UnknownSchema` or `PromptTooLong`."""
+    def start(
+        self, text: str, mode: Mode, generation: Generation, source: str = "<string>"
+    ) -> Asked:
+        """Resolves, leases and submits a prompt. Raises `PMLError`, `UnknownSchema`,
+        `InvalidRequest` or `PromptTooLong` before anything is computed."""
         called = time.perf_counter()
-        if mode == "rooted":
+        if mode not in ("isolated", "exact"):
             raise ConfigurationError(
                 "a schema's modules are encoded at their places in the schema: use the mode "
                 "`isolated`, or `exact` to compute everything"
@@ -83,65 +82,37 @@ class PromptRunner:
         loaded = self.load(prompt.schema)
         spelled = spell_prompt(prompt, loaded.schema, self.template.render)
         plan = resolve_prompt(loaded.index, spelled)
-        check_window(
-            plan.cached_tokens,
-            plan.computed_tokens,
-            window=self.encoder.model.causal.window,
-            max_new_tokens=self.settings.max_new_tokens,
-        )
+        if mode == "exact":
+            pieces = tuple(replace(piece, cached=False) for piece in plan.pieces)
+            plan = replace(plan, pieces=pieces)
+        draft = self._draft(plan, generation, reuse=mode != "exact")
         resolved = time.perf_counter()
         if mode == "exact":
-            everything = [replace(piece, cached=False) for piece in plan.pieces]
-            placed = place(everything, {}, self.template, plan.length)
-            return self._run(plan, placed, mode, None, _Marks(called, resolved))
+            placed = place(plan.pieces, {}, self.template, plan.length)
+            ready = _ready(plan, placed, mode, None, None, (called, resolved))
+            return self.submitter.submit(draft, placed.context, ready, None)
         groups = self.groups(loaded.index, plan)
-        with self.encoder.lease([tokens for _, tokens in groups]) as lease:
+        with ExitStack() as undo:
+            lease = self.encoder.lease([tokens for _, tokens in groups])
+            undo.callback(lease.release)
             owners = {
-                path: Owner(tokens, states, lease.source[key])
+                path: Owner(tokens, states, lease.source[key], key)
                 for (paths, tokens), states, key in zip(
                     groups, lease.states, lease.keys, strict=True
                 )
                 for path in paths
             }
             placed = place(plan.pieces, owners, self.template, plan.length)
-            return self._run(plan, placed, mode, owners, _Marks(called, resolved), lease)
+            ready = _ready(plan, placed, mode, owners, lease, (called, resolved))
+            asked = self.submitter.submit(draft, placed.context, ready, lease)
+            undo.pop_all()
+        return asked
 
-    def _run(
-        self,
-        plan: Plan,
-        placed: Placed,
-        mode: Mode,
-        owners: Mapping[Path, Owner] | None,
-        marks: _Marks,
-        lease: Lease | None = None,
-    ) -> Answer:
-        assembled = time.perf_counter()
-        model = self.encoder.model
-        request = Request(placed.context, self.settings.max_new_tokens, model.stop_ids)
-        [completion] = generate(model.causal, [request])
-        prompt_tokens = placed.context.prompt_tokens
-        return Answer(
-            question="".join(p.text for p in plan.pieces if p.kind == "new").strip(),
-            text=model.decode(list(completion.token_ids)).strip(),
-            sources=tuple(
-                Source(plan.schema, "/".join(path), "", 0.0, _tier(path, owners))
-                for path in plan.modules
-            ),
-            mode=mode,
-            finish_reason=completion.finish_reason,
-            reuse=Reuse(
-                prompt_tokens,
-                placed.cached_tokens,
-                prompt_tokens - placed.cached_tokens,
-                dict(lease.moved) if lease is not None else {},
-            ),
-            timings=Timings(
-                retrieve=marks.resolved - marks.called,
-                assemble=assembled - marks.resolved,
-                first_token=completion.first_token_at - marks.called,
-                total=completion.finished_at - marks.called,
-            ),
-        )
+    def _draft(self, plan: Plan, generation: Generation, *, reuse: bool) -> Request:
+        """One token is computed in any case, so that there is something to continue from."""
+        own = max(1, plan.computed_tokens)
+        documents = plan.computed_tokens + plan.cached_tokens - own
+        return self.submitter.draft([0] * own, documents, generation, end=plan.length, reuse=reuse)
 
     def groups(self, index: SchemaIndex, plan: Plan) -> list[tuple[tuple[Path, ...], ScopeTokens]]:
         """The modules of a plan as they are encoded: together where a scaffold says so (§3.3),
@@ -154,10 +125,11 @@ class PromptRunner:
                 together.append(members)
                 left = [path for path in left if path not in members]
         paths = [*together, *((path,) for path in left)]
-        return [
+        groups = [
             (group, self.encoder.tokens([scope_at(index, path) for path in group]))
             for group in paths
         ]
+        return [(group, tokens) for group, tokens in groups if tokens.token_ids]
 
     def load(self, name: str) -> LoadedSchema:
         """The schema of a name. Raises `UnknownSchema`."""
@@ -196,3 +168,25 @@ def _tier(path: Path, owners: Mapping[Path, Owner] | None) -> str:
     if owners is None or path not in owners:
         return "computed"
     return owners[path].source
+
+
+def _ready(
+    plan: Plan,
+    placed: Placed,
+    mode: Mode,
+    owners: Mapping[Path, Owner] | None,
+    lease: Lease | None,
+    times: tuple[float, float],
+) -> Ready:
+    return Ready(
+        question="".join(p.text for p in plan.pieces if p.kind == "new").strip(),
+        sources=tuple(
+            Source(plan.schema, "/".join(path), "", 0.0, _tier(path, owners))
+            for path in plan.modules
+        ),
+        mode=mode,
+        prompt_tokens=placed.context.prompt_tokens,
+        cached_tokens=placed.cached_tokens,
+        bytes_moved=dict(lease.moved) if lease is not None else {},
+        marks=Marks(*times, time.perf_counter()),
+    )

@@ -7,12 +7,13 @@ its texts; placeholders and stand-ins never take part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ragcache.engine import EncodeJob, encode
+from ragcache.engine import EncodeJob
 from ragcache.models import LoadedModel
+from ragcache.pipeline.encoding import Encode
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import KVStore, Lease
@@ -39,6 +40,7 @@ class ScopeEncoder:
     model: LoadedModel
     text: TemplateText
     store: KVStore
+    encode: Encode
 
     def tokens(self, scopes: Sequence[Scope]) -> ScopeTokens:
         """The tokens of one module, or of several that a scaffold encodes together."""
@@ -76,16 +78,12 @@ class ScopeEncoder:
         keyed = dict(zip(keys, groups, strict=True))
 
         def produce(missing: Sequence[KVKey]) -> Iterable[KVStates]:
-            return self._encode([keyed[key] for key in missing])
+            groups = [keyed[key] for key in missing]
+            return self.encode(
+                [EncodeJob(g.token_ids, g.start, None, g.position_ids) for g in groups]
+            )
 
         return self.store.lease(keys, produce)
-
-    def _encode(self, groups: Sequence[ScopeTokens]) -> Iterator[KVStates]:
-        jobs = [
-            EncodeJob(group.token_ids, group.start, position_ids=group.position_ids)
-            for group in groups
-        ]
-        return encode(self.model.causal, jobs)
 
     def _ids(self, piece: Piece) -> list[int]:
         """A text's tokens, or what stands in for an argument: its scaffold, then placeholders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class _Indexed:
 
 
 class Retriever:
-    """BM25 alone or, with an embedder, fused with FAISS by reciprocal rank."""
+    """BM25 alone or, with an embedder, fused with FAISS by reciprocal rank. Thread-safe."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Retriever:
         self._embedder = embedder
         self._vectors = vectors
         self._indexed: dict[str, _Indexed] = {}
+        self._building = threading.Lock()
 
     def retrieve(self, query: str, collection: str, k: int) -> Selection:
         """At most `k` modules. Raises `UnknownCollection`."""
@@ -76,11 +78,15 @@ class Retriever:
 
     def _current(self, collection: str) -> _Indexed:
         """The index over what the collection holds now, whoever changed it."""
-        stamp = self._catalogue.stamp(collection)
         indexed = self._indexed.get(collection)
-        if indexed is None or indexed.stamp != stamp:
-            indexed = self._indexed[collection] = self._build(collection, stamp)
-        return indexed
+        if indexed is not None and indexed.stamp == self._catalogue.stamp(collection):
+            return indexed
+        with self._building:  # threads that ask at once wait for one index
+            stamp = self._catalogue.stamp(collection)
+            indexed = self._indexed.get(collection)
+            if indexed is None or indexed.stamp != stamp:
+                indexed = self._indexed[collection] = self._build(collection, stamp)
+            return indexed
 
     def _build(self, collection: str, stamp: tuple[int, int]) -> _Indexed:
         modules = {row.id: row for row in self._catalogue.modules(collection)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,15 +59,24 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Ends the lease and counts its hits."""
         self._store.release(self)
 
 
 class KVStore:
-    """Host and disk tiers under one ledger. Every state that is put is kept on disk."""
+    """Host and disk tiers under one ledger. Every state that is put is kept on disk.
+
+    Thread-safe. No lock is held while states are produced or written: two threads that miss the
+    same key may both make it, and either result serves.
+    """
 
     def __init__(self, ledger: Ledger, host: HostTier, disk: DiskTier) -> None:
         self.ledger, self.host, self.disk = ledger, host, disk
         self.counters = Counters()
+        self._lock = threading.RLock()  # reentrant: finding a corrupt blob deletes it
 
     @classmethod
     def open(cls, folder: Path, database: Database, host_bytes: int) -> KVStore:
@@ -91,32 +101,37 @@ class KVStore:
         What no tier holds, or holds corrupted, is made by `produce(missing keys)` and stored.
         """
         lease = Lease(self, keys)
-        self.host.lease(lease.keys)
+        with self._lock:
+            self.host.lease(lease.keys)
         try:
-            for key in dict.fromkeys(keys):
-                self._find(key, lease)
+            with self._lock:
+                for key in dict.fromkeys(keys):
+                    self._find(key, lease)
             missing = [key for key in dict.fromkeys(keys) if key not in lease.found]
             for key, states in zip(missing, produce(missing) if missing else (), strict=True):
                 lease.found[key], lease.source[key] = states, "encoded"
                 self.put(key, states)
         except BaseException:
-            self.host.release(lease.keys)
+            with self._lock:
+                self.host.release(lease.keys)
             raise
         return lease
 
     def put(self, key: KVKey, states: KVStates) -> None:
         """Keeps states: blob, then row, then the host tier."""
         nbytes = self.disk.put(key, states)
-        self.ledger.record("disk", key, states, nbytes)
-        self._admit(key, states)
-        self.counters.encoded += 1
+        with self._lock:
+            self.ledger.record("disk", key, states, nbytes)
+            self._admit(key, states)
+            self.counters.encoded += 1
 
     def release(self, lease: Lease) -> None:
         """Ends a lease and counts its hits."""
-        self.host.release(lease.keys)
         found = {key: tier for key, tier in lease.source.items() if tier in self.counters.hits}
-        for tier in found.values():
-            self.counters.hits[tier] += 1
+        with self._lock:
+            self.host.release(lease.keys)
+            for tier in found.values():
+                self.counters.hits[tier] += 1
         _note(lambda: self.ledger.touch(found))
 
     def close(self) -> None:
@@ -126,10 +141,11 @@ class KVStore:
     def delete(self, keys: Iterable[KVKey]) -> None:
         """Removes states from every tier: row, then blob."""
         for key in keys:
-            self.ledger.remove("host", [key])
-            self.host.drop(key)
-            self.ledger.remove("disk", [key])
-            self.disk.delete(key)
+            with self._lock:
+                self.ledger.remove("host", [key])
+                self.host.drop(key)
+                self.ledger.remove("disk", [key])
+                self.disk.delete(key)
 
     def _find(self, key: KVKey, lease: Lease) -> None:
         states = self.host.get(key)

@@ -1,0 +1,61 @@
+"""The way from a prompt to the engine, which questions and PML prompts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ragcache.config import Settings
+from ragcache.engine import Context, Engine, Request, check_window
+from ragcache.engine.handle import Channel, Handle
+from ragcache.engine.request import Choice, Completion, Piece
+from ragcache.models import LoadedModel
+from ragcache.pipeline.answer import Ready
+from ragcache.pipeline.asked import Asked, Returned
+from ragcache.pipeline.generation import TENANT, Generation
+from ragcache.store import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Submitter:
+    """Checks requests before anything is leased, and submits them."""
+
+    model: LoadedModel
+    engine: Engine
+    returned: Returned
+    settings: Settings
+
+    def draft(
+        self, own: Sequence[int], document_tokens: int, generation: Generation, *,
+        end: int | None = None, reuse: bool = True,
+    ) -> Request:  # fmt: skip
+        """The request without its segments, so that what cannot run is refused at once.
+
+        own: the tokens that it computes itself. end: the position after the prompt, if it has
+        gaps. reuse: False where the mode is to share nothing. Raises `InvalidRequest` or
+        `PromptTooLong`.
+        """
+        end = document_tokens + len(own) if end is None else end
+        context = Context((), tuple(own), tuple(range(len(own))), end)
+        tenant = TENANT if reuse else None
+        request = generation.request(context, self.model, self.settings.max_new_tokens, tenant)
+        check_window(
+            document_tokens,
+            len(own),
+            window=self.model.causal.window,
+            max_new_tokens=request.max_new_tokens,
+        )
+        self.engine.core.check(request)
+        return request
+
+    def submit(self, draft: Request, context: Context, ready: Ready, lease: Lease | None) -> Asked:
+        """Queues the request. Raises `QueueFull` or `EngineClosed`; the lease is the caller's
+        until this returns."""
+        handle = self.engine.submit(replace(draft, context=context))
+        return Asked(ready, handle, lease, self.returned)
+
+    def nothing_to_read(self, ready: Ready, now: float) -> Asked:
+        """Retrieval found no module that shares anything with the question: nothing is made up."""
+        channel = Channel[Piece, Completion](lambda: None)
+        channel.finish(Completion((Choice((), "", "no_documents"),), 0, now, now, now, now))
+        return Asked(ready, Handle(channel), None, self.returned)
