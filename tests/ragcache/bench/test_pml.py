@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -18,8 +19,9 @@ def test_it_measures_what_it_says() -> None:
     assert "machine" in result
 
 
-def test_the_command_prints_json_or_a_table() -> None:
-    done = CliRunner().invoke(app, ["bench", "pml", "--modules", "200", "--json"])
-    assert {"parse_layout_s", "resolve_ms"} <= json.loads(done.stdout).keys()
-    done = CliRunner().invoke(app, ["bench", "pml", "--modules", "200"])
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "pml.json"
+    done = CliRunner().invoke(app, ["bench", "pml", "--modules", "200", "--json", str(file)])
+    assert {"parse_layout_s", "resolve_ms"} <= json.loads(file.read_text()).keys()
+
     assert "200 modules" in done.stdout
