@@ -40,12 +40,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    **dict.fromkeys(__all__, "ragcache.pipeline"),
     "RagCache": "ragcache.rag",
     "SourceDocument": "ragcache.documents",
-    **dict.fromkeys(
-        ["Answer", "AnswerStream", "AsyncAnswerStream", "Generation"], "ragcache.pipeline"
-    ),
-    **dict.fromkeys(["Ingestion", "Reuse", "Source", "Timings"], "ragcache.pipeline"),
 }
 
 

@@ -84,13 +84,8 @@ class Answerer:
             *self.encoder.model.encode_untrusted(selection.query.strip()),
             *encode(frame.epilogue),
         ]
-        preamble = self.encoder.preamble_ids
-        if mode == "exact":
-            own = [*preamble, *(token for ids in modules for token in ids), *own]
-            draft = self.submitter.draft(own, 0, generation, reuse=False)
-        else:
-            documents = len(preamble) + sum(map(len, modules))
-            draft = self.submitter.draft(own, documents, generation)
+        documents = len(self.encoder.preamble_ids) + sum(map(len, modules))
+        draft = self.submitter.draft(len(own), documents, generation, reuse=mode != "exact")
         return _Spelled(selection, modules, own, draft if selection.hits else None)
 
     def _submit(self, spelled: _Spelled, call: _Call) -> Asked:
@@ -99,7 +94,9 @@ class Answerer:
             ready = Ready(spelled.selection.query, (), call.mode, 0, 0, {}, marks)
             return self.submitter.nothing_to_read(ready, call.retrieved)
         if call.mode == "exact":
-            context = self._assemble(spelled.draft, (), (), spelled.own)
+            documents = (token for ids in spelled.modules for token in ids)
+            everything = [*self.encoder.preamble_ids, *documents, *spelled.own]
+            context = self._assemble(spelled.draft, (), (), everything)
             ready = self._ready(spelled, call, context, None)
             return self.submitter.submit(spelled.draft, context, ready, None)
         with ExitStack() as undo:

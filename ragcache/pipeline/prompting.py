@@ -112,7 +112,7 @@ class PromptRunner:
         """One token is computed in any case, so that there is something to continue from."""
         own = max(1, plan.computed_tokens)
         documents = plan.computed_tokens + plan.cached_tokens - own
-        return self.submitter.draft([0] * own, documents, generation, end=plan.length, reuse=reuse)
+        return self.submitter.draft(own, documents, generation, end=plan.length, reuse=reuse)
 
     def groups(self, index: SchemaIndex, plan: Plan) -> list[tuple[tuple[Path, ...], ScopeTokens]]:
         """The modules of a plan as they are encoded: together where a scaffold says so (§3.3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ragcache.config import Settings
@@ -26,22 +25,23 @@ class Submitter:
     settings: Settings
 
     def draft(
-        self, own: Sequence[int], document_tokens: int, generation: Generation, *,
+        self, own: int, documents: int, generation: Generation, *,
         end: int | None = None, reuse: bool = True,
     ) -> Request:  # fmt: skip
-        """The request without its segments, so that what cannot run is refused at once.
+        """The request as far as sizes say what it is, so that what cannot run is refused at once.
 
-        own: the tokens that it computes itself. end: the position after the prompt, if it has
-        gaps. reuse: False where the mode is to share nothing. Raises `InvalidRequest` or
-        `PromptTooLong`.
+        own, documents: tokens of question and template, and of what it reads. end: the position
+        after the prompt, if it has gaps. reuse: False where the documents are computed, too, and
+        nothing is shared. Raises `InvalidRequest` or `PromptTooLong`.
         """
-        end = document_tokens + len(own) if end is None else end
-        context = Context((), tuple(own), tuple(range(len(own))), end)
+        computed = own if reuse else own + documents
+        end = own + documents if end is None else end
+        context = Context((), (0,) * computed, tuple(range(computed)), end)
         tenant = TENANT if reuse else None
         request = generation.request(context, self.model, self.settings.max_new_tokens, tenant)
         check_window(
-            document_tokens,
-            len(own),
+            documents,
+            own,
             window=self.model.causal.window,
             max_new_tokens=request.max_new_tokens,
         )

@@ -20,7 +20,9 @@ from ragcache_schemas import parse_schema
 from tests.conftest import REPOSITORY, write_notes
 
 QUESTION = "Where does the spare key of the boathouse hang?"
-ANSWER_KEYS = {"question", "text", "sources", "mode", "finish_reason", "reuse", "timings"}
+ANSWER_KEYS = {
+    "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices"
+}  # fmt: skip
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -105,6 +107,27 @@ def test_ask_prints_the_answer_for_people(run: Run, ingested: Path) -> None:
     assert "mode exact · prompt" in out
     assert "= 0 cached" in out
     assert "keys.md" in out
+
+
+def test_ask_prints_the_answer_as_it_comes(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
+    answer = parsed(run(*asked, "--json"))
+    assert len(answer["choices"][0]["token_ids"]) <= 6
+    status, out, _ = run(*asked, "--stream")
+    assert status == 0
+    assert out.split("\n")[0].strip() == answer["text"]
+    assert "keys.md" in out
+    assert run("ask", "xylophone", "-c", "notes", "--stream")[1].startswith("nothing in this")
+
+
+def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes", "--temperature", 3.0, "--seed", 5, "--json")
+    assert parsed(run(*asked))["text"] == parsed(run(*asked))["text"]
+    greedy = parsed(run("ask", QUESTION, "-c", "notes", "--json"))["text"]
+    cut = parsed(run("ask", QUESTION, "-c", "notes", "--stop", greedy[2:4], "--json"))
+    assert (cut["text"], cut["finish_reason"]) == (greedy[:2].strip(), "stop")
+    bad = ("ask", QUESTION, "-c", "notes", "--temperature", -1, "--json")
+    assert "temperature is -1.0" in failed(run(*bad), "InvalidRequest")
 
 
 def test_ask_says_where_nothing_was_found(run: Run, ingested: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from ragcache.config import MODES, Settings, check_mode, parse_bytes
@@ -35,7 +37,7 @@ def test_other_sizes_are_refused_with_an_example(size: str) -> None:
     assert str(caught.value) == f"cannot read the size {size!r}; write it like 8GiB or 512MB"
 
 
-@pytest.mark.parametrize("name", ["module_tokens", "host_bytes", "max_new_tokens"])
+@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
 def test_settings_are_positive(name: str) -> None:
     assert getattr(Settings(**{name: 1}), name) == 1
     for value in (0, -5):

@@ -34,6 +34,9 @@ def loaded_by(program: str, names: tuple[str, ...]) -> list[str]:
 def test_the_public_names_are_these() -> None:
     assert ragcache.__all__ == [
         "Answer",
+        "AnswerStream",
+        "AsyncAnswerStream",
+        "Generation",
         "Ingestion",
         "RagCache",
         "Reuse",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from ragcache.config import DEFAULT_K
 from ragcache_api.cli.console import (
@@ -14,17 +12,18 @@ from ragcache_api.cli.console import (
     EmbeddingOption,
     JsonOption,
     KOption,
+    MaxTokensOption,
     ModelOption,
     ModeOption,
+    SeedOption,
     StateOption,
-    console,
-    milliseconds,
+    StopOption,
+    StreamOption,
+    TemperatureOption,
     open_existing_rag,
     print_json,
 )
-
-if TYPE_CHECKING:
-    from ragcache import Answer
+from ragcache_api.cli.showing import report
 
 
 def ask(
@@ -33,35 +32,24 @@ def ask(
     state: StateOption = DEFAULT_STATE,
     k: KOption = DEFAULT_K,
     mode: ModeOption = "rooted",
+    max_new_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    stream: StreamOption = None,
     model: ModelOption = None,
     embedding: EmbeddingOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a question from the documents of a collection."""
     with open_existing_rag(state, model, embedding) as rag:
-        answer = rag.ask(question, collection=collection, k=k, mode=mode)
-        encoded = rag.stats().encoded
-    if as_json:
-        print_json({**answer.to_dict(), "encoded": encoded})
-    else:
-        show(answer)
+        from ragcache import Generation
 
-
-def show(answer: Answer) -> None:
-    """Prints an answer with its sources and what it cost."""
-    text = answer.text
-    if answer.finish_reason == "no_documents":
-        text = "nothing in this collection shares a word with the question"
-    console.print(text, style="bold", markup=False, highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for source in answer.sources:
-        score = f"{source.score:.3f}" if source.score else ""
-        table.add_row(escape(source.module), score, source.tier, style="dim")
-    console.print(table)
-    reuse, timings = answer.reuse, answer.timings
-    console.print(
-        f"mode {answer.mode} · prompt {reuse.prompt_tokens} tokens = {reuse.cached_tokens} cached "
-        f"+ {reuse.computed_tokens} computed · first token {milliseconds(timings.first_token)} · "
-        f"total {milliseconds(timings.total)}",
-        highlight=False,
-    )
+        generation = Generation.of(
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop
+        )
+        asked = rag.stream(question, collection=collection, k=k, mode=mode, generation=generation)
+        if as_json:
+            print_json({**asked.result().to_dict(), "encoded": rag.stats().encoded})
+        else:
+            report(asked, pieces=stream)

@@ -34,6 +34,24 @@ EmbeddingOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KOption = Annotated[int, typer.Option("-k", "--k", help="How many modules to retrieve.")]
 ModeOption = Annotated[str, typer.Option("--mode", help="rooted, isolated or exact.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option("--max-new-tokens", help="The most tokens of the answer.")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option("--temperature", help="0, the default, takes the likeliest token.")
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Of what is drawn.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="A string that ends the answer; repeatable.")
+]
+StreamOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--stream/--no-stream",
+        help="Print the answer as it comes; without either, on a terminal only.",
+        show_default=False,
+    ),
+]
 DEFAULT_STATE = Path("ragcache-state")
 
 

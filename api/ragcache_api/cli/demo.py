@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from ragcache_api.cli.console import (
     print_json,
     progress_bar,
 )
+from ragcache_api.cli.showing import tokens
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
@@ -71,6 +73,7 @@ def demo(
             for number, question in enumerate(QUESTIONS, start=1):
                 compared.append(compare(rag, question))
                 report(number, len(QUESTIONS))
+        together = batched(rag)
     if as_json:
         print_json([_plain(each) for each in compared])
         return
@@ -79,31 +82,43 @@ def demo(
     )
     for each in compared:
         _show(each)
+    apart = sum(each.answer.timings.total for each in compared)
+    console.print(
+        f"all {len(QUESTIONS)} questions together: {milliseconds(together)} to the last answer; "
+        f"one after another: {milliseconds(apart)}",
+        highlight=False,
+    )
+
+
+def batched(rag: RagCache) -> float:
+    """Seconds for all questions at once: each document is read once a step for all of them."""
+    begin = time.perf_counter()
+    rag.ask_batch(QUESTIONS, collection="handbook")
+    return time.perf_counter() - begin
 
 
 def compare(rag: RagCache, question: str) -> Compared:
     """Asks in turn from cached modules and by an ordinary prefill."""
+    from ragcache import Generation
+
     times: dict[str, list[float]] = {"rooted": [], "exact": []}
     answers = {}
+    alone = Generation(share=False)  # else a run may find the question's states of the one before
     for _ in range(RUNS):
         for mode, seconds in times.items():
-            answers[mode] = rag.ask(question, collection="handbook", mode=mode)
+            answers[mode] = rag.ask(question, collection="handbook", mode=mode, generation=alone)
             seconds.append(answers[mode].timings.first_token)
     return Compared(answers["rooted"], *(statistics.median(s) for s in times.values()))
 
 
 def _show(compared: Compared) -> None:
-    answer, reuse = compared.answer, compared.answer.reuse
+    answer = compared.answer
     console.print(answer.question, style="cyan", markup=False, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("answer", f"[bold]{escape(answer.text)}[/]")
     table.add_row("sources", ", ".join(escape(source.module) for source in answer.sources))
     table.add_row("mode", answer.mode)
-    table.add_row(
-        "tokens",
-        f"{reuse.prompt_tokens} prompt = {reuse.cached_tokens} cached "
-        f"+ {reuse.computed_tokens} computed",
-    )
+    table.add_row("prompt", tokens(answer))
     table.add_row(
         "first token",
         f"{milliseconds(compared.cached_seconds)} cached, "

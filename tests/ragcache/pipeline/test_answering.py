@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from ragcache import RagCache, SourceDocument
-from ragcache.engine import assemble
-from ragcache.errors import EmptyQuestion, PromptTooLong
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.engine import Engine, assemble, encode
+from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
+from ragcache.models import LoadedModel
 from ragcache.models.prompting import prompt_frame
 from ragcache.pipeline import ModuleEncoder
 from ragcache.store import Database, KVStore
-from tests.conftest import tiny_model
-from tests.ragcache.models.test_parity import last_logits
+from tests.ragcache.pipeline.conftest import last_logits
 
 DOCUMENTS = [
     SourceDocument("boats", "The survey boat Pipit is moored at the north quay."),
@@ -25,13 +25,6 @@ DOCUMENTS = [
     SourceDocument("leave", "Requests for leave go to Ines Marlow, who keeps the key figures."),
 ]
 QUESTION = "Where is the spare key of the boat?"
-
-
-@pytest.fixture
-def model(reader: LoadedModel) -> LoadedModel:
-    """A tiny random model behind the embedded reader's tokenizer."""
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    return LoadedModel("tiny", causal, reader.tokenizer)
 
 
 @pytest.fixture
@@ -60,7 +53,7 @@ def test_isolated_modules_do_not_see_the_preamble_and_rooted_ones_do(
     other = replace(frame, preamble=frame.preamble.replace("documents", "pages"))
     states = {}
     for name, spoken in (("a", frame), ("b", other)):
-        encoder = ModuleEncoder(model, spoken, store)
+        encoder = ModuleEncoder(model, spoken, store, partial(encode, model.causal))
         for mode in ("rooted", "isolated"):
             with encoder.lease([tokens], mode) as lease:
                 states[name, mode] = lease.states[1]
@@ -74,8 +67,9 @@ def test_the_question_is_computed_over_the_states_that_were_leased(
     tmp_path: Path, model: LoadedModel
 ) -> None:
     database = Database.open(tmp_path / "ledger.sqlite")
+    store = KVStore.open(tmp_path, database, 2**26)
     encoder = ModuleEncoder(
-        model, prompt_frame(model.tokenizer), KVStore.open(tmp_path, database, 2**26)
+        model, prompt_frame(model.tokenizer), store, partial(encode, model.causal)
     )
     tokens, question = model.encode("The key is red."), model.encode("Question: which?")
     with encoder.lease([tokens], "rooted") as lease:
@@ -150,11 +144,16 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("ragcache.pipeline.answering.generate", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            rag.ask(QUESTION, collection="notes")
     host = rag._parts.store.host
+    with monkeypatch.context() as patched:
+        patched.setattr(rag._parts.engine.core.runner, "prepare", fail)
+        with pytest.raises(EngineFailed, match="out of memory"):
+            rag.ask(QUESTION, collection="notes")
+    assert not any(entry.leased for entry in host.entries())
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "submit", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rag.ask_batch([QUESTION, QUESTION], collection="notes")
     assert not any(entry.leased for entry in host.entries())
     assert rag.ask(QUESTION, collection="notes").sources
 

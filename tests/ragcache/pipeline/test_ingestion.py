@@ -14,18 +14,10 @@ from langchain_core.documents import Document
 import ragcache.store.disk
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, DocumentError, StoreBudgetExceeded, StoreFull
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel
 from ragcache.store import Database, Ledger
-from tests.conftest import tiny_model
 
 TIDES = "The tide turns twice a day and nobody has to wind it. "
-
-
-@pytest.fixture
-def model(reader: LoadedModel) -> LoadedModel:
-    """A tiny random model behind the embedded reader's tokenizer."""
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    return LoadedModel("tiny", causal, reader.tokenizer)
 
 
 @pytest.fixture

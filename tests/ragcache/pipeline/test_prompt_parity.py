@@ -3,6 +3,7 @@ tokens with explicit positions and an explicit mask (Prompt Cache §3.3 and §3.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,22 @@ import torch
 from torch import Tensor
 
 from ragcache.config import Settings
-from ragcache.engine.batch import Work, build_step
-from ragcache.engine.context import Context
-from ragcache.engine.private import PrivateStates
-from ragcache.models import CausalLM, LoadedModel, load_model
-from ragcache.pipeline import PromptRunner, ScopeEncoder, TemplateText
+from ragcache.engine import Engine, EngineSettings
+from ragcache.models import LoadedModel
+from ragcache.pipeline import (
+    Generation,
+    PromptRunner,
+    Returned,
+    ScopeEncoder,
+    Submitter,
+    TemplateText,
+)
 from ragcache.pipeline.placing import Owner, place
 from ragcache.pipeline.prompting import scope_at
 from ragcache.store import Database, KVStore, SchemaTexts
 from ragcache_schemas import Plan, parse_prompt, resolve_prompt, spell_prompt
 from tests.conftest import tiny_model
+from tests.ragcache.pipeline.conftest import last_logits
 
 SCHEMA = """
 <schema name="trip">
@@ -57,17 +64,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    tokenizer = load_model().tokenizer
-    plain = tiny_model("llama", vocab_size=len(tokenizer))
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(tokenizer)))
-    model = LoadedModel("tiny", causal, tokenizer)
+def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
+    plain = tiny_model("llama", vocab_size=len(model.tokenizer))
     database = Database.open(tmp_path / "ledger.sqlite")
     template = TemplateText(model)
-    scopes = ScopeEncoder(model, template, KVStore.open(tmp_path, database, 2**26))
-    runner = PromptRunner(SchemaTexts(database), scopes, template, Settings(max_new_tokens=4))
-    runner.add(SCHEMA)
-    return Bench(runner, plain)
+    store = KVStore.open(tmp_path, database, 2**26)
+    with Engine(model.causal, EngineSettings(pool_bytes=2**22)) as engine:
+        scopes = ScopeEncoder(model, template, store, engine.encode)
+        submitter = Submitter(model, engine, Returned(), Settings(max_new_tokens=4))
+        runner = PromptRunner(SchemaTexts(database), scopes, template, submitter)
+        runner.add(SCHEMA)
+        yield Bench(runner, plain)
+    database.close()
 
 
 def plan_of(runner: PromptRunner, prompt: str) -> Plan:
@@ -80,18 +88,12 @@ def cached_logits(runner: PromptRunner, plan: Plan) -> Tensor:
     groups = runner.groups(runner.load("trip").index, plan)
     with runner.encoder.lease([tokens for _, tokens in groups]) as lease:
         owners = {
-            path: Owner(tokens, states, "host")
-            for (paths, tokens), states in zip(groups, lease.states, strict=True)
+            path: Owner(tokens, states, "host", key)
+            for (paths, tokens), states, key in zip(groups, lease.states, lease.keys, strict=True)
             for path in paths
         }
         placed = place(plan.pieces, owners, runner.template, plan.length)
-        return last_logits(runner.encoder.model.causal, placed.context)
-
-
-def last_logits(causal: CausalLM, context: Context) -> Tensor:
-    private = PrivateStates.allocate(causal, len(context.token_ids))
-    work = Work(context.segments, private, context.token_ids, context.position_ids)
-    return causal.forward(build_step(causal, [work]))[0]
+        return last_logits(runner.encoder.model.causal, [placed.context])[0]
 
 
 @torch.no_grad()
@@ -181,9 +183,9 @@ def test_one_scaffold_over_everything_equals_the_plain_prompt(bench: Bench) -> N
     [(paths, group)] = bench.runner.groups(loaded.index, plan)
     assert paths == (("a",), ("b",))
     with bench.runner.encoder.lease([group]) as lease:
-        owners = {path: Owner(group, lease.states[0], "host") for path in paths}
+        owners = {path: Owner(group, lease.states[0], "host", lease.keys[0]) for path in paths}
         placed = place(plan.pieces, owners, bench.runner.template, plan.length)
-        logits = last_logits(bench.runner.encoder.model.causal, placed.context)
+        [logits] = last_logits(bench.runner.encoder.model.causal, [placed.context])
     ids = [t for p in plan.pieces for t in bench.runner.template.encode(p.text)]
     with torch.no_grad():
         plain = bench.plain(torch.tensor([ids])).logits[0, -1]
@@ -205,12 +207,13 @@ def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) 
 
 
 def test_exact_mode_computes_every_token(bench: Bench) -> None:
-    answer = bench.runner.answer(PROMPTS["arguments"], "exact")
+    answer = bench.runner.start(PROMPTS["arguments"], "exact", Generation()).result()
     assert answer.reuse.cached_tokens == 0
     assert answer.reuse.computed_tokens == answer.reuse.prompt_tokens
 
 
 def test_a_prompt_of_imports_alone_computes_its_last_token(bench: Bench) -> None:
-    answer = bench.runner.answer('<prompt schema="trip"><oslo/></prompt>', "isolated")
+    prompt = '<prompt schema="trip"><oslo/></prompt>'
+    answer = bench.runner.start(prompt, "isolated", Generation()).result()
     assert answer.reuse.computed_tokens == 1
     assert answer.reuse.cached_tokens == answer.reuse.prompt_tokens - 1

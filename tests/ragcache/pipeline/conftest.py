@@ -1,0 +1,29 @@
+"""A tiny model behind a real tokenizer, and what a context's last token leads to."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from ragcache.engine import Context
+from ragcache.engine.batch import build_step
+from ragcache.engine.layout import Work
+from ragcache.engine.private import Room
+from ragcache.models import CausalLM, LoadedModel
+from tests.conftest import tiny_model
+
+
+@pytest.fixture
+def model(reader: LoadedModel) -> LoadedModel:
+    """A tiny random model behind the embedded reader's tokenizer."""
+    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    return LoadedModel("tiny", causal, reader.tokenizer)
+
+
+def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
+    """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
+    works = [
+        Work(c.segments, Room.allocate(causal, len(c.token_ids)), c.token_ids, c.position_ids)
+        for c in contexts
+    ]
+    return causal.forward(build_step(causal, works))
