@@ -1,0 +1,201 @@
+"""Answers as they come, in threads and in asyncio, and what giving one up leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache import Generation, RagCache
+from ragcache.errors import (
+    EngineClosed,
+    InvalidRequest,
+    PromptTooLong,
+    RequestCancelled,
+    UnknownCollection,
+)
+from ragcache.models import LoadedModel
+from tests.ragcache.pipeline.test_answering import DOCUMENTS, QUESTION
+
+LONG = Generation(max_new_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8, private_bytes="8MiB") as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
+
+
+def leased(rag: RagCache) -> int:
+    """How many states the next call would find in use."""
+    rag.stats()
+    return sum(entry.leased for entry in rag._parts.store.host.entries())
+
+
+def test_the_pieces_are_the_text_and_the_sources_come_first(rag: RagCache) -> None:
+    expected = rag.ask(QUESTION, collection="notes")
+    stream = rag.stream(QUESTION, collection="notes")
+    assert stream.sources == expected.sources
+    assert (stream.question, stream.mode) == (QUESTION, "rooted")
+    pieces = list(stream)
+    assert all(pieces)
+    assert "".join(pieces) == stream.answer.choices[0].text
+    assert "".join(pieces).strip() == stream.answer.text == expected.text
+    assert list(stream) == pieces, "what was said can be read again"
+    assert leased(rag) == 0
+
+
+def test_an_answer_under_way_has_no_end(rag: RagCache) -> None:
+    stream = rag.stream(QUESTION, collection="notes", generation=LONG)
+    with pytest.raises(InvalidRequest, match="still under way"):
+        _ = stream.answer
+    assert leased(rag) > 0
+    stream.close()
+    with pytest.raises(RequestCancelled):
+        _ = stream.answer
+    assert leased(rag) == 0
+
+
+def test_leaving_early_gives_the_request_up(rag: RagCache) -> None:
+    stream = rag.stream(QUESTION, collection="notes", generation=LONG)
+    for _ in stream:
+        break
+    with pytest.raises(RequestCancelled):
+        stream.result()
+    with rag.stream(QUESTION, collection="notes", generation=LONG) as left:
+        next(iter(left.pieces()))
+    assert leased(rag) == 0
+    assert rag.ask(QUESTION, collection="notes").choices[0].token_ids
+
+
+def test_a_stream_that_nobody_holds_is_given_up(rag: RagCache) -> None:
+    stream = rag.stream(QUESTION, collection="notes", generation=LONG)
+    handle = stream._asked.handle
+    channel = handle._channel
+    del stream, handle
+    gc.collect()
+    assert channel.cancelled
+    assert leased(rag) == 0
+
+
+def test_a_stream_where_nothing_was_found_is_empty(rag: RagCache) -> None:
+    stream = rag.stream("Zyxwv?", collection="notes")
+    assert list(stream) == []
+    assert (stream.answer.finish_reason, stream.answer.text) == ("no_documents", "")
+
+
+def test_several_choices_come_with_their_tokens(rag: RagCache) -> None:
+    generation = Generation.of(temperature=2.0, seed=3, n=3, logprobs=2, max_new_tokens=5)
+    stream = rag.stream(QUESTION, collection="notes", generation=generation)
+    pieces = list(stream.pieces())
+    answer = stream.answer
+    assert {piece.choice for piece in pieces} == {0, 1, 2}
+    for number, choice in enumerate(answer.choices):
+        mine = [piece for piece in pieces if piece.choice == number]
+        assert "".join(piece.text for piece in mine) == choice.text
+        assert len(choice.chosen) == len(choice.token_ids)
+        assert all(len(chosen.alternatives) == 2 for chosen in choice.chosen)
+    assert rag.ask(QUESTION, collection="notes", generation=generation).choices == answer.choices
+
+
+def test_a_stop_string_ends_the_text(rag: RagCache) -> None:
+    text = rag.ask(QUESTION, collection="notes").text
+    answer = rag.ask(QUESTION, collection="notes", generation=Generation(stop=(text[3:6],)))
+    assert answer.text == text[: text.index(text[3:6])].strip()
+    assert (answer.finish_reason, answer.choices[0].stopped_by) == ("stop", text[3:6])
+
+
+def test_requests_that_cannot_run_are_refused_before_anything_is_leased(rag: RagCache) -> None:
+    for generation in (Generation(stop=("",)), Generation(n=0)):
+        with pytest.raises(InvalidRequest):
+            rag.stream(QUESTION, collection="notes", mode="isolated", generation=generation)
+    with pytest.raises(PromptTooLong):
+        rag.stream(
+            QUESTION, collection="notes", mode="isolated",
+            generation=Generation(max_new_tokens=500),
+        )  # fmt: skip
+    assert rag.stats().encoded == 4, "nothing but what ingestion encoded"
+
+
+def test_asyncio_gives_the_same_answers(rag: RagCache) -> None:
+    questions = [QUESTION, "Who keeps the figures?", "Zyxwv?"]
+    expected = [answer.text for answer in rag.ask_batch(questions, collection="notes")]
+
+    async def main() -> None:
+        alone = await asyncio.gather(*(rag.aask(q, collection="notes") for q in questions))
+        together = await rag.aask_batch(questions, collection="notes")
+        assert [a.text for a in alone] == [a.text for a in together] == expected
+        stream = await rag.astream(QUESTION, collection="notes")
+        assert stream.sources
+        pieces = [piece async for piece in stream]
+        assert "".join(pieces).strip() == stream.answer.text == expected[0]
+        assert (await stream).text == expected[0]
+        with pytest.raises(UnknownCollection):
+            await rag.aask(QUESTION, collection="absent")
+
+    asyncio.run(main())
+    assert leased(rag) == 0
+
+
+def test_cancelling_a_task_cancels_its_request(rag: RagCache) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(rag.aask(QUESTION, collection="notes", generation=LONG))
+        while rag._parts.engine.core.running == 0:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with await rag.astream(QUESTION, collection="notes", generation=LONG) as stream:
+            async for _ in stream:
+                break
+        with pytest.raises(RequestCancelled):
+            await stream
+        batch = asyncio.create_task(
+            rag.aask_batch([QUESTION] * 3, collection="notes", generation=LONG)
+        )
+        await asyncio.sleep(0)  # its documents are leased in a thread meanwhile
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+
+    asyncio.run(main())
+    gc.collect()
+    rag.ask(QUESTION, collection="notes")
+    assert leased(rag) == 0
+
+
+def test_closing_fails_what_runs_and_draining_waits_for_it(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    for drain in (False, True):
+        rag = RagCache.open(tmp_path / str(drain), model, private_bytes="8MiB")
+        rag.ingest("notes", DOCUMENTS)
+        stream = rag.stream(QUESTION, collection="notes", generation=LONG)
+        rag.close(drain=drain)
+        if drain:
+            assert stream.answer.finish_reason == "length"
+        else:
+            with pytest.raises(EngineClosed):
+                stream.result()
+        with pytest.raises(EngineClosed):
+            rag.ask(QUESTION, collection="notes")
+
+
+def test_a_prompt_streams_too(rag: RagCache) -> None:
+    rag.add_schema('<schema name="trip"><module name="oslo">Oslo has a fjord.</module></schema>')
+    text = '<prompt schema="trip"><oslo/>What is there?</prompt>'
+    expected = rag.prompt(text)
+    stream = rag.stream_prompt(text)
+    assert "".join(stream).strip() == stream.answer.text == expected.text
+
+    async def main() -> None:
+        assert (await rag.aprompt(text)).text == expected.text
+        pieces = [piece async for piece in await rag.astream_prompt(text)]
+        assert "".join(pieces).strip() == expected.text
+
+    asyncio.run(main())
+    assert leased(rag) == 0
