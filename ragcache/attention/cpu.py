@@ -3,7 +3,7 @@
 Every score of a row is taken relative to the same value, the `lse` of the row over its own tokens,
 which is known first. Numerators and denominators of all runs then simply add up: no maximum is
 searched and nothing is rescaled (FlashDecoding++ §3, unified maximum). Where a score exceeds that
-value by more than an exponent holds, the sum is infinite, and the layer is computed again by
+value by more than an exponent holds, the sum shows it, and the layer is computed again by
 definition. PyTorch's fused kernel needs 1.5 times as long over a run (docs/adr/0011).
 """
 
@@ -20,7 +20,8 @@ from ragcache.attention.plan import Asking, PageRows, Square, StepPlan
 from ragcache.attention.reference import Reference
 from ragcache.attention.rotary import rotate
 
-BLOCK = 2**22  # scores in the workspace at once: 8 MiB in bfloat16, so that they stay in cache
+LARGEST = 1e30  # of a denominator: the numerators must still be finite
+BLOCK = 2**22  # scores in the workspace: 8 MiB in bfloat16, so that they stay in cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +64,7 @@ class Products:
         for slot in plan.table:
             joined += out.index_select(1, slot)
             weight = weight + total.index_select(1, slot)
-        if not bool(weight.isfinite().all()):
+        if not bool((weight < LARGEST).all()):  # NaN is not less either
             return self._reference.attend(plan, layer, query, key, value, scale=scale)
         return _rows_first(joined / weight[..., None], query.dtype)
 
@@ -95,27 +96,35 @@ class Products:
         out = turned.new_empty(kv_heads, (count + 1) * group, dim)
         total = turned.new_empty(kv_heads, (count + 1) * group, dtype=exact)
         for run in plan.runs:
-            keys, values = run.keys[layer].transpose(1, 2), run.values[layer]
-            block = max(1, BLOCK // (kv_heads * keys.shape[2]))
-            for begin in range(run.begin * group, run.end * group, block):
-                at = slice(begin, min(begin + block, run.end * group))
-                scores = self._workspace(turned[:, at], keys.shape[2])
-                torch.baddbmm(taken[:, at], turned[:, at], keys, alpha=scale, out=scores)
-                torch.sum(scores.exp_(), -1, dtype=exact, out=total[:, at])
-                out[:, at] = torch.bmm(scores, values)
+            at = slice(run.begin * group, run.end * group)
+            states = run.keys[layer], run.values[layer]
+            out[:, at], total[:, at] = self._run(turned[:, at], *states, taken[:, at], scale)
         out[:, count * group :], total[:, count * group :] = 0, 0
         shape = (kv_heads, count + 1, group)
         return out.view(*shape, dim), total.view(shape)
 
-    def _workspace(self, query: Tensor, keys: int) -> Tensor:
-        """Room for [Hkv, R, S] scores, one a thread: freshly mapped pages cost more than the
-        products that fill them."""
-        kv_heads, rows, _ = query.shape
-        size = kv_heads * rows * keys
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, taken: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Numerator [Hkv, R, D] and denominator [Hkv, R] of query rows [Hkv, R, D] over a run."""
+        exact = torch.promote_types(query.dtype, torch.float32)
+        size = query.shape[0] * query.shape[1] * key.shape[1]
+        if size > BLOCK:  # the fused kernel is as fast there, and needs no room
+            out, lse = _fused(query[None], key[None], value[None], scale, causal=False)
+            weight = (lse[0] + taken[..., 0]).exp_()
+            return out[0] * weight[..., None], weight
+        scores = self._room(query.dtype)[:size].view(*query.shape[:2], key.shape[1])
+        torch.baddbmm(taken, query, key.transpose(1, 2), alpha=scale, out=scores)
+        total = scores.exp_().sum(-1, dtype=exact)
+        return torch.bmm(scores, value), total
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        """Room for scores, one a thread: freshly mapped pages cost more than the products that
+        fill them."""
         room: Tensor | None = getattr(self._local, "room", None)
-        if room is None or room.dtype != query.dtype or room.numel() < size:
-            room = self._local.room = query.new_empty(max(size, BLOCK))
-        return room[:size].view(kv_heads, rows, keys)
+        if room is None or room.dtype != dtype:
+            room = self._local.room = torch.empty(BLOCK, dtype=dtype)
+        return room
 
 
 def _square(square: Square, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> _Own:
@@ -126,14 +135,8 @@ def _square(square: Square, rows: Tensor, key: Tensor, value: Tensor, scale: flo
     """
     own = slice(square.begin, square.end)
     query = rows[:, own].transpose(1, 2)  # [Hkv, G, N, D]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query,
-        key[:, None, own].expand(query.shape),
-        value[:, None, own].expand(query.shape),
-        0.0,
-        True,
-        scale=scale,
-    )
+    keys, values = (x[:, None, own].expand(query.shape) for x in (key, value))
+    out, lse = _fused(query, keys, values, scale, causal=True)
     return _Own(out.transpose(1, 2), lse.transpose(1, 2))
 
 
@@ -153,6 +156,17 @@ def _pages(pages: PageRows, layer: int, rows: Tensor, scale: float) -> _Own:
     out = torch.bmm(scores, values) / total[..., None]
     lse = total.log_().add_(largest[..., 0])
     return _Own(out.view(kv_heads, count, group, dim), lse.view(kv_heads, count, group))
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's fused attention (docs/adr/0005). query, key, value: [B, H, N or S, D]; returns
+    [B, H, N, D] and lse [B, H, N]."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    )
+    return out, lse
 
 
 def _rows_first(out: Tensor, dtype: torch.dtype) -> Tensor:
