@@ -141,6 +141,8 @@ def _base(plan: StepPlan, layer: int, lse: Tensor, turned: Tensor, scale: float)
     kv_heads, count, group, _ = turned.shape
     highest = lse.new_full((kv_heads, count + 1, group), -torch.inf)
     for run in plan.runs:
+        if not run.keys.shape[2]:
+            continue
         query = turned[:, run.begin : run.end].flatten(1, 2)
         sample = run.keys[layer][:, ::SAMPLE].transpose(1, 2)
         scores = torch.bmm(query, sample).amax(-1)

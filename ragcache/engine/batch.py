@@ -59,7 +59,8 @@ def _shape(work: Work) -> object:
     private = work.private
     if len(work.token_ids) != 1 or not isinstance(private, Pages):
         return None
-    return (private, work.wants_logits, private.length // private.pool.chunk)
+    seen = sum(segment.start <= work.position_ids[0] for segment in work.segments)
+    return (private, work.wants_logits, private.length // private.pool.chunk, seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +194,9 @@ def _pages(model: CausalLM, tails: Sequence[Tail]) -> PageRows | None:
     pool = tails[0].private.pool
     pages = np.zeros((len(tails), max(len(tail.chunks) for tail in tails)), dtype=np.int64)
     for row, tail in enumerate(tails):
-        pages[row, : len(tail.chunks)] = [tail.private.chunk_ids[n] for n in tail.chunks]
+        own = [tail.private.chunk_ids[n] for n in tail.chunks]
+        pages[row] = own[0]  # where a row has fewer, nothing of another request is read
+        pages[row, : len(own)] = own
     mask = pool.keys.new_zeros(len(tails), pages.shape[1] * pool.chunk)
     rows = _device(model, _ints([tail.row for tail in tails]))
     return PageRows(pool.keys, pool.values, pool.chunk, rows, _device(model, pages), mask)

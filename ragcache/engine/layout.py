@@ -48,7 +48,7 @@ class Run:
     starts: list[int] = field(default_factory=list)
 
     def add(self, first: int, end: int, delta: int, start: int) -> None:
-        if first < end:
+        if first < end and self.keys.shape[2]:
             self.readers.append((first, end))
             self.deltas.append(delta)
             self.starts.append(start)

@@ -40,3 +40,15 @@ def test_rows_turn_by_their_own_angles() -> None:
     for row, delta in enumerate([0, 7, -4]):
         alone = rotate(x[:, row : row + 1], Rotation.by(torch.tensor([delta]), FREQUENCIES))
         torch.testing.assert_close(together[:, row : row + 1], alone)
+
+
+def test_the_heads_of_a_group_turn_alike() -> None:
+    """As a plan's queries do: x is [Hkv, M, G, D], the rotation [M, 1, R/2]."""
+    x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
+    angle = torch.tensor([0.0, 7.0, -4.0], dtype=torch.float64)[:, None, None] * FREQUENCIES
+    together = rotate(x, Rotation(angle.cos(), angle.sin()))
+    assert together.is_contiguous()
+    for row, delta in enumerate([0, 7, -4]):
+        for head in range(4):
+            alone = rotate(x[:, row : row + 1, head], rotation(delta))
+            torch.testing.assert_close(together[:, row : row + 1, head], alone)

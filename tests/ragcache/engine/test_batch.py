@@ -1,4 +1,4 @@
-"""The plan of a ragged step: which rows read which states, and how far each was moved."""
+"""Ragged steps: tokens in one row, and the plan over them."""
 
 from __future__ import annotations
 
@@ -6,166 +6,156 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
-from ragcache.attention.rotary import Rotation
-from ragcache.engine import EncodeJob, Segment, encode
-from ragcache.engine.batch import build_step
+from ragcache.attention import PageWrite, Rotation, RunWrite, Square
+from ragcache.engine import Segment
+from ragcache.engine.batch import StepBuilder, build_step
 from ragcache.engine.layout import Work
-from ragcache.engine.private import Room
+from ragcache.engine.pool import ChunkPool
+from ragcache.engine.private import Pages
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.conftest import random_tokens
+from tests.ragcache.engine.asked import (
+    CHUNK,
+    CLOSE,
+    as_alone,
+    in_pages,
+    in_room,
+    module,
+    small_pool,
+    together,
+)
 
 
-def module(causal: CausalLM, length: int, start: int = 0) -> KVStates:
-    [states] = encode(causal, [EncodeJob(random_tokens(length, seed=length), start)])
-    return states
-
-
-def work(
-    causal: CausalLM,
-    segments: Sequence[Segment],
-    positions: Sequence[int],
-    *,
-    wants_logits: bool = True,
-) -> Work:
-    private = Room.allocate(causal, len(positions))
-    tokens = random_tokens(len(positions), seed=3)
-    return Work(tuple(segments), private, tokens, positions, wants_logits)
-
-
-def expected(causal: CausalLM, deltas: list[int]) -> Rotation:
-    return causal.scheme.relocation(torch.tensor(deltas))
+@pytest.fixture
+def pool(causal: CausalLM) -> ChunkPool:
+    return small_pool(causal)
 
 
 def test_the_works_are_flattened_in_order(causal: CausalLM) -> None:
     works = [
-        work(causal, [], [4, 5, 9]),
-        work(causal, [], [7], wants_logits=False),
-        work(causal, [], [0, 1]),
+        in_room(causal, [], [4, 5, 9]),
+        in_room(causal, [], [7], wants_logits=False),
+        in_room(causal, [], [0, 1]),
     ]
     step = build_step(causal, works)
     assert step.token_ids.tolist() == [t for w in works for t in w.token_ids]
     assert step.position_ids.tolist() == [4, 5, 9, 7, 0, 1]
     assert step.logit_rows.tolist() == [2, 5], "the last row of each work that asks"
-    assert [(r.begin, r.end) for r in step.plan.runs] == [(0, 3), (3, 4), (4, 6)]
-    assert (step.plan.num_rows, step.plan.num_slots) == (6, 1)
-    assert step.plan.segments == ()
+    assert step.plan.squares == (Square(0, 3), Square(3, 4), Square(4, 6))
+    assert (step.plan.asking, step.plan.runs, step.plan.pages) == (None, (), None)
+    assert step.plan.table.shape == (0, 6)
+    assert step.plan.own is None, "squares in the order of the rows"
 
 
-def test_a_segment_read_by_all_rows_in_one_slot_needs_no_index(causal: CausalLM) -> None:
-    shared = Segment(module(causal, 8), 0)
-    step = build_step(causal, [work(causal, [shared], [8, 9]), work(causal, [shared], [8])])
-    [rows] = step.plan.segments
-    assert rows.rows is None
-    assert rows.slots is None
-    assert (rows.slot, rows.rotation) == (0, None)
-    assert [run.slot for run in step.plan.runs] == [1, 1]
-    assert step.plan.num_slots == 2
+def test_paged_rows_before_squares_are_put_in_order(causal: CausalLM, pool: ChunkPool) -> None:
+    first, last = (in_pages(causal, pool, 3, seed) for seed in (1, 2))
+    works = [first.work(), in_room(causal, [], [0, 1]), last.work()]
+    plan = build_step(causal, works).plan
+    assert plan.pages is not None
+    assert plan.pages.rows.tolist() == [0, 3]
+    assert plan.own is not None
+    assert plan.own.tolist() == [2, 0, 1, 3]
 
 
-def test_a_segment_read_by_some_rows_lists_them_with_their_slots(causal: CausalLM) -> None:
+def test_runs_are_asked_by_their_readers_and_found_by_the_table(causal: CausalLM) -> None:
     a, b = module(causal, 8), module(causal, 5)
-    step = build_step(
-        causal,
-        [
-            work(causal, [Segment(a, 0), Segment(b, 8)], [13, 14]),
-            work(causal, [], [0]),
-            work(causal, [Segment(b, 0), Segment(a, 5)], [13]),
-        ],
-    )
-    of_a, of_b = step.plan.segments
-    assert (of_a.rows.tolist(), of_a.slots.tolist()) == ([0, 1, 3], [0, 0, 1])
-    assert (of_b.rows.tolist(), of_b.slots.tolist()) == ([0, 1, 3], [1, 1, 0])
-    assert [run.slot for run in step.plan.runs] == [2, 0, 2], "private parts follow the segments"
-    assert step.plan.num_slots == 3
-
-
-def test_all_rows_in_different_slots_still_list_their_slots(causal: CausalLM) -> None:
-    a, b = module(causal, 8), module(causal, 8)
-    step = build_step(
-        causal,
-        [
-            work(causal, [Segment(a, 0), Segment(b, 8)], [16]),
-            work(causal, [Segment(b, 0), Segment(a, 8)], [16]),
-        ],
-    )
-    assert [s.slots.tolist() for s in step.plan.segments] == [[0, 1], [1, 0]]
+    works = [
+        in_room(causal, [Segment(a, 0), Segment(b, 8)], [13, 14]),
+        in_room(causal, [], [0]),
+        in_room(causal, [Segment(b, 0), Segment(a, 5)], [13]),
+    ]
+    plan = build_step(causal, works).plan
+    assert plan.asking is not None
+    assert plan.asking.rows.tolist() == [0, 1, 3, 0, 1, 3]
+    assert [(run.begin, run.end) for run in plan.runs] == [(0, 3), (3, 6)]
+    assert [run.keys is states.keys for run, states in zip(plan.runs, (a, b), strict=True)]
+    assert plan.table.tolist() == [[0, 1, 6, 2], [3, 4, 6, 5]]
 
 
 def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
     states = module(causal, 6, start=20)
-    step = build_step(causal, [work(causal, [Segment(states, 20)], [26, 27])])
-    assert (step.plan.segments[0].rotation, step.plan.turns) == (None, None)
+    plan = build_step(causal, [in_room(causal, [Segment(states, 20)], [26, 27])]).plan
+    assert plan.asking is not None
+    assert plan.asking.rotation is None
+    assert plan.asking.distance is None, "that is for ALiBi"
 
 
-def test_a_segment_moved_alike_for_all_turns_by_one_row(causal: CausalLM) -> None:
+def test_every_asking_row_turns_as_its_run_was_moved(causal: CausalLM) -> None:
     states = module(causal, 6, start=20)
-    works = [work(causal, [Segment(states, 3)], [9, 10]), work(causal, [Segment(states, 3)], [9])]
+    works = [
+        in_room(causal, [Segment(states, 3)], [9, 10]),
+        in_room(causal, [Segment(states, 20)], [26]),
+    ]
+    asking = build_step(causal, works).plan.asking
+    assert asking is not None
+    assert asking.rotation is not None
+    expected = causal.scheme.relocation(torch.tensor([-17, -17, 0]))
+    assert isinstance(expected, Rotation)
+    torch.testing.assert_close(asking.rotation.sin, expected.sin[:, None])
+    torch.testing.assert_close(asking.rotation.cos, expected.cos[:, None])
+
+
+def test_states_are_grouped_by_memory_not_by_content(causal: CausalLM) -> None:
+    one = module(causal, 6)
+    twin = KVStates(one.keys.clone(), one.values.clone(), one.start)
+    works = [in_room(causal, [Segment(states, 0)], [6]) for states in (one, twin, one)]
     plan = build_step(causal, works).plan
-    assert (plan.segments[0].rotation, plan.segments[0].turn) == (None, 0)
-    assert plan.turns is not None
-    torch.testing.assert_close(plan.turns.sin, expected(causal, [-17]).sin[None, None])
+    assert plan.asking is not None
+    assert plan.asking.rows.tolist() == [0, 2, 1]
+    assert [run.keys is states.keys for run, states in zip(plan.runs, (one, twin), strict=True)]
 
 
-def test_a_segment_moved_differently_turns_row_by_row(causal: CausalLM) -> None:
-    states = module(causal, 6, start=20)
-    works = [work(causal, [Segment(states, 3)], [9, 10]), work(causal, [Segment(states, 20)], [26])]
-    rotation = build_step(causal, works).plan.segments[0].rotation
-    assert rotation is not None
-    assert rotation.cos.shape[0] == 3
-    torch.testing.assert_close(rotation.sin, expected(causal, [-17, -17, 0]).sin)
-    torch.testing.assert_close(rotation.cos, expected(causal, [-17, -17, 0]).cos)
+def test_pages_are_written_at_once_and_every_room_by_itself(
+    causal: CausalLM, pool: ChunkPool
+) -> None:
+    a, b = (in_pages(causal, pool, 3, seed) for seed in (1, 2))
+    [for_all] = build_step(causal, [a.work(), b.work(3)]).plan.writes
+    assert isinstance(for_all, PageWrite)
+    assert for_all.rows is None, "all rows of the step"
+    assert for_all.index.tolist() == [0, 4, 5, 6]
+    rooms = [in_room(causal, [], [0, 1]), in_room(causal, [], [5])]
+    writes = build_step(causal, [rooms[0], b.work(2), rooms[1], a.work()]).plan.writes
+    assert [(w.begin, w.end) for w in writes if isinstance(w, RunWrite)] == [(0, 2), (4, 5)]
+    [paged] = [w for w in writes if isinstance(w, PageWrite)]
+    assert paged.rows is not None
+    assert (paged.rows.tolist(), paged.index.tolist()) == ([2, 3, 5], [4, 5, 0])
 
 
-def test_a_token_does_not_see_a_segment_that_starts_after_it(causal: CausalLM) -> None:
-    early, late = module(causal, 4), module(causal, 4, start=6)
-    positions = [4, 5, 10, 11]
-    step = build_step(causal, [work(causal, [Segment(early, 0), Segment(late, 6)], positions)])
-    seen = {s.slot: s.rows for s in step.plan.segments}
-    assert seen[0] is None, "every row sees the first segment"
-    assert seen[1] is not None
-    assert seen[1].tolist() == [2, 3]
+def test_a_room_takes_no_more_than_its_capacity(causal: CausalLM) -> None:
+    given = in_room(causal, [], [0, 1, 2])
+    given.private.advance([0, 1])
+    [write] = build_step(causal, [Work((), given.private, [7], [2])]).plan.writes
+    assert isinstance(write, RunWrite)
+    assert (write.past, write.begin, write.end) == (2, 0, 1)
+    with pytest.raises(AssertionError):
+        build_step(causal, [Work((), given.private, [7, 8], [2, 3])])
 
 
-def test_a_segment_that_no_token_sees_is_left_out(causal: CausalLM) -> None:
-    step = build_step(causal, [work(causal, [Segment(module(causal, 4), 2)], [0, 1])])
-    assert step.plan.segments == ()
-
-
-@torch.no_grad()
 def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
     causal: CausalLM,
 ) -> None:
     early, late = Segment(module(causal, 4), 0), Segment(module(causal, 5, start=6), 6)
-    with_late = causal.forward(build_step(causal, [work(causal, [early, late], [4, 5])]))
-    without = causal.forward(build_step(causal, [work(causal, [early], [4, 5])]))
-    behind = causal.forward(build_step(causal, [work(causal, [early, late], [11, 12])]))
-    torch.testing.assert_close(with_late, without)
-    alone = causal.forward(build_step(causal, [work(causal, [early], [11, 12])]))
+
+    def logits(segments: Sequence[Segment], positions: Sequence[int]) -> Tensor:
+        return causal.forward(build_step(causal, [in_room(causal, segments, positions)]))
+
+    with_late = logits([early, late], [4, 5])
+    torch.testing.assert_close(with_late, logits([early], [4, 5]), **CLOSE)
+    behind, alone = logits([early, late], [11, 12]), logits([early], [11, 12])
     assert not torch.allclose(behind, alone, atol=1e-3), "a token behind it does see it"
 
 
-def test_states_are_grouped_by_identity_not_by_content(causal: CausalLM) -> None:
-    one = module(causal, 6)
-    twin = KVStates(one.keys.clone(), one.values.clone(), one.start)
-    works = [
-        work(causal, [Segment(one, 0)], [6]),
-        work(causal, [Segment(twin, 0)], [6]),
-        work(causal, [Segment(one, 0)], [6]),
-    ]
-    segments = build_step(causal, works).plan.segments
-    assert [s.rows.tolist() for s in segments] == [[0, 2], [1]]
-    assert segments[0].keys is one.keys
-    assert segments[1].keys is twin.keys
-
-
-def test_a_run_continues_after_the_private_past(causal: CausalLM) -> None:
-    given = work(causal, [], [0, 1, 2])
-    given.private.advance(2)
-    follow = Work((), given.private, [7], [2])
-    [run] = build_step(causal, [follow]).plan.runs
-    assert (run.past, run.begin, run.end) == (2, 0, 1)
-    overfull = Work((), given.private, [7, 8], [2, 3])
-    with pytest.raises(AssertionError):
-        build_step(causal, [overfull])
+def test_what_another_request_left_in_its_chunk_is_never_read(
+    causal: CausalLM, pool: ChunkPool
+) -> None:
+    """A row with fewer pages than its neighbours is filled up with a page that is hidden: states
+    that are not finite, of whomever, must not reach it."""
+    broken = in_pages(causal, pool, CHUNK, seed=1)
+    assert isinstance(broken.private, Pages)
+    asked = [in_pages(causal, pool, count, seed=count) for count in (3, 11)]
+    together(StepBuilder(causal), asked, [2, 10])
+    pool.keys[:, :, : CHUNK * (broken.private.chunk_ids[0] + 1)] = torch.inf
+    pool.values[:, :, : CHUNK * (broken.private.chunk_ids[0] + 1)] = torch.nan
+    as_alone(together(StepBuilder(causal), asked), asked)

@@ -1,0 +1,254 @@
+"""Attention by definition, in float64, and random plans with what each of their rows sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragcache.attention import Asking, PageRows, Rotation, RunRows, Square, StepPlan
+
+LAYERS, KV_HEADS, CHUNK = 2, 2, 4
+LAYER = 1  # the one that tests compute; the other holds other numbers
+
+Reader = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Some of what a row sees. keys, values: [Hkv, S, D] float64; positions: [S]."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+
+def definition(
+    query: Tensor, seen: Sequence[Seen], scale: float, slopes: Tensor | None, position: float
+) -> Tensor:
+    """Softmax attention of one row [Hq, D] at `position` over all that it sees."""
+    group = len(query) // len(seen[0].keys)
+    keys = torch.cat([each.keys for each in seen], 1).repeat_interleave(group, 0)
+    values = torch.cat([each.values for each in seen], 1).repeat_interleave(group, 0)
+    scores = (keys @ query.double()[..., None])[..., 0] * scale  # [Hq, S]
+    if slopes is not None:
+        distance = torch.cat([each.positions for each in seen]) - position
+        scores = scores + slopes[:, None].double() * distance
+    return (scores.softmax(-1)[:, None] @ values)[:, 0]
+
+
+def frequencies(rotated: int) -> Tensor:
+    """[R/2] radians a position."""
+    return 1000.0 ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+
+
+def moved(keys: Tensor, delta: float, rotated: int) -> Tensor:
+    """Rotary keys [..., D] moved by `delta` positions: products of complex numbers."""
+    half = rotated // 2
+    pairs = torch.complex(keys[..., :half], keys[..., half:rotated])
+    turned = pairs * torch.exp(1j * delta * frequencies(rotated))
+    return torch.cat([turned.real, turned.imag, keys[..., rotated:]], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Says how a plan looks.
+
+    requests: n new tokens that see each other, or, as -n, one row over n tokens in pages.
+    runs: the length of each, and its readers: rows first:end, and by how much it was moved for
+    them, or where it starts under ALiBi.
+    """
+
+    requests: tuple[int, ...]
+    runs: tuple[tuple[int, tuple[Reader, ...]], ...]
+    seed: int = 0
+    group: int = 2
+    dim: int = 10
+    loudness: float = 1.0  # of the runs' keys
+    apart: float = 0.0  # how far the scores of own tokens lie below those of the runs
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        ends = list(accumulate(max(n, 1) for n in self.requests))
+        return list(zip([0, *ends], ends, strict=False))
+
+    @property
+    def rotated(self) -> int:
+        return self.dim - 2
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    requests = draw(st.lists(st.integers(-9, 5).filter(bool), min_size=1, max_size=5))
+    count = sum(max(n, 1) for n in requests)
+    where = st.tuples(st.integers(0, count - 1), st.integers(1, count), st.integers(-300, 300))
+    reader = where.map(lambda r: (r[0], min(r[0] + r[1], count), r[2]))
+    readers = st.lists(reader, min_size=1, max_size=3).map(tuple)
+    runs = draw(st.lists(st.tuples(st.integers(1, 12), readers), max_size=4))
+    group = draw(st.sampled_from([1, 2, 3]))
+    return Shape(tuple(requests), tuple(runs), draw(st.integers(0, 10_000)), group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scene:
+    """A plan with a layer's inputs, and what each row sees."""
+
+    plan: StepPlan
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    seen: list[list[Seen]]
+    positions: Tensor
+
+    @property
+    def inputs(self) -> tuple[StepPlan, int, Tensor, Tensor, Tensor]:
+        return self.plan, LAYER, self.query, self.key, self.value
+
+    def expected(self) -> Tensor:
+        """[T, Hq, D] float64."""
+        rows = zip(self.query.transpose(0, 1), self.seen, self.positions.tolist(), strict=True)
+        return torch.stack(
+            [definition(q, seen, self.scale, self.plan.slopes, at) for q, seen, at in rows]
+        )
+
+
+def make_scene(shape: Shape, dtype: torch.dtype = torch.float64, *, alibi: bool = False) -> Scene:
+    """Everything random but the shape; in `dtype`, so that the definition sees the same."""
+    return _Making(shape, dtype, alibi).scene()
+
+
+class _Making:
+    def __init__(self, shape: Shape, dtype: torch.dtype, alibi: bool) -> None:
+        self.shape, self.dtype, self.alibi = shape, dtype, alibi
+        self.generator = torch.Generator().manual_seed(shape.seed)
+        self.count = shape.rows[-1][1]
+        steps = torch.randint(1, 4, (self.count,), generator=self.generator)
+        self.positions = 40 + steps.cumsum(0)
+        self.seen: list[list[Seen]] = [[] for _ in range(self.count)]
+
+    def scene(self) -> Scene:
+        shape = self.shape
+        heads = KV_HEADS * shape.group
+        query, key, value = (self.normal(h, self.count) for h in (heads, KV_HEADS, KV_HEADS))
+        runs, asking, table = self.runs()
+        if shape.apart:  # by the last dimension, which does not turn
+            query[..., -1] = 8
+            key[..., -1] = self.below()
+        squares, pages, own = self.own(key, value)
+        slopes = self.slopes(heads) if self.alibi else None
+        positions = self.positions.float() if self.alibi else None
+        plan = StepPlan(asking, runs, squares, pages, (), table, own, slopes, positions)
+        scale = shape.dim**-0.5
+        return Scene(plan, query, key, value, scale, self.seen, self.positions)
+
+    def normal(self, *sizes: int) -> Tensor:
+        drawn = torch.randn(*sizes, self.shape.dim, generator=self.generator, dtype=torch.float64)
+        return drawn.to(self.dtype)
+
+    def below(self) -> float:
+        return -self.shape.apart * math.sqrt(self.shape.dim) / 8
+
+    def slopes(self, heads: int) -> Tensor:
+        exact = torch.promote_types(self.dtype, torch.float32)
+        return 0.5 ** torch.arange(1, heads + 1, dtype=exact)
+
+    def permutation(self, count: int) -> list[int]:
+        return torch.randperm(count, generator=self.generator).tolist()
+
+    def runs(self) -> tuple[tuple[RunRows, ...], Asking | None, Tensor]:
+        runs, rows, numbers = list[RunRows](), list[int](), list[int]()
+        for length, readers in self.shape.runs:
+            around = self.normal(2, LAYERS, KV_HEADS, length + 5)  # a run is a view, as of a pool
+            keys, values = around[:, :, :, 2 : 2 + length]
+            keys *= self.shape.loudness
+            if self.shape.apart:
+                keys[..., -1] = 0
+            begin = len(rows)
+            for first, end, number in readers:
+                rows += range(first, end)
+                numbers += [number] * (end - first)
+                self.show(keys[LAYER], values[LAYER], range(first, end), number)
+            runs.append(RunRows(keys, values, begin, len(rows)))
+        return tuple(runs), self.asking(rows, numbers), self.table(rows)
+
+    def show(self, keys: Tensor, values: Tensor, rows: Sequence[int], number: int) -> None:
+        keys, values = keys.double(), values.double()
+        if not self.alibi:
+            keys = moved(keys, number, self.shape.rotated)
+        where = torch.arange(number, number + keys.shape[1])
+        for row in rows:
+            self.seen[row].append(Seen(keys, values, where))
+
+    def asking(self, rows: list[int], numbers: list[int]) -> Asking | None:
+        if not rows:
+            return None
+        asking, given = torch.tensor(rows), torch.tensor(numbers)
+        if self.alibi:
+            return Asking(asking, None, (given - self.positions[asking]).float())
+        if not any(numbers):
+            return Asking(asking)
+        angles = -given[:, None, None] * frequencies(self.shape.rotated)  # [M, 1, R/2]
+        return Asking(asking, Rotation(angles.cos(), angles.sin()))
+
+    def table(self, asking: list[int]) -> Tensor:
+        """Every row's results in slots of its own choice, with holes between them."""
+        places = [[at for at, row in enumerate(asking) if row == t] for t in range(self.count)]
+        slots = max(map(len, places)) + (1 if asking else 0)
+        table = torch.full((slots, self.count), len(asking))
+        for row, found in enumerate(places):
+            chosen = self.permutation(slots)[: len(found)]
+            table[chosen, row] = torch.tensor(found, dtype=torch.int64)
+        return table
+
+    def own(
+        self, key: Tensor, value: Tensor
+    ) -> tuple[tuple[Square, ...], PageRows | None, Tensor | None]:
+        requests = list(zip(self.shape.requests, self.shape.rows, strict=True))
+        squares = [rows for n, rows in requests if n > 0]
+        squares = [squares[i] for i in self.permutation(len(squares))]
+        for begin, end in squares:
+            for row in range(begin, end):
+                here = slice(begin, row + 1)
+                keys, values = key[:, here].double(), value[:, here].double()
+                self.seen[row].append(Seen(keys, values, self.positions[here]))
+        tails = [(begin, -n) for n, (begin, _) in requests if n < 0]
+        order = [row for begin, end in squares for row in range(begin, end)]
+        order += [row for row, _ in tails]
+        own = None if order == sorted(order) else torch.tensor(order).argsort()
+        pages = self.pages(tails) if tails else None
+        return tuple(Square(*rows) for rows in squares), pages, own
+
+    def pages(self, tails: list[tuple[int, int]]) -> PageRows:
+        """Pages in any order; what lies behind the last token is loud, and hidden."""
+        needed = [-(-length // CHUNK) for _, length in tails]
+        keys, values = (self.normal(LAYERS, KV_HEADS, CHUNK * sum(needed)) for _ in range(2))
+        if self.shape.apart:
+            keys[..., -1] = self.below()
+        free = self.permutation(sum(needed))
+        pages = torch.randint(sum(needed), (len(tails), max(needed)), generator=self.generator)
+        mask = torch.full((len(tails), max(needed) * CHUNK), -torch.inf, dtype=self.dtype)
+        distance = torch.zeros(mask.shape)
+        for at, ((row, length), count) in enumerate(zip(tails, needed, strict=True)):
+            taken, free = free[:count], free[count:]
+            pages[at, :count], mask[at, :length] = torch.tensor(taken), 0
+            tokens = [page * CHUNK + i for page in taken for i in range(CHUNK)]
+            keys[:, :, tokens[length:]] *= 50
+            values[:, :, tokens[length:]] *= 50
+            away = 2 * torch.arange(1 - length, 1)  # every second position, up to the row's own
+            distance[at, :length] = away.float()
+            self.seen[row].append(
+                Seen(
+                    keys[LAYER, :, tokens[:length]].double(),
+                    values[LAYER, :, tokens[:length]].double(),
+                    self.positions[row] + away,
+                )
+            )
+        rows = torch.tensor([row for row, _ in tails])
+        away_of = distance if self.alibi else None
+        return PageRows(keys, values, CHUNK, rows, pages, mask, away_of)
