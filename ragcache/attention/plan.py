@@ -55,8 +55,8 @@ class PageRows:
     """Rows that each attend to pages of their own, all in one product.
 
     keys, values: [L, Hkv, pages * chunk, D], the pool; rows: [B] int64; pages: [B, P] int64, one
-    of its own again where a row has fewer; mask: [B, P * chunk], 0 or minus infinity, in the dtype of the
-    states; distance: [B, P * chunk] float32, from the row's position to the key, for ALiBi.
+    of its own again where a row has fewer; mask: [B, P * chunk], 0 or minus infinity, in the dtype
+    of the states; distance: [B, P * chunk] float32, from the row's position to the key, for ALiBi.
     """
 
     keys: Tensor

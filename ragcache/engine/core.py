@@ -7,6 +7,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor
 
@@ -135,7 +136,12 @@ class EngineCore:
 
     def add(self, request: Request, channel: Answers, submitted_at: float) -> None:
         """Puts a request that was checked in the queue."""
-        self._enqueue(self._sequence(Group(request, channel, submitted_at), 0))
+        try:
+            sequence = self._sequence(Group(request, channel, submitted_at), 0)
+        except Exception as error:  # its `text` cannot be made: nobody else may suffer from that
+            channel.fail(error)
+        else:
+            self._enqueue(sequence)
 
     def add_encoding(self, jobs: list[EncodeJob], channel: States) -> None:
         """Puts jobs in the queue of what is encoded beside the requests."""
@@ -146,8 +152,14 @@ class EngineCore:
         begin = self.clock()
         self._drop_gone(begin)
         shares = self._plan(begin)
-        if not shares:
-            return
+        if shares:
+            self._run(shares, begin)
+        else:
+            self._hand_over()
+        if not self.busy:
+            self.runner.idle()
+
+    def _run(self, shares: list[_Share], begin: float) -> None:
         step = self.runner.prepare([share.work for share in shares])
         planned = self.clock()
         logits = step()
@@ -207,6 +219,8 @@ class EngineCore:
         admitted = [each for each in self._waiting if each.number in entering]
         self._waiting = [each for each in self._waiting if each.number not in entering]
         for sequence in admitted:
+            insort(self._running, sequence, key=_order)
+        for sequence in admitted:
             found = self.memory.enter(sequence)
             group = sequence.group
             if not group.admitted_at:
@@ -215,24 +229,24 @@ class EngineCore:
                 self.tally.admitted += 1
                 self.tally.queued += now - group.submitted_at
             self.tally.shared_tokens += found
-            insort(self._running, sequence, key=_order)
 
     def _encodings(self, budget: int) -> Iterator[_Share]:
         """Jobs of callers that wait for states, in order, as far as the budget goes."""
+        if budget <= 0:
+            return
         for task in self._encoding:
-            while budget > 0 and (task.jobs or task.under_way):
-                for encoding in task.under_way:
-                    count = min(encoding.pending, budget)
-                    if count:
-                        budget -= count
-                        yield _Share(encoding, count, encoding.work(count))
-                if budget <= 0 or not task.jobs:
-                    break
-                task.under_way.append(Encoding(self.runner.model, task.jobs.popleft()))
-                encoding = task.under_way[-1]
+            for encoding in chain(tuple(task.under_way), self._begin(task)):
                 count = min(encoding.pending, budget)
-                budget -= count
-                yield _Share(encoding, count, encoding.work(count))
+                if count:
+                    budget -= count
+                    yield _Share(encoding, count, encoding.work(count))
+                if not budget:
+                    return
+
+    def _begin(self, task: _EncodeTask) -> Iterator[Encoding]:
+        while task.jobs:
+            task.under_way.append(Encoding(self.runner.model, task.jobs.popleft()))
+            yield task.under_way[-1]
 
     def _account(self, shares: list[_Share]) -> None:
         """The step's states stand now."""
@@ -246,6 +260,10 @@ class EngineCore:
                 self.tally.decoded_tokens += share.count
             else:
                 self.tally.prompt_tokens += share.count
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Gives callers the states that are complete; a job without tokens is so at once."""
         for task in list(self._encoding):
             while task.under_way and not task.under_way[0].pending:
                 task.channel.put(task.under_way.popleft().states())
@@ -274,8 +292,6 @@ class EngineCore:
         for sequence in [each for each in self._running if each.finished]:
             self._running.remove(sequence)
             self._release(sequence)
-        if not self._running:
-            self.runner.idle()
 
     def _fork(self, leader: Sequence) -> None:
         """The prompt stands: the other answers to it begin."""

@@ -67,7 +67,9 @@ def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
     """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
     for batch in _batches(jobs):
         under_way = [Encoding(model, job) for job in batch]
-        model.forward(build_step(model, [each.work(each.pending) for each in under_way]))
+        works = [each.work(each.pending) for each in under_way if each.pending]
+        if works:
+            model.forward(build_step(model, works))
         for each in under_way:
             each.computed(each.pending)
             yield each.states()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ragcache.engine.context import Context
 from ragcache.engine.sampler import Chosen
 from ragcache.engine.sampling import Sampling
+from ragcache.engine.stop import check_stops
 from ragcache.engine.text import TextStream
 from ragcache.errors import InvalidRequest
 
@@ -46,6 +47,9 @@ class Request:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if not self.context.token_ids:
+            raise InvalidRequest("the context has no token of its own for the answer to follow")
+        check_stops(self.stop)
         if self.max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

@@ -114,11 +114,14 @@ class Engine:
             try:
                 self._core.step()
             except Exception as error:
-                # nobody knows whose rows broke the step, so all of them end; later ones are served
-                logger.exception("a step of the engine failed")
-                failure = EngineFailed(f"the engine failed in a step: {error!r}")
-                failure.__cause__ = error
-                self._core.fail_all(failure)
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Nobody knows whose rows broke the step, so all requests end; later ones are served."""
+        logger.exception("a step of the engine failed")
+        failure = EngineFailed(f"the engine failed in a step: {error!r}")
+        failure.__cause__ = error
+        self._core.fail_all(failure)
 
     def _take_messages(self, *, wait: bool) -> None:
         try:

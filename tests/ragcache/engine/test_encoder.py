@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ragcache.engine import EncodeJob, Segment, encode, encoder
+from ragcache.engine.batch import build_step
+from ragcache.engine.encoder import Encoding
 from ragcache.models import CausalLM
 from ragcache.models.causal import Step
 from ragcache.states import KVStates
@@ -106,3 +108,25 @@ def test_no_jobs_run_no_pass(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) 
     passes = count_passes(causal, monkeypatch)
     assert list(encode(causal, [])) == []
     assert passes == []
+
+
+def test_a_job_without_tokens_gives_empty_states(causal: CausalLM) -> None:
+    jobs = [EncodeJob([], 3), EncodeJob(random_tokens(4)), EncodeJob([])]
+    found = list(encode(causal, jobs))
+    assert [(states.start, states.length) for states in found] == [(3, 0), (0, 4), (0, 0)]
+    [alone] = encode(causal, jobs[1:2])
+    same(found[1], alone)
+    assert [states.length for states in encode(causal, [EncodeJob([])])] == [0]
+
+
+def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
+    [root] = encode(causal, [EncodeJob(random_tokens(10))])
+    positions = [*range(10, 19), *range(25, 29)]
+    job = EncodeJob(random_tokens(13, seed=1), 10, Segment(root, 0), positions)
+    encoding = Encoding(causal, job)
+    for count in (1, 5, 1, 4, 2):
+        causal.forward(build_step(causal, [encoding.work(count)]))
+        encoding.computed(count)
+    assert encoding.pending == 0
+    [whole] = encode(causal, [job])
+    same(encoding.states(), whole)

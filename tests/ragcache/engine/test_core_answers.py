@@ -1,0 +1,299 @@
+"""What ends an answer, what is reported of it, and what fails one request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragcache.engine import Completion, Request, Sampling, TextStream
+from ragcache.engine.core import EngineCore
+from ragcache.engine.layout import Work
+from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
+from ragcache.models import CausalLM
+from tests.conftest import VOCABULARY, random_tokens, tiny_model
+from tests.ragcache.engine.engines import (
+    CHUNK,
+    Clock,
+    SmallChunks,
+    check_whole,
+    core_of,
+    drain,
+    plain,
+    run,
+    settings_of,
+    submit,
+)
+
+PROMPT = random_tokens(9, seed=2)
+
+
+def sharp_model() -> Any:
+    """With larger weights than usual, so that answers do not repeat one token."""
+    return tiny_model("llama", initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def causal() -> CausalLM:
+    return CausalLM.patch(sharp_model())
+
+
+@pytest.fixture
+def core(causal: CausalLM) -> EngineCore:
+    return core_of(causal)
+
+
+class Words:
+    """A slow tokenizer: every id is a word of its own."""
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        return "".join(f"word{token} " for token in ids)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return f"word{token_id}"
+
+
+def words(stop: Sequence[str]) -> TextStream:
+    return TextStream(Words(), stop)
+
+
+@pytest.fixture(scope="module")
+def answer(causal: CausalLM) -> tuple[int, ...]:
+    """The greedy answer to the prompt; every token of it is a different one."""
+    [completion] = run(core_of(causal), Request(plain(PROMPT), 12))
+    assert len(set(completion.token_ids)) == 12
+    return completion.token_ids
+
+
+def one(core: EngineCore, **changes: object) -> Completion:
+    [completion] = run(core, Request(plain(PROMPT), 12, **changes))  # type: ignore[arg-type]
+    return completion
+
+
+def test_an_answer_ends_at_its_limit(core: EngineCore, answer: tuple[int, ...]) -> None:
+    [choice] = one(core).choices
+    assert (choice.token_ids, choice.text) == (answer, "")
+    assert (choice.finish_reason, choice.stopped_by) == ("length", None)
+
+
+def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(
+    core: EngineCore, answer: tuple[int, ...]
+) -> None:
+    handle = submit(core, Request(plain(PROMPT), 12, frozenset({answer[4], answer[7]}), text=words))
+    drain(core)
+    [choice] = handle.result(0).choices
+    assert (choice.token_ids, choice.finish_reason) == (answer[:4], "stop")
+    assert choice.stopped_by == answer[4]
+    assert choice.text == Words().decode(list(answer[:4]))
+    assert [piece.chosen.token for piece in handle if piece.chosen] == list(answer[:4])
+
+
+def test_stop_tokens_may_be_ignored(core: EngineCore, answer: tuple[int, ...]) -> None:
+    stops = frozenset({answer[4]})
+    completion = one(core, stop_ids=stops, ignore_eos=True)
+    assert (completion.token_ids, completion.finish_reason) == (answer, "length")
+
+
+def test_no_stop_token_is_chosen_too_early(core: EngineCore, answer: tuple[int, ...]) -> None:
+    stops = frozenset({answer[4]})
+    later = one(core, stop_ids=stops, min_new_tokens=9).token_ids
+    assert later[:4] == answer[:4]
+    assert answer[4] not in later[:9]
+    assert one(core, stop_ids=stops, min_new_tokens=4).token_ids == answer[:4]
+
+
+@pytest.mark.parametrize("cut", [0, 3])
+def test_a_stop_string_ends_an_answer_and_is_not_in_its_text(
+    core: EngineCore, answer: tuple[int, ...], cut: int
+) -> None:
+    """Also one that spans two tokens."""
+    text = Words().decode(list(answer))
+    place = text.index(f"word{answer[5]} ") + cut
+    stop = text[place : place + 9]
+    handle = submit(core, Request(plain(PROMPT), 12, stop=(stop, "absent"), text=words))
+    drain(core)
+    [choice] = handle.result(0).choices
+    assert (choice.finish_reason, choice.stopped_by) == ("stop", stop)
+    assert choice.text == text[:place]
+    assert "".join(piece.text for piece in handle) == text[:place]
+    spelled = choice.token_ids
+    assert spelled == answer[: len(spelled)], "the tokens that spelled it belong to it"
+    assert stop in Words().decode(list(spelled))
+    assert stop not in Words().decode(list(spelled[:-1]))
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end(
+    core: EngineCore, answer: tuple[int, ...]
+) -> None:
+    end = Words().decode([answer[-1]])
+    handle = submit(core, Request(plain(PROMPT), 12, stop=(end + "and on",), text=words))
+    drain(core)
+    *_, last = pieces = list(handle)
+    assert (last.chosen, last.text) == (None, end)
+    assert "".join(piece.text for piece in pieces) == Words().decode(list(answer))
+    [choice] = handle.result(0).choices
+    assert (choice.text, choice.finish_reason) == (Words().decode(list(answer)), "length")
+
+
+@torch.no_grad()
+def logits_after(tokens: list[int]) -> Tensor:
+    """Those of Hugging Face's own forward pass, [T, V]."""
+    logits: Tensor = sharp_model()(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_log_probabilities_are_those_of_the_model(
+    core: EngineCore, answer: tuple[int, ...], count: int
+) -> None:
+    handle = submit(core, Request(plain(PROMPT), 12, sampling=Sampling(logprobs=count)))
+    drain(core)
+    [choice] = handle.result(0).choices
+    assert tuple(chosen.token for chosen in choice.chosen) == choice.token_ids == answer
+    assert [piece.chosen for piece in handle] == list(choice.chosen)
+    expected = logits_after([*PROMPT, *answer])[len(PROMPT) - 1 : -1].log_softmax(-1)
+    for row, chosen in zip(expected, choice.chosen, strict=True):
+        assert chosen.logprob == pytest.approx(float(row[chosen.token]), abs=1e-4)
+        values, tokens = row.topk(count)
+        assert [token for token, _ in chosen.alternatives] == tokens.tolist()
+        assert [logprob for _, logprob in chosen.alternatives] == pytest.approx(
+            values.tolist(), abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(-1.5, 0.0), (2.0, 0.0), (0.5, 2.0)])
+def test_tokens_of_the_answer_are_penalised(
+    core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float
+) -> None:
+    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence)
+    [completion] = run(core, Request(plain(PROMPT), 20, sampling=sampling))
+    expected: list[int] = []
+    for _ in range(20):
+        logits = logits_after([*PROMPT, *expected])[-1]
+        for token in set(expected):
+            logits[token] -= frequency * expected.count(token) + presence
+        expected.append(int(logits.argmax()))
+    assert completion.token_ids == tuple(expected)
+
+
+def test_penalties_count_what_was_said_before_a_preemption(causal: CausalLM) -> None:
+    sampling = Sampling(presence_penalty=2.0, temperature=0.7, seed=3)
+    requests = [Request(plain(random_tokens(9, seed=n)), 14, sampling=sampling) for n in range(4)]
+    narrow = core_of(causal, settings_of(causal, chunks=13))
+    together = run(narrow, *requests)
+    assert narrow.tally.preempted > 0
+    for request, completion in zip(requests, together, strict=True):
+        assert completion.choices == run(core_of(causal), request)[0].choices
+
+
+def test_times_are_those_of_the_clock(causal: CausalLM) -> None:
+    clock = Clock(50.0)
+    core = core_of(causal, settings_of(causal, running=1), clock)
+    handles = [submit(core, Request(plain(PROMPT), limit)) for limit in (2, 1)]
+    while core.busy:
+        clock.now += 1
+        core.step()
+    first, second = (handle.result(0) for handle in handles)
+    assert (first.submitted_at, first.admitted_at) == (50, 51)
+    assert (first.first_token_at, first.finished_at) == (51, 52)
+    assert (second.admitted_at, second.first_token_at, second.finished_at) == (53, 53, 53)
+    assert (core.tally.admitted, core.tally.queued) == (2, 1 + 3)
+
+
+def test_a_request_ends_when_its_time_is_over(causal: CausalLM) -> None:
+    clock = Clock()
+    core = core_of(causal, settings_of(causal, running=1), clock)
+    running = submit(core, Request(plain(PROMPT), 50, timeout=5.0, tenant="a"))
+    queued = submit(core, Request(plain(PROMPT), 50, timeout=3.0))
+    patient = submit(core, Request(plain(PROMPT), 2, timeout=60.0))
+    for _ in range(3):
+        core.step()
+        clock.now += 1
+    core.step()
+    with pytest.raises(DeadlineExceeded, match=r"3\.0 s were over while it waited in the queue"):
+        queued.result(0)
+    assert not running.done
+    clock.now += 2
+    core.step()
+    with pytest.raises(DeadlineExceeded, match=r"5\.0 s were over while it ran"):
+        running.result(0)
+    assert len(running._channel._events) == 4, "what came before is there"
+    drain(core)
+    assert patient.result(0).finish_reason == "length"
+    check_whole(core)
+
+
+def test_what_could_never_run_is_refused(causal: CausalLM) -> None:
+    core = core_of(causal, settings_of(causal, chunks=5))
+    core.check(Request(plain(PROMPT), 5 * CHUNK - len(PROMPT)))
+    with pytest.raises(PromptTooLong, match="may need 21 tokens of its own, but the pool holds 20"):
+        core.check(Request(plain(PROMPT), 5 * CHUNK - len(PROMPT) + 1))
+    core = core_of(causal, settings_of(causal, chunks=500))
+    core.check(Request(plain(PROMPT), causal.window - len(PROMPT)))
+    with pytest.raises(PromptTooLong, match=f"ends at position 9 .* window holds {causal.window}"):
+        core.check(Request(plain(PROMPT), causal.window - len(PROMPT) + 1))
+
+
+def test_the_largest_requests_run_one_after_the_other(causal: CausalLM) -> None:
+    core = core_of(causal, settings_of(causal, chunks=5))
+    requests = [Request(plain(PROMPT), 11, tenant=tenant) for tenant in ("a", None, "a")]
+    assert {len(completion.token_ids) for completion in run(core, *requests)} == {11}
+    check_whole(core)
+
+
+class Broken(SmallChunks):
+    """Spoils the logits of requests that ask with some token last."""
+
+    def __init__(self, model: CausalLM, token: int) -> None:
+        super().__init__(model)
+        self.token = token
+
+    def prepare(self, works: Sequence[Work]) -> Callable[[], Tensor]:
+        step = super().prepare(works)
+        asked = [work for work in works if work.wants_logits]
+        broken = [row for row, work in enumerate(asked) if work.token_ids[-1] == self.token]
+
+        def spoiled() -> Tensor:
+            logits = step().clone()
+            logits[broken] = torch.nan
+            return logits
+
+        return spoiled
+
+
+def test_unusable_logits_fail_their_request_alone(
+    causal: CausalLM, answer: tuple[int, ...]
+) -> None:
+    core = EngineCore(Broken(causal, token=11), settings_of(causal), Clock())
+    fine = submit(core, Request(plain(PROMPT), 12))
+    bad = submit(core, Request(plain([*PROMPT, 11]), 12, n=3))
+    drain(core)
+    with pytest.raises(UnusableLogits):
+        bad.result(0)
+    assert fine.result(0).token_ids == answer
+    check_whole(core)
+
+
+def test_where_all_tokens_are_forbidden_the_request_fails(core: EngineCore) -> None:
+    everything = frozenset(range(VOCABULARY))
+    request = Request(plain(PROMPT), 12, everything, min_new_tokens=1, n=2)
+    handle = submit(core, request)
+    drain(core)
+    with pytest.raises(UnusableLogits):
+        handle.result(0)
+    check_whole(core)
+
+
+def test_a_request_whose_text_cannot_be_made_fails_alone(core: EngineCore) -> None:
+    def no_text(stop: Sequence[str]) -> TextStream:
+        raise ValueError("no tokenizer")
+
+    bad = submit(core, Request(plain(PROMPT), 2, text=no_text))
+    good = submit(core, Request(plain(PROMPT), 2, text=words))
+    drain(core)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        bad.result(0)
+    assert good.result(0).finish_reason == "length"

@@ -1,0 +1,281 @@
+"""Who runs in the next step: nobody stalls, nobody starves, and no chunk is granted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.engine.schedule import AGEING, PATIENCE, Candidate, Decision, Limits, schedule
+
+CHUNK = 4
+WIDE = Limits(CHUNK, step_tokens=8, prefill_tokens=32, running=16)
+
+
+def decide(
+    running: Sequence[Candidate] = (),
+    waiting: Sequence[Candidate] = (),
+    *,
+    limits: Limits = WIDE,
+    free: int = 100,
+    now: float = 0.0,
+) -> Decision:
+    return schedule(running, waiting, limits, free_chunks=free, now=now)
+
+
+def decoding(number: int, room: int = 1, held: int = 1) -> Candidate:
+    return Candidate(number, float(number), 1, room, held)
+
+
+def waits(number: int, pending: int, since: float = 0.0) -> Candidate:
+    return Candidate(number, since, pending)
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens", "chunks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 4, 1), (0, 5, 2), (9, 5, 0)]
+)
+def test_chunks_are_needed_for_what_does_not_fit_the_room(
+    room: int, tokens: int, chunks: int
+) -> None:
+    assert Candidate(1, 0.0, tokens, room).chunks_for(tokens, CHUNK) == chunks
+
+
+def test_nothing_to_do_decides_nothing() -> None:
+    assert decide() == Decision({}, (), ())
+
+
+def test_tokens_that_decode_come_first_and_a_long_prompt_takes_what_is_left() -> None:
+    prefilling = Candidate(0, 0.0, 50, room=50)
+    decision = decide([prefilling, *(decoding(n) for n in (1, 2, 3))])
+    assert decision.tokens == {1: 1, 2: 1, 3: 1, 0: 5}
+    assert sum(decision.tokens.values()) == WIDE.step_tokens
+
+
+def test_where_nothing_decodes_prompts_take_larger_portions() -> None:
+    prompts = [Candidate(n, float(n), 20, room=20) for n in range(3)]
+    assert decide(prompts).tokens == {0: 20, 1: 12}
+
+
+def test_all_decode_even_where_they_are_more_than_a_step_takes() -> None:
+    running = [decoding(n) for n in range(12)]
+    prefilling = Candidate(12, 12.0, 5, room=5)
+    decision = decide([*running, prefilling], [waits(13, 1)])
+    assert decision.tokens == dict.fromkeys(range(12), 1)
+    assert decision.admitted == ()
+
+
+def test_a_portion_ends_where_the_room_and_the_free_chunks_end() -> None:
+    prompts = [Candidate(0, 0.0, 20, room=2), Candidate(1, 1.0, 20, room=3)]
+    assert decide(prompts, free=2).tokens == {0: 10, 1: 3}
+
+
+def test_requests_enter_in_order_while_the_step_has_tokens_left() -> None:
+    decision = decide([decoding(0)], [waits(1, 3), waits(2, 9), waits(3, 2)])
+    assert decision.admitted == (1, 2)
+    assert decision.tokens == {0: 1, 1: 3, 2: 4}, "the second begins with a portion"
+
+
+def test_no_more_run_than_may() -> None:
+    limits = Limits(CHUNK, 32, 32, running=3)
+    decision = decide([decoding(0)], [waits(n, 2) for n in range(1, 6)], limits=limits)
+    assert decision.admitted == (1, 2)
+
+
+def test_a_request_enters_where_all_of_its_text_and_a_chunk_for_everybody_fit() -> None:
+    running = [decoding(0), decoding(1)]
+    needed = 3  # chunks for 8 tokens and the next one
+    spare = len(running)
+    assert decide(running, [waits(2, 8)], free=needed + spare).admitted == (2,)
+    assert decide(running, [waits(2, 8)], free=needed + spare - 1).admitted == ()
+
+
+def test_alone_a_request_may_take_the_whole_pool() -> None:
+    assert decide([], [waits(0, 11), waits(1, 1)], free=3).admitted == (0,)
+    assert decide([], [waits(0, 12)], free=3).admitted == ()
+
+
+def test_who_does_not_fit_is_passed_for_a_while_only() -> None:
+    big, small = waits(0, 40, since=5.0), waits(1, 2, since=6.0)
+    assert decide([decoding(9)], [big, small], free=6, now=5.0 + PATIENCE).admitted == (1,)
+    assert decide([decoding(9)], [big, small], free=6, now=5.1 + PATIENCE).admitted == ()
+
+
+def test_a_level_of_priority_counts_as_seconds_of_waiting() -> None:
+    """Requests come in the order of seniority; the engine sorts by it."""
+    urgent, plain = waits(0, 40, since=6.0 - AGEING), waits(1, 2, since=5.0)
+    assert decide([decoding(9)], [urgent, plain], free=6, now=6.0).admitted == ()
+
+
+def test_the_youngest_gives_its_chunks_back_and_nobody_enters() -> None:
+    running = [decoding(n, room=0, held=2) for n in range(4)]
+    decision = decide(running, [waits(9, 1)], free=1)
+    assert decision.preempted == (3,), "its two chunks and the free one are enough"
+    assert decision.tokens == {0: 1, 1: 1, 2: 1}
+    assert decision.admitted == ()
+
+
+def test_no_more_are_preempted_than_needed() -> None:
+    running = [decoding(n, room=0, held=1) for n in range(4)]
+    assert decide(running, free=4).preempted == ()
+    assert decide(running, free=3).preempted == (3,)
+    assert decide(running, free=0).preempted == (3, 2)
+    assert decide([decoding(0, room=1), decoding(1, room=1)], free=0).preempted == ()
+
+
+def test_the_last_one_is_never_preempted() -> None:
+    running = [decoding(n, room=0, held=0) for n in range(2)]
+    assert decide(running, free=0).preempted == (1,)
+
+
+@dataclass
+class Job:
+    """A request in a pool of plain counts: tokens computed so far, and chunks held."""
+
+    number: int
+    arrives: float
+    priority: int
+    prompt: int
+    answer: int
+    known: int = 0
+    computed: int = 0
+    chunks: int = 0
+    ended: float | None = None
+
+    @property
+    def seniority(self) -> float:
+        return self.arrives - AGEING * self.priority
+
+    def candidate(self) -> Candidate:
+        room = self.chunks * CHUNK - self.computed
+        pending = self.known - self.computed
+        return Candidate(self.number, self.seniority, pending, room, self.chunks)
+
+
+class Machine:
+    """Carries decisions out, and checks each."""
+
+    def __init__(self, jobs: Sequence[Job], limits: Limits, total: int, tick: float) -> None:
+        self.limits, self.free, self.total, self.tick = limits, total, total, tick
+        self.jobs = {job.number: job for job in jobs}
+        self.coming = sorted(jobs, key=lambda job: job.arrives)
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.now = 0.0
+
+    def run(self, rounds: int) -> None:
+        while rounds and (self.coming or self.waiting or self.running):
+            while self.coming and self.coming[0].arrives <= self.now:
+                job = self.coming.pop(0)
+                job.known = job.prompt
+                self.waiting.append(job)
+            self.round()
+            self.now += self.tick
+            rounds -= 1
+
+    def round(self) -> None:
+        for queue in (self.waiting, self.running):
+            queue.sort(key=lambda job: (job.seniority, job.number))
+        decision = schedule(
+            [job.candidate() for job in self.running],
+            [job.candidate() for job in self.waiting],
+            self.limits,
+            free_chunks=self.free,
+            now=self.now,
+        )
+        self.check(decision)
+        for number in decision.preempted:
+            job = self.running.pop()
+            assert job.number == number, "the youngest first"
+            self.free += job.chunks
+            job.chunks = job.computed = 0
+            self.waiting.append(job)
+        for number in decision.admitted:
+            job = self.jobs[number]
+            self.waiting.remove(job)
+            self.running.append(job)
+            self.grow(job, job.known)
+        for number, count in decision.tokens.items():
+            self.compute(self.jobs[number], count)
+
+    def check(self, decision: Decision) -> None:
+        kept = [job for job in self.running if job.number not in decision.preempted]
+        decodes = {job.number for job in kept if job.known - job.computed == 1}
+        assert decodes <= decision.tokens.keys(), "every answer goes on"
+        assert all(count > 0 for count in decision.tokens.values())
+        most = self.limits.step_tokens if decodes else self.limits.prefill_tokens
+        assert sum(decision.tokens.values()) <= max(most, len(decodes))
+        assert len(kept) + len(decision.admitted) <= self.limits.running
+        assert not (decision.preempted and decision.admitted)
+        if self.running or self.waiting:
+            assert decision.tokens, "something goes on in every step"
+
+    def grow(self, job: Job, tokens: int) -> None:
+        needed = max(0, -(-(job.computed + tokens) // CHUNK) - job.chunks)
+        assert needed <= self.free, "more chunks were granted than are free"
+        self.free -= needed
+        job.chunks += needed
+
+    def compute(self, job: Job, count: int) -> None:
+        self.grow(job, count)
+        job.computed += count
+        if job.computed < job.known:
+            return
+        job.known += 1
+        if job.known == job.prompt + job.answer:  # the last token needs no states
+            self.running.remove(job)
+            self.free += job.chunks
+            job.chunks, job.ended = 0, self.now
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    total = draw(st.integers(3, 16))
+    lengths = st.integers(1, total * CHUNK - 1)
+    jobs = []
+    for number in range(draw(st.integers(1, 14))):
+        prompt = draw(lengths | st.integers(1, 6))
+        answer = draw(st.integers(1, min(20, total * CHUNK - prompt)))
+        arrives = draw(st.integers(0, 40)) / 10
+        jobs.append(Job(number, arrives, draw(st.integers(-1, 1)), prompt, answer))
+    limits = Limits(
+        CHUNK,
+        step_tokens=draw(st.integers(1, 12)),
+        prefill_tokens=draw(st.integers(1, 40)),
+        running=draw(st.integers(1, 8)),
+    )
+    return Machine(jobs, limits, total, tick=0.1)
+
+
+@settings(deadline=None, max_examples=200)
+@given(machines())
+def test_all_requests_end_and_all_chunks_come_back(machine: Machine) -> None:
+    work = sum(job.prompt + job.answer for job in machine.jobs.values())
+    patience = 10 * (PATIENCE + AGEING)
+    machine.run(rounds=int(work + 40 + patience * len(machine.jobs)))
+    assert [job.number for job in machine.jobs.values() if job.ended is None] == []
+    assert machine.free == machine.total
+
+
+def test_a_big_request_does_not_starve_in_a_stream_of_small_ones() -> None:
+    big = Job(0, 0.5, 0, prompt=30, answer=2)
+    stream = [Job(n, n / 5, 0, prompt=3, answer=12) for n in range(1, 150)]
+    machine = Machine([big, *stream], WIDE, total=8, tick=0.1)
+    machine.run(rounds=200)
+    assert big.ended is not None
+    assert PATIENCE < big.ended - big.arrives < PATIENCE + 5
+    assert machine.coming, "the stream goes on"
+
+
+def test_a_long_prompt_goes_on_though_answers_fill_the_steps() -> None:
+    """It was there first: nobody enters while the answers take the whole step."""
+    long = Job(0, 0.5, 0, prompt=60, answer=2)
+    stream = [Job(n, n / 10, 0, prompt=1, answer=30) for n in range(1, 100)]
+    limits = Limits(CHUNK, step_tokens=4, prefill_tokens=64, running=6)
+    machine = Machine([long, *stream], limits, total=80, tick=0.1)
+    machine.run(rounds=150)
+    assert long.ended is not None
+    assert long.ended < 5
+    assert sum(job.ended is None for job in stream) > 50
