@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,17 @@ class PositionScheme(Protocol):
         ...
 
 
+def fixed_scaling(parameters: Mapping[str, Any]) -> str:
+    """The scaling of rotary parameters. Raises `UnsupportedModel` where it is not fixed."""
+    scaling = str(parameters.get("rope_type", "default"))
+    if scaling not in FIXED_SCALINGS:
+        raise UnsupportedModel(
+            f"rotary scaling {scaling!r} changes with the length of the prompt, so cached "
+            f"states cannot move; served scalings: {', '.join(sorted(FIXED_SCALINGS))}"
+        )
+    return scaling
+
+
 class Rotary:
     """Rotary positions with fixed frequencies: the query turns by -delta."""
 
@@ -44,12 +56,7 @@ class Rotary:
     def of(cls, config: Any, rotary_embedding: nn.Module) -> Rotary:
         """The scheme of a loaded model, from its configuration and rotary module."""
         parameters = getattr(config, "rope_parameters", None) or {}
-        scaling = str(parameters.get("rope_type", "default"))
-        if scaling not in FIXED_SCALINGS:
-            raise UnsupportedModel(
-                f"rotary scaling {scaling!r} changes with the length of the prompt, so cached "
-                f"states cannot move; served scalings: {', '.join(sorted(FIXED_SCALINGS))}"
-            )
+        scaling = fixed_scaling(parameters)
         inverse_frequency = rotary_embedding.inv_freq
         assert isinstance(inverse_frequency, Tensor)
         return cls(inverse_frequency.detach().to(torch.float32), scaling)
