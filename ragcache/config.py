@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
 
 from ragcache.errors import ConfigurationError
 
-Mode = Literal["rooted", "isolated", "exact"]
-"""How modules were encoded: after the preamble, alone, or not ahead of time at all."""
+MODES = ("rooted", "linked:N", "isolated", "exact")
+"""How modules were encoded: after the preamble; so, but their first N tokens are computed in
+context; alone; or not ahead of time at all."""
 
 DEFAULT_K = 4
 """How many modules a question retrieves."""
 
-MODES: tuple[str, ...] = get_args(Mode)
+_PLAIN_MODES = ("rooted", "isolated", "exact")
+_LINKED = re.compile(r"linked:([1-9]\d{0,5})")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -23,29 +24,37 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 class Settings:
     """module_tokens: the most tokens of a module. host_bytes: the budget of the host tier.
     max_new_tokens: the most tokens of an answer, unless a request says otherwise. private_bytes:
-    room for the states of questions and answers. queue: the most requests that wait."""
+    room for the states of questions and answers. queue: the most requests that wait.
+    scaffold_after: how often a selection is retrieved before its modules are encoded together; None
+    for never."""
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
     max_new_tokens: int = 64
     private_bytes: int = 2**29
     queue: int = 1024
+    scaffold_after: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ConfigurationError(
-                    f"{field.name} is {getattr(self, field.name)}; it must be positive"
-                )
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{field.name} is {value}; it must be positive")
 
 
-def check_mode(mode: str) -> Mode:
-    """Raises `ConfigurationError` for an unknown mode."""
-    for known in get_args(Mode):
-        if mode == known:
-            checked: Mode = known
-            return checked
-    raise ConfigurationError(f"unknown mode {mode!r}; modes: {', '.join(MODES)}")
+def check_mode(mode: str) -> str:
+    """The mode as it was given. Raises `ConfigurationError` for an unknown one."""
+    if mode not in _PLAIN_MODES and _LINKED.fullmatch(mode) is None:
+        raise ConfigurationError(
+            f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number such as 16"
+        )
+    return mode
+
+
+def linked_tokens(mode: str) -> int:
+    """N of the mode `linked:N`, 0 of any other."""
+    match = _LINKED.fullmatch(mode)
+    return 0 if match is None else int(match[1])
 
 
 def parse_bytes(size: int | str) -> int:

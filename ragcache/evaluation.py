@@ -42,13 +42,15 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Means over all questions, as shares of one."""
+    """Means over all questions, as shares of one. computed_tokens: the mean number of tokens of a
+    prompt that had to be computed."""
 
     mode: str
     questions: int
     exact_match: float
     f1: float
     retrieved: float
+    computed_tokens: float
     marked: tuple[Marked, ...]
 
 
@@ -121,11 +123,13 @@ def evaluate(
     if not questions:
         raise ConfigurationError("there are no questions to ask")
     marked: list[Marked] = []
+    computed = 0
     for start in range(0, len(questions), batch):
         part = questions[start : start + batch]
         asked = [question.question for question in part]
         answers = rag.ask_batch(asked, collection=collection, k=k, mode=mode)
         for question, answer in zip(part, answers, strict=True):
+            computed += answer.reuse.computed_tokens
             found = any(source.document == question.document for source in answer.sources)
             marked.append(
                 Marked(
@@ -145,5 +149,6 @@ def evaluate(
         exact_match=sum(m.exact_match for m in marked) / count,
         f1=sum(m.f1 for m in marked) / count,
         retrieved=sum(m.retrieved for m in marked) / count,
+        computed_tokens=computed / count,
         marked=tuple(marked),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import get_args
@@ -23,6 +22,7 @@ from ragcache.pipeline import (
     Generation,
     Ingestion,
     Parts,
+    Stats,
     generated_schema,
     members,
 )
@@ -33,23 +33,6 @@ from ragcache.store import Database, KVStore, ModuleListing, list_modules
 from ragcache_schemas import Placement, Schema, expand
 
 GREEDY = Generation()
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What is kept and what happened. tiers: by tier, states, bytes, tokens and hits of all time.
-
-    encoded: modules encoded since this process opened the state folder; corrupt: blobs that failed
-    their checksum and were encoded again; host_evictions: states that left memory for lack of room.
-    """
-
-    model: str
-    collections: dict[str, int]
-    tiers: dict[str, dict[str, int]]
-    host_budget_bytes: int
-    encoded: int
-    corrupt: int
-    host_evictions: int
 
 
 class RagCache:
@@ -75,14 +58,16 @@ class RagCache:
         max_new_tokens: int = 64,
         private_bytes: int | str = "512MiB",
         queue: int = 1024,
+        scaffold_after: int | None = None,
     ) -> RagCache:
         """Opens a state folder, making it if need be.
 
         model: None is the embedded reader; a folder, a hub name, or a model already loaded.
         embedding: None retrieves by words alone (BM25); `"minilm"` or any LangChain `Embeddings`
         adds meaning. private_bytes: room for the states of questions and answers. queue: the most
-        requests that wait; one more raises `QueueFull`. Raises `ConfigurationError`, `ModelError`
-        or `StoreUnwritable`.
+        requests that wait; one more raises `QueueFull`. scaffold_after: how often the same modules
+        are retrieved in one order before they become a scaffold (see `add_scaffold`); None for
+        never. Raises `ConfigurationError`, `ModelError` or `StoreUnwritable`.
         """
         settings = Settings(
             module_tokens,
@@ -90,6 +75,7 @@ class RagCache:
             max_new_tokens,
             parse_bytes(private_bytes),
             queue,
+            scaffold_after,
         )
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
@@ -132,14 +118,26 @@ class RagCache:
         """Deletes documents with their modules, vectors and states; returns how many."""
         return self._parts.ingestor.delete(collection, document_ids)
 
+    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
+        """Encodes modules of a collection together, each seeing those before it (Prompt Cache
+        §3.3); returns their names.
+
+        ids: of documents, which stand for all of their modules, or of modules. Questions that
+        retrieve these modules in this order, next to each other, read the joint states. Scaffolds
+        are known until the folder is closed. Raises `ConfigurationError`, `PromptTooLong` or
+        `UnknownCollection`.
+        """
+        self._parts.returned.release()
+        return self._parts.answerer.add_scaffold(collection, ids)
+
     def ask(
         self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
         generation: Generation = GREEDY,
     ) -> Answer:  # fmt: skip
         """Answers a question from the `k` best modules of a collection.
 
-        mode: `rooted` (default), `isolated`, or `exact`, which reuses nothing. Raises
-        `RequestError`.
+        mode: `rooted` (default), `linked:N`, which computes the first N tokens of each module
+        again, `isolated`, or `exact`, which reuses nothing. Raises `RequestError`.
         """
         return self.stream(
             question, collection=collection, k=k, mode=mode, generation=generation
@@ -267,17 +265,8 @@ class RagCache:
 
     def stats(self) -> Stats:
         """What is kept and what happened since this process opened the folder."""
-        store = self._parts.store
         self._parts.returned.release()
-        return Stats(
-            model=self._parts.model.name,
-            collections=self._parts.catalogue.collections(),
-            tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
-            host_budget_bytes=store.host.budget_bytes,
-            encoded=store.counters.encoded,
-            corrupt=store.counters.corrupt,
-            host_evictions=store.host.evictions,
-        )
+        return Stats.of(self._parts)
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:

@@ -1,10 +1,10 @@
 """The CPU backend: large matrix products, and one exponential for every score.
 
-Every score of a row is taken relative to the same value, the `lse` of the row over its own tokens,
-which is known first. Numerators and denominators of all runs then simply add up: no maximum is
-searched and nothing is rescaled (FlashDecoding++ §3, unified maximum). Where a score exceeds that
-value by more than an exponent holds, the sum shows it, and the layer is computed again by
-definition. PyTorch's fused kernel needs 1.5 times as long over a run (docs/adr/0011).
+Every score of a row is taken relative to the same value, which is known first: about its largest.
+Numerators and denominators of all runs then simply add up, and nothing is rescaled (FlashDecoding++
+§3, unified maximum). Where a score exceeds that value by more than an exponent holds, the sum shows
+it, and the layer is computed again by definition. PyTorch's fused kernel needs 1.5 times as long
+over a run (docs/adr/0011).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ragcache.attention.plan import Asking, PageRows, Square, StepPlan
 from ragcache.attention.reference import Reference
 from ragcache.attention.rotary import rotate
 
+SAMPLE = 32  # every 32nd key tells how large scores are
 LARGEST = 1e30  # of a denominator: the numerators must still be finite
 BLOCK = 2**22  # scores in the workspace: 8 MiB in bfloat16, so that they stay in cache
 
@@ -57,8 +58,10 @@ class Products:
         own = self._own(plan, layer, rows, key, value, scale)
         if plan.asking is None:
             return _rows_first(own.out, query.dtype)
-        base = own.lse.to(query.dtype)  # what scores are relative to; exact in either dtype
-        out, total = self._runs(plan, plan.asking, layer, rows, base, scale)
+        turned = _turned(plan.asking, rows)
+        base = _base(plan, layer, own.lse, turned, scale).to(query.dtype)
+        taken = -base.index_select(1, plan.asking.rows)
+        out, total = self._runs(plan, layer, turned, taken, scale)
         weight = (own.lse - base).exp_()
         joined = own.out * weight[..., None]
         for slot in plan.table:
@@ -82,23 +85,19 @@ class Products:
         return _Own(out.index_select(1, plan.own), lse.index_select(1, plan.own))
 
     def _runs(
-        self, plan: StepPlan, asking: Asking, layer: int, rows: Tensor, base: Tensor, scale: float
+        self, plan: StepPlan, layer: int, turned: Tensor, taken: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Numerators [Hkv, M + 1, G, D] and denominators [Hkv, M + 1, G] of the M asking rows,
-        times exp(-base); the last of each is zero."""
-        turned = rows.index_select(1, asking.rows)  # [Hkv, M, G, D]
-        if asking.rotation is not None:
-            turned = rotate(turned, asking.rotation)
+        times exp(taken); the last of each is zero. turned: [Hkv, M, G, D]; taken: [Hkv, M, G]."""
         kv_heads, count, group, dim = turned.shape
-        turned = turned.view(kv_heads, count * group, dim)
-        taken = -base.index_select(1, asking.rows).view(kv_heads, count * group, 1)
-        exact = torch.promote_types(rows.dtype, torch.float32)
+        exact = torch.promote_types(turned.dtype, torch.float32)
         out = turned.new_empty(kv_heads, (count + 1) * group, dim)
         total = turned.new_empty(kv_heads, (count + 1) * group, dtype=exact)
+        query, taken = turned.flatten(1, 2), taken.flatten(1, 2)[..., None]
         for run in plan.runs:
             at = slice(run.begin * group, run.end * group)
             states = run.keys[layer], run.values[layer]
-            out[:, at], total[:, at] = self._run(turned[:, at], *states, taken[:, at], scale)
+            out[:, at], total[:, at] = self._run(query[:, at], *states, taken[:, at], scale)
         out[:, count * group :], total[:, count * group :] = 0, 0
         shape = (kv_heads, count + 1, group)
         return out.view(*shape, dim), total.view(shape)
@@ -125,6 +124,31 @@ class Products:
         if room is None or room.dtype != dtype:
             room = self._local.room = torch.empty(BLOCK, dtype=dtype)
         return room
+
+
+def _turned(asking: Asking, rows: Tensor) -> Tensor:
+    """The asking rows, turned towards the runs: [Hkv, M, G, D]."""
+    turned = rows.index_select(1, asking.rows)
+    return turned if asking.rotation is None else rotate(turned, asking.rotation)
+
+
+def _base(plan: StepPlan, layer: int, lse: Tensor, turned: Tensor, scale: float) -> Tensor:
+    """What each row's scores are taken relative to: about the largest of them. [Hkv, T, G].
+
+    The larger of the `lse` over its own tokens, which is given, and of its scores at a sample of
+    every run's keys. The first key is in it: in a model with attention sinks it has the largest.
+    """
+    kv_heads, count, group, _ = turned.shape
+    highest = lse.new_full((kv_heads, count + 1, group), -torch.inf)
+    for run in plan.runs:
+        query = turned[:, run.begin : run.end].flatten(1, 2)
+        sample = run.keys[layer][:, ::SAMPLE].transpose(1, 2)
+        scores = torch.bmm(query, sample).amax(-1)
+        highest[:, run.begin : run.end] = scores.view(kv_heads, -1, group)
+    highest *= scale
+    for slot in plan.table:
+        lse = torch.maximum(lse, highest.index_select(1, slot))
+    return lse
 
 
 def _square(square: Square, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> _Own:

@@ -9,6 +9,7 @@ from ragcache.pipeline.ingestion import Ingestion, Ingestor
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.schema import generated_schema, members
 from ragcache.pipeline.scope_states import ScopeEncoder
+from ragcache.pipeline.stats import Stats
 from ragcache.pipeline.streams import AnswerStream, AsyncAnswerStream
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
@@ -31,6 +32,7 @@ __all__ = [
     "Reuse",
     "ScopeEncoder",
     "Source",
+    "Stats",
     "Submitter",
     "TemplateText",
     "Timings",

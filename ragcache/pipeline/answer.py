@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ragcache.config import Mode
 from ragcache.engine import Choice, Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A module that stood in the prompt. tier: where its states came from: `host`, `disk`,
-    `encoded` (computed for this request and kept) or `computed` (mode `exact`)."""
+    `encoded` (computed for this request and kept) or `computed` (mode `exact`). scaffold: the
+    modules that it was encoded together with, itself included; "" if alone."""
 
     document: str
     module: str
     uri: str
     score: float
     tier: str
+    scaffold: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Answer:
     question: str
     text: str
     sources: tuple[Source, ...]
-    mode: Mode
+    mode: str
     finish_reason: str
     reuse: Reuse
     timings: Timings
@@ -87,7 +88,7 @@ class Ready:
 
     question: str
     sources: tuple[Source, ...]
-    mode: Mode
+    mode: str
     prompt_tokens: int
     cached_tokens: int
     bytes_moved: Mapping[str, int]

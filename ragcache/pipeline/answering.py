@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ragcache.config import Mode
-from ragcache.engine import Context, Request, assemble
+from ragcache.config import linked_tokens
+from ragcache.engine import Context, Request
 from ragcache.errors import EmptyQuestion
 from ragcache.pipeline.answer import Marks, Ready, Source
 from ragcache.pipeline.asked import Asked, give_up
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import Generation
+from ragcache.pipeline.linking import Run, link, recomputed
+from ragcache.pipeline.scaffolds import Scaffolds, scaffold_modules
 from ragcache.pipeline.submitting import Submitter
 from ragcache.retrieval import Retriever, Selection
-from ragcache.states import KVStates
 from ragcache.store import Catalogue, Lease
 
 
@@ -25,7 +26,7 @@ class _Spelled:
     """A question in tokens, which fit the window. draft: None where nothing was found."""
 
     selection: Selection
-    modules: list[tuple[int, ...]]
+    runs: list[Run]
     own: list[int]
     draft: Request | None
 
@@ -34,7 +35,8 @@ class _Spelled:
 class _Call:
     """What the questions of a call have in common. Times as in `Marks`."""
 
-    mode: Mode
+    collection: str
+    mode: str
     called: float
     retrieved: float
 
@@ -47,6 +49,7 @@ class Answerer:
     encoder: ModuleEncoder
     tokens: ModuleTokens
     retriever: Retriever
+    scaffolds: Scaffolds
     submitter: Submitter
 
     def start(
@@ -54,7 +57,7 @@ class Answerer:
         questions: Sequence[str],
         collection: str,
         k: int,
-        mode: Mode,
+        mode: str,
         generation: Generation,
     ) -> list[Asked]:
         """Retrieves, leases and submits each question, in order. Raises `EmptyQuestion`,
@@ -64,8 +67,8 @@ class Answerer:
             if not question.strip():
                 raise EmptyQuestion("the question is empty; write what you want to know")
         selections = [self.retriever.retrieve(q, collection, k) for q in questions]
-        call = _Call(mode, called, time.perf_counter())
-        spelled = [self._spell(selection, mode, generation) for selection in selections]
+        call = _Call(collection, mode, called, time.perf_counter())
+        spelled = [self._spell(selection, call, generation) for selection in selections]
         asked: list[Asked] = []
         try:
             for each in spelled:
@@ -75,79 +78,110 @@ class Answerer:
             raise
         return asked
 
-    def _spell(self, selection: Selection, mode: Mode, generation: Generation) -> _Spelled:
+    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
+        """Declares a scaffold and encodes it; returns the names of its modules. Raises
+        `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
+        modules = scaffold_modules(self.catalogue.modules(collection), ids)
+        names = tuple(module.name for module in modules)
+        token_ids = tuple(token for ids in self.tokens.of(modules) for token in ids)
+        preamble = len(self.encoder.preamble_ids)
+        self.submitter.draft(preamble, len(token_ids), Generation())
+        with self.encoder.lease([token_ids], "rooted") as lease:
+            self.scaffolds.keep(collection, names, lease.keys[1])
+        self.scaffolds.declare(collection, names)
+        return names
+
+    def _spell(self, selection: Selection, call: _Call, generation: Generation) -> _Spelled:
         """Raises `InvalidRequest` or `PromptTooLong`."""
         encode, frame = self.encoder.model.encode, self.encoder.frame
-        modules = self.tokens.of([hit.module for hit in selection.hits])
         own = [
             *encode(frame.question),
             *self.encoder.model.encode_untrusted(selection.query.strip()),
             *encode(frame.epilogue),
         ]
-        documents = len(self.encoder.preamble_ids) + sum(map(len, modules))
-        draft = self.submitter.draft(len(own), documents, generation, reuse=mode != "exact")
-        return _Spelled(selection, modules, own, draft if selection.hits else None)
+        runs = self._runs(selection, call)
+        documents = len(self.encoder.preamble_ids) + sum(len(run.token_ids) for run in runs)
+        exact = call.mode == "exact"
+        again = documents if exact else sum(recomputed(runs, linked_tokens(call.mode)))
+        draft = self.submitter.draft(
+            len(own), documents, generation, recomputed=again, reuse=not exact
+        )
+        return _Spelled(selection, runs, own, draft if selection.hits else None)
+
+    def _runs(self, selection: Selection, call: _Call) -> list[Run]:
+        """The selection's modules as they are encoded: together where a scaffold says so."""
+        modules = self.tokens.of([hit.module for hit in selection.hits])
+        names = [hit.module.name for hit in selection.hits]
+        self.scaffolds.note(call.collection, names)
+        return [
+            Run(begin, end, tuple(token for ids in modules[begin:end] for token in ids))
+            for begin, end in self.scaffolds.runs(call.collection, names)
+        ]
 
     def _submit(self, spelled: _Spelled, call: _Call) -> Asked:
-        if spelled.draft is None:
+        draft = spelled.draft
+        if draft is None:
             marks = Marks(call.called, call.retrieved, call.retrieved)
             ready = Ready(spelled.selection.query, (), call.mode, 0, 0, {}, marks)
             return self.submitter.nothing_to_read(ready, call.retrieved)
         if call.mode == "exact":
-            documents = (token for ids in spelled.modules for token in ids)
-            everything = [*self.encoder.preamble_ids, *documents, *spelled.own]
-            context = self._assemble(spelled.draft, (), (), everything)
-            ready = self._ready(spelled, call, context, None)
-            return self.submitter.submit(spelled.draft, context, ready, None)
+            documents = (token for run in spelled.runs for token in run.token_ids)
+            everything = (*self.encoder.preamble_ids, *documents, *spelled.own)
+            size = len(everything)
+            context = Context((), everything, tuple(range(size)), size)
+            return self.submitter.submit(draft, context, _ready(spelled, call, context), None)
         with ExitStack() as undo:
-            lease = self.encoder.lease(spelled.modules, call.mode)
+            mode = "isolated" if call.mode == "isolated" else "rooted"
+            lease = self.encoder.lease([run.token_ids for run in spelled.runs], mode)
             undo.callback(lease.release)
-            for hit, key in zip(spelled.selection.hits, lease.keys[1:], strict=True):
-                if lease.source[key] == "encoded":
-                    self.catalogue.claim(hit.module.id, key)
-            names = tuple(map(str, lease.keys))
-            context = self._assemble(spelled.draft, lease.states, names, spelled.own)
-            ready = self._ready(spelled, call, context, lease)
-            asked = self.submitter.submit(spelled.draft, context, ready, lease)
+            self._claim(spelled, call, lease)
+            linked = linked_tokens(call.mode)
+            context = link(lease.keys, lease.states, spelled.runs, spelled.own, linked)
+            ready = _ready(spelled, call, context, lease)
+            asked = self.submitter.submit(draft, context, ready, lease)
             undo.pop_all()
         return asked
 
-    def _assemble(
-        self,
-        draft: Request,
-        states: Sequence[KVStates],
-        names: Sequence[str],
-        token_ids: Sequence[int],
-    ) -> Context:
-        return assemble(
-            states,
-            token_ids,
-            window=self.encoder.model.causal.window,
-            max_new_tokens=draft.max_new_tokens,
-            names=names,
-        )
+    def _claim(self, spelled: _Spelled, call: _Call, lease: Lease) -> None:
+        """Notes whose states were made now."""
+        for run, key in zip(spelled.runs, lease.keys[1:], strict=True):
+            modules = [hit.module for hit in spelled.selection.hits[run.first : run.end]]
+            if len(modules) > 1:
+                self.scaffolds.keep(call.collection, [module.name for module in modules], key)
+            elif lease.source[key] == "encoded":
+                self.catalogue.claim(modules[0].id, key)
 
-    def _ready(
-        self, spelled: _Spelled, call: _Call, context: Context, lease: Lease | None
-    ) -> Ready:
-        hits = spelled.selection.hits
-        tiers, cached = ["computed"] * len(hits), 0
-        if lease is not None:
-            tiers = [lease.source[key] for key in lease.keys[1:]]
-            cached = sum(
-                states.length
-                for key, states in zip(lease.keys, lease.states, strict=True)
-                if lease.source[key] != "encoded"
-            )
-        return Ready(
-            question=spelled.selection.query,
-            sources=tuple(
-                Source(hit.module.document, hit.module.name, hit.module.uri, hit.score, tier)
-                for hit, tier in zip(hits, tiers, strict=True)
-            ),
-            mode=call.mode,
-            prompt_tokens=context.prompt_tokens,
-            cached_tokens=cached,
-            bytes_moved=dict(lease.moved) if lease is not None else {},
-            marks=Marks(call.called, call.retrieved, time.perf_counter()),
+
+def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None = None) -> Ready:
+    cached = 0
+    if lease is not None:
+        again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
+        cached = sum(
+            states.length - count
+            for key, states, count in zip(lease.keys, lease.states, again, strict=True)
+            if lease.source[key] != "encoded"
         )
+    return Ready(
+        question=spelled.selection.query,
+        sources=_sources(spelled, lease),
+        mode=call.mode,
+        prompt_tokens=context.prompt_tokens,
+        cached_tokens=cached,
+        bytes_moved=dict(lease.moved) if lease is not None else {},
+        marks=Marks(call.called, call.retrieved, time.perf_counter()),
+    )
+
+
+def _sources(spelled: _Spelled, lease: Lease | None) -> tuple[Source, ...]:
+    hits = spelled.selection.hits
+    sources: list[Source] = []
+    for number, run in enumerate(spelled.runs, start=1):
+        tier = "computed" if lease is None else lease.source[lease.keys[number]]
+        together = hits[run.first : run.end]
+        alone = lease is None or len(together) == 1
+        scaffold = "" if alone else " ".join(hit.module.name for hit in together)
+        sources += [
+            Source(hit.module.document, hit.module.name, hit.module.uri, hit.score, tier, scaffold)
+            for hit in together
+        ]
+    return tuple(sources)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ragcache.config import Mode
 from ragcache.engine import EncodeJob, Segment
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.states import KVKey, KVStates, state_key
@@ -32,13 +31,13 @@ class ModuleEncoder:
     def preamble_key(self) -> KVKey:
         return self._key(self.preamble_ids, "root", 0, None)
 
-    def key(self, token_ids: Sequence[int], mode: Mode) -> KVKey:
+    def key(self, token_ids: Sequence[int], mode: str) -> KVKey:
         """The key of a module's states: encoded where the first slot starts, after the preamble;
-        `rooted` sees the preamble, `isolated` does not."""
+        `rooted` sees the preamble, `isolated` does not. Both are said of any run of tokens."""
         root = self.preamble_key if mode == "rooted" else None
         return self._key(token_ids, mode, len(self.preamble_ids), root)
 
-    def lease(self, modules: Sequence[Sequence[int]], mode: Mode) -> Lease:
+    def lease(self, modules: Sequence[Sequence[int]], mode: str) -> Lease:
         """The states of the preamble and then of each module, encoded if need be."""
         module_keys = [self.key(ids, mode) for ids in modules]
         tokens = dict(zip(module_keys, modules, strict=True))
@@ -52,7 +51,7 @@ class ModuleEncoder:
 
         return self.store.lease([self.preamble_key, *module_keys], produce)
 
-    def _encode(self, modules: Sequence[Sequence[int]], mode: Mode) -> Iterator[KVStates]:
+    def _encode(self, modules: Sequence[Sequence[int]], mode: str) -> Iterator[KVStates]:
         start = len(self.preamble_ids)
         if mode == "isolated":
             yield from self.encode([EncodeJob(ids, start) for ids in modules])

@@ -15,6 +15,7 @@ from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError
 from ragcache.pipeline.encoding import ModuleEncoder
 from ragcache.pipeline.portions import portions
+from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
 
@@ -48,6 +49,7 @@ class Ingestor:
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever
+    scaffolds: Scaffolds
     settings: Settings
     change: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,6 +82,7 @@ class Ingestor:
         with self.change:
             replaced = self.catalogue.replace(collection, rows)
             self.store.delete(self.store.ledger.unowned(replaced))
+            self.store.delete(self.scaffolds.outdated(collection, {d.id for d in changed}))
         updated = sum(d.id in known for d in changed)
         return Ingestion(
             collection,
@@ -98,6 +101,7 @@ class Ingestor:
         with self.change:
             freed = self.catalogue.delete(collection, document_ids)
             self.store.delete(self.store.ledger.unowned(freed))
+            self.store.delete(self.scaffolds.outdated(collection, set(document_ids)))
         return len(known.keys() & set(document_ids))
 
     def _digest(self, document: SourceDocument) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from ragcache.config import Mode
 from ragcache.engine import Request
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.pipeline.answer import Marks, Ready, Source
@@ -67,7 +66,7 @@ class PromptRunner:
         return schema
 
     def start(
-        self, text: str, mode: Mode, generation: Generation, source: str = "<string>"
+        self, text: str, mode: str, generation: Generation, source: str = "<string>"
     ) -> Asked:
         """Resolves, leases and submits a prompt. Raises `PMLError`, `UnknownSchema`,
         `InvalidRequest` or `PromptTooLong` before anything is computed."""
@@ -173,7 +172,7 @@ def _tier(path: Path, owners: Mapping[Path, Owner] | None) -> str:
 def _ready(
     plan: Plan,
     placed: Placed,
-    mode: Mode,
+    mode: str,
     owners: Mapping[Path, Owner] | None,
     lease: Lease | None,
     times: tuple[float, float],

@@ -26,15 +26,16 @@ class Submitter:
 
     def draft(
         self, own: int, documents: int, generation: Generation, *,
-        end: int | None = None, reuse: bool = True,
+        recomputed: int = 0, end: int | None = None, reuse: bool = True,
     ) -> Request:  # fmt: skip
         """The request as far as sizes say what it is, so that what cannot run is refused at once.
 
-        own, documents: tokens of question and template, and of what it reads. end: the position
-        after the prompt, if it has gaps. reuse: False where the documents are computed, too, and
-        nothing is shared. Raises `InvalidRequest` or `PromptTooLong`.
+        own, documents: tokens of question and template, and of what it reads. recomputed: those
+        of the documents that it computes all the same. end: the position after the prompt, if it
+        has gaps. reuse: False where nothing may be shared. Raises `InvalidRequest` or
+        `PromptTooLong`.
         """
-        computed = own if reuse else own + documents
+        computed = own + recomputed
         end = own + documents if end is None else end
         context = Context((), (0,) * computed, tuple(range(computed)), end)
         tenant = TENANT if reuse else None

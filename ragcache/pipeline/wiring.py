@@ -14,6 +14,7 @@ from ragcache.pipeline.asked import Returned
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.prompting import PromptRunner
+from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
@@ -55,6 +56,7 @@ class Parts:
         returned = Returned()
         submitter = Submitter(model, engine, returned, settings)
         tokens = ModuleTokens(catalogue, model)
+        scaffolds = Scaffolds(settings.scaffold_after)
         return cls(
             database,
             model,
@@ -62,8 +64,8 @@ class Parts:
             store,
             catalogue,
             returned,
-            Ingestor(catalogue, store, encoder, retriever, settings),
-            Answerer(catalogue, encoder, tokens, retriever, submitter),
+            Ingestor(catalogue, store, encoder, retriever, scaffolds, settings),
+            Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
         )
 

@@ -147,10 +147,14 @@ def questions(tmp_path: Path) -> Path:
 
 
 def test_eval_marks_every_mode(run: Run, ingested: Path, questions: Path) -> None:
-    reports = parsed(run("eval", "notes", questions, "--modes", "rooted, exact", "--json"))
-    assert [report["mode"] for report in reports] == ["rooted", "exact"]
+    reports = parsed(run("eval", "notes", questions, "--mode", "rooted, linked:4, exact", "--json"))
+    assert [report["mode"] for report in reports] == ["rooted", "linked:4", "exact"]
+    computed = [report["computed_tokens"] for report in reports]
+    assert computed == sorted(computed)
     for report in reports:
-        assert set(report) == {"mode", "questions", "exact_match", "f1", "retrieved", "marked"}
+        assert set(report) == {
+            "mode", "questions", "exact_match", "f1", "retrieved", "computed_tokens", "marked"
+        }  # fmt: skip
         assert (report["questions"], report["exact_match"], report["retrieved"]) == (1, 0.0, 1.0)
         assert report["marked"][0]["question"]["id"] == "key"
 

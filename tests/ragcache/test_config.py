@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from ragcache.config import MODES, Settings, check_mode, parse_bytes
+from ragcache.config import MODES, Settings, check_mode, linked_tokens, parse_bytes
 from ragcache.errors import ConfigurationError
 
 
@@ -52,12 +52,19 @@ def test_the_defaults_are_those_that_the_documentation_names() -> None:
 
 
 def test_every_mode_is_known() -> None:
-    assert MODES == ("rooted", "isolated", "exact")
-    assert [check_mode(mode) for mode in MODES] == list(MODES)
+    assert MODES == ("rooted", "linked:N", "isolated", "exact")
+    modes = [mode.replace("N", "16") for mode in MODES]
+    assert [check_mode(mode) for mode in modes] == modes
+    assert [linked_tokens(mode) for mode in modes] == [0, 16, 0, 0]
 
 
-@pytest.mark.parametrize("mode", ["Rooted", "", "fast"])
+@pytest.mark.parametrize(
+    "mode", ["Rooted", "", "fast", "linked", "linked:", "linked:0", "linked:-1", "linked:1.5"]
+)
 def test_an_unknown_mode_is_refused_with_the_known_ones(mode: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_mode(mode)
-    assert str(caught.value) == f"unknown mode {mode!r}; modes: rooted, isolated, exact"
+    assert str(caught.value) == (
+        f"unknown mode {mode!r}; modes: rooted, linked:N, isolated, exact, where N is a number "
+        "such as 16"
+    )

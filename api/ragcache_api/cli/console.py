@@ -33,7 +33,7 @@ EmbeddingOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KOption = Annotated[int, typer.Option("-k", "--k", help="How many modules to retrieve.")]
-ModeOption = Annotated[str, typer.Option("--mode", help="rooted, isolated or exact.")]
+ModeOption = Annotated[str, typer.Option("--mode", help="rooted, linked:N, isolated or exact.")]
 MaxTokensOption = Annotated[
     int | None, typer.Option("--max-new-tokens", help="The most tokens of the answer.")
 ]

@@ -31,7 +31,9 @@ def evaluate_command(
     collection: Annotated[str, typer.Argument(help="The collection to ask.")],
     questions: Annotated[Path, typer.Argument(help="Questions with answers, JSON lines.")],
     state: StateOption = DEFAULT_STATE,
-    modes: Annotated[str, typer.Option(help="Modes to compare, with commas.")] = "rooted,exact",
+    modes: Annotated[
+        str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
+    ] = "rooted,exact",
     k: KOption = DEFAULT_K,
     model: ModelOption = None,
     embedding: EmbeddingOption = None,
@@ -65,11 +67,14 @@ def evaluate_command(
 
 def _show(reports: list[Report]) -> None:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("mode", "questions", "exact match", "F1", "document retrieved"):
+    for column in ("mode", "questions", "exact match", "F1", "document retrieved", "computed"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for report in reports:
         shares = (report.exact_match, report.f1, report.retrieved)
         table.add_row(
-            report.mode, str(report.questions), *(f"{100 * share:.1f}%" for share in shares)
+            report.mode,
+            str(report.questions),
+            *(f"{100 * share:.1f}%" for share in shares),
+            f"{report.computed_tokens:,.1f} tokens",
         )
     console.print(table)

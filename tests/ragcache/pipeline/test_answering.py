@@ -92,6 +92,20 @@ def test_the_first_answer_counts_what_it_encodes_as_computed(rag: RagCache) -> N
     assert first.reuse.prompt_tokens == again.reuse.prompt_tokens
 
 
+def test_linked_modules_compute_their_first_tokens_again(rag: RagCache) -> None:
+    rooted = rag.ask(QUESTION, collection="notes", k=3)
+    for count in (4, 8):
+        answer = rag.ask(QUESTION, collection="notes", k=3, mode=f"linked:{count}")
+        assert answer.mode == f"linked:{count}"
+        assert answer.reuse.prompt_tokens == rooted.reuse.prompt_tokens
+        again = rooted.reuse.cached_tokens - answer.reuse.cached_tokens
+        assert again == 2 * count, "all but the first module, which saw what stands before it"
+        assert {source.tier for source in answer.sources} == {"host"}
+    exact = rag.ask(QUESTION, collection="notes", k=3, mode="exact")
+    whole = rag.ask(QUESTION, collection="notes", k=3, mode="linked:500")
+    assert whole.choices[0].token_ids == exact.choices[0].token_ids
+
+
 def test_states_read_from_disk_are_counted_in_bytes(
     rag: RagCache, tmp_path: Path, model: LoadedModel
 ) -> None:

@@ -1,0 +1,115 @@
+"""Scaffolds of collections: which modules are encoded together, and what that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
+from ragcache.models import LoadedModel
+from ragcache.pipeline.scaffolds import Scaffolds
+from tests.ragcache.pipeline.test_answering import DOCUMENTS, QUESTION
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8, private_bytes="8MiB") as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
+
+
+def blobs(tmp_path: Path) -> int:
+    return len(list((tmp_path / "state" / "states").glob("??/*.safetensors")))
+
+
+def test_a_selection_is_split_at_its_scaffolds_the_longest_first() -> None:
+    scaffolds = Scaffolds()
+    for names in ("ab", "abc", "de"):
+        scaffolds.declare("c", names)
+    assert scaffolds.runs("c", "abcde") == [(0, 3), (3, 5)]
+    assert scaffolds.runs("c", "xabd") == [(0, 1), (1, 3), (3, 4)]
+    assert scaffolds.runs("c", "bade") == [(0, 1), (1, 2), (2, 4)]
+    assert scaffolds.runs("other", "ab") == [(0, 1), (1, 2)]
+    assert scaffolds.runs("c", "") == []
+
+
+def test_a_selection_seen_often_enough_becomes_a_scaffold() -> None:
+    scaffolds = Scaffolds(after=2)
+    for names in ("ab", "ba", "x", "x"):
+        scaffolds.note("c", names)
+    assert scaffolds.runs("c", "ab") == [(0, 1), (1, 2)]
+    scaffolds.note("c", "ab")
+    assert scaffolds.runs("c", "ab") == [(0, 2)]
+    assert scaffolds.runs("c", "ba") == [(0, 1), (1, 2)]
+    off = Scaffolds()
+    for _ in range(9):
+        off.note("c", "ab")
+    assert off.runs("c", "ab") == [(0, 1), (1, 2)]
+
+
+def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
+    """Encoded together after the preamble, the modules are what an ordinary prefill makes them."""
+    exact = rag.ask(QUESTION, collection="notes", k=2, mode="exact")
+    order = [source.document for source in exact.sources]
+    assert rag.add_scaffold("notes", order) == tuple(s.module for s in exact.sources)
+    encoded = rag.stats().encoded
+    answer = rag.ask(QUESTION, collection="notes", k=2)
+    assert answer.choices[0].token_ids == exact.choices[0].token_ids
+    together = " ".join(source.module for source in exact.sources)
+    assert [(s.tier, s.scaffold) for s in answer.sources] == [("host", together)] * 2
+    assert {source.scaffold for source in exact.sources} == {""}
+    assert rag.stats().encoded == encoded, "it was encoded when it was declared"
+    assert answer.reuse.prompt_tokens == exact.reuse.prompt_tokens
+    linked = rag.ask(QUESTION, collection="notes", k=2, mode="linked:4")
+    assert linked.reuse.cached_tokens == answer.reuse.cached_tokens, "there is nothing to link"
+
+
+def test_another_order_reads_the_single_modules(rag: RagCache) -> None:
+    order = [s.document for s in rag.ask(QUESTION, collection="notes", k=2).sources]
+    rag.add_scaffold("notes", order[::-1])
+    answer = rag.ask(QUESTION, collection="notes", k=2)
+    assert {source.scaffold for source in answer.sources} == {""}
+
+
+def test_what_is_retrieved_together_often_is_encoded_together(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    with RagCache.open(
+        tmp_path / "found", model, max_new_tokens=4, private_bytes="8MiB", scaffold_after=3
+    ) as rag:
+        rag.ingest("notes", DOCUMENTS)
+        asked = [rag.ask(QUESTION, collection="notes", k=2).sources for _ in range(4)]
+    assert [{s.tier for s in sources} for sources in asked] == [
+        {"host"}, {"host"}, {"encoded"}, {"host"}
+    ]  # fmt: skip
+    assert [bool(sources[0].scaffold) for sources in asked] == [False, False, True, True]
+
+
+def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Path) -> None:
+    rag.add_scaffold("notes", ["boats", "keys#1"])
+    before = blobs(tmp_path)
+    rag.ingest("notes", [SourceDocument("keys", "The spare key is lost.")])
+    assert blobs(tmp_path) == before - 1, "the old module was replaced, the old scaffold is gone"
+    assert rag.delete("notes", ["boats"]) == 1
+    rag.add_scaffold("notes", ["keys", "leave"])
+    assert rag.delete("notes", ["keys", "leave"]) == 2
+    assert blobs(tmp_path) == 1, "the preamble"
+
+
+def test_scaffolds_that_cannot_be(rag: RagCache) -> None:
+    for ids, fault in (
+        (["boats", "absent"], "no document or module 'absent'"),
+        (["boats"], "two modules or more"),
+        (["boats", "boats#1"], "each of them once"),
+    ):
+        with pytest.raises(ConfigurationError, match=fault):
+            rag.add_scaffold("notes", ids)
+    with pytest.raises(UnknownCollection):
+        rag.add_scaffold("absent", ["a", "b"])
+    long = [SourceDocument(f"d{i}", "the bell rings " * 60) for i in range(3)]
+    rag.ingest("bells", long)
+    with pytest.raises(PromptTooLong):
+        rag.add_scaffold("bells", ["d0", "d1", "d2"])
