@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": [SLIDING, FULL, SLIDING],
     "initializer_range": 0.3,  # so large that attention and caps matter
+    "tie_word_embeddings": False,  # so that a greedy answer does not repeat one token
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": 0,

@@ -23,7 +23,7 @@ from ragcache.engine import (
 )
 from ragcache.engine.complete import complete
 from ragcache.engine.contiguous import Contiguous, runner_of
-from ragcache.engine.core import Answers, EngineCore
+from ragcache.engine.core import Answers, EngineCore, States
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Piece
 from ragcache.engine.runner import Ragged
@@ -111,9 +111,7 @@ def test_text_stands_between_modules(gemma: ContiguousLM) -> None:
     modules = [(random_tokens(11, seed=1), 0), (random_tokens(9, seed=2), 15)]
     between, after = random_tokens(4, seed=3), random_tokens(3, seed=4)
     states = encoded(gemma, [EncodeJob(tokens) for tokens, _ in modules])
-    segments = tuple(
-        Segment(each, start) for each, (_, start) in zip(states, modules, strict=True)
-    )
+    segments = tuple(Segment(each, start) for each, (_, start) in zip(states, modules, strict=True))
     positions = (*range(11, 15), *range(24, 27))
     context = Context(segments, (*between, *after), positions, 27)
     [completion] = complete(gemma, [Request(context, 4)])
@@ -191,8 +189,8 @@ def test_equal_prompts_of_one_tenant_share_nothing(gemma: ContiguousLM) -> None:
 
 
 def test_preempted_requests_end_as_if_alone(gemma: ContiguousLM) -> None:
-    requests = [Request(plain(50 + 3 * n, seed=n), 60) for n in range(3)]
-    core, runner = core_of(gemma, pool_bytes=4 * CHUNK * gemma.bytes_per_token)
+    requests = [Request(plain(50 + 3 * n, seed=n), 20) for n in range(3)]
+    core, runner = core_of(gemma, pool_bytes=3 * CHUNK * gemma.bytes_per_token)
     handles = [add(core, request) for request in requests]
     finish(core)
     assert core.tally.preempted > 0
@@ -220,11 +218,14 @@ def test_a_cancelled_request_gives_its_buffer_back(gemma: ContiguousLM) -> None:
 
 def test_failing_gives_all_buffers_back(gemma: ContiguousLM) -> None:
     core, runner = core_of(gemma)
-    add(core, Request(plain(30, seed=1), 8))
-    core.add_encoding([EncodeJob(random_tokens(9))], Answers(lambda: None))  # type: ignore[arg-type]
+    handle = add(core, Request(plain(30, seed=1), 8))
+    core.add_encoding([EncodeJob(random_tokens(9)), EncodeJob([1, 2])], States(lambda: None))
     core.step()
+    assert runner.held == 1
     core.fail_all(RuntimeError("the end"))
-    assert (runner.held, core.busy) == (0, False)
+    assert (runner.held, runner.buffers.unused, core.busy) == (0, 2, False)
+    with pytest.raises(RuntimeError, match="the end"):
+        handle.result()
 
 
 def test_nothing_is_allocated_after_the_first_prompt_of_a_size(
@@ -234,12 +235,13 @@ def test_nothing_is_allocated_after_the_first_prompt_of_a_size(
     contexts = [with_modules(gemma, modules, random_tokens(9, seed=n)) for n in range(3)]
     core, _ = core_of(gemma)
     taken = allocations(gemma, monkeypatch)
-    add(core, Request(contexts[0], 12))
+    handles = [add(core, Request(contexts[0], 12))]
     finish(core)
     assert taken == [128]
     for context in contexts[1:]:
-        add(core, Request(context, 12))
+        handles.append(add(core, Request(context, 12)))
         finish(core)
+    assert [len(handle.result().token_ids) for handle in handles] == [12] * 3
     assert taken == [128]
 
 
