@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragcache.attention import AttentionBackend, StepPlan, backend_for
-from ragcache.models.families import check_supported
+from ragcache.attention import AttentionBackend, StepPlan
+from ragcache.models.dimensions import Dimensions
 from ragcache.models.language import LanguageModel
-from ragcache.models.patch import StepCache, patch
-from ragcache.models.positions import PositionScheme, Rotary
+from ragcache.models.patch import StepCache
+from ragcache.models.positions import PositionScheme
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,29 +33,42 @@ class CausalLM(LanguageModel):
 
     scheme: PositionScheme
 
-    def __init__(self, model: Any, scheme: PositionScheme, backend: AttentionBackend) -> None:
-        super().__init__(model, scheme)
+    def __init__(
+        self,
+        model: Any,
+        scheme: PositionScheme,
+        backend: AttentionBackend,
+        dimensions: Dimensions,
+    ) -> None:
+        super().__init__(model, scheme, dimensions)
         self.backend = backend
 
     @classmethod
     def patch(cls, model: Any) -> CausalLM:
-        """Patches a loaded model in place; raises `UnsupportedModel` before it changes anything."""
-        check_supported(model.config)
-        scheme = Rotary.of(model.config, model.model.rotary_emb)
-        patch(model)
-        model.eval()
-        return cls(model, scheme, backend_for(model.device))
+        """Patches a loaded model in place, as its family says (`ragcache.models.families`).
+
+        Raises `UnsupportedModel` before it changes anything.
+        """
+        from ragcache.models.families import family_of  # families make CausalLMs
+
+        return family_of(model.config).segmented(model)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """Logits of the wanted rows: [R, vocabulary]. Writes the private runs of the plan."""
-        hidden = self.model.model(
+        """Logits of the wanted rows: [R, vocabulary]. Writes the private runs of the plan.
+
+        The whole Hugging Face model is called, so that heads and the scaling of logits are its
+        own. A model that takes no positions (ALiBi) passes over them.
+        """
+        out = self.model(
             input_ids=step.token_ids[None],
             position_ids=step.position_ids[None],
-            past_key_values=StepCache(step.plan),
+            past_key_values=StepCache(step.plan, self.backend),
+            attention_mask=step.token_ids.new_empty(1, 1, 1, 1),  # a finished mask: none is built
             use_cache=True,
+            logits_to_keep=step.logit_rows,
             plan=step.plan,
             backend=self.backend,
-        ).last_hidden_state[0]
-        logits: Tensor = self.model.lm_head(hidden[step.logit_rows])
+        )
+        logits: Tensor = out[0][0]
         return logits

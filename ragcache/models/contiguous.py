@@ -8,21 +8,20 @@ position, so that gaps and segments out of order are right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ragcache.attention.rotary import Rotation, rotate
-from ragcache.errors import UnsupportedModel
 from ragcache.models.buffer import Buffer, BufferCache
-from ragcache.models.families import LLAMA_FAMILY, sliding_window
+from ragcache.models.dimensions import Dimensions
 from ragcache.models.language import LanguageModel
-from ragcache.models.positions import Rotary, fixed_scaling
+from ragcache.models.positions import Rotary
 from ragcache.states import KVStates
 
-BUFFERED_FAMILY = frozenset({"gemma2", "gemma3_text"})
-FULL, SLIDING = "full_attention", "sliding_attention"
+SLIDING = "sliding_attention"
 
 
 class LayeredRotary:
@@ -35,18 +34,20 @@ class LayeredRotary:
         self.layers = layers
 
     @classmethod
-    def of(cls, config: Any, rotary_embedding: nn.Module) -> LayeredRotary:
+    def of(
+        cls,
+        config: Any,
+        rotary_embedding: nn.Module,
+        layer_types: Sequence[str],
+        *,
+        interleaved: bool = False,
+    ) -> LayeredRotary:
         """From a configuration and the model's rotary module. Raises `UnsupportedModel`."""
-        types = layer_types(config)
-        parameters = getattr(config, "rope_parameters", None) or {}
-        rotaries = {}
-        for each in set(types):
-            scaling = fixed_scaling(parameters.get(each, parameters))
-            frequency = getattr(rotary_embedding, f"{each}_inv_freq", None)
-            frequency = rotary_embedding.inv_freq if frequency is None else frequency
-            assert isinstance(frequency, Tensor)
-            rotaries[each] = Rotary(frequency.detach().to(torch.float32), scaling)
-        return cls(tuple(rotaries[each] for each in types))
+        rotaries = {
+            each: Rotary.of(config, rotary_embedding, interleaved=interleaved, layer_type=each)
+            for each in set(layer_types)
+        }
+        return cls(tuple(rotaries[each] for each in layer_types))
 
     @property
     def name(self) -> str:
@@ -57,8 +58,9 @@ class LayeredRotary:
         moved: dict[Rotary, Rotation] = {}
         for layer in self.layers:
             if layer not in moved:
-                by = torch.tensor([delta], device=layer.inverse_frequency.device)
-                moved[layer] = Rotation.by(by, layer.inverse_frequency)
+                frequency = layer.inverse_frequency
+                by = torch.tensor([delta], device=frequency.device)
+                moved[layer] = Rotation.by(by, frequency, interleaved=layer.interleaved)
         return [moved[layer] for layer in self.layers]
 
 
@@ -67,21 +69,28 @@ class ContiguousLM(LanguageModel):
 
     scheme: LayeredRotary
 
-    def __init__(self, model: Any, scheme: LayeredRotary) -> None:
-        super().__init__(model, scheme)
-        self.layer_types = layer_types(model.config)
+    def __init__(
+        self,
+        model: Any,
+        scheme: LayeredRotary,
+        dimensions: Dimensions,
+        layer_types: tuple[str, ...],
+        sliding_window: int | None,
+    ) -> None:
+        super().__init__(model, scheme, dimensions)
+        self.layer_types = layer_types
         # layers that see everything have no use for it
-        self.sliding_window = sliding_window(model.config) or self.window
+        self.sliding_window = sliding_window or self.window
 
     @classmethod
     def patch(cls, model: Any) -> ContiguousLM:
-        """Readies a loaded model in place; raises `UnsupportedModel` before it changes anything."""
-        check_bufferable(model.config)
-        scheme = LayeredRotary.of(model.config, model.model.rotary_emb)
-        # a class that caps its scores says that it has no sdpa
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        model.eval()
-        return cls(model, scheme)
+        """Readies a loaded model in place, as its family says (`ragcache.models.families`).
+
+        Raises `UnsupportedModel` before it changes anything.
+        """
+        from ragcache.models.families import family_of  # families make ContiguousLMs
+
+        return family_of(model.config).contiguous(model)
 
     @torch.inference_mode()
     def place(self, buffer: Buffer, states: KVStates, start: int) -> None:
@@ -127,44 +136,3 @@ class ContiguousLM(LanguageModel):
             mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
             masks[each] = mask.masked_fill_(~visible, torch.finfo(self.dtype).min)[None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
-
-
-def layer_types(config: Any) -> tuple[str, ...]:
-    """Whether each layer sees everything or through the sliding window."""
-    listed = getattr(config, "layer_types", None)
-    if listed is not None:
-        return tuple(listed)
-    every = FULL if sliding_window(config) is None else SLIDING
-    return (every,) * int(config.num_hidden_layers)
-
-
-def buffered(config: Any) -> bool:
-    """Whether a model needs a buffer: the segment design serves it not, or not this window."""
-    if config.model_type in BUFFERED_FAMILY:
-        return True
-    window = sliding_window(config)
-    return (
-        config.model_type in LLAMA_FAMILY
-        and window is not None
-        and window < config.max_position_embeddings
-    )
-
-
-def check_bufferable(config: Any) -> None:
-    """Raises `UnsupportedModel` and says which property is not served."""
-    name = config.model_type
-    if name not in BUFFERED_FAMILY | LLAMA_FAMILY:
-        raise UnsupportedModel(
-            f"models of type {name!r} are not served from a buffer; served types: "
-            f"{', '.join(sorted(BUFFERED_FAMILY | LLAMA_FAMILY))}"
-        )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModel(
-            f"this {name} model attends in both directions, so it continues no prompt"
-        )
-    others = sorted(set(layer_types(config)) - {FULL, SLIDING})
-    if others:
-        raise UnsupportedModel(
-            f"this {name} model has layers of type {', '.join(others)}; served types of layers: "
-            f"{FULL}, {SLIDING}"
-        )

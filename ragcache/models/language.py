@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ragcache.models.dimensions import Dimensions
 from ragcache.models.fingerprint import model_fingerprint
 
 
@@ -19,20 +20,23 @@ class Scheme(Protocol):
         """Names everything that moved states depend on; part of every state key."""
         ...
 
+    @property
+    def movable(self) -> bool:
+        """Whether states may stand elsewhere than where they were encoded."""
+        ...
+
 
 class LanguageModel:
     """A causal language model of Hugging Face, described."""
 
-    def __init__(self, model: Any, scheme: Scheme) -> None:
+    def __init__(self, model: Any, scheme: Scheme, dimensions: Dimensions) -> None:
         self.model = model
         self.scheme = scheme
-        config = model.config
-        self.num_layers = int(config.num_hidden_layers)
-        self.num_heads = int(config.num_attention_heads)
-        self.num_kv_heads = int(config.num_key_value_heads)
-        head_dim = getattr(config, "head_dim", None)
-        self.head_dim = int(head_dim or config.hidden_size // config.num_attention_heads)
-        self.window = int(config.max_position_embeddings)
+        self.num_layers = dimensions.num_layers
+        self.num_heads = dimensions.num_heads
+        self.num_kv_heads = dimensions.num_kv_heads
+        self.head_dim = dimensions.head_dim
+        self.window = dimensions.window
 
     @property
     def device(self) -> torch.device:

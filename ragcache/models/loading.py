@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ragcache.errors import ModelNotFound
-from ragcache.models.causal import CausalLM
-from ragcache.models.contiguous import ContiguousLM, buffered
+from ragcache.models.families import family_of
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.language import LanguageModel
 
@@ -88,7 +87,7 @@ def load_model(
 
 def patched(model: Any) -> LanguageModel:
     """The model, reading segments where it can and else one buffer. Raises `UnsupportedModel`."""
-    return ContiguousLM.patch(model) if buffered(model.config) else CausalLM.patch(model)
+    return family_of(model.config).serve(model)
 
 
 @contextmanager
