@@ -89,6 +89,12 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=[name for name in FAMILIES if name not in ("gpt2", "opt")])
+def movable_family(request: pytest.FixtureRequest) -> str:
+    """The families whose states may stand elsewhere than where they were encoded."""
+    return str(request.param)
+
+
 @pytest.fixture
 def causal() -> CausalLM:
     """A patched tiny Llama."""
