@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ragcache.models.contiguous import ContiguousLM
 from ragcache.models.dimensions import Dimensions
-from ragcache.models.families.family import RotaryFamily
+from ragcache.models.families.family import Family, RotaryFamily
 from ragcache.models.patch import replace_forward
 from ragcache.models.positions import Alibi, PositionScheme
 from ragcache.models.positions.alibi import geometric_slopes
@@ -30,6 +31,10 @@ class Falcon(RotaryFamily):
     def dimensions(self, config: Any) -> Dimensions:
         one = config.multi_query and not config.new_decoder_architecture
         return Dimensions.of(config, num_kv_heads=1 if one else config.num_kv_heads)
+
+    def contiguous(self, model: Any) -> ContiguousLM:
+        """Refused: its own attention repeats grouped keys before it keeps them."""
+        return Family.contiguous(self, model)
 
     def patch(self, model: Any) -> None:
         replace_forward(model.transformer, falcon_stack)
