@@ -26,9 +26,7 @@ class Rotation:
     interleaved: bool = False
 
     @classmethod
-    def by(
-        cls, delta: Tensor, inverse_frequency: Tensor, *, interleaved: bool = False
-    ) -> Rotation:
+    def by(cls, delta: Tensor, inverse_frequency: Tensor, *, interleaved: bool = False) -> Rotation:
         """R(delta). delta: [T or 1], in positions; inverse_frequency: [R/2], radians a position."""
         angle = delta.to(torch.float32)[:, None] * inverse_frequency.to(torch.float32)
         return cls(angle.cos(), angle.sin(), interleaved)

@@ -88,4 +88,4 @@ def patch(model: Any) -> None:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Gives one module another forward. It calls the class's own where it is given no plan."""
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(forward, module)

@@ -69,9 +69,9 @@ def mpt_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: An
     (token_ids,) = args
     hidden = module.wte(token_ids)
     for block in module.blocks:
-        hidden = block(
-            hidden, position_bias=None, attention_mask=None, layer_past=past_key_values
-        )[0]
+        hidden = block(hidden, position_bias=None, attention_mask=None, layer_past=past_key_values)[
+            0
+        ]
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
 
 

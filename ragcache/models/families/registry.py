@@ -1,10 +1,10 @@
 """Which families are served. A user adds one with a small class:
 
-    class Cohere(RotaryFamily):
-        model_types = ("cohere",)
-        interleaved = True
+class Cohere(RotaryFamily):
+    model_types = ("cohere",)
+    interleaved = True
 
-    register(Cohere())
+register(Cohere())
 """
 
 from __future__ import annotations
