@@ -26,13 +26,8 @@ def falcon_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs:
     if not module.use_alibi:
         turning = module.rotary_emb(hidden, position_ids=kwargs["position_ids"])
     for block in module.h:
-        hidden = block(
-            hidden,
-            alibi=None,
-            attention_mask=None,
-            layer_past=past_key_values,
-            position_embeddings=turning,
-        )[0]
+        states = {"layer_past": past_key_values, "position_embeddings": turning}
+        hidden = block(hidden, None, None, **states)[0]  # no ALiBi, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
 
 
@@ -49,8 +44,8 @@ def falcon_attention(
     In every form of Falcon the heads stand in groups: G queries, then their key and value.
     """
     if not isinstance(layer_past, StepCache):
-        ordinary = {"layer_past": layer_past, "position_embeddings": position_embeddings}
-        return type(module).forward(module, hidden, *args, **ordinary, **kwargs)
+        kwargs.update(layer_past=layer_past, position_embeddings=position_embeddings)
+        return type(module).forward(module, hidden, *args, **kwargs)
     tokens, groups, dim = hidden.shape[1], module.num_kv_heads, module.head_dim
     fused = module.query_key_value(hidden).view(tokens, groups, -1, dim).permute(1, 2, 0, 3)
     query = fused[:, :-2].reshape(-1, tokens, dim)  # [Hq, T, D]
@@ -69,9 +64,7 @@ def mpt_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: An
     (token_ids,) = args
     hidden = module.wte(token_ids)
     for block in module.blocks:
-        hidden = block(hidden, position_bias=None, attention_mask=None, layer_past=past_key_values)[
-            0
-        ]
+        hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no bias, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
 
 
@@ -80,18 +73,16 @@ def mpt_attention(
 ) -> Any:
     """`MptAttention.forward`. hidden: [1, T, hidden size]."""
     if not isinstance(past_key_values, StepCache):
-        return type(module).forward(
-            module, hidden, *args, past_key_values=past_key_values, **kwargs
-        )
+        kwargs["past_key_values"] = past_key_values
+        return type(module).forward(module, hidden, *args, **kwargs)
     fused = module.Wqkv(hidden)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     fused = fused.view(hidden.shape[1], 3, module.n_heads, module.head_dim)
     query, key, value = fused.permute(1, 2, 0, 3)  # [Hq, T, D] each
     scale = module.softmax_scale
-    return module.out_proj(
-        past_key_values.attend(module.layer_idx, query, key, value, scale=scale)
-    ), None
+    context = past_key_values.attend(module.layer_idx, query, key, value, scale=scale)
+    return module.out_proj(context), None
 
 
 def bloom_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
@@ -101,7 +92,7 @@ def bloom_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: 
     (token_ids,) = args
     hidden = module.word_embeddings_layernorm(module.word_embeddings(token_ids))
     for block in module.h:
-        hidden = block(hidden, alibi=None, attention_mask=None, layer_past=past_key_values)[0]
+        hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no ALiBi, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
 
 
@@ -110,9 +101,8 @@ def bloom_attention(
 ) -> Any:
     """`BloomAttention.forward`. hidden, residual: [1, T, hidden size]."""
     if not isinstance(layer_past, StepCache):
-        return type(module).forward(
-            module, hidden, residual, *args, layer_past=layer_past, **kwargs
-        )
+        kwargs["layer_past"] = layer_past
+        return type(module).forward(module, hidden, residual, *args, **kwargs)
     fused = module.query_key_value(hidden)
     fused = fused.view(hidden.shape[1], module.num_heads, 3, module.head_dim)
     query, key, value = fused.permute(2, 1, 0, 3)  # [Hq, T, D] each

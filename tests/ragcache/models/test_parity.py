@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode
@@ -20,23 +17,7 @@ from ragcache.engine.private import Room
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
-
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-ENCODED_AT = 33  # where the tests encode states that can move
-
-
-def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
-    """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
-    works = [
-        Work(
-            c.segments,
-            Room.allocate(causal, len(c.token_ids)),
-            c.token_ids,
-            c.position_ids,
-        )
-        for c in contexts
-    ]
-    return causal.forward(build_step(causal, works))
+from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 
 
 def place(states: list[KVStates], question: list[int]) -> Context:
@@ -87,48 +68,6 @@ def test_a_rooted_module_after_its_root_equals_ordinary_prefill(family: str) -> 
     [module] = encode(causal, [EncodeJob(tokens[20:60], 20, Segment(root, 0))])
     [logits] = last_logits(causal, [place([root, module], tokens[60:])])
     torch.testing.assert_close(logits, expected, **CLOSE)
-
-
-@dataclass(frozen=True)
-class Module:
-    """Tokens that see only themselves, in a prompt among tokens that see all before them."""
-
-    token_ids: list[int]
-
-
-@torch.no_grad()
-def reference(model: Any, pieces: Sequence[Module | list[int]]) -> Tensor:
-    """Logits of the last token, by Hugging Face alone: every module is run by itself at the
-    positions where it stands, and its keys and values are put behind those before it."""
-    cache, position = DynamicCache(), 0
-    logits = torch.empty(0)
-    for piece in pieces:
-        tokens = piece.token_ids if isinstance(piece, Module) else piece
-        ids = torch.tensor([tokens])
-        positions = torch.arange(position, position + len(tokens))[None]
-        own = DynamicCache() if isinstance(piece, Module) else cache
-        out = model(ids, position_ids=positions, past_key_values=own, use_cache=True)
-        if isinstance(piece, Module):
-            for number, layer in enumerate(own.layers):
-                cache.update(layer.keys, layer.values, number)
-        logits, position = out.logits[0, -1], position + len(tokens)
-    return logits
-
-
-def prompt(causal: CausalLM, pieces: Sequence[Module | list[int]]) -> Context:
-    """The same prompt of segments. Those that can move are encoded elsewhere, all at one place."""
-    segments, tokens, positions, at = [], [], [], 0
-    for piece in pieces:
-        if isinstance(piece, Module):
-            start = ENCODED_AT if causal.scheme.movable else at
-            [states] = encode(causal, [EncodeJob(piece.token_ids, start)])
-            segments.append(Segment(states, at))
-            at += states.length
-            continue
-        tokens += piece
-        positions += range(at, at + len(piece))
-        at += len(piece)
-    return Context(tuple(segments), tuple(tokens), tuple(positions), at)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
