@@ -65,7 +65,7 @@ def test_a_model_with_a_short_window_answers_from_a_buffer(
     folder = save(tmp_path / "model", reader, "mistral", sliding_window=16)
     model = load_model(folder)
     assert isinstance(model.causal, ContiguousLM)
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8, private_bytes=2**22) as rag:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
         rag.ingest("notes", notes)
         question = "Where is the spare key?"
         cached, exact = (
