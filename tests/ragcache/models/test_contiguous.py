@@ -97,6 +97,14 @@ def test_text_between_segments_does_not_see_the_later_one(gemma: ContiguousLM) -
     torch.testing.assert_close(go_on(gemma, buffer, after, 20), expected, **CLOSE)
 
 
+def test_a_token_within_a_segment_sees_all_of_it(gemma: ContiguousLM) -> None:
+    modules = [(random_tokens(9, seed=1), 4)]
+    own = random_tokens(3, seed=3)
+    buffer = with_modules(gemma, modules)
+    expected = reference_logits(gemma.model, modules, (own, 6))
+    torch.testing.assert_close(go_on(gemma, buffer, own, 6), expected, **CLOSE)
+
+
 def test_portions_equal_one_pass(gemma: ContiguousLM) -> None:
     modules = [(random_tokens(9, seed=1), 0)]
     own = random_tokens(12, seed=3)
@@ -121,15 +129,17 @@ def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
     contiguous = ContiguousLM.patch(tiny_model(family))
     causal = CausalLM.patch(tiny_model(family))
     tokens, own = random_tokens(11, seed=1), random_tokens(5, seed=2)
+    positions = (31, 32, 32, 33, 35)  # a position that is taken twice is seen by the later token
     [states] = encode(causal, [EncodeJob(tokens, 4)])
     mine = encoded(contiguous, tokens, 4)
     torch.testing.assert_close(mine.keys, states.keys, **CLOSE)
     torch.testing.assert_close(mine.values, states.values, **CLOSE)
     room = Room.allocate(causal, len(own))
-    work = Work((Segment(states, 20),), room, own, range(31, 36))
+    work = Work((Segment(states, 20),), room, own, positions)
     [expected] = causal.forward(build_step(causal, [work]))
     buffer = with_modules(contiguous, [(tokens, 20)], at=4)
-    torch.testing.assert_close(go_on(contiguous, buffer, own, 31), expected, **CLOSE)
+    logits = contiguous.forward(buffer, torch.tensor(own), torch.tensor(positions))
+    torch.testing.assert_close(logits, expected, **CLOSE)
 
 
 def test_a_short_window_in_every_layer_is_served() -> None:
