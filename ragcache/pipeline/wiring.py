@@ -18,6 +18,7 @@ from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
+from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import embedder_name
 from ragcache.store import Catalogue, Database, KVStore, SchemaTexts, Vectors
@@ -43,6 +44,7 @@ class Parts:
         embedder: Embeddings | None, settings: Settings,
     ) -> Parts:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
+        model = SharedModel.of(model)
         name = embedder_name(embedder) if embedder is not None else None
         catalogue = Catalogue(database, model.tokenizer_fingerprint, name)
         vectors = Vectors(database, name) if name is not None else None
