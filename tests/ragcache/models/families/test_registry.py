@@ -14,7 +14,7 @@ from ragcache.models.families import family_of, registry, served_types
 from tests.conftest import random_tokens, tiny_config
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 
-TYPES = "bloom, falcon, gpt2, gpt_neox, llama, mistral, mpt, opt, phi3, qwen2, qwen3"
+TYPES = "bloom, falcon, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mpt, opt, phi3, qwen2, qwen3"
 
 
 class Cohere(RotaryFamily):

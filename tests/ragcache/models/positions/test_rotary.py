@@ -16,11 +16,6 @@ from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, 
 
 LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},
-    "longrope": {
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": 128,
-    },
 }
 FIXED: dict[str, dict[str, Any]] = {
     "default": {},
@@ -48,7 +43,7 @@ def test_scalings_that_depend_on_the_length_are_refused(scaling: str, family: st
     with pytest.raises(UnsupportedModel) as caught:
         CausalLM.patch(model)
     assert f"rotary scaling '{scaling}' changes with the length" in str(caught.value)
-    assert "served scalings: default, linear, llama3, yarn" in str(caught.value)
+    assert "served scalings: default, linear, llama3, longrope, yarn" in str(caught.value)
     assert model.config._attn_implementation == before
 
 
