@@ -10,8 +10,15 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
+    OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -24,33 +31,45 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).parent.parent
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_CONFIGS: dict[str, type[PreTrainedConfig]] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
 VOCABULARY = 320
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GROUPED: dict[str, Any] = {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+_UNDROPPED: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+# What each family's tiny model has beyond _SIZES. BLOOM and MPT name their window otherwise.
+_FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, _GROUPED),
+    "mistral": (MistralConfig, {**_GROUPED, "sliding_window": None}),
+    "qwen2": (Qwen2Config, _GROUPED),
+    "qwen3": (Qwen3Config, _GROUPED),
+    "phi3": (Phi3Config, {"intermediate_size": 96, "num_key_value_heads": 2}),
+    "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 96}),
+    "falcon-7b": (FalconConfig, {"multi_query": True}),
+    "falcon-40b": (FalconConfig, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-rw": (
+        FalconConfig,
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "mpt": (MptConfig, {"max_seq_len": 512}),
+    "bloom": (BloomConfig, {"seq_length": 512}),
+    "gpt2": (GPT2Config, _UNDROPPED),
+    "opt": (OPTConfig, {"ffn_dim": 96, "dropout": 0.0, "word_embed_proj_dim": 32}),
+}
+FAMILIES = tuple(_FAMILIES)
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Two layers, four query heads over two key heads."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if family == "mistral":
-        sizes["sliding_window"] = None
-    return _CONFIGS[family](**{**sizes, **changes})
+    """Two layers, four query heads over four, two or one key heads."""
+    kind, own = _FAMILIES[family]
+    return kind(**{**_SIZES, **own, **changes})
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -67,6 +86,12 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[name for name in FAMILIES if name not in ("gpt2", "opt")])
+def movable_family(request: pytest.FixtureRequest) -> str:
+    """The families whose states may stand elsewhere than where they were encoded."""
     return str(request.param)
 
 

@@ -16,30 +16,38 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
     """cos and sin of the angles by which rows turn: [T or 1, R/2], R the rotated width, or any
-    shape that broadcasts over the rows."""
+    shape that broadcasts over the rows.
+
+    interleaved: dimensions 2i and 2i+1 turn together (GPT-J layout), not i and i + R/2 (GPT-NeoX).
+    """
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
     @classmethod
-    def by(cls, delta: Tensor, inverse_frequency: Tensor) -> Rotation:
+    def by(cls, delta: Tensor, inverse_frequency: Tensor, *, interleaved: bool = False) -> Rotation:
         """R(delta). delta: [T or 1], in positions; inverse_frequency: [R/2], radians a position."""
         angle = delta.to(torch.float32)[:, None] * inverse_frequency.to(torch.float32)
-        return cls(angle.cos(), angle.sin())
+        return cls(angle.cos(), angle.sin(), interleaved)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turns the rows of x: [..., D] by `rotation`, halves paired (GPT-NeoX layout).
+    """Turns the rows of x: [..., D] by `rotation`.
 
     Returns the shape of x, contiguous. Dimensions beyond the rotated width pass through. Computed
     in float32, or wider if x is.
     """
     cos, sin = rotation.cos, rotation.sin
     half = cos.shape[-1]
+    if rotation.interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
     exact = torch.promote_types(x.dtype, torch.float32)
-    left, right = x[..., :half].to(exact), x[..., half : 2 * half].to(exact)
+    left, right = x[..., first].to(exact), x[..., second].to(exact)
     turned = x.new_empty(x.shape)
-    turned[..., :half] = torch.addcmul(left * cos, right, sin, value=-1)
-    turned[..., half : 2 * half] = torch.addcmul(right * cos, left, sin)
+    turned[..., first] = torch.addcmul(left * cos, right, sin, value=-1)
+    turned[..., second] = torch.addcmul(right * cos, left, sin)
     turned[..., 2 * half :] = x[..., 2 * half :]
     return turned

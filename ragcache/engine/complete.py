@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ragcache.engine.contiguous import runner_of
 from ragcache.engine.core import Answers, EngineCore, EngineSettings
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Completion, Request
-from ragcache.engine.runner import Ragged
-from ragcache.models import CausalLM
+from ragcache.models import LanguageModel
 
 
 def complete(
-    model: CausalLM, requests: Sequence[Request], settings: EngineSettings | None = None
+    model: LanguageModel, requests: Sequence[Request], settings: EngineSettings | None = None
 ) -> list[Completion]:
     """Runs the requests together and returns their completions, in order. See `Engine.submit`."""
-    core = EngineCore(Ragged(model), settings or EngineSettings())
+    core = EngineCore(runner_of(model), settings or EngineSettings())
     handles = []
     for request in requests:
         core.check(request)

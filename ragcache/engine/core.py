@@ -137,7 +137,8 @@ class EngineCore:
     def add(self, request: Request, channel: Answers, submitted_at: float) -> None:
         """Puts a request that was checked in the queue."""
         try:
-            sequence = self._sequence(Group(request, channel, submitted_at), 0)
+            group = Group(request, channel, submitted_at, shares=self.runner.shares)
+            sequence = self._sequence(group, 0)
         except Exception as error:  # its `text` cannot be made: nobody else may suffer from that
             channel.fail(error)
         else:
@@ -297,7 +298,8 @@ class EngineCore:
         """The prompt stands: the other answers to it begin."""
         for index in range(1, leader.request.n):
             sequence = self._sequence(leader.group, index)
-            if len(self._running) < self.settings.running and self.memory.fork(leader, sequence):
+            free = self.runner.shares and len(self._running) < self.settings.running
+            if free and self.memory.fork(leader, sequence):
                 insort(self._running, sequence, key=_order)
             else:
                 self._enqueue(sequence)

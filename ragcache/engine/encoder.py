@@ -9,7 +9,7 @@ from ragcache.engine.batch import build_step
 from ragcache.engine.context import Segment
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, LanguageModel
 from ragcache.states import KVStates
 
 TOKENS_A_PASS = 2048
@@ -39,7 +39,7 @@ class EncodeJob:
 class Encoding:
     """A job under way, computed in portions of any size."""
 
-    def __init__(self, model: CausalLM, job: EncodeJob) -> None:
+    def __init__(self, model: LanguageModel, job: EncodeJob) -> None:
         self.job = job
         self.room = Room.allocate(model, len(job.token_ids))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigurationError
-from ragcache.models import CausalLM
+from ragcache.models import LanguageModel
 
 CHUNK = 64
 """Tokens of a chunk (ChunkAttention §4)."""
@@ -33,8 +34,16 @@ class ChunkPool:
         self._free = _FreeRuns(self.total)
 
     @classmethod
-    def create(cls, model: CausalLM, nbytes: int, chunk: int = CHUNK) -> ChunkPool:
-        """A pool of as many chunks as `nbytes` hold, in the model's shape, dtype and device.
+    def create(
+        cls,
+        model: LanguageModel,
+        nbytes: int,
+        chunk: int = CHUNK,
+        device: torch.device | None = None,
+    ) -> ChunkPool:
+        """A pool of as many chunks as `nbytes` hold, in the model's shape and dtype.
+
+        device: None is the model's; on `meta` the chunks are only counted.
 
         Raises `ConfigurationError` where that is not even one.
         """
@@ -45,7 +54,7 @@ class ChunkPool:
                 f"a pool of {nbytes} bytes for requests' own states holds no chunk; one chunk of "
                 f"{chunk} tokens takes {bytes_per_chunk} bytes with this model"
             )
-        return cls(*model.new_states(total * chunk), chunk)
+        return cls(*model.new_states(total * chunk, device), chunk)
 
     @property
     def free_count(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragcache.attention import PageWrite, RunWrite, Write
 from ragcache.engine.pool import ChunkPool
-from ragcache.models import CausalLM
+from ragcache.models import LanguageModel
 from ragcache.states import KVStates
 
 
@@ -64,7 +64,7 @@ class Room:
         self.positions: list[int] = []
 
     @classmethod
-    def allocate(cls, model: CausalLM, capacity: int) -> Room:
+    def allocate(cls, model: LanguageModel, capacity: int) -> Room:
         return cls(*model.new_states(capacity))
 
     @property

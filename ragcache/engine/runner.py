@@ -11,13 +11,19 @@ from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.pool import ChunkPool
 from ragcache.engine.private import PrivateStates
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, LanguageModel
 
 
 class Runner(Protocol):
     """Computes works."""
 
-    model: CausalLM
+    @property
+    def model(self) -> LanguageModel: ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether requests can use each other's private states, chunk by chunk."""
+        ...
 
     @property
     def window(self) -> int:
@@ -44,6 +50,8 @@ class Runner(Protocol):
 
 class Ragged:
     """All works in one pass (the segment design)."""
+
+    shares = True
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model

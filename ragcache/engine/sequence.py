@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 from ragcache.engine.handle import Channel
 from ragcache.engine.layout import Work
@@ -19,14 +19,18 @@ class Group:
     """A request with the answers that are sampled for it."""
 
     def __init__(
-        self, request: Request, channel: Channel[Piece, Completion], submitted_at: float
+        self,
+        request: Request,
+        channel: Channel[Piece, Completion],
+        submitted_at: float,
+        *,
+        shares: bool = True,
     ) -> None:
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
-        # the answers of one request share its prompt even where it shares with nobody else
-        self.root = object() if request.root is None and request.n > 1 else request.root
+        self.root = _root(request) if shares else None
 
     @property
     def seniority(self) -> float:
@@ -52,6 +56,11 @@ class Group:
                     now,
                 )
             )
+
+
+def _root(request: Request) -> Hashable:
+    """The answers of one request share its prompt even where it shares with nobody else."""
+    return object() if request.root is None and request.n > 1 else request.root
 
 
 class Sequence:

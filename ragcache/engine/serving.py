@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
+from ragcache.engine.contiguous import runner_of
 from ragcache.engine.core import Answers, EngineCore, EngineSettings, States, Tally
 from ragcache.engine.encoder import EncodeJob
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Completion, Piece, Request
-from ragcache.engine.runner import Ragged, Runner
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
-from ragcache.models import CausalLM
+from ragcache.models import LanguageModel
 from ragcache.states import KVStates
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ class Engine:
     which takes messages between steps: no lock is held while the model computes.
     """
 
-    def __init__(self, model: CausalLM, settings: EngineSettings | None = None) -> None:
+    def __init__(self, model: LanguageModel, settings: EngineSettings | None = None) -> None:
         self.settings = settings or EngineSettings()
-        self._core = EngineCore(_runner(model), self.settings)
+        self._core = EngineCore(runner_of(model), self.settings)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
         self._open = True
@@ -135,7 +135,3 @@ class Engine:
 
 def _look() -> None:
     """The message that only wakes."""
-
-
-def _runner(model: CausalLM) -> Runner:
-    return Ragged(model)

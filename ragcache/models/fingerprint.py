@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 SAMPLES = 1024  # elements of every weight whose bits enter the digest as they are
+VOLATILE = (
+    *("transformers_version", "_name_or_path", "_attn_implementation"),
+    *("architectures", "dtype", "torch_dtype"),
+)
 
 
 def model_fingerprint(model: Any) -> str:
@@ -41,9 +45,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _config_text(config: Any) -> str:
     """The configuration less what saving adds; the dtype counts with every weight."""
     entries = config.to_dict()
-    volatile = ("transformers_version", "_name_or_path", "_attn_implementation")
-    for name in (*volatile, "architectures", "dtype", "torch_dtype"):
-        entries.pop(name, None)
+    nested = [entries[name] for name in config.sub_configs if isinstance(entries.get(name), dict)]
+    for part in (entries, *nested):
+        for name in VOLATILE:
+            part.pop(name, None)
     return json.dumps(entries, sort_keys=True, default=str)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ragcache.errors import ModelNotFound
-from ragcache.models.causal import CausalLM
+from ragcache.models.families import family_of
 from ragcache.models.fingerprint import tokenizer_fingerprint
+from ragcache.models.language import LanguageModel
 
 READER = Path(__file__).parent.parent / "reader"
 
@@ -23,7 +24,7 @@ class LoadedModel:
     """A patched model with its tokenizer."""
 
     name: str
-    causal: CausalLM
+    causal: LanguageModel
     tokenizer: Any
 
     @cached_property
@@ -80,8 +81,13 @@ def load_model(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    causal = CausalLM.patch(model.to(device))
+    causal = patched(model.to(device))
     return LoadedModel("ragcache-reader" if name is None else source, causal, tokenizer)
+
+
+def patched(model: Any) -> LanguageModel:
+    """The model, reading segments where it can and else one buffer. Raises `UnsupportedModel`."""
+    return family_of(model.config).serve(model)
 
 
 @contextmanager

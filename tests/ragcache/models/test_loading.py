@@ -11,7 +11,7 @@ import torch
 
 from ragcache import RagCache
 from ragcache.errors import ModelNotFound, UnsupportedModel
-from ragcache.models import LoadedModel, load_model
+from ragcache.models import ContiguousLM, LoadedModel, load_model
 from ragcache.models.loading import READER
 from tests.conftest import tiny_model
 
@@ -53,9 +53,26 @@ def test_damaged_weights_are_not_a_model(tmp_path: Path, reader: LoadedModel) ->
 
 
 def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedModel) -> None:
-    folder = save(tmp_path / "model", reader, "mistral", sliding_window=128)
-    with pytest.raises(UnsupportedModel, match="sliding window of 128"):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    folder = save(tmp_path / "model", reader, "mistral", rope_parameters=rope)
+    with pytest.raises(UnsupportedModel, match="'dynamic' changes with the length"):
         load_model(folder)
+
+
+def test_a_model_with_a_short_window_answers_from_a_buffer(
+    tmp_path: Path, notes: Path, reader: LoadedModel
+) -> None:
+    folder = save(tmp_path / "model", reader, "mistral", sliding_window=16)
+    model = load_model(folder)
+    assert isinstance(model.causal, ContiguousLM)
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
+        rag.ingest("notes", notes)
+        question = "Where is the spare key?"
+        cached, exact = (
+            rag.ask(question, collection="notes", k=1, mode=mode) for mode in ("rooted", "exact")
+        )
+    assert cached.choices[0].token_ids == exact.choices[0].token_ids
+    assert (cached.reuse.cached_tokens > 0, exact.reuse.cached_tokens) == (True, 0)
 
 
 def test_the_dtype_is_the_checkpoints_unless_one_is_asked_for(
