@@ -34,7 +34,7 @@ class Alibi:
 def geometric_slopes(num_heads: int) -> Tensor:
     """[Hq] float32, as BLOOM and Falcon have them, to the bit."""
     below = 2 ** math.floor(math.log2(num_heads))
-    between = _powers(2 * below, torch.arange(1, 2 * (num_heads - below), 2))
+    between = _powers(2 * below, torch.arange(1, 2 * (num_heads - below) + 1, 2))
     return torch.cat([_powers(below, torch.arange(1, below + 1)), between])
 
 
