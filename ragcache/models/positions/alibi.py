@@ -32,25 +32,24 @@ class Alibi:
 
 
 def geometric_slopes(num_heads: int) -> Tensor:
-    """[Hq] float32, as BLOOM and Falcon have them."""
+    """[Hq] float32, as BLOOM and Falcon have them, to the bit."""
     below = 2 ** math.floor(math.log2(num_heads))
-    slopes = _series(below, 8.0)
-    if below == num_heads:
-        return slopes
-    between = _series(2 * below, 8.0)[::2]
-    return torch.cat([slopes, between[: num_heads - below]])
+    between = _powers(2 * below, torch.arange(1, 2 * (num_heads - below) + 1, 2))
+    return torch.cat([_powers(below, torch.arange(1, below + 1)), between])
 
 
 def interleaved_slopes(num_heads: int, bias_max: float) -> Tensor:
-    """[Hq] float32, as MPT has them. bias_max: the negative exponent of the last slope."""
+    """[Hq] float32, as MPT has them, to the bit. bias_max: the last slope's negative exponent."""
     above = 2 ** math.ceil(math.log2(num_heads))
-    slopes = _series(above, bias_max)
+    exponents = torch.arange(1, above + 1, dtype=torch.float32) * (bias_max / above)
+    slopes = 1.0 / torch.pow(2, exponents)
     if above == num_heads:
         return slopes
     return torch.cat([slopes[1::2], slopes[::2]])[:num_heads]
 
 
-def _series(count: int, bias_max: float) -> Tensor:
-    """2^(-bias_max * i / count) for i = 1..count."""
-    exponents = torch.arange(1, count + 1, dtype=torch.float64) * (bias_max / count)
-    return torch.pow(2.0, -exponents).to(torch.float32)
+def _powers(count: int, exponents: Tensor) -> Tensor:
+    """The slopes of a series for `count` heads, a power of two, at exponents 1 and above. The base
+    is rounded to float32 before it is raised, as in the models' own code."""
+    base = torch.tensor(2.0 ** -(8.0 / count), dtype=torch.float32)
+    return torch.pow(base, exponents.to(torch.int32))

@@ -15,13 +15,13 @@ from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 
 HEADS = [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 32, 64, 71, 112, 128]
-EXACT = {"rtol": 2e-7, "atol": 0.0}  # one bit of float32: the last powers round otherwise
+EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_geometric_slopes_are_blooms(heads: int) -> None:
     tensor = bloom_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
-    torch.testing.assert_close(geometric_slopes(heads), tensor[:, 0, 1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(geometric_slopes(heads), tensor[:, 0, 1], **EXACT)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -37,7 +37,7 @@ def test_falcons_slopes_are_scaled_with_its_scores(heads: int) -> None:
     slopes = CausalLM.patch(model).scheme.slopes
     assert slopes is not None
     tensor = falcon_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
-    torch.testing.assert_close(slopes, tensor[:, 0, 1] / 4)  # √16
+    torch.testing.assert_close(slopes, tensor[:, 0, 1] / 4, **EXACT)  # √16
 
 
 @pytest.mark.parametrize("heads", [3, 6, 12])
