@@ -62,7 +62,7 @@ SPECS = st.builds(
         lambda order: st.integers(0, 4).map(lambda count: tuple(order[:count]))
     ),
     family=st.integers(0, 1),
-    lead=st.just(0),
+    lead=st.sampled_from([0, 0, 0, 2]),
     common=st.sampled_from([0, 3, 8, 9, 17]),
     tail=st.integers(1, 6),
     gap=st.sampled_from([0, 0, 5]),
@@ -300,9 +300,6 @@ def test_a_long_prompt_does_not_stall_those_that_decode(causal: CausalLM) -> Non
     assert prefilling == 11, "60 tokens in portions of 5, the last with the answer"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a frame stays though the next token sees a segment that the last did not"
-)
 def test_portions_of_one_token_see_the_segments_before_them(world: World) -> None:
     each = spec(modules=(0, 3), lead=2, tail=3)
     core = core_of(world.causal, settings_of(world.causal, step_tokens=1, prefill_tokens=1))
