@@ -30,6 +30,11 @@ from ragcache.models import CausalLM, LoadedModel, load_model
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# RAGCACHE_TEST_DEVICE=cuda runs the tests of attention, models and engine on a GPU.
+DEVICE = os.environ.get("RAGCACHE_TEST_DEVICE", "cpu")
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
+
 REPOSITORY = Path(__file__).parent.parent
 VOCABULARY = 320
 _SIZES: dict[str, Any] = {
@@ -80,8 +85,8 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) 
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(VOCABULARY, (count,), generator=generator, device="cpu").tolist()
 
 
 @pytest.fixture(params=FAMILIES)

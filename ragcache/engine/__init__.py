@@ -2,13 +2,13 @@
 
 from ragcache.engine.complete import complete
 from ragcache.engine.context import Context, Segment, assemble, check_window
-from ragcache.engine.core import EngineSettings, Tally
 from ragcache.engine.encoder import EncodeJob, encode
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Choice, Completion, Piece, Request
 from ragcache.engine.sampler import Chosen
 from ragcache.engine.sampling import Sampling
 from ragcache.engine.serving import Engine
+from ragcache.engine.settings import EngineSettings, Tally
 from ragcache.engine.text import TextStream
 
 __all__ = [

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from ragcache.engine.contiguous import runner_of
-from ragcache.engine.core import Answers, EngineCore, EngineSettings
+from ragcache.engine.core import Answers, EngineCore
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Completion, Request
+from ragcache.engine.settings import EngineSettings
 from ragcache.models import LanguageModel
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from ragcache.engine.encoder import EncodeJob, Encoding
+from ragcache.engine.encodings import Encodings, States
 from ragcache.engine.handle import Channel
 from ragcache.engine.layout import Work
 from ragcache.engine.memory import Memory
@@ -22,57 +21,11 @@ from ragcache.engine.runner import Runner
 from ragcache.engine.sampler import choose
 from ragcache.engine.schedule import Decision, Limits, schedule
 from ragcache.engine.sequence import Group, Sequence
-from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
-from ragcache.states import KVStates
+from ragcache.engine.settings import EngineSettings, Tally
+from ragcache.errors import DeadlineExceeded, PromptTooLong, UnsupportedModel, UnusableLogits
 
 Clock = Callable[[], float]
-States = Channel[KVStates, None]
 Answers = Channel[Piece, Completion]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """pool_bytes: room for requests' own states. step_tokens: the most rows of a step in which
-    something decodes, so that long new text stalls nobody; prefill_tokens: of one in which nothing
-    does. running: the most requests at once. queue: the most that wait; one more is refused.
-    retained: the share of the pool that may hold states of requests that have ended."""
-
-    pool_bytes: int = 2**29
-    step_tokens: int = 256
-    prefill_tokens: int = 2048
-    running: int = 64
-    queue: int = 1024
-    retained: float = 0.5
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the engine did. Tokens are rows of steps; seconds are of its thread.
-
-    planning: building plans and choosing who runs; forward: the model; sampling: choosing tokens
-    and telling callers. queued: the sum of the seconds that admitted requests waited.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    decoded_tokens: int = 0
-    encoded_tokens: int = 0
-    shared_tokens: int = 0
-    admitted: int = 0
-    preempted: int = 0
-    queued: float = 0.0
-    planning: float = 0.0
-    forward: float = 0.0
-    sampling: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _EncodeTask:
-    """Jobs that one caller waits for together. Their states are handed over in order."""
-
-    jobs: deque[EncodeJob]
-    channel: States
-    under_way: deque[Encoding] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +52,7 @@ class EngineCore:
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._encoding: deque[_EncodeTask] = deque()
+        self._encodings = Encodings(runner.model)
         self._numbers = 0
 
     @property
@@ -116,11 +69,16 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running or self._encoding)
+        return bool(self._waiting or self._running or self._encodings)
 
     def check(self, request: Request) -> None:
-        """Raises `PromptTooLong` for a request that could never run."""
+        """Raises `PromptTooLong` or `UnsupportedModel` for a request that could never run."""
         context = request.context
+        if not self.runner.model.scheme.movable and any(each.delta for each in context.segments):
+            raise UnsupportedModel(
+                "the model's positions are learned, so that cached states cannot stand elsewhere "
+                "than where they were encoded; place schemas with placement='schema'"
+            )
         tokens = len(context.token_ids) + request.max_new_tokens
         window = self.runner.window
         if context.next_position + request.max_new_tokens > window:
@@ -146,7 +104,7 @@ class EngineCore:
 
     def add_encoding(self, jobs: list[EncodeJob], channel: States) -> None:
         """Puts jobs in the queue of what is encoded beside the requests."""
-        self._encoding.append(_EncodeTask(deque(jobs), channel))
+        self._encodings.add(jobs, channel)
 
     def step(self) -> None:
         """Runs one step: whoever joins, leaves or goes on is decided first."""
@@ -156,7 +114,7 @@ class EngineCore:
         if shares:
             self._run(shares, begin)
         else:
-            self._hand_over()
+            self._encodings.hand_over()
         if not self.busy:
             self.runner.idle()
 
@@ -178,9 +136,8 @@ class EngineCore:
         for sequence in (*self._running, *self._waiting):
             self._release(sequence)
             sequence.group.channel.fail(error)
-        for task in self._encoding:
-            task.channel.fail(error)
-        self._running, self._waiting, self._encoding = [], [], deque()
+        self._encodings.fail_all(error)
+        self._running, self._waiting = [], []
         self.runner.idle()
 
     def _plan(self, now: float) -> list[_Share]:
@@ -203,7 +160,10 @@ class EngineCore:
                 shares.append(_Share(sequence, count, sequence.work(count)))
         decoding = any(share.count == 1 for share in shares)
         most = self._limits.step_tokens if decoding else self._limits.prefill_tokens
-        return shares + list(self._encodings(most - sum(share.count for share in shares)))
+        left = most - sum(share.count for share in shares)
+        for encoding, count in self._encodings.portions(left):
+            shares.append(_Share(encoding, count, encoding.work(count)))
+        return shares
 
     def _preempt(self, decision: Decision) -> None:
         for number in decision.preempted:
@@ -231,24 +191,6 @@ class EngineCore:
                 self.tally.queued += now - group.submitted_at
             self.tally.shared_tokens += found
 
-    def _encodings(self, budget: int) -> Iterator[_Share]:
-        """Jobs of callers that wait for states, in order, as far as the budget goes."""
-        if budget <= 0:
-            return
-        for task in self._encoding:
-            for encoding in chain(tuple(task.under_way), self._begin(task)):
-                count = min(encoding.pending, budget)
-                if count:
-                    budget -= count
-                    yield _Share(encoding, count, encoding.work(count))
-                if not budget:
-                    return
-
-    def _begin(self, task: _EncodeTask) -> Iterator[Encoding]:
-        while task.jobs:
-            task.under_way.append(Encoding(self.runner.model, task.jobs.popleft()))
-            yield task.under_way[-1]
-
     def _account(self, shares: list[_Share]) -> None:
         """The step's states stand now."""
         for share in shares:
@@ -261,16 +203,7 @@ class EngineCore:
                 self.tally.decoded_tokens += share.count
             else:
                 self.tally.prompt_tokens += share.count
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Gives callers the states that are complete; a job without tokens is so at once."""
-        for task in list(self._encoding):
-            while task.under_way and not task.under_way[0].pending:
-                task.channel.put(task.under_way.popleft().states())
-            if not task.jobs and not task.under_way:
-                self._encoding.remove(task)
-                task.channel.finish(None)
+        self._encodings.hand_over()
 
     def _sample(self, shares: list[_Share], logits: Tensor, now: float) -> None:
         """The next token of every sequence whose last token was computed."""
@@ -312,7 +245,7 @@ class EngineCore:
                 self._drop(group)
             elif group.expires_at is not None and now >= group.expires_at:
                 self._fail(group, _too_late(group, started=sequence in self._running))
-        self._encoding = deque(task for task in self._encoding if not task.channel.cancelled)
+        self._encodings.drop_cancelled()
 
     def _fail(self, group: Group, error: BaseException) -> None:
         self._drop(group)

@@ -129,7 +129,8 @@ class Handle(Generic[EventT, ResultT]):
 
     def __init__(self, channel: Channel[EventT, ResultT]) -> None:
         self._channel = channel
-        weakref.finalize(self, channel.cancel).atexit = False
+        # a weak reference: an error that the caller saw holds its frames, and they the handle
+        weakref.finalize(self, _abandon, weakref.ref(channel)).atexit = False
 
     @property
     def done(self) -> bool:
@@ -206,6 +207,11 @@ class Handle(Generic[EventT, ResultT]):
         with self._channel._waiting(seen, wake):
             await woken
         return True
+
+
+def _abandon(channel: weakref.ref[Channel[Any, Any]]) -> None:
+    if (abandoned := channel()) is not None:
+        abandoned.cancel()
 
 
 def _set(future: asyncio.Future[None]) -> None:

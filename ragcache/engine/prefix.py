@@ -16,6 +16,10 @@ Place: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
 """Parent node, or root key for a first chunk; token ids and position ids of the chunk."""
 
 
+class Fleeting:
+    """A root that nobody can find again: its chunks go when nobody uses them any longer."""
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One full chunk. Requests share it if and only if they hold the same node.
@@ -118,11 +122,13 @@ class PrefixTree:
         """Ends a request's use of its path, which is empty then.
 
         Chunks that no other request uses are retained. Returns the chunk ids to free: those of a
-        path of root None, which are not retained.
+        path of root None or of a fleeting root, which are not retained.
         """
         nodes, path.nodes = path.nodes, []
         if path.root is None:
             return [node.chunk_id for node in nodes]
+        if isinstance(path.root, Fleeting):
+            return self._drop(nodes)
         self._clock += 1
         for node in nodes:
             assert node.references > 0
@@ -152,6 +158,16 @@ class PrefixTree:
     def trim(self) -> list[int]:
         """Evicts down to the budget; returns the chunk ids to free."""
         return self.evict(self._retained - self.budget)
+
+    def _drop(self, nodes: list[Node]) -> list[int]:
+        freed = []
+        for node in reversed(nodes):  # nobody uses what stands behind one that nobody uses
+            node.references -= 1
+            if node.references == 0:
+                self._retained += 1
+                self._remove(node)
+                freed.append(node.chunk_id)
+        return freed
 
     def _acquire(self, node: Node) -> None:
         if node.references == 0:

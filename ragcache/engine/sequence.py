@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable
 
 from ragcache.engine.handle import Channel
 from ragcache.engine.layout import Work
-from ragcache.engine.prefix import Path
+from ragcache.engine.prefix import Fleeting, Path
 from ragcache.engine.private import Pages
 from ragcache.engine.request import Choice, Completion, Piece, Request
 from ragcache.engine.sampler import Chosen, SamplerState
@@ -60,7 +60,7 @@ class Group:
 
 def _root(request: Request) -> Hashable:
     """The answers of one request share its prompt even where it shares with nobody else."""
-    return object() if request.root is None and request.n > 1 else request.root
+    return Fleeting() if request.root is None and request.n > 1 else request.root
 
 
 class Sequence:

@@ -10,10 +10,12 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 
 from ragcache.engine.contiguous import runner_of
-from ragcache.engine.core import Answers, EngineCore, EngineSettings, States, Tally
+from ragcache.engine.core import Answers, EngineCore
 from ragcache.engine.encoder import EncodeJob
+from ragcache.engine.encodings import States
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Completion, Piece, Request
+from ragcache.engine.settings import EngineSettings, Tally
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
 from ragcache.models import LanguageModel
 from ragcache.states import KVStates

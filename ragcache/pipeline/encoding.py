@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from ragcache.engine import EncodeJob, Segment
 from ragcache.models import LoadedModel, PromptFrame
@@ -31,34 +32,48 @@ class ModuleEncoder:
     def preamble_key(self) -> KVKey:
         return self._key(self.preamble_ids, "root", 0, None)
 
-    def key(self, token_ids: Sequence[int], mode: str) -> KVKey:
-        """The key of a module's states: encoded where the first slot starts, after the preamble;
-        `rooted` sees the preamble, `isolated` does not. Both are said of any run of tokens."""
+    def key(self, token_ids: Sequence[int], mode: str, start: int | None = None) -> KVKey:
+        """The key of a module's states: encoded where the first slot starts, after the preamble, or
+        at `start`; `rooted` sees the preamble, `isolated` does not. Both are said of any run of
+        tokens."""
         root = self.preamble_key if mode == "rooted" else None
-        return self._key(token_ids, mode, len(self.preamble_ids), root)
+        return self._key(token_ids, mode, self._first if start is None else start, root)
 
     def lease(self, modules: Sequence[Sequence[int]], mode: str) -> Lease:
         """The states of the preamble and then of each module, encoded if need be."""
-        module_keys = [self.key(ids, mode) for ids in modules]
-        tokens = dict(zip(module_keys, modules, strict=True))
+        starts = self._starts(modules)
+        keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
+        placed = dict(zip(keys, zip(modules, starts, strict=True), strict=True))
 
         def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
             if missing[0] == self.preamble_key:
                 yield from self.encode([EncodeJob(self.preamble_ids)])
                 missing = missing[1:]
             if missing:
-                yield from self._encode([tokens[key] for key in missing], mode)
+                yield from self._encode([placed[key] for key in missing], mode)
 
-        return self.store.lease([self.preamble_key, *module_keys], produce)
+        return self.store.lease([self.preamble_key, *keys], produce)
 
-    def _encode(self, modules: Sequence[Sequence[int]], mode: str) -> Iterator[KVStates]:
-        start = len(self.preamble_ids)
+    @property
+    def _first(self) -> int:
+        """Where the first slot starts."""
+        return len(self.preamble_ids)
+
+    def _starts(self, modules: Sequence[Sequence[int]]) -> list[int]:
+        """Where each module is encoded: in the first slot, or, with positions that cannot move,
+        where this prompt wants it."""
+        if self.model.causal.scheme.movable:
+            return [self._first] * len(modules)
+        lengths = [self._first, *map(len, modules)]
+        return list(accumulate(lengths))[:-1]
+
+    def _encode(self, placed: Sequence[tuple[Sequence[int], int]], mode: str) -> Iterator[KVStates]:
         if mode == "isolated":
-            yield from self.encode([EncodeJob(ids, start) for ids in modules])
+            yield from self.encode([EncodeJob(ids, at) for ids, at in placed])
             return
         with self.store.lease([self.preamble_key], self._no_states) as lease:
             root = Segment(lease.states[0], 0)
-            yield from self.encode([EncodeJob(ids, start, root) for ids in modules])
+            yield from self.encode([EncodeJob(ids, at, root) for ids, at in placed])
 
     @staticmethod
     def _no_states(missing: Sequence[KVKey]) -> Iterator[KVStates]:

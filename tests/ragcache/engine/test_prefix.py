@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ragcache.engine.prefix import Path, PrefixTree
+from ragcache.engine.prefix import Fleeting, Path, PrefixTree
 
 CHUNK = 2
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, position ids
@@ -262,3 +262,15 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_chunks_under_a_fleeting_root_go_with_their_last_reader() -> None:
+    tree, root = PrefixTree(2, budget=8), Fleeting()
+    leader = tree.match(root, [1, 2, 3, 4], range(4))
+    for number, begin in enumerate((0, 2)):
+        assert tree.extend(leader, [begin + 1, begin + 2], [begin, begin + 1], number)
+    other = tree.match(root, [1, 2], [0, 1])
+    assert tree.release(leader) == [1], "the first chunk has another reader"
+    assert tree.release(other) == [0]
+    assert tree.retained == 0
+    assert tree.evict(9) == []

@@ -266,9 +266,6 @@ def test_what_failed_is_not_kept(
     assert keys() is None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a handle's finalizer holds the channel, whose error's traceback holds it"
-)
 def test_an_error_that_its_caller_saw_is_not_kept(engine: Engine) -> None:
     handle = engine.submit(request(limit=300))
     handle.cancel()

@@ -16,7 +16,7 @@ from transformers import (
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM
 from ragcache.models.families import family_of
-from ragcache.models.families.refusals import check_properties, sliding_window, whole_context
+from ragcache.models.families.refusals import sliding_window, whole_context
 from tests.conftest import tiny_config, tiny_model
 
 
