@@ -45,7 +45,9 @@ def tiny_gemma(family: str, **changes: Any) -> Any:
     """Three layers, two of them through a window of seven tokens; gemma2 or gemma3."""
     torch.manual_seed(7)
     if family == "gemma2":
-        return Gemma2ForCausalLM(Gemma2Config(**{**SIZES, **CAPS, **changes})).eval()
+        model = Gemma2ForCausalLM(Gemma2Config(**{**SIZES, **CAPS, **changes})).eval()
+        model.set_attn_implementation("eager")  # transformers 5.10 prefers one without caps
+        return model
     config = Gemma3TextConfig(**{**SIZES, "rope_parameters": ROPE, **changes})
     return Gemma3ForCausalLM(config).eval()
 

@@ -6,11 +6,11 @@ from ragcache.models.families.family import Family, RotaryFamily
 from ragcache.models.families.learned import LearnedFamily
 from ragcache.models.families.mpt import Mpt
 from ragcache.models.families.registry import family_of, register, served_types
-from ragcache.models.families.rotary import Gemma, GPTNeoX, LlamaLike, Phi3
+from ragcache.models.families.rotary import Gemma, GPTNeoX, LlamaLike, Phi
 
 for _family in (
     LlamaLike(),
-    Phi3(),
+    Phi(),
     GPTNeoX(),
     Gemma(),
     Falcon(),

@@ -113,7 +113,8 @@ class RotaryFamily(Family):
         types = layer_types(config)
         embedding = self.rotary_embedding(model)
         scheme = LayeredRotary.of(config, embedding, types, interleaved=self.interleaved)
-        # a class that caps its scores says that it has no sdpa
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        # PyTorch's fused attention would leave the cap out without a word
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        model.set_attn_implementation("eager" if capped or not model._supports_sdpa else "sdpa")
         model.eval()
         return ContiguousLM(model, scheme, self.dimensions(config), types, sliding_window(config))

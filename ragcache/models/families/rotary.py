@@ -11,10 +11,10 @@ class LlamaLike(RotaryFamily):
     model_types = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class Phi3(RotaryFamily):
-    """Phi-3 and its likes: all of a head turns, or a part of it."""
+class Phi(RotaryFamily):
+    """Phi and Phi-3: all of a head turns, or a part of it."""
 
-    model_types = ("phi3",)
+    model_types = ("phi", "phi3")
 
 
 class Gemma(RotaryFamily):

@@ -15,8 +15,8 @@ from tests.conftest import random_tokens, tiny_config
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 
 TYPES = (
-    "bloom, falcon, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mpt, opt, phi3, "
-    "qwen2, qwen3"
+    "bloom, falcon, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mpt, opt, phi, "
+    "phi3, qwen2, qwen3"
 )
 
 

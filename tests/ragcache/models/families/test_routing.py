@@ -133,3 +133,11 @@ def test_what_is_served_in_no_way_is_named(changes: dict[str, Any], property_: s
 
 def _check(config: Any) -> None:
     family_of(config).check(config)
+
+
+def test_a_cap_keeps_the_fused_attention_away() -> None:
+    """It would leave the cap out, and some versions of transformers choose it by themselves."""
+    model = tiny_gemma("gemma2")
+    model._supports_sdpa = True
+    assert patched(model).model.config._attn_implementation == "eager"
+    assert patched(tiny_gemma("gemma3")).model.config._attn_implementation == "sdpa"

@@ -76,7 +76,7 @@ def test_yarns_attention_factor_is_in_the_keys_and_not_in_the_move() -> None:
 
 @pytest.mark.parametrize(
     ("family", "part", "width"),
-    [("gpt_neox", None, 4), ("gpt_neox", 1.0, 16), ("phi3", 0.5, 8)],
+    [("gpt_neox", None, 4), ("gpt_neox", 1.0, 16), ("phi", 0.5, 8), ("phi3", 0.5, 8)],
 )
 def test_a_part_of_every_head_turns(family: str, part: float | None, width: int) -> None:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
