@@ -38,8 +38,8 @@ class DecodeSetting:
     module_tokens: int = 1024
     question_tokens: int = 48
     new_tokens: int = 64
-    copies_tokens: int = 12
-    unshared_tokens: int = 512
+    copies_tokens: int = 8
+    unshared_tokens: int = 256
     with_mha: bool = True
     device: str = "cpu"
     relay: RelaySetting = RelaySetting()
