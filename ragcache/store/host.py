@@ -77,7 +77,7 @@ class HostTier:
         if need <= 0:
             return ()
         entries = self.entries()
-        victims = choose_victims(entries, need)
+        victims = choose_victims(entries, need).keys
         if sum(self._states[key].nbytes for key in victims) < need:
             leased = sum(e.nbytes for e in entries if e.leased)
             raise StoreBudgetExceeded(

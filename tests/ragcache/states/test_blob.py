@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.errors import StateCorrupt
+from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import KVKey, KVStates
 from ragcache.states import blob as blob_module
-from ragcache.states.blob import read_blob, to_blob
+from ragcache.states.blob import Blob, map_blob, parse_blob, to_blob
+from ragcache.states.quantised import QuantisedStates, StoredStates, quantise, tensors_of
 
 KEY = KVKey("ab" * 32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,18 +25,34 @@ def draw(dtype: torch.dtype = torch.float32, tokens: int = 3, start: int = 40) -
     return KVStates(keys, values, start)
 
 
-def read_bytes(content: bytes, folder: Path, key: KVKey = KEY) -> KVStates:
+def written(content: bytes, folder: Path, key: KVKey = KEY) -> Blob:
     path = folder / "blob.safetensors"
     path.write_bytes(content)
-    return read_blob(path, key)
+    return map_blob(path, key)
 
 
-def assert_same(read: KVStates, written: KVStates) -> None:
-    for ours, theirs in ((read.keys, written.keys), (read.values, written.values)):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (ours, theirs)]
+def plain(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def read_bytes(content: bytes, folder: Path, key: KVKey = KEY) -> StoredStates:
+    """Reads in both ways, which agree."""
+    blob = written(content, folder, key)
+    loaded = blob.loaded(plain)
+    assert_same(blob.verified(), loaded)
+    return loaded
+
+
+def assert_same(read: StoredStates, expected: StoredStates) -> None:
+    assert type(read) is type(expected)
+    ours, theirs = tensors_of(read), tensors_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape)
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, theirs[name])]
         assert torch.equal(*bits)
-    assert read.start == written.start
+    assert read.start == expected.start
+    assert isinstance(read, KVStates) or read.dtype == expected.dtype  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,13 +69,65 @@ def test_a_view_of_part_of_a_run_is_written_as_that_part(tmp_path: Path) -> None
     assert_same(read_bytes(to_blob(KEY, part), tmp_path), part)
 
 
-def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
-    states = draw()
-    content = to_blob(KEY, states)
-    read = read_bytes(content, tmp_path)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantised_states_come_back_as_they_were_kept(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    states = quantise(draw(dtype), kind)  # type: ignore[arg-type]
+    assert isinstance(states, QuantisedStates)
+    assert_same(read_bytes(to_blob(KEY, states), tmp_path), states)
+
+
+def test_a_run_without_tokens_is_a_blob_too(tmp_path: Path) -> None:
+    assert_same(read_bytes(to_blob(KEY, draw(tokens=0)), tmp_path), draw(tokens=0))
+
+
+def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
+    from safetensors.torch import load
+
+    states = quantise(draw(torch.bfloat16), "fp8")
+    read = load(to_blob(KEY, states))
+    for name, tensor in tensors_of(states).items():
+        assert torch.equal(read[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
+    content = to_blob(KEY, draw())
+    read = written(content, tmp_path).loaded(plain)
     with (tmp_path / "blob.safetensors").open("r+b") as file:
         file.write(b"\xff" * len(content))
-    assert_same(read, states)
+    assert_same(read, draw())
+
+
+def test_mapped_states_are_a_view_of_the_file_and_outlive_its_name(tmp_path: Path) -> None:
+    blob = written(to_blob(KEY, draw()), tmp_path)
+    states = blob.verified()
+    begin = blob.payload.data_ptr()
+    assert begin <= states.keys.data_ptr() < begin + blob.payload.numel()
+    assert begin % 64 == 0
+    (tmp_path / "blob.safetensors").unlink()
+    del blob
+    assert_same(states, draw())
+
+
+def test_writing_to_mapped_states_does_not_reach_the_file(tmp_path: Path) -> None:
+    states = written(to_blob(KEY, draw()), tmp_path).verified()
+    states.keys.zero_()
+    assert_same(map_blob(tmp_path / "blob.safetensors", KEY).verified(), draw())
+
+
+def test_loading_asks_for_exactly_the_bytes_of_the_tensors(tmp_path: Path) -> None:
+    asked: list[int] = []
+    states = quantise(draw(), "int8")
+
+    def room(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return plain(nbytes)
+
+    loaded = written(to_blob(KEY, states), tmp_path).loaded(room)
+    assert asked == [states.nbytes]
+    assert loaded.keys.untyped_storage().nbytes() == states.nbytes
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +170,7 @@ def test_bytes_after_the_end_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_blob_of_another_key_does_not_stand_in(tmp_path: Path) -> None:
-    with pytest.raises(StateCorrupt, match="fails its checksum"):
+    with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(to_blob(KVKey("cd" * 32), draw()), tmp_path)
 
 
@@ -119,7 +188,7 @@ def test_a_blob_of_another_format_is_not_read(
 ) -> None:
     content = to_blob(KEY, draw())
     monkeypatch.setattr(blob_module, "FORMAT_VERSION", 999)
-    with pytest.raises(StateCorrupt, match="fails its checksum"):
+    with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(content, tmp_path)
 
 
@@ -131,5 +200,18 @@ def test_safetensors_of_something_else_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_not_called_corrupt(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read_blob(tmp_path / "none.safetensors", KEY)
+    with pytest.raises(StateMissing, match="none.safetensors"):
+        map_blob(tmp_path / "none.safetensors", KEY)
+
+
+def test_what_the_system_refuses_to_read_is_not_called_corrupt(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnreadable, match="Is a directory"):
+        map_blob(tmp_path, KEY)
+
+
+def test_bytes_from_elsewhere_are_read_alike() -> None:
+    content = bytearray(to_blob(KEY, draw()))
+    assert_same(parse_blob(content, KEY, "s3://bucket/blob").loaded(plain), draw())
+    content[-1] ^= 1
+    with pytest.raises(StateCorrupt, match="s3://bucket/blob fails its checksum"):
+        parse_blob(content, KEY, "s3://bucket/blob").verified()
