@@ -21,7 +21,7 @@ from torch import Tensor
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states.key import FORMAT_VERSION, KVKey
 from ragcache.states.kv import KVStates
-from ragcache.states.quantised import StoredStates, rebuild, restored, tensors_of
+from ragcache.states.quantised import StoredStates, model_dtype, rebuild, restored, tensors_of
 
 Allocate = Callable[[int], Tensor]
 """Makes room for so many bytes: uint8, [N], in main memory."""
@@ -46,12 +46,11 @@ def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
         place = [end, end + tensor.nbytes]
         table[name] = _row(tensor.dtype, tensor.shape, place)
         end = place[1]
-    dtype = tensors["keys"].dtype if isinstance(states, KVStates) else states.dtype
     facts = {
         "format": str(FORMAT_VERSION),
         "key": str(key),
         "start": str(states.start),
-        "dtype": _NAMES[dtype],
+        "dtype": _NAMES[model_dtype(states)],
     }
     contents = [_bytes(tensor) for tensor in tensors.values()]
     digest = _described(table, facts)

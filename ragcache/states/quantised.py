@@ -64,8 +64,8 @@ class QuantisedStates:
         of `dtype`.
         """
         wanted = self.dtype if dtype is None else dtype
-        keys = (self.keys.float() * self.key_scales).to(wanted)
-        values = (self.values.float() * self.value_scales).to(wanted)
+        keys = self.keys.float().mul_(self.key_scales).to(wanted)
+        values = self.values.float().mul_(self.value_scales).to(wanted)
         return KVStates(keys, values, self.start)
 
 
@@ -93,6 +93,17 @@ def quantise(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     return QuantisedStates(keys, values, key_scales, value_scales, plain.start, plain.keys.dtype)
 
 
+def quantised_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
+    """The bytes that `quantise` would return, from shapes alone (for finite states)."""
+    if kv_dtype_of(states) == kv_dtype:
+        return states.nbytes
+    layers, heads, tokens, size = states.keys.shape
+    if kv_dtype == "model":
+        return 2 * states.keys.numel() * model_dtype(states).itemsize
+    scales = layers * heads * (tokens + size)
+    return 2 * states.keys.numel() + scales * torch.float32.itemsize
+
+
 def restored(states: StoredStates) -> KVStates:
     """States that attention can read: these themselves unless they are quantised."""
     return states.restore() if isinstance(states, QuantisedStates) else states
@@ -103,6 +114,11 @@ def kv_dtype_of(states: StoredStates) -> KVDtype:
     if isinstance(states, KVStates):
         return "model"
     return "int8" if states.keys.dtype == torch.int8 else "fp8"
+
+
+def model_dtype(states: StoredStates) -> torch.dtype:
+    """The dtype in which the model computed states."""
+    return states.dtype if isinstance(states, QuantisedStates) else states.keys.dtype
 
 
 def check_kv_dtype(kv_dtype: str) -> KVDtype:

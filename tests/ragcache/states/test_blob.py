@@ -200,7 +200,7 @@ def test_safetensors_of_something_else_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_not_called_corrupt(tmp_path: Path) -> None:
-    with pytest.raises(StateMissing, match="none.safetensors"):
+    with pytest.raises(StateMissing, match=r"none\.safetensors"):
         map_blob(tmp_path / "none.safetensors", KEY)
 
 

@@ -1,0 +1,146 @@
+"""The disk tier: one safetensors blob a key, mapped into memory when it is read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ragcache.errors import StateMissing
+from ragcache.states import KVKey
+from ragcache.states.blob import Allocate, blob_parts, map_blob
+from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
+from ragcache.store.tiers.files import (
+    PART,
+    SUFFIX,
+    allocated,
+    key_of,
+    named_os_error,
+    write_atomically,
+)
+from ragcache.store.tiers.tier import check_budget
+
+_BLOCK = 4096  # bytes: what file systems allocate
+_HEADER = 4096  # bytes: the most that a blob adds to its tensors, with rounding
+
+
+class DiskTier:
+    """Blobs under `folder`, in 256 subfolders by the first digits of their keys.
+
+    Several processes may share the folder: a blob is always whole, and who reads one that another
+    deletes keeps what was mapped. `used_bytes` counts what was found by the last `scan` and what
+    this process wrote and deleted since.
+    """
+
+    name = "disk"
+    persistent = True
+
+    def __init__(
+        self, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
+    ) -> None:
+        self.folder = folder
+        self.kv_dtype = kv_dtype
+        self.budget_bytes = budget_bytes
+        self._sizes: dict[KVKey, int] = {}
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
+    ) -> DiskTier:
+        """A tier that knows what lies in its folder."""
+        tier = cls(folder, budget_bytes, kv_dtype=kv_dtype)
+        tier.scan()
+        return tier
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def path(self, key: KVKey) -> Path:
+        return self.folder / key.digest[:2] / f"{key.digest}{SUFFIX}"
+
+    def scan(self) -> dict[KVKey, int]:
+        """Keys and allocated bytes of all blobs, counted anew."""
+        sizes = {}
+        for key in self.keys():
+            with suppress(FileNotFoundError):  # another process has just deleted it
+                sizes[key] = allocated(self.path(key))
+        with self._lock:
+            self._sizes, self._used = dict(sizes), sum(sizes.values())
+        return sizes
+
+    def size_of(self, states: StoredStates) -> int:
+        return -(-quantised_nbytes(states, self.kv_dtype) // _BLOCK) * _BLOCK + _HEADER
+
+    def put(self, key: KVKey, states: StoredStates) -> int:
+        states = quantise(states, self.kv_dtype)
+        room = self.size_of(states)
+        with self._lock:
+            check_budget(self.name, self.budget_bytes, self._used, room)
+            self._used += room
+        nbytes = 0
+        try:
+            nbytes = write_atomically(self.path(key), blob_parts(key, states))
+        except OSError as error:
+            raise named_os_error(error, self.folder) from error
+        finally:
+            with self._lock:
+                self._used += nbytes - room
+                if nbytes:
+                    self._used -= self._sizes.pop(key, 0)
+                    self._sizes[key] = nbytes
+        return nbytes
+
+    def get(self, key: KVKey) -> StoredStates:
+        """As `Tier.get`: verified and mapped; nothing is copied."""
+        return map_blob(self.path(key), key).verified()
+
+    def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
+        """As `get`, but copied into memory from `allocate`, and verified there."""
+        return map_blob(self.path(key), key).loaded(allocate)
+
+    def delete(self, key: KVKey) -> None:
+        try:
+            self.path(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise named_os_error(error, self.folder) from error
+        with self._lock:
+            self._used -= self._sizes.pop(key, 0)
+
+    def __contains__(self, key: KVKey) -> bool:
+        return self.path(key).exists()
+
+    def keys(self) -> Iterator[KVKey]:
+        for path in self.folder.glob(f"??/*{SUFFIX}"):
+            key = key_of(path.name)
+            if key is not None and path == self.path(key):
+                yield key
+
+    def nbytes(self, key: KVKey) -> int:
+        """Bytes allocated for a blob. Raises `StateMissing`."""
+        try:
+            return allocated(self.path(key))
+        except FileNotFoundError:
+            raise StateMissing(f"there is no blob {self.path(key)}") from None
+
+    def age(self, key: KVKey) -> float:
+        """Seconds since the blob was written; 0 where there is none."""
+        return _age(self.path(key))
+
+    def remove_parts(self, older_than: float) -> None:
+        """Removes what writers left behind that died `older_than` seconds ago or more."""
+        for part in self.folder.glob(f"??/*{PART}"):
+            if _age(part) > older_than:
+                part.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written; 0 where another process has just taken it away."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
