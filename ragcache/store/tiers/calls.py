@@ -40,7 +40,7 @@ class Calls:
         """What the operation returns.
 
         Raises `FileNotFoundError` as it comes, `StoreFull`, `StoreUnwritable` and `StoreUnreadable`
-        at once, and `RemoteUnavailable` after the last attempt, or while the remote is given a rest.
+        at once, and `RemoteUnavailable` after the last attempt, or while the remote has its rest.
         """
         wait = self._rests_until - self.clock()
         if wait > 0:
@@ -64,7 +64,8 @@ class Calls:
         self._rests_until = self.clock() + self.patience.rest
         raise RemoteUnavailable(
             f"cannot {verb} under {self.where}, tried {self.patience.attempts} times "
-            f"({str(last) or type(last).__name__}); check the address, the network and the credentials"
+            f"({str(last) or type(last).__name__}); check the address, the network and the "
+            "credentials"
         ) from last
 
     def _within(self, operation: Callable[[], T]) -> T:

@@ -147,7 +147,7 @@ def test_what_does_not_pass_is_not_tried_again(
 
 def test_what_may_not_be_read_is_not_called_unwritable(root: str) -> None:
     tier = flaky(PermissionError("Forbidden"), 99, root)
-    with pytest.raises(StoreUnreadable, match="cannot read .* Forbidden"):
+    with pytest.raises(StoreUnreadable, match=r"cannot read .* Forbidden"):
         tier.get(make_key(1))
     assert tier._files.calls == 1
 
