@@ -7,12 +7,13 @@ checksum over all of these, the shapes and the tensors. Tensors start at a multi
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -20,15 +21,14 @@ from torch import Tensor
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states.key import FORMAT_VERSION, KVKey
-from ragcache.states.kv import KVStates
-from ragcache.states.quantised import StoredStates, model_dtype, rebuild, restored, tensors_of
+from ragcache.states.quantised import StoredStates, model_dtype, rebuild, tensors_of
 
 Allocate = Callable[[int], Tensor]
 """Makes room for so many bytes: uint8, [N], in main memory."""
 
 _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 16
-_CHUNK = 1 << 20  # bytes copied and then summed while they are in the processor's cache
+_CHUNK = 1 << 20  # bytes read and then summed while they are in the processor's cache
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
@@ -65,40 +65,84 @@ def to_blob(key: KVKey, states: StoredStates) -> bytes:
     return b"".join(blob_parts(key, states))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blob:
-    """A blob whose header was read and found to be that of its key; its tensors are not verified.
+def map_blob(path: Path, key: KVKey) -> StoredStates:
+    """Maps a file and verifies it where it is: no byte is copied.
 
-    payload: uint8 [N], the bytes of all tensors. where: its name, for errors.
+    The states stay on disk and in the page cache, which all processes share, and outlive the file's
+    name. Raises `StateCorrupt`, `StateMissing`, or `StoreUnreadable` where the system refuses.
     """
+    with _open(path) as file:
+        try:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except ValueError as error:  # an empty file cannot be mapped
+            raise StateCorrupt(f"{path} is not a readable blob of states ({error})") from error
+        except OSError as error:
+            raise StoreUnreadable(f"cannot map {path}: {error.strerror or error}") from error
+    header = _read_header(io.BytesIO(content[:_LONGEST_HEADER]), len(content), key, str(path))
+    payload = torch.empty(0, dtype=torch.uint8)
+    if header.size:
+        payload = torch.frombuffer(content, dtype=torch.uint8, offset=len(content) - header.size)
+    digest = header.digest()
+    digest.update(_bytes(payload))
+    return header.states(payload, digest)
 
-    payload: Tensor
+
+def load_blob(path: Path, key: KVKey, allocate: Allocate) -> StoredStates:
+    """Reads a file into memory of the caller's, which is what is verified: whatever happens to the
+    file later does not reach it. Raises as `map_blob` does, and what `allocate` raises."""
+    with _open(path) as file:
+        try:
+            return read_blob(file, key, str(path), allocate)
+        except OSError as error:
+            if isinstance(error, StoreUnreadable) or error.errno is None:
+                raise
+            raise StoreUnreadable(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_blob(stream: Stream, key: KVKey, where: str, allocate: Allocate) -> StoredStates:
+    """Reads a stream into memory from `allocate` and verifies it there. where: a name, for errors.
+
+    Every part is summed as soon as it was read, while the processor still has it at hand. Raises
+    `StateCorrupt`, and what the stream and `allocate` raise.
+    """
+    length = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    header = _read_header(stream, length, key, where)
+    payload = allocate(header.size)
+    digest, content, done = header.digest(), _bytes(payload), 0
+    while done < header.size:
+        count = stream.readinto(content[done : done + _CHUNK])
+        if not count:
+            raise StateCorrupt(f"{where} became shorter while it was read")
+        digest.update(content[done : done + count])
+        done += count
+    return header.states(payload, digest)
+
+
+class Stream(Protocol):
+    """A file that was opened for reading without a buffer, or bytes in memory."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+    def read(self, size: int = -1, /) -> bytes | None: ...
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What a blob says of itself. size: bytes of all tensors."""
+
     table: Mapping[str, Mapping[str, Any]]
     facts: Mapping[str, str]
     checksum: str
+    size: int
     where: str
 
-    def verified(self) -> StoredStates:
-        """The states where they are, without a copy, once their checksum was found to hold.
+    def digest(self) -> xxhash.xxh3_128:
+        """The checksum so far, before the tensors."""
+        return _described(self.table, self.facts)
 
-        Mapped states stay on disk and in the page cache, which all processes share. Raises
-        `StateCorrupt`.
-        """
-        digest = _described(self.table, self.facts)
-        digest.update(_bytes(self.payload))
-        return self._checked(digest, self.payload)
-
-    def loaded(self, allocate: Allocate) -> StoredStates:
-        """A copy in memory of the caller's, which is what is verified: whatever happens to the
-        file later does not reach it. Raises `StateCorrupt`."""
-        copy = allocate(self.payload.numel())
-        digest = _described(self.table, self.facts)
-        for begin in range(0, copy.numel(), _CHUNK):
-            part = copy[begin : begin + _CHUNK]
-            digest.update(_bytes(part.copy_(self.payload[begin : begin + _CHUNK])))
-        return self._checked(digest, copy)
-
-    def _checked(self, digest: xxhash.xxh3_128, payload: Tensor) -> StoredStates:
+    def states(self, payload: Tensor, digest: xxhash.xxh3_128) -> StoredStates:
+        """Views of the payload, uint8 [size]. Raises `StateCorrupt`."""
         if digest.hexdigest() != self.checksum:
             raise StateCorrupt(
                 f"{self.where} fails its checksum: its content changed after it was written"
@@ -110,65 +154,39 @@ class Blob:
         return rebuild(tensors, int(self.facts["start"]), _DTYPES[self.facts["dtype"]])
 
 
-def map_blob(path: Path, key: KVKey) -> Blob:
-    """Maps a file. Nothing of its tensors is read before they are verified or loaded.
-
-    Raises `StateCorrupt`, `StateMissing`, or `StoreUnreadable` where the system refuses.
-    """
+def _open(path: Path) -> io.FileIO:
     try:
-        with path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            content.madvise(mmap.MADV_WILLNEED)  # read ahead of the first use
+        return io.FileIO(path)
     except FileNotFoundError:
         raise StateMissing(f"there is no blob {path}") from None
-    except ValueError as error:  # an empty file cannot be mapped
-        raise StateCorrupt(f"{path} is not a readable blob of states (it is empty)") from error
     except OSError as error:
         raise StoreUnreadable(f"cannot read {path}: {error.strerror or error}") from error
-    return parse_blob(content, key, str(path))
 
 
-def parse_blob(content: bytearray | mmap.mmap, key: KVKey, where: str) -> Blob:
-    """Reads the header of a whole blob. Raises `StateCorrupt` unless it is one of this key."""
+def _read_header(stream: Stream, length: int, key: KVKey, where: str) -> _Header:
+    """Raises `StateCorrupt` unless all is as `blob_parts` writes it for this key, to the byte."""
     try:
-        table, facts, checksum, begin = _header(content)
+        frame = stream.read(8) or b""
+        begin = 8 + int.from_bytes(frame, "little")
+        if not 8 < begin <= _LONGEST_HEADER:
+            raise ValueError("its header has no plausible length")
+        text = stream.read(begin - 8) or b""
+        table = json.loads(text)
+        if _framed(table) != frame + text:
+            raise ValueError("its header is not as it was written")
+        facts = table.pop("__metadata__")
+        header = _Header(table, facts, facts.pop("checksum"), _total(table), where)
         other = facts["format"] != str(FORMAT_VERSION) or facts["key"] != str(key)
         int(facts["start"]), _DTYPES[facts["dtype"]]
+        if header.size != length - begin:
+            raise ValueError(
+                f"its tensors need {header.size} bytes, and {length - begin} are there"
+            )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateCorrupt(f"{where} is not a readable blob of states ({error})") from error
     if other:
         raise StateCorrupt(f"{where} is a blob of another key or format")
-    payload = torch.empty(0, dtype=torch.uint8)
-    if len(content) > begin:
-        payload = torch.frombuffer(content, dtype=torch.uint8, offset=begin)
-    return Blob(payload, table, facts, checksum, where)
-
-
-def read_blob(path: Path, key: KVKey) -> KVStates:
-    """A verified copy in memory, restored where it is quantised. Raises `StateCorrupt`,
-    `FileNotFoundError` where there is no file."""
-    try:
-        return restored(map_blob(path, key).loaded(lambda n: torch.empty(n, dtype=torch.uint8)))
-    except StateMissing as error:
-        raise FileNotFoundError(str(error)) from error
-
-
-def _header(
-    content: bytearray | mmap.mmap,
-) -> tuple[dict[str, Any], dict[str, str], str, int]:
-    """Table of tensors, facts, checksum, and where the tensors begin. Raises `ValueError` unless
-    all is as `blob_parts` writes it, to the byte."""
-    begin = 8 + int.from_bytes(content[:8], "little")
-    if not 8 < begin <= _LONGEST_HEADER:
-        raise ValueError("its header has no plausible length")
-    header = json.loads(content[8:begin])
-    if _framed(header) != content[:begin]:
-        raise ValueError("its header is not as it was written")
-    facts = header.pop("__metadata__")
-    size, found = _total(header), len(content) - begin
-    if size != found:
-        raise ValueError(f"its tensors need {size} bytes, and {found} are there")
-    return header, facts, facts.pop("checksum"), begin
+    return header
 
 
 def _row(dtype: torch.dtype, shape: torch.Size, place: list[int]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ragcache.errors import StateMissing
 from ragcache.states import KVKey
-from ragcache.states.blob import Allocate, blob_parts, map_blob
+from ragcache.states.blob import Allocate, blob_parts, load_blob, map_blob
 from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
 from ragcache.store.tiers.files import (
     PART,
@@ -97,11 +97,11 @@ class DiskTier:
 
     def get(self, key: KVKey) -> StoredStates:
         """As `Tier.get`: verified and mapped; nothing is copied."""
-        return map_blob(self.path(key), key).verified()
+        return map_blob(self.path(key), key)
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
-        """As `get`, but copied into memory from `allocate`, and verified there."""
-        return map_blob(self.path(key), key).loaded(allocate)
+        """As `get`, but read into memory from `allocate`, and verified there."""
+        return load_blob(self.path(key), key, allocate)
 
     def delete(self, key: KVKey) -> None:
         try:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from ragcache.errors import ConfigurationError, MissingExtra, StateMissing
 from ragcache.states import KVKey
-from ragcache.states.blob import Allocate, Blob, parse_blob, to_blob
+from ragcache.states.blob import Allocate, read_blob, to_blob
 from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
 from ragcache.store.tiers.calls import Calls, Patience
 from ragcache.store.tiers.files import PART, SUFFIX, key_of
@@ -103,11 +107,12 @@ class RemoteTier:
         return written
 
     def get(self, key: KVKey) -> StoredStates:
-        return self._fetch(key).verified()
+        return self.load(key, _plain_memory)
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
-        """As `get`, but copied into memory from `allocate`, and verified there."""
-        return self._fetch(key).loaded(allocate)
+        """As `get`, but in memory from `allocate`."""
+        content = io.BytesIO(self._fetch(key))
+        return read_blob(content, key, self.path(key), allocate)
 
     def delete(self, key: KVKey) -> None:
         with suppress(FileNotFoundError):  # another machine may be first
@@ -121,13 +126,13 @@ class RemoteTier:
     def keys(self) -> Iterator[KVKey]:
         return iter(tuple(self._call("list", self._list)))
 
-    def _fetch(self, key: KVKey) -> Blob:
+    def _fetch(self, key: KVKey) -> bytes:
         path = self.path(key)
         try:
-            content = bytearray(self._call("read", lambda: self._files.cat_file(path)))
+            content: bytes = self._call("read", lambda: self._files.cat_file(path))
         except FileNotFoundError:
             raise StateMissing(f"there is no blob {path}") from None
-        return parse_blob(content, key, path)
+        return content
 
     def _write(self, path: str, blob: bytes) -> None:
         """Overwrites what another machine wrote, which is the same."""
@@ -160,6 +165,10 @@ class RemoteTier:
 
     def _call(self, verb: str, operation: Callable[[], T]) -> T:
         return self._calls.run(verb, operation)
+
+
+def _plain_memory(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _protocols(files: Any) -> tuple[str, ...]:

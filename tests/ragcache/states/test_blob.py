@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import KVKey, KVStates
 from ragcache.states import blob as blob_module
-from ragcache.states.blob import Blob, map_blob, parse_blob, to_blob
+from ragcache.states.blob import load_blob, map_blob, read_blob, to_blob
 from ragcache.states.quantised import QuantisedStates, StoredStates, quantise, tensors_of
 
 KEY = KVKey("ab" * 32)
@@ -25,21 +28,26 @@ def draw(dtype: torch.dtype = torch.float32, tokens: int = 3, start: int = 40) -
     return KVStates(keys, values, start)
 
 
-def written(content: bytes, folder: Path, key: KVKey = KEY) -> Blob:
-    path = folder / "blob.safetensors"
-    path.write_bytes(content)
-    return map_blob(path, key)
-
-
 def plain(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
+def written(content: bytes, folder: Path) -> Path:
+    path = folder / "blob.safetensors"
+    path.write_bytes(content)
+    return path
+
+
 def read_bytes(content: bytes, folder: Path, key: KVKey = KEY) -> StoredStates:
     """Reads in both ways, which agree."""
-    blob = written(content, folder, key)
-    loaded = blob.loaded(plain)
-    assert_same(blob.verified(), loaded)
+    path = written(content, folder)
+    try:
+        loaded = load_blob(path, key, plain)
+    except StateCorrupt:
+        with pytest.raises(StateCorrupt):
+            map_blob(path, key)
+        raise
+    assert_same(map_blob(path, key), loaded)
     return loaded
 
 
@@ -94,27 +102,31 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
 
 def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
     content = to_blob(KEY, draw())
-    read = written(content, tmp_path).loaded(plain)
+    read = load_blob(written(content, tmp_path), KEY, plain)
     with (tmp_path / "blob.safetensors").open("r+b") as file:
         file.write(b"\xff" * len(content))
     assert_same(read, draw())
 
 
-def test_mapped_states_are_a_view_of_the_file_and_outlive_its_name(tmp_path: Path) -> None:
-    blob = written(to_blob(KEY, draw()), tmp_path)
-    states = blob.verified()
-    begin = blob.payload.data_ptr()
-    assert begin <= states.keys.data_ptr() < begin + blob.payload.numel()
-    assert begin % 64 == 0
-    (tmp_path / "blob.safetensors").unlink()
-    del blob
+def test_mapped_states_outlive_the_name_of_their_file(tmp_path: Path) -> None:
+    path = written(to_blob(KEY, draw()), tmp_path)
+    states = map_blob(path, KEY)
+    path.unlink()
     assert_same(states, draw())
 
 
+def test_mapped_states_are_views_of_one_mapping(tmp_path: Path) -> None:
+    states = map_blob(written(to_blob(KEY, draw()), tmp_path), KEY)
+    assert states.keys.data_ptr() % 64 == 0
+    assert states.values.data_ptr() == states.keys.data_ptr() + states.keys.nbytes
+    mappings = Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "blob.safetensors") in mappings
+
+
 def test_writing_to_mapped_states_does_not_reach_the_file(tmp_path: Path) -> None:
-    states = written(to_blob(KEY, draw()), tmp_path).verified()
-    states.keys.zero_()
-    assert_same(map_blob(tmp_path / "blob.safetensors", KEY).verified(), draw())
+    path = written(to_blob(KEY, draw()), tmp_path)
+    map_blob(path, KEY).keys.zero_()
+    assert_same(map_blob(path, KEY), draw())
 
 
 def test_loading_asks_for_exactly_the_bytes_of_the_tensors(tmp_path: Path) -> None:
@@ -125,9 +137,39 @@ def test_loading_asks_for_exactly_the_bytes_of_the_tensors(tmp_path: Path) -> No
         asked.append(nbytes)
         return plain(nbytes)
 
-    loaded = written(to_blob(KEY, states), tmp_path).loaded(room)
+    loaded = load_blob(written(to_blob(KEY, states), tmp_path), KEY, room)
     assert asked == [states.nbytes]
     assert loaded.keys.untyped_storage().nbytes() == states.nbytes
+
+
+def test_blobs_longer_than_a_part_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_module, "_CHUNK", 7)
+    assert_same(read_bytes(to_blob(KEY, draw()), tmp_path), draw())
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed() -> None:
+    class Shrinking(io.BytesIO):
+        def seek(self, offset: int, whence: int = 0, /) -> int:
+            end = super().seek(offset, whence)
+            return end + 16 if whence else end
+
+    content = Shrinking(to_blob(KEY, draw())[:-16])
+    with pytest.raises(StateCorrupt, match="became shorter"):
+        read_blob(content, KEY, "blob", plain)
+
+
+def test_a_read_that_fails_is_not_called_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = written(to_blob(KEY, draw()), tmp_path)
+    monkeypatch.setattr(blob_module, "read_blob", fail)
+    with pytest.raises(StoreUnreadable, match=r"cannot read .*: Input/output error"):
+        load_blob(path, KEY, plain)
 
 
 @pytest.fixture(scope="module")
@@ -199,19 +241,21 @@ def test_safetensors_of_something_else_are_not_read(tmp_path: Path) -> None:
         read_bytes(save({"weight": torch.zeros(2)}), tmp_path)
 
 
-def test_a_missing_file_is_not_called_corrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "read", [map_blob, lambda path, key: load_blob(path, key, plain)], ids=["mapped", "loaded"]
+)
+def test_missing_and_unreadable_files_are_not_called_corrupt(
+    read: Callable[[Path, KVKey], StoredStates], tmp_path: Path
+) -> None:
     with pytest.raises(StateMissing, match=r"none\.safetensors"):
-        map_blob(tmp_path / "none.safetensors", KEY)
-
-
-def test_what_the_system_refuses_to_read_is_not_called_corrupt(tmp_path: Path) -> None:
+        read(tmp_path / "none.safetensors", KEY)
     with pytest.raises(StoreUnreadable, match="Is a directory"):
-        map_blob(tmp_path, KEY)
+        read(tmp_path, KEY)
 
 
 def test_bytes_from_elsewhere_are_read_alike() -> None:
     content = bytearray(to_blob(KEY, draw()))
-    assert_same(parse_blob(content, KEY, "s3://bucket/blob").loaded(plain), draw())
+    assert_same(read_blob(io.BytesIO(content), KEY, "s3://bucket/blob", plain), draw())
     content[-1] ^= 1
     with pytest.raises(StateCorrupt, match="s3://bucket/blob fails its checksum"):
-        parse_blob(content, KEY, "s3://bucket/blob").verified()
+        read_blob(io.BytesIO(content), KEY, "s3://bucket/blob", plain)

@@ -112,9 +112,7 @@ def test_the_order_of_the_entries_does_not_matter(
 
 
 @given(entries=entry_lists(), need=needs)
-def test_without_roots_each_policy_sorts_by_what_it_says(
-    entries: list[KVEntry], need: int
-) -> None:
+def test_without_roots_each_policy_sorts_by_what_it_says(entries: list[KVEntry], need: int) -> None:
     plain = [KVEntry(e.key, e.nbytes, e.last_use, hits=e.hits, cost=e.cost) for e in entries]
     worth = {
         "lru": lambda e: (e.last_use, e.key),
