@@ -1,0 +1,90 @@
+"""From disk to ready states, beside reading the same bytes plainly."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragcache.states import KVKey, KVStates
+from ragcache.store.tiers import DiskTier, HostTier
+
+
+def bench_disk(
+    folder: Path, blobs: int, shape: tuple[int, int, int, int], runs: int
+) -> dict[str, Any]:
+    """Medians in bytes a second over `blobs` modules of [L, Hkv, S, D] in bfloat16.
+
+    plain: a loop of reads into one buffer. mapped: verified where the page cache has them. host:
+    loaded into memory of the host tier, and verified there. Once with the files in the page cache
+    (`warm`) and once after the system was asked to drop them (`cold`; `dropped` tells whether it
+    did, since some file systems do not). Shares are of `plain` in the same state.
+    """
+    tier = DiskTier(folder)
+    keys = _fill(tier, blobs, shape)
+    host = HostTier(4 * 2 * 2 * torch.Size(shape).numel() + 2**20)
+    nbytes = sum(tier.path(key).stat().st_size for key in keys)
+    ways: dict[str, Callable[[KVKey], object]] = {
+        "plain": _plainly(tier),
+        "mapped": tier.get,
+        "host": lambda key: tier.load(key, host.allocate),
+    }
+    warm = {way: nbytes / s for way, s in _seconds(ways, tier, keys, runs, cold=False).items()}
+    cold = {way: nbytes / s for way, s in _seconds(ways, tier, keys, runs, cold=True).items()}
+    return {
+        "nbytes": nbytes,
+        "warm": warm | {f"{way}_share": warm[way] / warm["plain"] for way in ("mapped", "host")},
+        "cold": cold | {f"{way}_share": cold[way] / cold["plain"] for way in ("mapped", "host")},
+        "dropped": cold["plain"] < 0.8 * warm["plain"],
+    }
+
+
+def _fill(tier: DiskTier, blobs: int, shape: tuple[int, int, int, int]) -> list[KVKey]:
+    keys = [KVKey(f"{number:02x}" * 32) for number in range(blobs)]
+    for number, key in enumerate(keys):
+        torch.manual_seed(number)
+        keys_and_values = torch.randn(2, *shape).bfloat16()
+        tier.put(key, KVStates(keys_and_values[0], keys_and_values[1], 0))
+    return keys
+
+
+def _plainly(tier: DiskTier) -> Callable[[KVKey], object]:
+    buffer = bytearray(1 << 20)
+
+    def read(key: KVKey) -> None:
+        with tier.path(key).open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    return read
+
+
+def _seconds(
+    ways: dict[str, Callable[[KVKey], object]],
+    tier: DiskTier, keys: list[KVKey], runs: int, *, cold: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Each way in turn, so that what else the machine does meets all of them."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(runs):
+        for way, read in ways.items():
+            for key in keys:
+                _cache(tier.path(key), drop=cold)
+            begin = time.perf_counter()
+            for key in keys:
+                read(key)
+            times[way].append(time.perf_counter() - begin)
+    return {way: statistics.median(seconds) for way, seconds in times.items()}
+
+
+def _cache(path: Path, *, drop: bool) -> None:
+    """Brings a file into the page cache, or asks the system to forget it."""
+    with path.open("rb") as file:
+        if drop:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        else:
+            file.read()
