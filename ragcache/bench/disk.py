@@ -23,7 +23,7 @@ def bench_disk(
     plain: a loop of reads into one buffer. mapped: verified where the page cache has them. host:
     loaded into memory of the host tier, and verified there. Once with the files in the page cache
     (`warm`) and once after the system was asked to drop them (`cold`; `dropped` tells whether it
-    did, since some file systems do not). Shares are of `plain` in the same state.
+    did, since some file systems do not).
     """
     tier = DiskTier(folder)
     keys = _fill(tier, blobs, shape)
@@ -34,14 +34,19 @@ def bench_disk(
         "mapped": tier.get,
         "host": lambda key: tier.load(key, host.allocate),
     }
-    warm = {way: nbytes / s for way, s in _seconds(ways, tier, keys, runs, cold=False).items()}
-    cold = {way: nbytes / s for way, s in _seconds(ways, tier, keys, runs, cold=True).items()}
-    return {
-        "nbytes": nbytes,
-        "warm": warm | {f"{way}_share": warm[way] / warm["plain"] for way in ("mapped", "host")},
-        "cold": cold | {f"{way}_share": cold[way] / cold["plain"] for way in ("mapped", "host")},
-        "dropped": cold["plain"] < 0.8 * warm["plain"],
-    }
+    warm = _compared(_seconds(ways, tier, keys, runs, cold=False), nbytes)
+    cold = _compared(_seconds(ways, tier, keys, runs, cold=True), nbytes)
+    dropped = cold["plain"] < 0.8 * warm["plain"]
+    return {"nbytes": nbytes, "warm": warm, "cold": cold, "dropped": dropped}
+
+
+def _compared(times: dict[str, list[float]], nbytes: int) -> dict[str, float]:
+    """Bandwidths, and shares of the plain one: medians over rounds of what ran side by side."""
+    speeds = {way: nbytes / statistics.median(seconds) for way, seconds in times.items()}
+    for way in ("mapped", "host"):
+        pairs = zip(times["plain"], times[way], strict=True)
+        speeds[f"{way}_share"] = statistics.median(plain / seconds for plain, seconds in pairs)
+    return speeds
 
 
 def _fill(tier: DiskTier, blobs: int, shape: tuple[int, int, int, int]) -> list[KVKey]:
@@ -67,18 +72,20 @@ def _plainly(tier: DiskTier) -> Callable[[KVKey], object]:
 def _seconds(
     ways: dict[str, Callable[[KVKey], object]],
     tier: DiskTier, keys: list[KVKey], runs: int, *, cold: bool,
-) -> dict[str, float]:  # fmt: skip
-    """Each way in turn, so that what else the machine does meets all of them."""
+) -> dict[str, list[float]]:  # fmt: skip
+    """Each way in turn, so that what else the machine does meets all of them, and each as often
+    first, because a disk may have a cache of its own."""
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(runs):
-        for way, read in ways.items():
-            for key in keys:
-                _cache(tier.path(key), drop=cold)
-            begin = time.perf_counter()
-            for key in keys:
-                read(key)
-            times[way].append(time.perf_counter() - begin)
-    return {way: statistics.median(seconds) for way, seconds in times.items()}
+    names = list(ways)
+    for run in range(runs * len(ways)):
+        way = names[(run + run // len(ways)) % len(ways)]
+        for key in keys:
+            _cache(tier.path(key), drop=cold)
+        begin = time.perf_counter()
+        for key in keys:
+            ways[way](key)
+        times[way].append(time.perf_counter() - begin)
+    return times
 
 
 def _cache(path: Path, *, drop: bool) -> None:

@@ -74,7 +74,6 @@ def map_blob(path: Path, key: KVKey) -> StoredStates:
     with _open(path) as file:
         try:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            content.madvise(mmap.MADV_WILLNEED)  # reads ahead by more than faults would
         except ValueError as error:  # an empty file cannot be mapped
             raise StateCorrupt(f"{path} is not a readable blob of states ({error})") from error
         except OSError as error:

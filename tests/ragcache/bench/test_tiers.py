@@ -29,8 +29,8 @@ def test_the_disk_is_read_in_every_way_and_compared_with_plain_reading(tmp_path:
     assert 3 * 2 * 2 * 2 * 64 * 16 * 2 < result["nbytes"] < 3 * (2 * 2 * 2 * 64 * 16 * 2 + header)
     for state in ("warm", "cold"):
         for way in ("mapped", "host"):
-            share = result[state][way] / result[state]["plain"]
-            assert result[state][f"{way}_share"] == share > 0
+            share = result[state][way] / result[state]["plain"]  # of the only round
+            assert result[state][f"{way}_share"] == pytest.approx(share)
 
 
 def test_victims_are_timed_under_every_policy() -> None:
@@ -67,7 +67,7 @@ def test_the_keys_are_those_that_are_promised(result: dict[str, Any]) -> None:
     assert {"disk_bandwidth_share", "victims_ms", "hit_rate", "quantised"} <= set(result)
     assert {"lru", "gdsf", "lfu", "belady", "prefix"} <= set(result["hit_rate"])
     disk = result["disk"]["cold" if result["disk"]["dropped"] else "warm"]
-    assert result["disk_bandwidth_share"] == min(disk["mapped_share"], disk["host_share"])
+    assert result["disk_bandwidth_share"] == disk["host_share"]
     assert result["victims_ms"] == max(result["victims"].values())
     json.dumps(result, default=str)
 
