@@ -91,7 +91,7 @@ def _seconds(
 def _cache(path: Path, *, drop: bool) -> None:
     """Brings a file into the page cache, or asks the system to forget it."""
     with path.open("rb") as file:
-        if drop:
+        if drop and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        else:
+        elif not drop:
             file.read()

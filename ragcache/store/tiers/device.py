@@ -26,7 +26,8 @@ _BLOCK = 512  # bytes: what CUDA's caching allocator of torch rounds every tenso
 
 
 class DeviceTier:
-    """States on one device. Copies run on a stream of their own, beside what computes there.
+    """States on one device. Copies run on a stream of their own, beside what computes there on the
+    default stream.
 
     A `put` returns when its copy has ended, so that a thread of `Transfers` waits for it and the
     thread that computes does not. With `device="cpu"` it is a second host tier, for tests.

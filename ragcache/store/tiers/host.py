@@ -74,10 +74,13 @@ class HostTier:
             self._settle()  # this may be the address of a block that was freed just now
             self._blocks[address] = size
             self._used += size
-        end = weakref.finalize(block, self._release, address)
-        end.atexit = False  # the process takes all
         if self.pinned:
-            pin(address, size - self._align)
+            try:
+                pin(address, size - self._align)
+            except BaseException:
+                self._freed.append(address)
+                raise
+        weakref.finalize(block, self._release, address).atexit = False  # the process takes all
         return torch.from_numpy(block[begin : begin + nbytes])
 
     def size_of(self, states: StoredStates) -> int:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ class RemoteTier:
         if self._whole:
             self._files.pipe_file(path, blob)
             return
-        part = f"{path}.{threading.get_ident():x}{PART}"
+        part = f"{path}.{uuid4().hex}{PART}"
         try:
             self._files.pipe_file(part, blob)
             self._files.mv(part, path)

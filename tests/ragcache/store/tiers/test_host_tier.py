@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragcache.errors import StateCorrupt, StoreBudgetExceeded
+from ragcache.errors import StateCorrupt, StoreBudgetExceeded, StoreError
 from ragcache.states import KVStates
 from ragcache.states.quantised import quantise
 from ragcache.store.tiers import DiskTier, HostTier
+from ragcache.store.tiers import host as host_module
 from ragcache.store.transfers import promote
 from tests.ragcache.store.conftest import make_key, make_states, same
 
@@ -92,6 +93,50 @@ def test_quantised_states_fill_one_block() -> None:
     assert quantise(kept, "int8") is kept
     host.put(make_key(1), kept)
     assert host.get(make_key(1)) is kept
+
+
+class Pages:
+    """CUDA's registrations, as it would refuse them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.fails = fails
+        self.registered: dict[int, int] = {}
+        monkeypatch.setattr(host_module, "pin", self.pin)
+        monkeypatch.setattr(host_module, "unpin", self.unpin)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self.fails:
+            raise StoreError("cannot pin")
+        assert address % 4096 == nbytes % 4096 == 0
+        for begin, size in self.registered.items():
+            assert address + nbytes <= begin or begin + size <= address
+        self.registered[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_pinned_blocks_are_whole_pages_registered_as_long_as_they_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = Pages(monkeypatch)
+    host = HostTier(10**8, pinned=True)
+    for turn in range(300):
+        host.put(make_key(turn % 5), make_states(turn % 5, 1 + 97 * turn % 400))
+    assert len(pages.registered) == 5
+    assert host.used_bytes == sum(pages.registered.values()) + 5 * 4096
+    for key in list(host.keys()):
+        host.delete(key)
+    assert pages.registered == {}
+    assert host.used_bytes == 0
+
+
+def test_a_block_that_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pages(monkeypatch, fails=True)
+    host = HostTier(10**6, pinned=True)
+    with pytest.raises(StoreError, match="cannot pin"):
+        host.put(make_key(1), make_states(1))
+    assert (host.used_bytes, len(host)) == (0, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
