@@ -16,6 +16,8 @@
     │   └── UnknownSchema
     └── StoreError
         ├── NoState                 a folder that holds no ragcache state
+        ├── LedgerTooNew            the ledger was written by a later version
+        ├── LedgerUnavailable       the database is locked, or does not answer
         ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
         ├── StoreFull               no space left on the device
         ├── StoreUnwritable         the state folder cannot be written
@@ -97,6 +99,14 @@ class StoreError(RagCacheError):
 
 class NoState(StoreError, ValueError):
     """A folder holds no ragcache state."""
+
+
+class LedgerTooNew(StoreError, ValueError):
+    """The ledger was written by a later version of ragcache."""
+
+
+class LedgerUnavailable(StoreError, OSError):
+    """The ledger's database is locked by another process, or does not answer."""
 
 
 class StoreBudgetExceeded(StoreError):

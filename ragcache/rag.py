@@ -167,6 +167,12 @@ class RagCache:
         with self._turn:
             return self._parts.ingestor.delete(collection, document_ids)
 
+    def rename(self, collection: str, document_id: str, to: str) -> None:
+        """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
+        `DocumentError`."""
+        with self._turn:
+            self._parts.ingestor.rename(collection, document_id, to)
+
     def ask(
         self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted"
     ) -> Answer:
@@ -221,19 +227,21 @@ class RagCache:
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """Every module with the size, tiers and hits of its states."""
+        self._parts.store.ledger.flush()
         return list_modules(self._parts.database, collection)
 
     def stats(self) -> Stats:
         """What is kept and what happened since this process opened the folder."""
         store = self._parts.store
+        store.ledger.flush()
         return Stats(
             model=self._parts.model.name,
             collections=self._parts.catalogue.collections(),
             tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
-            host_budget_bytes=store.host.budget_bytes,
+            host_budget_bytes=store.host.budget_bytes or 0,
             encoded=store.counters.encoded,
             corrupt=store.counters.corrupt,
-            host_evictions=store.host.evictions,
+            host_evictions=store.counters.evictions["host", "pressure"],
         )
 
 

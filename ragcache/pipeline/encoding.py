@@ -10,7 +10,7 @@ from ragcache.config import Mode
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.states import KVKey, KVStates, state_key
-from ragcache.store import Catalogue, KVStore, Lease, ModuleRow
+from ragcache.store import Catalogue, KVStore, Lease, ModuleRow, Origin, Wish
 
 
 class ModuleEncoder:
@@ -33,32 +33,39 @@ class ModuleEncoder:
         root = self.preamble_key if mode == "rooted" else None
         return self._key(token_ids, mode, len(self.preamble_ids), root)
 
-    def lease(self, modules: Sequence[Sequence[int]], mode: Mode) -> Lease:
+    def lease(
+        self, modules: Sequence[Sequence[int]], mode: Mode, origin: Origin = "question"
+    ) -> Lease:
         """The states of the preamble and then of each module, encoded if need be."""
         module_keys = [self.key(ids, mode) for ids in modules]
         tokens = dict(zip(module_keys, modules, strict=True))
 
         def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
             if missing[0] == self.preamble_key:
-                yield from encode(self.model.causal, [EncodeJob(self.preamble_ids)])
+                yield from self._encode_preamble(missing[:1])
                 missing = missing[1:]
             if missing:
                 yield from self._encode([tokens[key] for key in missing], mode)
 
-        return self.store.lease([self.preamble_key, *module_keys], produce)
+        return self.store.lease(
+            [self.preamble_key, *module_keys], produce, self._wish(mode, origin)
+        )
+
+    def _wish(self, mode: Mode, origin: Origin) -> Wish:
+        return Wish(origin, mode, self.preamble_key, self.model.causal.fingerprint)
 
     def _encode(self, modules: Sequence[Sequence[int]], mode: Mode) -> Iterator[KVStates]:
         start = len(self.preamble_ids)
         if mode == "isolated":
             yield from encode(self.model.causal, [EncodeJob(ids, start) for ids in modules])
             return
-        with self.store.lease([self.preamble_key], self._no_states) as lease:
+        wish = self._wish(mode, "question")
+        with self.store.lease([self.preamble_key], self._encode_preamble, wish) as lease:
             root = Segment(lease.states[0], 0)
             yield from encode(self.model.causal, [EncodeJob(ids, start, root) for ids in modules])
 
-    @staticmethod
-    def _no_states(missing: Sequence[KVKey]) -> Iterator[KVStates]:
-        raise AssertionError(f"the preamble is leased before its modules: {missing}")
+    def _encode_preamble(self, _: Sequence[KVKey]) -> Iterator[KVStates]:
+        return encode(self.model.causal, [EncodeJob(self.preamble_ids)])
 
     def _key(self, token_ids: Sequence[int], mode: str, start: int, root: KVKey | None) -> KVKey:
         return state_key(

@@ -18,6 +18,8 @@ from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
 
 Progress = Callable[[int, int], None]
+Prepared = tuple[SourceDocument, list[tuple[str, list[int]]]]
+"""A document with the texts and token ids of its modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,8 @@ class Ingestor:
         self._check_window([ids for _, modules in prepared for _, ids in modules])
         total = sum(len(modules) for _, modules in prepared)
         before = self.store.counters.encoded
-        rows, done = [], 0
-        for document, modules in prepared:
-            for part in portions([ids for _, ids in modules]):
-                with self.encoder.lease(part, "rooted"):
-                    done += len(part)
-                if progress is not None:
-                    progress(done, total)
-            rows.append(self._row(document, modules))
-        replaced = self.catalogue.replace(collection, rows)
-        self.store.delete(self.store.ledger.unowned(replaced))
+        if prepared:
+            self._store(collection, prepared, progress)
         updated = sum(d.id in known for d in changed)
         return Ingestion(
             collection,
@@ -88,9 +82,31 @@ class Ingestor:
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
         known = self.catalogue.documents(collection)
-        freed = self.catalogue.delete(collection, document_ids)
-        self.store.delete(self.store.ledger.unowned(freed))
+        self.store.discard(self.catalogue.delete(collection, document_ids))
         return len(known.keys() & set(document_ids))
+
+    def rename(self, collection: str, document_id: str, to: str) -> None:
+        """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
+        `DocumentError`."""
+        self.catalogue.rename(collection, document_id, to)
+
+    def _store(
+        self, collection: str, prepared: Sequence[Prepared], progress: Progress | None
+    ) -> None:
+        """Encodes, then replaces documents in one transaction. What is encoded belongs to the job
+        until then, and stays for the next one should this one be interrupted."""
+        jobs, total = self.store.jobs, sum(len(modules) for _, modules in prepared)
+        rows, done = [], 0
+        with jobs.running(f"collection {collection}", total) as job:
+            for document, modules in prepared:
+                for part in portions([ids for _, ids in modules]):
+                    jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
+                    with self.encoder.lease(part, "rooted", "ingest"):
+                        done += len(part)
+                    if progress is not None:
+                        progress(done, total)
+                rows.append(self._row(document, modules))
+            self.store.discard(self.catalogue.replace(collection, rows, job))
 
     def _digest(self, document: SourceDocument) -> str:
         """Of text and metadata, and of all that decides how the text becomes modules."""

@@ -15,7 +15,7 @@ from ragcache.engine import EncodeJob, encode
 from ragcache.models import LoadedModel
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.states import KVKey, KVStates, state_key
-from ragcache.store import KVStore, Lease
+from ragcache.store import KVStore, Lease, Origin, Wish
 from ragcache_schemas import Path, Piece, Scope
 
 
@@ -70,7 +70,7 @@ class ScopeEncoder:
             offsets=offsets,
         )
 
-    def lease(self, groups: Sequence[ScopeTokens]) -> Lease:
+    def lease(self, groups: Sequence[ScopeTokens], origin: Origin = "question") -> Lease:
         """The states of each group, encoded if need be."""
         keys = [self.key(group) for group in groups]
         keyed = dict(zip(keys, groups, strict=True))
@@ -78,7 +78,8 @@ class ScopeEncoder:
         def produce(missing: Sequence[KVKey]) -> Iterable[KVStates]:
             return self._encode([keyed[key] for key in missing])
 
-        return self.store.lease(keys, produce)
+        wish = Wish(origin, "schema", None, self.model.causal.fingerprint)
+        return self.store.lease(keys, produce, wish)
 
     def _encode(self, groups: Sequence[ScopeTokens]) -> Iterator[KVStates]:
         jobs = [
