@@ -7,7 +7,7 @@ them, so that the columns are kept up to date one use at a time and read all at 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +114,24 @@ class Entries:
         for name, value in zip(_COLUMNS, row, strict=False):  # all but the prefix
             self._columns[name][slot] = value
         self.used_bytes += entry.nbytes
+
+    def extend(self, entries: Sequence[KVEntry]) -> None:
+        """Adds many entries at once, as `add` would one by one."""
+        fresh = list({entry.key: entry for entry in entries}.values())
+        for entry in fresh:
+            if entry.key in self._slots and entry.key in self:
+                self.remove(entry.key)
+        slots = np.fromiter((self._slot(entry.key) for entry in fresh), np.int64, len(fresh))
+        roots = [_NONE if entry.root is None else self._slot(entry.root) for entry in fresh]
+        chosen = np.array(roots, np.int64)
+        np.add.at(self._dependents, chosen[chosen != _NONE], 1)
+        columns = self._columns
+        columns["resident"][slots] = True
+        columns["root"][slots] = chosen
+        columns["leases"][slots] = [int(entry.leased) for entry in fresh]
+        for name in ("nbytes", "last_use", "hits", "pinned", "cost", "expires_at", "clock"):
+            columns[name][slots] = [getattr(entry, name) for entry in fresh]
+        self.used_bytes += int(columns["nbytes"][slots].sum())
 
     def remove(self, key: KVKey) -> None:
         """Removes an entry, leased or not. Raises `KeyError` for a key that is not here."""

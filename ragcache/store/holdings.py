@@ -101,6 +101,16 @@ class Holdings:
             if self.is_held(row.key):
                 shelf.entries.lease(row.key)
 
+    def know(self, shelf: Shelf, rows: Sequence[StateRow]) -> None:
+        """Notes that a tier that outlives processes holds states, as the ledger says."""
+        with self.lock:
+            shelf.entries.extend([row.entry() for row in rows])
+            for key in [row.key for row in rows if row.key in self._held]:
+                shelf.entries.lease(key)
+            self.facts.update((row.key, row.facts) for row in rows)
+            self.pinned.update(row.key for row in rows if row.pinned)
+            self.until.update((r.key, r.expires_at) for r in rows if r.expires_at != math.inf)
+
     def place(
         self, shelf: Shelf, key: KVKey, states: KVStates, tick: int, *, admitted: bool
     ) -> KVStates | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ragcache.states import FORMAT_VERSION, KVKey
@@ -67,10 +68,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
+_key = lru_cache(1024)(KVKey)  # roots, of which there are few
+
+
 def state_row(row: Any) -> StateRow:
     """Of a row of `COLUMNS`."""
     key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, cost, *rest = row
     mode, root, model, version = rest
-    facts = Facts(tokens, cost, mode, KVKey(root) if root else None, model, version)
+    facts = Facts(tokens, cost, mode, _key(root) if root else None, model, version)
     until = math.inf if expires_at is None else expires_at
     return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, facts)

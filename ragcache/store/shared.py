@@ -54,16 +54,9 @@ class SharedTiers:
 
     def learn(self, rows: Iterable[StateRow]) -> None:
         """Takes rows of the ledger into memory, be they of this process or of others."""
-        with self._holdings.lock:
-            for row in rows:
-                shelf = self.shelf(row.tier)
-                if shelf is None:
-                    continue
-                self._holdings.enter(shelf, row)
-                self._holdings.facts[row.key] = row.facts
-                if row.pinned:
-                    self._holdings.pinned.add(row.key)
-                self._holdings.until[row.key] = row.expires_at
+        rows = list(rows)
+        for shelf in self.shelves:
+            self._holdings.know(shelf, [row for row in rows if row.tier == shelf.name])
 
     def read(self, key: KVKey) -> tuple[Shelf, StoredStates] | None:
         """The states of a key whose flight is this thread's, from the nearest tier that has them.

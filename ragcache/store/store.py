@@ -19,7 +19,7 @@ from ragcache.store.holdings import Holdings
 from ragcache.store.jobs import Jobs
 from ragcache.store.lease import Lease
 from ragcache.store.ledger import Ledger
-from ragcache.store.opening import place_of, reconcile
+from ragcache.store.opening import place_of, reconcile, without_collection
 from ragcache.store.ownership import owned_among
 from ragcache.store.policy import Policy
 from ragcache.store.shared import SharedTiers
@@ -87,10 +87,24 @@ class KVStore:
         store.start()
         return store
 
+    @classmethod
+    def inspect(cls, folder: Path, database: Database) -> KVStore:
+        """Opens the store of a state folder as it was left: nothing is mended, nothing runs beside.
+
+        For `verify` and for operators' commands, while other processes may have it open.
+        """
+        ledger = Ledger(database, place_of(database, folder / "states"))
+        disk = DiskTier.open(folder / "states")
+        store = cls(ledger, [HostTier(1 << 30)], [disk])
+        store.shared.learn(ledger.begin())
+        return store
+
     def start(self) -> None:
         """Begins the session: reads the ledger, ends what died, and starts the threads."""
-        self.shared.learn(self.ledger.begin())
-        reconcile(self.ledger, self.shared)
+        with without_collection():
+            rows = self.ledger.begin()
+            self.shared.learn(rows)
+        reconcile(self.ledger, self.shared, rows)
         self._background.start()
 
     @property

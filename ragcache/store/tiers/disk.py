@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,10 +64,14 @@ class DiskTier:
     def path(self, key: KVKey) -> Path:
         return self.folder / key.digest[:2] / f"{key.digest}{SUFFIX}"
 
-    def scan(self) -> dict[KVKey, int]:
-        """Keys and allocated bytes of all blobs, counted anew."""
+    def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:
+        """Keys and allocated bytes of all blobs, counted anew. known: what need not be measured."""
         sizes = {}
+        known = known or {}
         for key in self.keys():
+            if key in known:
+                sizes[key] = known[key]
+                continue
             with suppress(FileNotFoundError):  # another process has just deleted it
                 sizes[key] = allocated(self.path(key))
         with self._lock:
@@ -115,10 +120,13 @@ class DiskTier:
         return self.path(key).exists()
 
     def keys(self) -> Iterator[KVKey]:
-        for path in self.folder.glob(f"??/*{SUFFIX}"):
-            key = key_of(path.name)
-            if key is not None and path == self.path(key):
-                yield key
+        with suppress(FileNotFoundError):
+            folders = [each for each in os.scandir(self.folder) if len(each.name) == 2]
+            for folder in folders:
+                for file in os.scandir(folder) if folder.is_dir() else ():
+                    key = key_of(file.name)
+                    if key is not None and key.digest[:2] == folder.name:
+                        yield key
 
     def nbytes(self, key: KVKey) -> int:
         """Bytes allocated for a blob. Raises `StateMissing`."""
