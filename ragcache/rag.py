@@ -21,6 +21,7 @@ from ragcache.pipeline import (
     Ingestion,
     Ingestor,
     ModuleEncoder,
+    Modules,
     ModuleTokens,
     PromptRunner,
     ScopeEncoder,
@@ -71,6 +72,7 @@ class Parts:
     ingestor: Ingestor
     answerer: Answerer
     prompts: PromptRunner
+    modules: Modules
 
     @classmethod
     def wire(
@@ -94,6 +96,7 @@ class Parts:
             Ingestor(catalogue, store, encoder, retriever, settings),
             Answerer(catalogue, encoder, tokens, retriever, settings),
             PromptRunner(SchemaTexts(database), scopes, template, settings),
+            Modules(catalogue, store, encoder, tokens),
         )
 
 
@@ -224,6 +227,11 @@ class RagCache:
         modules = self._parts.catalogue.modules(collection)
         schema = generated_schema(collection, self._parts.answerer.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
+
+    @property
+    def modules(self) -> Modules:
+        """Warming, pinning, moving and evicting the states of documents."""
+        return self._parts.modules
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """Every module with the size, tiers and hits of its states."""

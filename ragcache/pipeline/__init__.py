@@ -4,6 +4,7 @@ from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
+from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.schema import generated_schema, members
 from ragcache.pipeline.scope_states import ScopeEncoder
@@ -16,6 +17,7 @@ __all__ = [
     "Ingestor",
     "ModuleEncoder",
     "ModuleTokens",
+    "Modules",
     "PromptRunner",
     "Reuse",
     "ScopeEncoder",

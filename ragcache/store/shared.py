@@ -107,6 +107,13 @@ class SharedTiers:
         `StoreError`."""
         with self._holdings.lock:
             lacking = [shelf for shelf in self.shelves if key not in shelf.entries]
+        self._add(lacking, key, states, tick)
+
+    def add_to(self, shelf: Shelf, key: KVKey, states: KVStates, tick: int) -> None:
+        """As `add`, to one tier."""
+        self._add([shelf], key, states, tick)
+
+    def _add(self, lacking: list[Shelf], key: KVKey, states: KVStates, tick: int) -> None:
         mine, _ = self._flights.begin([key] if lacking else [])
         try:
             claimed = self._ledger.claims.take(mine) if mine else []
@@ -115,10 +122,6 @@ class SharedTiers:
         finally:
             self._ledger.claims.drop(mine)
             self._flights.end(mine)
-
-    def write_to(self, shelf: Shelf, key: KVKey, states: KVStates, tick: int) -> None:
-        """As `write`, to one tier. Raises `StoreError`."""
-        self._write(shelf, key, states, tick, last=True)
 
     def _write(self, shelf: Shelf, key: KVKey, states: KVStates, tick: int, *, last: bool) -> None:
         budget = shelf.tier.budget_bytes
@@ -189,7 +192,7 @@ class SharedTiers:
             if found is None or not self._ledger.claims.take([key]):
                 continue
             try:
-                self.write_to(after[0], key, restored(found[1]), self._ledger.tick())
+                self._write(after[0], key, restored(found[1]), self._ledger.tick(), last=True)
             except StoreError as error:
                 logger.warning("%s; the states leave without a copy", error)
                 self._ledger.claims.drop([key])
