@@ -78,7 +78,7 @@ def move(
 
 
 def _bring(store: KVStore, key: KVKey, target: Shelf) -> None:
-    with store.fetch([key]) as lease:
+    with store.borrow([key]) as lease:
         states = lease.found.get(key)
         if states is None or key in target.entries:
             return

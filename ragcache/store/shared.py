@@ -231,6 +231,19 @@ class SharedTiers:
         if keys:
             self.discard(keys)
 
+    def is_orphan(self, shelf: Shelf, key: KVKey, *, remove: bool) -> bool:
+        """Whether a tier holds a blob without a row that no thread and no process is working at;
+        removes it if asked to."""
+        mine, _ = self._flights.begin([key])
+        try:
+            gone = self._ledger.reclaim(shelf.name, mine) if mine else []
+            found = bool(gone) and key in shelf.tier
+            self._delete_blobs(shelf, gone if remove else [])
+            self._ledger.claims.drop(gone)
+            return found
+        finally:
+            self._flights.end(mine)
+
     def _delete_blobs(self, shelf: Shelf, keys: Sequence[KVKey]) -> None:
         """Their claims, which this session holds, end in any case: a blob that could not be deleted
         has no row any more, and `verify` names it."""

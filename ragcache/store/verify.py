@@ -101,12 +101,8 @@ def _blobs(
         if progress is not None:
             progress(done + 1, len(rows))
     for key in sorted(blobs - rows.keys()):
-        if not store.ledger.reclaim(shelf.name, [key]):
-            continue  # written, or being written, since
-        if repair:
-            shelf.tier.delete(key)
-        store.ledger.claims.drop([key])
-        yield Disagreement("orphan", f"{shelf.name} {key}", "a blob without a row", repair)
+        if store.shared.is_orphan(shelf, key, remove=repair):
+            yield Disagreement("orphan", f"{shelf.name} {key}", "a blob without a row", repair)
 
 
 def _fault(shelf: Shelf, key: KVKey, nbytes: int) -> tuple[str, str] | None:
