@@ -8,7 +8,6 @@ from typing import Literal
 
 from ragcache.errors import ConfigurationError
 from ragcache.states import KVKey
-from ragcache.states.quantised import restored
 from ragcache.store.shelf import Shelf
 from ragcache.store.store import KVStore
 
@@ -86,7 +85,7 @@ def _bring(store: KVStore, key: KVKey, target: Shelf) -> None:
         if target.tier.persistent:
             store.shared.add_to(target, key, states, tick)
         else:
-            store.holdings.place(target, key, restored(states), tick, admitted=True)
+            store.holdings.place(target, key, states, tick, admitted=True)
 
 
 def _held(store: KVStore, keys: Sequence[KVKey]) -> list[tuple[KVKey, Shelf, int]]:

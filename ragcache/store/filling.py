@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
@@ -91,11 +92,11 @@ class Filler:
         """Brings states to the first tier where there is room for them. It is no use of theirs."""
         mine, _ = self._flights.begin([key])
         try:
-            found = self._shared.read(key) if mine else None
+            room = partial(self._holdings.room, admitted=False)
+            found = self._shared.read(key, room) if mine else None
             if found is not None:
-                tick = self._ledger.tick()
-                states = restored(found[1])
-                self._holdings.place(self._holdings.top, key, states, tick, admitted=False)
+                tick, top = self._ledger.tick(), self._holdings.top
+                self._holdings.place(top, key, found[1], tick, admitted=False)
         finally:
             self._flights.end(mine)
 
@@ -105,7 +106,7 @@ class Filler:
         states = holdings.find(key, tick)
         if states is None:
             return False
-        if key in holdings.top.probation and self._admits(wish, key, tick):
+        if key in holdings.top.probation and self._admits(lease, wish, key, tick):
             with holdings.lock:
                 holdings.top.admit(key)
                 self.reused.add(key)
@@ -157,9 +158,12 @@ class Filler:
                 self._ledger.claims.wait_for(left, ENCODING_SECONDS)
         return True
 
-    def _admits(self, wish: Wish, key: KVKey, tick: int) -> bool:
+    def _admits(self, lease: Lease, wish: Wish, key: KVKey, tick: int) -> bool:
+        """Decided once a lease, which is one use however often its states are looked for."""
         with self._holdings.lock:
-            return self._sightings.admits(wish.origin, key, tick)
+            if key not in lease.admitted:
+                lease.admitted[key] = self._sightings.admits(wish.origin, key, tick)
+            return lease.admitted[key]
 
     def _drop_claims(self, keys: list[KVKey]) -> None:
         """Of those that were not recorded, which ends a claim. A ledger that has gone away in the
@@ -178,21 +182,24 @@ class Filler:
                 if key in shelf.entries and found is None:
                     shelf.touch(key, tick)
                     found = shelf, shelf.tier.get(key)
-        found = found or self._shared.read(key)
+        known = any(key in each.entries for each in holdings.every)
+        admitted = known and self._admits(lease, wish, key, tick)
+        room = partial(holdings.room, admitted=admitted)
+        found = found or self._shared.read(key, room)
         if found is None:
             return False
-        shelf, states = found[0], restored(found[1])
+        shelf, stored = found
         with holdings.lock:
             if key in shelf.entries:
                 shelf.touch(key, tick)
-        admitted = self._admits(wish, key, tick)
         if admitted and shelf.tier.persistent and shelf is not self._shared.shelves[0]:
             self.reused.add(key)
-        placed = holdings.place(holdings.top, key, states, tick, admitted=admitted)
+        placed = holdings.place(holdings.top, key, stored, tick, admitted=admitted)
+        states = placed or restored(stored)
         if placed is None:
             mapped = shelf.tier.name == "disk" and shelf.tier.kv_dtype == "model"
             holdings.keep_loose(key, states, beside=not mapped)
-        lease.found[key], lease.source[key] = placed or states, shelf.name
+        lease.found[key], lease.source[key] = states, shelf.name
         lease.moved[shelf.name] += states.nbytes
         self._flights.end([key])
         return True
@@ -230,7 +237,7 @@ class Filler:
         with holdings.lock:
             holdings.facts[key] = wish.facts(key, states.length)
             holdings.dropped.pop(key, None)
-        admitted = kept or self._admits(wish, key, tick)
+        admitted = kept or self._admits(lease, wish, key, tick)
         if kept:
             try:
                 self._shared.write(key, states, tick)

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey, KVStates
+from ragcache.states.blob import Allocate
 from ragcache.states.quantised import StoredStates, restored
 from ragcache.store.counters import Counters
 from ragcache.store.notes import Notes
 from ragcache.store.rows import Facts, StateRow
 from ragcache.store.shelf import Leaving, Shelf
+from ragcache.store.tiers import HostTier
 
 _Demoted = tuple[KVKey, StoredStates, int]  # with their last use
 
@@ -112,12 +114,13 @@ class Holdings:
             self.until.update((r.key, r.expires_at) for r in rows if r.expires_at != math.inf)
 
     def place(
-        self, shelf: Shelf, key: KVKey, states: KVStates, tick: int, *, admitted: bool
+        self, shelf: Shelf, key: KVKey, states: StoredStates, tick: int, *, admitted: bool
     ) -> KVStates | None:
         """Puts states into a tier in memory; returns them as the tier has them, None where they
         found no room."""
         with self._placing[shelf.name]:
-            room = shelf.tier.size_of(states)
+            loaded = isinstance(shelf.tier, HostTier) and shelf.tier.owns(states)
+            room = 0 if loaded else shelf.tier.size_of(states)
             need = shelf.tier.used_bytes + room - (shelf.tier.budget_bytes or room)
             if need > 0 and not self._make_room(shelf, need, admitted=admitted):
                 return None
@@ -130,6 +133,18 @@ class Holdings:
                 self.enter(shelf, row, admitted=admitted)
                 self._notes.admitted(row)
             return restored(shelf.tier.get(key))
+
+    def room(self, nbytes: int, *, admitted: bool) -> Allocate | None:
+        """Memory of the first tier for so many bytes to be loaded into, where it can be given: what
+        is loaded there is then placed without a copy."""
+        tier = self.top.tier
+        if not isinstance(tier, HostTier):
+            return None
+        with self._placing[tier.name]:
+            need = tier.used_bytes + nbytes - (tier.budget_bytes or nbytes)
+            if need > 0 and not self._make_room(self.top, need, admitted=admitted):
+                return None
+        return tier.allocate
 
     def keep_loose(self, key: KVKey, states: KVStates, *, beside: bool) -> None:
         """Keeps states for as long as they are leased. beside: whether they take room beside the

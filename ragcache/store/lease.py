@@ -12,7 +12,8 @@ class Lease:
     """States in use: no tier lets go of them until the lease is released.
 
     states: in the order of the keys. source: for each key the tier that it was found in (`device`,
-    `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
+    `host`, `disk` or `remote`) or `encoded`. admitted: for keys that were not in the first tier,
+    whether they may push others out. moved: bytes read from each tier below the first.
     """
 
     def __init__(
@@ -21,6 +22,7 @@ class Lease:
         self.keys = tuple(keys)
         self.found: dict[KVKey, KVStates] = {}
         self.source: dict[KVKey, str] = {}
+        self.admitted: dict[KVKey, bool] = {}
         self.moved: dict[str, int] = dict.fromkeys(below, 0)
         self._release = release
         self._released = False

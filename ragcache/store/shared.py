@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ragcache.errors import (
     RemoteUnavailable,
@@ -19,6 +19,7 @@ from ragcache.errors import (
     StoreUnreadable,
 )
 from ragcache.states import KVKey, KVStates
+from ragcache.states.blob import Allocate
 from ragcache.states.quantised import StoredStates, restored
 from ragcache.store.counters import Counters
 from ragcache.store.flights import Flights
@@ -29,6 +30,8 @@ from ragcache.store.shelf import Shelf
 from ragcache.store.tiers import DiskTier
 
 logger = logging.getLogger(__name__)
+
+Room = Callable[[int], Allocate | None]
 
 _ATTEMPTS = 16  # at making room, against other processes that fill it
 
@@ -58,10 +61,12 @@ class SharedTiers:
         for shelf in self.shelves:
             self._holdings.know(shelf, [row for row in rows if row.tier == shelf.name])
 
-    def read(self, key: KVKey) -> tuple[Shelf, StoredStates] | None:
+    def read(self, key: KVKey, room: Room | None = None) -> tuple[Shelf, StoredStates] | None:
         """The states of a key whose flight is this thread's, from the nearest tier that has them.
 
-        What is corrupt or vanished loses its row; what cannot be read now is passed over.
+        What is corrupt or vanished loses its row; what cannot be read now is passed over. room:
+        asked for memory to load blobs of a disk into; where it has none, or without it, they are
+        mapped.
         """
         for shelf in self.shelves:
             with self._holdings.lock:
@@ -69,7 +74,7 @@ class SharedTiers:
             if not known:
                 continue
             try:
-                return shelf, shelf.tier.get(key)
+                return shelf, self._get(shelf, key, room)
             except (StateCorrupt, StateMissing) as error:
                 logger.warning("%s; the states are encoded again", error)
                 self._counters.corrupt += 1
@@ -78,6 +83,17 @@ class SharedTiers:
                 logger.warning("%s; the states are looked for elsewhere", error)
                 self._counters.unreadable += 1
         return None
+
+    def _get(self, shelf: Shelf, key: KVKey, room: Room | None) -> StoredStates:
+        if room is None or not isinstance(shelf.tier, DiskTier):
+            return shelf.tier.get(key)
+        with self._holdings.lock:
+            nbytes = shelf.entries.get(key).nbytes if key in shelf.entries else 0
+        allocate = room(nbytes)
+        try:
+            return shelf.tier.get(key) if allocate is None else shelf.tier.load(key, allocate)
+        except StoreBudgetExceeded:  # another thread took the room
+            return shelf.tier.get(key)
 
     def _expel_corrupt(self, shelf: Shelf, key: KVKey) -> None:
         """Where the ledger cannot be written, this process alone forgets what is corrupt."""

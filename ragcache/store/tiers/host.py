@@ -89,7 +89,7 @@ class HostTier:
     def put(self, key: KVKey, states: StoredStates) -> int:
         """As `Tier.put`. States in memory from `allocate` are kept as they are, others copied."""
         kept = quantise(states, self.kv_dtype)
-        own = kept if self._owns(kept) else self._copy(kept)
+        own = kept if self.owns(kept) else self._copy(kept)
         with self._lock:
             self._states[key] = own
         return self._size(own.nbytes)
@@ -118,7 +118,7 @@ class HostTier:
         """Bytes of a block that holds so many at an aligned address."""
         return -(-nbytes // self._align) * self._align + self._align
 
-    def _owns(self, states: StoredStates) -> bool:
+    def owns(self, states: StoredStates) -> bool:
         """Whether states fill one of this tier's blocks."""
         addresses = {t.untyped_storage().data_ptr() for t in tensors_of(states).values()}
         if len(addresses) != 1 or states.keys.device.type != "cpu":

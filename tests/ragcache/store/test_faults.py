@@ -62,7 +62,8 @@ def test_a_disk_that_cannot_be_read_costs_an_encoding(
 
     library.store.evict(library.keys("ash"), "host")
     with monkeypatch.context() as patched:
-        patched.setattr(library.store.disk, "get", refuse)
+        for name in ("get", "load"):
+            patched.setattr(library.store.disk, name, refuse)
         assert set(library.read("ash")) == {"encoded"}
     assert library.store.counters.unreadable > 0
     assert library.store.counters.corrupt == 0
