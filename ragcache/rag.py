@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
+from typing import Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
@@ -38,8 +38,10 @@ from ragcache.store import (
     KVStore,
     ModuleListing,
     SchemaTexts,
+    TierOptions,
     Vectors,
     list_modules,
+    open_tiers,
 )
 from ragcache_schemas import Placement, Schema, expand
 
@@ -48,13 +50,15 @@ from ragcache_schemas import Placement, Schema, expand
 class Stats:
     """What is kept and what happened. tiers: by tier, states, bytes, tokens and hits of all time.
 
-    encoded: modules encoded since this process opened the state folder; corrupt: blobs that failed
-    their checksum and were encoded again; host_evictions: states that left memory for lack of room.
+    evictions: by tier and reason, and how many of them were fetched again. encoded: modules encoded
+    since this process opened the state folder; corrupt: blobs that failed their checksum and were
+    encoded again; host_evictions: states that left memory for lack of room.
     """
 
     model: str
     collections: dict[str, int]
     tiers: dict[str, dict[str, int]]
+    evictions: dict[str, dict[str, int]]
     host_budget_bytes: int
     encoded: int
     corrupt: int
@@ -120,19 +124,22 @@ class RagCache:
         module_tokens: int = 384,
         host_bytes: int | str = "2GiB",
         max_new_tokens: int = 64,
+        **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder, making it if need be.
 
         model: None is the embedded reader; a folder, a hub name, or a model already loaded.
         embedding: None retrieves by words alone (BM25); `"minilm"` or any LangChain `Embeddings`
-        adds meaning. Raises `ConfigurationError`, `ModelError` or `StoreUnwritable`.
+        adds meaning. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError` or
+        `StoreError`.
         """
         settings = Settings(module_tokens, parse_bytes(host_bytes), max_new_tokens)
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(model)
-        database = Database.open(folder / "ledger.sqlite")
-        store = KVStore.open(folder, database, settings.host_bytes)
+        database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
+        chosen = open_tiers(tiers, loaded.causal.device)
+        store = KVStore.open(folder, database, settings.host_bytes, **chosen)
         return cls(Parts.wire(database, store, loaded, embedder, settings))
 
     def __enter__(self) -> RagCache:
@@ -246,6 +253,7 @@ class RagCache:
             model=self._parts.model.name,
             collections=self._parts.catalogue.collections(),
             tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
+            evictions=store.ledger.evictions(),
             host_budget_bytes=store.host.budget_bytes or 0,
             encoded=store.counters.encoded,
             corrupt=store.counters.corrupt,

@@ -10,6 +10,7 @@ from ragcache.store.jobs import Jobs
 from ragcache.store.lease import Lease
 from ragcache.store.ledger import Ledger
 from ragcache.store.listing import ModuleListing, list_modules
+from ragcache.store.options import TierOptions, open_tiers
 from ragcache.store.policy import choose_victims
 from ragcache.store.schemas import SchemaText, SchemaTexts
 from ragcache.store.store import KVStore
@@ -37,8 +38,10 @@ __all__ = [
     "SchemaText",
     "SchemaTexts",
     "Tier",
+    "TierOptions",
     "Vectors",
     "Wish",
     "choose_victims",
     "list_modules",
+    "open_tiers",
 ]
