@@ -10,6 +10,7 @@ from typing import Any
 
 from ragcache.bench.disk import bench_disk
 from ragcache.bench.hit_rate import bench_hit_rate
+from ragcache.bench.ledger import bench_ledger
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.quantised import bench_quantised
 from ragcache.bench.shapes import LlamaShape
@@ -49,11 +50,13 @@ def bench_tiers(
 
     disk_bandwidth_share: states read from disk into the host tier and verified, against reading the
     same bytes plainly, with a cold page cache where the system drops it.
-    victims_ms: choosing victims among all entries, under the slowest policy. hit_rate: by policy.
+    ledger_ms_p50: the ledger's part of a request, with as many modules as entries; open_s: opening
+    such a store. victims_ms: choosing victims among all entries, under the slowest policy.
+    hit_rate: by policy.
     """
     setting = setting or TiersSetting()
     result: dict[str, Any] = {}
-    for part in (_disk, _victims, _hit_rate, _quantised):
+    for part in (_disk, _victims, _ledger, _hit_rate, _quantised):
         result |= part(setting, progress)
     return result | {"setting": asdict(setting), "machine": describe_machine()}
 
@@ -70,6 +73,12 @@ def _victims(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
     progress(f"choosing victims among {setting.entries:,} entries")
     medians = bench_victims(setting.entries)
     return {"victims_ms": max(medians.values()), "victims": medians}
+
+
+def _ledger(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
+    progress(f"opening a store of {setting.entries:,} modules")
+    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
+        return bench_ledger(Path(folder), setting.entries)
 
 
 def _hit_rate(setting: TiersSetting, progress: Progress) -> dict[str, Any]:

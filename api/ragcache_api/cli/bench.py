@@ -139,6 +139,11 @@ def _show_tiers(result: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print()
+    console.print(
+        f"a store of {result['setting']['entries']:,} modules opens in {result['open_s']:.1f} s; "
+        f"its ledger takes {result['ledger_ms_p50']:.2f} ms of a request"
+    )
+    console.print()
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("kept as", "bytes", "error of keys", "of values", "answers begin alike"):
         table.add_column(column, justify="left" if column == "kept as" else "right")
