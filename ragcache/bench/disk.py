@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ragcache.planning.pages import drop_pages, fill_pages
 from ragcache.states import KVKey, KVStates
 from ragcache.store.tiers import DiskTier, HostTier
 
@@ -76,22 +76,13 @@ def _seconds(
     """Each way in turn, so that what else the machine does meets all of them, and each as often
     first, because a disk may have a cache of its own."""
     times: dict[str, list[float]] = {way: [] for way in ways}
-    names = list(ways)
+    names, prepare = list(ways), drop_pages if cold else fill_pages
     for run in range(runs * len(ways)):
         way = names[(run + run // len(ways)) % len(ways)]
         for key in keys:
-            _cache(tier.path(key), drop=cold)
+            prepare(tier.path(key))
         begin = time.perf_counter()
         for key in keys:
             ways[way](key)
         times[way].append(time.perf_counter() - begin)
     return times
-
-
-def _cache(path: Path, *, drop: bool) -> None:
-    """Brings a file into the page cache, or asks the system to forget it."""
-    with path.open("rb") as file:
-        if drop and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        elif not drop:
-            file.read()

@@ -15,8 +15,10 @@ from ragcache_api.cli import (
     evaluate,
     ingest,
     modules,
+    plan,
     prompt,
     schema,
+    stats,
     verify,
 )
 from ragcache_api.cli.console import errors
@@ -35,6 +37,8 @@ app.command("ask")(ask.ask)
 app.command("prompt")(prompt.prompt)
 app.command("eval")(evaluate.evaluate_command)
 app.command("doctor")(doctor.doctor)
+app.command("stats")(stats.stats)
+app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.add_typer(modules.app, name="modules")
 app.add_typer(schema.app, name="schema")
