@@ -1,4 +1,4 @@
-"""The store: disk to ready, choosing victims, hit rates, and what eight bits cost."""
+"""The store: disk to ready, first tokens by tier, ledger, victims, hit rates, eight bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragcache.bench.by_tier import ByTierSetting, bench_by_tier
 from ragcache.bench.disk import bench_disk
 from ragcache.bench.hit_rate import bench_hit_rate
 from ragcache.bench.ledger import bench_ledger
@@ -30,6 +31,7 @@ class TiersSetting:
     module_tokens: int = 1024
     blobs: int = 16
     disk_runs: int = 9
+    by_tier: ByTierSetting = ByTierSetting()
     entries: int = 100_000
     workload: ZipfWorkload = ZipfWorkload()
     questions: int = 48
@@ -50,13 +52,14 @@ def bench_tiers(
 
     disk_bandwidth_share: states read from disk into the host tier and verified, against reading the
     same bytes plainly, with a cold page cache where the system drops it.
+    ttft_by_tier: seconds to the first token with the modules in each tier, and `computed`.
     ledger_ms_p50: the ledger's part of a request, with as many modules as entries; open_s: opening
     such a store. victims_ms: choosing victims among all entries, under the slowest policy.
     hit_rate: by policy.
     """
     setting = setting or TiersSetting()
     result: dict[str, Any] = {}
-    for part in (_disk, _victims, _ledger, _hit_rate, _quantised):
+    for part in (_disk, _by_tier, _victims, _ledger, _hit_rate, _quantised):
         result |= part(setting, progress)
     return result | {"setting": asdict(setting), "machine": describe_machine()}
 
@@ -67,6 +70,11 @@ def _disk(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
         disk = bench_disk(Path(folder), setting.blobs, setting.module, setting.disk_runs)
     state = disk["cold"] if disk["dropped"] else disk["warm"]
     return {"disk_bandwidth_share": state["host_share"], "disk": disk}
+
+
+def _by_tier(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
+        return bench_by_tier(Path(folder), setting.shape, setting.by_tier, progress)
 
 
 def _victims(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
