@@ -51,6 +51,10 @@ class ModuleEncoder:
             [self.preamble_key, *module_keys], produce, self._wish(mode, origin)
         )
 
+    def prefetch(self, modules: Sequence[Sequence[int]], mode: Mode) -> None:
+        """Begins to bring states to memory that a lease will ask for soon; returns at once."""
+        self.store.prefetch([self.preamble_key, *(self.key(ids, mode) for ids in modules)])
+
     def _wish(self, mode: Mode, origin: Origin) -> Wish:
         return Wish(origin, mode, self.preamble_key, self.model.causal.fingerprint)
 

@@ -90,6 +90,8 @@ class Filler:
 
     def read_ahead(self, key: KVKey) -> None:
         """Brings states to the first tier where there is room for them. It is no use of theirs."""
+        if not self._holdings.has_room(key):
+            return
         mine, _ = self._flights.begin([key])
         try:
             room = partial(self._holdings.room, admitted=False)

@@ -18,6 +18,8 @@ from ragcache.store.rows import Facts, StateRow
 from ragcache.store.shelf import Leaving, Shelf
 from ragcache.store.tiers import HostTier
 
+_BLOCK = 4096  # bytes by which a blob may be larger than its states
+
 _Demoted = tuple[KVKey, StoredStates, int]  # with their last use
 
 
@@ -133,6 +135,15 @@ class Holdings:
                 self.enter(shelf, row, admitted=admitted)
                 self._notes.admitted(row)
             return restored(shelf.tier.get(key))
+
+    def has_room(self, key: KVKey) -> bool:
+        """Whether the first tier has room for a key as it is now, by its size in another tier,
+        which counts whole blocks on a disk."""
+        tier = self.top.tier
+        with self.lock:
+            sizes = [s.entries.get(key).nbytes for s in self.every if key in s.entries]
+        free = math.inf if tier.budget_bytes is None else tier.budget_bytes - tier.used_bytes
+        return bool(sizes) and min(sizes) - _BLOCK <= free
 
     def room(self, nbytes: int, *, admitted: bool) -> Allocate | None:
         """Memory of the first tier for so many bytes to be loaded into, where it can be given: what

@@ -110,13 +110,15 @@ class Ledger:
         states that turned out to be unreadable do not count."""
         rows = []
         with self.database.transaction() as session:
+            # Claims first: who has just recorded a row gave its claim back in the same transaction.
+            taken = self.claims.take_within(session, keys)
             for chunk in chunks(key for key in keys if key not in unreadable):
                 statement = select(*COLUMNS).where(self._shared(), StateTable.key.in_(chunk))
                 rows += [state_row(row) for row in session.execute(statement)]
             found = {row.key for row in rows}
-            missing = [key for key in keys if key not in found]
-            claimed = self.claims.take_within(session, missing)
-        if len(claimed) < len(missing):
+            self.claims.drop_within(session, [key for key in taken if key in found])
+            claimed = [key for key in taken if key not in found]
+        if len(taken) < len(keys):
             self.sessions.bury()
         return rows, claimed
 

@@ -35,6 +35,16 @@ class EntriesMachine(RuleBasedStateMachine):
         self.table.add(entry)
         self.model[entry.key], self.leases[entry.key] = entry, int(leased)
 
+    @rule(chosen=st.lists(st.tuples(numbers, st.none() | numbers), max_size=20))
+    def extend(self, chosen: list[tuple[int, int | None]]) -> None:
+        entries = [
+            KVEntry(key(n), n, n, root=None if root in (None, n) else key(root))
+            for n, root in chosen
+        ]  # fmt: skip
+        self.table.extend(entries)
+        for entry in entries:
+            self.model[entry.key], self.leases[entry.key] = entry, 0
+
     @rule(number=numbers)
     def remove(self, number: int) -> None:
         if self.model.pop(key(number), None) is None:
