@@ -87,18 +87,24 @@ class DiskTier:
         with self._lock:
             check_budget(self.name, self.budget_bytes, self._used, room)
             self._used += room
-        nbytes = 0
         try:
             nbytes = write_atomically(self.path(key), blob_parts(key, states))
         except OSError as error:
             raise named_os_error(error, self.folder) from error
         finally:
             with self._lock:
-                self._used += nbytes - room
-                if nbytes:
-                    self._used -= self._sizes.pop(key, 0)
-                    self._sizes[key] = nbytes
+                self._used -= room
+                self._count(key)
         return nbytes
+
+    def _count(self, key: KVKey) -> None:
+        """Counts what is there now: another thread may have deleted what this one has written."""
+        nbytes = 0
+        with suppress(FileNotFoundError):
+            nbytes = allocated(self.path(key))
+        self._used += nbytes - self._sizes.pop(key, 0)
+        if nbytes:
+            self._sizes[key] = nbytes
 
     def get(self, key: KVKey) -> StoredStates:
         """As `Tier.get`: verified and mapped; nothing is copied."""
@@ -109,11 +115,11 @@ class DiskTier:
         return load_blob(self.path(key), key, allocate)
 
     def delete(self, key: KVKey) -> None:
-        try:
-            self.path(key).unlink(missing_ok=True)
-        except OSError as error:
-            raise named_os_error(error, self.folder) from error
         with self._lock:
+            try:
+                self.path(key).unlink(missing_ok=True)
+            except OSError as error:
+                raise named_os_error(error, self.folder) from error
             self._used -= self._sizes.pop(key, 0)
 
     def __contains__(self, key: KVKey) -> bool:
