@@ -100,7 +100,7 @@ class DiskTier:
     def _count(self, key: KVKey) -> None:
         """Counts what is there now: another thread may have deleted what this one has written."""
         nbytes = 0
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # there is none, or no folder
             nbytes = allocated(self.path(key))
         self._used += nbytes - self._sizes.pop(key, 0)
         if nbytes:
