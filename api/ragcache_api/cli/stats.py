@@ -56,7 +56,7 @@ def _show_tiers(tiers: dict[str, dict[str, int]]) -> None:
 def _show_evictions(evictions: dict[str, dict[str, int]]) -> None:
     if not evictions:
         return
-    table = plain_table("left", *(reason.replace("_", " ") for reason in _REASONS))
+    table = plain_table("evicted from", *(reason.replace("_", " ") for reason in _REASONS))
     for tier, counts in evictions.items():
         table.add_row(
             tier, *(f"{counts[reason]:,}" if reason in counts else "" for reason in _REASONS)

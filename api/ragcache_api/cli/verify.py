@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
     StateOption,
     console,
+    plain_table,
     print_json,
     progress_bar,
 )
+
+if TYPE_CHECKING:
+    from ragcache.store.verify import Disagreement
+
+_KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # whole only in JSON
 
 
 def verify(
@@ -41,11 +47,9 @@ def verify(
     if as_json:
         print_json({**asdict(report), "clean": report.clean})
     else:
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        for name in ("kind", "subject", "what is wrong", ""):
-            table.add_column(name, overflow="fold")
+        table = plain_table("kind", "subject", "what is wrong", "", left=4)
         for each in report.found:
-            subject = escape(each.subject)
+            subject = escape(_KEY.sub(r"\1…", each.subject))
             table.add_row(each.kind, subject, escape(each.detail), "mended" if each.mended else "")
         if report.found:
             console.print(table)
@@ -55,11 +59,13 @@ def verify(
                 "next one; --repair forgets them"
             )
         verdict = "nothing disagrees" if not report.found else _count(report.found)
-        console.print(f"{report.states} states, {report.modules} modules: {verdict}")
+        console.print(f"{report.states:,} states, {report.modules:,} modules: {verdict}")
+        if report.found and not repair:
+            console.print("`ragcache verify --repair` mends what can be mended")
     if not report.clean:
         raise typer.Exit(1)
 
 
-def _count(found: tuple[object, ...]) -> str:
-    mended = sum(bool(getattr(each, "mended", False)) for each in found)
-    return f"{len(found)} disagreements, {mended} mended"
+def _count(found: tuple[Disagreement, ...]) -> str:
+    mended = sum(each.mended for each in found)
+    return f"{len(found):,} disagreement{'s' if len(found) > 1 else ''}, {mended:,} mended"

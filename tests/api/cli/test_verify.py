@@ -30,9 +30,11 @@ def test_what_disagrees_is_printed_and_mended_on_request(state: Path) -> None:
     found = runner.invoke(app, ["verify", "--state", str(state)])
     assert found.exit_code == 1
     assert "unowned" in found.output
-    assert "1 states, 0 modules: 1 disagreements, 0 mended" in found.output
+    assert "1 states, 0 modules: 1 disagreement, 0 mended" in found.output
+    assert f"{str(make_key(1))[:12]}…" in found.output
+    assert "--repair" in found.output
     mended = runner.invoke(app, ["verify", "--state", str(state), "--repair"])
-    assert (mended.exit_code, "1 disagreements, 1 mended" in mended.output) == (0, True)
+    assert (mended.exit_code, "1 disagreement, 1 mended" in mended.output) == (0, True)
     clean = runner.invoke(app, ["verify", "--state", str(state)])
     assert (clean.exit_code, "0 states, 0 modules: nothing disagrees" in clean.output) == (0, True)
 
