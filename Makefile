@@ -4,13 +4,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check format bench-ttft eval clean
+.PHONY: demo test test-all check format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# With the kills and the long state machines, which `make test` runs a few of.
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -23,10 +23,15 @@
     │   └── UnusableLogits          every next token is forbidden, or the logits are not finite
     └── StoreError
         ├── NoState                 a folder that holds no ragcache state
+        ├── LedgerTooNew            the ledger was written by a later version
+        ├── LedgerUnavailable       the database is locked, or does not answer
         ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
         ├── StoreFull               no space left on the device
         ├── StoreUnwritable         the state folder cannot be written
-        └── StateCorrupt            a blob failed its checksum (encoded again by the facade)
+        ├── StoreUnreadable         a blob is there but cannot be read (permission, I/O error)
+        ├── StateCorrupt            a blob failed its checksum (encoded again by the facade)
+        ├── StateMissing            a tier does not hold a key, or its blob has vanished
+        └── RemoteUnavailable       a remote tier did not answer in time, or not at all
 
 Errors of the markup language (`ragcache_schemas.PMLError` and below) stand on their own: the
 language does not depend on the engine.
@@ -131,6 +136,14 @@ class NoState(StoreError, ValueError):
     """A folder holds no ragcache state."""
 
 
+class LedgerTooNew(StoreError, ValueError):
+    """The ledger was written by a later version of ragcache."""
+
+
+class LedgerUnavailable(StoreError, OSError):
+    """The ledger's database is locked by another process, or does not answer."""
+
+
 class StoreBudgetExceeded(StoreError):
     """More bytes are in use at once than a tier's budget holds."""
 
@@ -143,5 +156,19 @@ class StoreUnwritable(StoreError, OSError):
     """The state folder cannot be written."""
 
 
+class StoreUnreadable(StoreError, OSError):
+    """A blob is there but the operating system does not read it."""
+
+
 class StateCorrupt(StoreError):
     """A blob failed its checksum or cannot be parsed."""
+
+
+class StateMissing(StoreError, KeyError):
+    """A tier does not hold these states, or no longer."""
+
+    __str__ = Exception.__str__
+
+
+class RemoteUnavailable(StoreError, OSError):
+    """A remote tier did not answer in time, or not at all."""

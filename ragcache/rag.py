@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
+from typing import Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
@@ -21,6 +21,7 @@ from ragcache.pipeline import (
     AsyncAnswerStream,
     Generation,
     Ingestion,
+    Modules,
     Parts,
     Stats,
     generated_schema,
@@ -29,7 +30,14 @@ from ragcache.pipeline import (
 from ragcache.pipeline.asked import awaited, results
 from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval.embedders import MiniLM
-from ragcache.store import Database, KVStore, ModuleListing, list_modules
+from ragcache.store import (
+    Database,
+    KVStore,
+    ModuleListing,
+    TierOptions,
+    list_modules,
+    open_tiers,
+)
 from ragcache_schemas import Placement, Schema, expand
 
 GREEDY = Generation()
@@ -59,6 +67,7 @@ class RagCache:
         private_bytes: int | str = "512MiB",
         queue: int = 1024,
         scaffold_after: int | None = None,
+        **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder, making it if need be.
 
@@ -67,7 +76,7 @@ class RagCache:
         adds meaning. private_bytes: room for the states of questions and answers. queue: the most
         requests that wait; one more raises `QueueFull`. scaffold_after: how often the same modules
         are retrieved in one order before they become a scaffold (see `add_scaffold`); None for
-        never. Raises `ConfigurationError`, `ModelError` or `StoreUnwritable`.
+        never. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError` or `StoreError`.
         """
         settings = Settings(
             module_tokens,
@@ -80,8 +89,9 @@ class RagCache:
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(model)
-        database = Database.open(folder / "ledger.sqlite")
-        store = KVStore.open(folder, database, settings.host_bytes)
+        database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
+        chosen = open_tiers(tiers, loaded.causal.device)
+        store = KVStore.open(folder, database, settings.host_bytes, **chosen)
         return cls(Parts.wire(database, store, loaded, embedder, settings))
 
     def __enter__(self) -> RagCache:
@@ -129,6 +139,11 @@ class RagCache:
         """
         self._parts.returned.release()
         return self._parts.answerer.add_scaffold(collection, ids)
+
+    def rename(self, collection: str, document_id: str, to: str) -> None:
+        """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
+        `DocumentError`."""
+        self._parts.ingestor.rename(collection, document_id, to)
 
     def ask(
         self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
@@ -258,9 +273,15 @@ class RagCache:
         schema = generated_schema(collection, self._parts.answerer.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
 
+    @property
+    def modules(self) -> Modules:
+        """Warming, pinning, moving and evicting the states of documents."""
+        return self._parts.modules
+
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """Every module with the size, tiers and hits of its states."""
         self._parts.returned.release()
+        self._parts.store.ledger.flush()
         return list_modules(self._parts.database, collection)
 
     def stats(self) -> Stats:

@@ -1,8 +1,8 @@
 """The engine: contexts of segments, ragged continuous batches, encoding and generation."""
 
-from ragcache.engine.complete import complete
+from ragcache.engine.complete import complete, encode
 from ragcache.engine.context import Context, Segment, assemble, check_window
-from ragcache.engine.encoder import EncodeJob, encode
+from ragcache.engine.encoder import EncodeJob
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Choice, Completion, Piece, Request
 from ragcache.engine.sampler import Chosen

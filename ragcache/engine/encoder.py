@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragcache.engine.batch import build_step
 from ragcache.engine.context import Segment
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
-from ragcache.models import CausalLM, LanguageModel
+from ragcache.models import LanguageModel
 from ragcache.states import KVStates
-
-TOKENS_A_PASS = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,28 +58,3 @@ class Encoding:
     def states(self) -> KVStates:
         assert self.pending == 0
         return self.room.as_states(self.job.start)
-
-
-def encode(model: CausalLM, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
-    """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
-    for batch in _batches(jobs):
-        under_way = [Encoding(model, job) for job in batch]
-        works = [each.work(each.pending) for each in under_way if each.pending]
-        if works:
-            model.forward(build_step(model, works))
-        for each in under_way:
-            each.computed(each.pending)
-            yield each.states()
-
-
-def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:
-    batch: list[EncodeJob] = []
-    size = 0
-    for job in jobs:
-        if batch and size + len(job.token_ids) > TOKENS_A_PASS:
-            yield batch
-            batch, size = [], 0
-        batch.append(job)
-        size += len(job.token_ids)
-    if batch:
-        yield batch

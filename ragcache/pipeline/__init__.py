@@ -6,6 +6,7 @@ from ragcache.pipeline.asked import Asked, Returned
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
+from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.schema import generated_schema, members
 from ragcache.pipeline.scope_states import ScopeEncoder
@@ -26,6 +27,7 @@ __all__ = [
     "Ingestor",
     "ModuleEncoder",
     "ModuleTokens",
+    "Modules",
     "Parts",
     "PromptRunner",
     "Returned",

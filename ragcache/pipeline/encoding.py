@@ -10,7 +10,7 @@ from itertools import accumulate
 from ragcache.engine import EncodeJob, Segment
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.states import KVKey, KVStates, state_key
-from ragcache.store import Catalogue, KVStore, Lease, ModuleRow
+from ragcache.store import Catalogue, KVStore, Lease, ModuleRow, Origin, Wish
 
 Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 """Encodes jobs, at least one; gives their states in order (`Engine.encode`)."""
@@ -39,7 +39,9 @@ class ModuleEncoder:
         root = self.preamble_key if mode == "rooted" else None
         return self._key(token_ids, mode, self._first if start is None else start, root)
 
-    def lease(self, modules: Sequence[Sequence[int]], mode: str) -> Lease:
+    def lease(
+        self, modules: Sequence[Sequence[int]], mode: str, origin: Origin = "question"
+    ) -> Lease:
         """The states of the preamble and then of each module, encoded if need be."""
         starts = self._starts(modules)
         keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
@@ -47,12 +49,22 @@ class ModuleEncoder:
 
         def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
             if missing[0] == self.preamble_key:
-                yield from self.encode([EncodeJob(self.preamble_ids)])
+                yield from self._encode_preamble(missing[:1])
                 missing = missing[1:]
             if missing:
                 yield from self._encode([placed[key] for key in missing], mode)
 
-        return self.store.lease([self.preamble_key, *keys], produce)
+        return self.store.lease([self.preamble_key, *keys], produce, self._wish(mode, origin))
+
+    def prefetch(self, modules: Sequence[Sequence[int]], mode: str) -> None:
+        """Begins to bring states to memory that a lease will ask for soon; returns at once."""
+        keys = (
+            self.key(ids, mode, at) for ids, at in zip(modules, self._starts(modules), strict=True)
+        )
+        self.store.prefetch([self.preamble_key, *keys])
+
+    def _wish(self, mode: str, origin: Origin) -> Wish:
+        return Wish(origin, mode, self.preamble_key, self.model.causal.fingerprint)
 
     @property
     def _first(self) -> int:
@@ -71,13 +83,13 @@ class ModuleEncoder:
         if mode == "isolated":
             yield from self.encode([EncodeJob(ids, at) for ids, at in placed])
             return
-        with self.store.lease([self.preamble_key], self._no_states) as lease:
+        wish = self._wish(mode, "question")
+        with self.store.lease([self.preamble_key], self._encode_preamble, wish) as lease:
             root = Segment(lease.states[0], 0)
             yield from self.encode([EncodeJob(ids, at, root) for ids, at in placed])
 
-    @staticmethod
-    def _no_states(missing: Sequence[KVKey]) -> Iterator[KVStates]:
-        raise AssertionError(f"the preamble is leased before its modules: {missing}")
+    def _encode_preamble(self, _: Sequence[KVKey]) -> Iterable[KVStates]:
+        return self.encode([EncodeJob(self.preamble_ids)])
 
     def _key(self, token_ids: Sequence[int], mode: str, start: int, root: KVKey | None) -> KVKey:
         return state_key(

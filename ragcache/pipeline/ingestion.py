@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ragcache.config import Settings
 from ragcache.documents import SourceDocument, load_sources, split_text
@@ -20,6 +19,8 @@ from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
 
 Progress = Callable[[int, int], None]
+Prepared = tuple[SourceDocument, list[tuple[str, list[int]]]]
+"""A document with the texts and token ids of its modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,7 @@ class Ingestion:
 
 @dataclass(frozen=True, slots=True)
 class Ingestor:
-    """Stores documents with their modules, vectors and states.
-
-    change: held while rows change and states that nothing owns any longer go, so that no other
-    ingestion claims these meanwhile; never while modules are encoded.
-    """
+    """Stores documents with their modules, vectors and states."""
 
     catalogue: Catalogue
     store: KVStore
@@ -51,7 +48,6 @@ class Ingestor:
     retriever: Retriever
     scaffolds: Scaffolds
     settings: Settings
-    change: threading.Lock = field(default_factory=threading.Lock)
 
     def ingest(
         self,
@@ -70,19 +66,7 @@ class Ingestor:
         prepared = [(d, self._split(d)) for d in changed]
         self._check_window([ids for _, modules in prepared for _, ids in modules])
         total = sum(len(modules) for _, modules in prepared)
-        rows, done, encoded = [], 0, 0
-        for document, modules in prepared:
-            for part in portions([ids for _, ids in modules]):
-                with self.encoder.lease(part, "rooted") as lease:
-                    done += len(part)
-                    encoded += sum(tier == "encoded" for tier in lease.source.values())
-                if progress is not None:
-                    progress(done, total)
-            rows.append(self._row(document, modules))
-        with self.change:
-            replaced = self.catalogue.replace(collection, rows)
-            self.store.delete(self.store.ledger.unowned(replaced))
-            self.store.delete(self.scaffolds.outdated(collection, {d.id for d in changed}))
+        encoded = self._store(collection, prepared, progress) if prepared else 0
         updated = sum(d.id in known for d in changed)
         return Ingestion(
             collection,
@@ -98,11 +82,36 @@ class Ingestor:
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
         known = self.catalogue.documents(collection)
-        with self.change:
-            freed = self.catalogue.delete(collection, document_ids)
-            self.store.delete(self.store.ledger.unowned(freed))
-            self.store.delete(self.scaffolds.outdated(collection, set(document_ids)))
+        self.store.discard(self.catalogue.delete(collection, document_ids))
+        self.store.discard(self.scaffolds.outdated(collection, set(document_ids)))
         return len(known.keys() & set(document_ids))
+
+    def rename(self, collection: str, document_id: str, to: str) -> None:
+        """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
+        `DocumentError`."""
+        self.catalogue.rename(collection, document_id, to)
+
+    def _store(
+        self, collection: str, prepared: Sequence[Prepared], progress: Progress | None
+    ) -> int:
+        """Encodes, then replaces documents in one transaction; returns how many modules were
+        encoded. What is encoded belongs to the job until then, and stays for the next one should
+        this one be interrupted."""
+        jobs, total = self.store.jobs, sum(len(modules) for _, modules in prepared)
+        rows, done, encoded = [], 0, 0
+        with jobs.running(f"collection {collection}", total) as job:
+            for document, modules in prepared:
+                for part in portions([ids for _, ids in modules]):
+                    jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
+                    with self.encoder.lease(part, "rooted", "ingest") as lease:
+                        done += len(part)
+                        encoded += sum(tier == "encoded" for tier in lease.source.values())
+                    if progress is not None:
+                        progress(done, total)
+                rows.append(self._row(document, modules))
+            self.store.discard(self.catalogue.replace(collection, rows, job))
+        self.store.discard(self.scaffolds.outdated(collection, {d.id for d, _ in prepared}))
+        return encoded
 
     def _digest(self, document: SourceDocument) -> str:
         """Of text and metadata, and of all that decides how the text becomes modules."""

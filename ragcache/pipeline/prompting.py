@@ -58,10 +58,14 @@ class PromptRunner:
         loaded = self._index(schema, placement)
         groups = [self.encoder.tokens([scope]) for scope in _scopes(loaded.index.root)]
         groups = [group for group in groups if group.token_ids]
-        for portion in portions(groups):
-            with self.encoder.lease(portion):
-                pass
-        self.texts.put(schema.name, SchemaText(text, placement))
+        keys = [self.encoder.key(group) for group in groups]
+        store = self.encoder.store
+        with store.jobs.running(f"schema {schema.name}", len(groups)) as job:
+            store.jobs.expect(job, keys)
+            for portion in portions(groups):
+                with self.encoder.lease(portion, "ingest"):
+                    pass
+            store.discard(self.texts.put(schema.name, SchemaText(text, placement), keys, job))
         self._schemas[schema.name] = loaded
         return schema
 
@@ -94,6 +98,9 @@ class PromptRunner:
         with ExitStack() as undo:
             lease = self.encoder.lease([tokens for _, tokens in groups])
             undo.callback(lease.release)
+            made = [key for key in lease.keys if lease.source[key] == "encoded"]
+            if made:
+                self.texts.own(plan.schema, made)
             owners = {
                 path: Owner(tokens, states, lease.source[key], key)
                 for (paths, tokens), states, key in zip(

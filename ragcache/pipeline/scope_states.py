@@ -16,7 +16,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline.encoding import Encode
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.states import KVKey, KVStates, state_key
-from ragcache.store import KVStore, Lease
+from ragcache.store import KVStore, Lease, Origin, Wish
 from ragcache_schemas import Path, Piece, Scope
 
 
@@ -72,7 +72,7 @@ class ScopeEncoder:
             offsets=offsets,
         )
 
-    def lease(self, groups: Sequence[ScopeTokens]) -> Lease:
+    def lease(self, groups: Sequence[ScopeTokens], origin: Origin = "question") -> Lease:
         """The states of each group, encoded if need be."""
         keys = [self.key(group) for group in groups]
         keyed = dict(zip(keys, groups, strict=True))
@@ -83,7 +83,8 @@ class ScopeEncoder:
                 [EncodeJob(g.token_ids, g.start, None, g.position_ids) for g in groups]
             )
 
-        return self.store.lease(keys, produce)
+        wish = Wish(origin, "schema", None, self.model.causal.fingerprint)
+        return self.store.lease(keys, produce, wish)
 
     def _ids(self, piece: Piece) -> list[int]:
         """A text's tokens, or what stands in for an argument: its scaffold, then placeholders."""

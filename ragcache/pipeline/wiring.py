@@ -13,6 +13,7 @@ from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingestion import Ingestor
+from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.pipeline.scope_states import ScopeEncoder
@@ -37,6 +38,7 @@ class Parts:
     ingestor: Ingestor
     answerer: Answerer
     prompts: PromptRunner
+    modules: Modules
 
     @classmethod
     def wire(
@@ -69,6 +71,7 @@ class Parts:
             Ingestor(catalogue, store, encoder, retriever, scaffolds, settings),
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
+            Modules(catalogue, store, encoder, tokens),
         )
 
     def close(self, *, drain: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when encoding or the blob format changes, so that older states are not found."""
 
 

@@ -2,109 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import delete, func, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
-from ragcache.errors import UnknownCollection
+from ragcache.errors import DocumentError, UnknownCollection
 from ragcache.states import KVKey
-from ragcache.store.database import CHUNK, Database
+from ragcache.store import jobs
+from ragcache.store.database import Database
+from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
+from ragcache.store.ownership import retire
+from ragcache.store.statements import chunks, insert_for_module, insert_new
 from ragcache.store.tables import (
+    DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
     EncodingTable,
     ModuleTable,
+    NamespaceTable,
     TokenTable,
     VectorTable,
-    insert_for_module,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class NewModule:
-    """A nested module to store. key: the states that it was encoded to."""
-
-    name: str
-    text: str
-    token_ids: Sequence[int]
-    key: KVKey
-    vector: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NewDocument:
-    """A document to store in place of an earlier one of the same `source_id`."""
-
-    source_id: str
-    uri: str
-    digest: str
-    modules: Sequence[NewModule]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentRow:
-    """A stored document."""
-
-    id: int
-    source_id: str
-    uri: str
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """A stored module, with its document's name and what its states were last seen to be."""
-
-    id: int
-    name: str
-    document: str
-    uri: str
-    text: str
+_REMEMBERED = 20_000  # modules whose token ids stay in memory
 
 
 class Catalogue:
-    """Rows of documents and modules. Every method is one transaction."""
+    """Rows of documents and modules in one namespace. Every method is one transaction."""
 
-    def __init__(self, database: Database, tokenizer: str, embedder: str | None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        tokenizer: str,
+        embedder: str | None,
+        namespace: str = DEFAULT_NAMESPACE,
+    ) -> None:
         self._database = database
         self._tokenizer = tokenizer
         self._embedder = embedder
+        self._namespace = namespace
+        self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
 
     def collections(self) -> dict[str, int]:
         """Names and numbers of documents."""
         statement = (
             select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
+            .join(NamespaceTable)
             .outerjoin(DocumentTable)
+            .where(NamespaceTable.name == self._namespace)
             .group_by(CollectionTable.name)
             .order_by(CollectionTable.name)
         )
-        with self._database.transaction() as session:
+        with self._database.reading() as session:
             return {row.name: row.documents for row in session.execute(statement)}
 
     def documents(self, collection: str) -> dict[str, DocumentRow]:
         """The documents of a collection by source id; empty where it does not exist yet."""
-        statement = select(DocumentTable).join(CollectionTable)
-        with self._database.transaction() as session:
-            rows = session.scalars(statement.where(CollectionTable.name == collection))
+        statement = self._within(select(DocumentTable).join(CollectionTable), collection)
+        with self._database.reading() as session:
+            rows = session.scalars(statement)
             return {r.source_id: DocumentRow(r.id, r.source_id, r.uri, r.digest) for r in rows}
 
-    def replace(self, collection: str, documents: Sequence[NewDocument]) -> list[KVKey]:
-        """Stores documents, each in place of an earlier one of its name, in one transaction.
+    def replace(
+        self, collection: str, documents: Sequence[NewDocument], job: int | None = None
+    ) -> list[KVKey]:
+        """Stores documents, each in place of an earlier one of its name, with all that belongs to
+        them, and ends their job, in one transaction.
 
-        Returns the keys of states that belonged to what was replaced.
+        Returns the keys of states that nobody needs any more; their rows are gone already.
         """
         with self._database.transaction() as session:
-            owner = _collection_id(session, collection)
-            replaced = _delete_documents(session, owner, [d.source_id for d in documents])
+            owner = self._change(session, collection)
+            freed = _delete_documents(session, owner, [d.source_id for d in documents])
             for document in documents:
                 self._insert(session, owner, document)
-        return replaced
+            if job is not None:
+                freed += jobs.complete(session, job)
+            return retire(session, freed)
 
     def _insert(self, session: Session, owner: int, document: NewDocument) -> None:
         row = DocumentTable(
@@ -140,88 +117,148 @@ class Catalogue:
             select(ModuleTable, DocumentTable.source_id, DocumentTable.uri)
             .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
             .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-            .where(CollectionTable.name == collection)
             .order_by(ModuleTable.id)
         )
-        with self._database.transaction() as session:
-            check_collection(session, collection)
+        with self._database.reading() as session:
+            collection_id(session, collection, self._namespace)
             return [
                 ModuleRow(m.id, m.name, document, uri, m.text)
-                for m, document, uri in session.execute(statement)
+                for m, document, uri in session.execute(self._within(statement, collection))
             ]
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Token ids under this catalogue's tokenizer, of the modules that have them."""
+        known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
+        missing = [number for number in module_ids if number not in known]
+        if missing:
+            known |= self._read_tokens(missing)
+        return known
+
+    def _read_tokens(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         statement = select(TokenTable.module_id, TokenTable.token_ids).where(
             TokenTable.tokenizer == self._tokenizer, TokenTable.module_id.in_(module_ids)
         )
-        with self._database.transaction() as session:
-            return {
+        with self._database.reading() as session:
+            found = {
                 number: tuple(np.frombuffer(blob, dtype="<i4").tolist())
                 for number, blob in session.execute(statement)
             }
+        if len(self._token_ids) + len(found) > _REMEMBERED:
+            self._token_ids.clear()
+        self._token_ids.update(found)
+        return found
 
     def stamp(self, collection: str) -> tuple[int, int]:
-        """Changes whenever the collection's modules do: their number and largest id, which is
-        never used again. Raises `UnknownCollection`."""
-        statement = (
-            select(func.count(ModuleTable.id), func.coalesce(func.max(ModuleTable.id), 0))
-            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-            .where(CollectionTable.name == collection)
-        )
-        with self._database.transaction() as session:
-            check_collection(session, collection)
-            count, largest = session.execute(statement).one()
-            return int(count), int(largest)
+        """Changes whenever anything of the collection does: its id and revision. Raises
+        `UnknownCollection`."""
+        columns = select(CollectionTable.id, CollectionTable.revision)
+        statement = self._within(columns, collection)
+        with self._database.reading() as session:
+            found = session.execute(statement).one_or_none()
+            if found is None:
+                collection_id(session, collection, self._namespace)
+                raise AssertionError("the collection appeared within one snapshot")
+            return int(found[0]), int(found[1])
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""
         tokens = np.asarray(token_ids, dtype="<i4").tobytes()
         values = {"tokenizer": self._tokenizer, "token_ids": tokens}
         with self._database.transaction() as session:
-            session.execute(insert_for_module(TokenTable, module_id, **values))
+            insert_for_module(session, TokenTable, module_id, **values)
 
     def claim(self, module_id: int, key: KVKey) -> None:
         """Notes that states belong to a module."""
         with self._database.transaction() as session:
-            session.execute(insert_for_module(EncodingTable, module_id, key=str(key)))
+            insert_for_module(session, EncodingTable, module_id, key=str(key))
+
+    def keys(self, collection: str, source_ids: Sequence[str] | None = None) -> dict[KVKey, int]:
+        """The keys of all states of a collection's modules, or of some documents', with a module
+        each. Raises `UnknownCollection`."""
+        statement = self._within(
+            select(EncodingTable.key, ModuleTable.id)
+            .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
+            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id),
+            collection,
+        )
+        if source_ids is not None:
+            statement = statement.where(DocumentTable.source_id.in_(source_ids))
+        with self._database.reading() as session:
+            collection_id(session, collection, self._namespace)
+            return {KVKey(key): number for key, number in session.execute(statement)}
 
     def delete(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
-        """Deletes documents with their modules and vectors; returns the keys of their states."""
+        """Deletes documents with all that belongs to them; returns as `replace`."""
         with self._database.transaction() as session:
-            check_collection(session, collection)
-            return _delete_documents(session, _collection_id(session, collection), source_ids)
+            collection_id(session, collection, self._namespace)
+            owner = self._change(session, collection)
+            return retire(session, _delete_documents(session, owner, source_ids))
+
+    def rename(self, collection: str, source_id: str, to: str) -> None:
+        """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
+        `DocumentError` where there is no such document, or one of the new name already."""
+        with self._database.transaction() as session:
+            collection_id(session, collection, self._namespace)
+            owner = self._change(session, collection)
+            rows = select(DocumentTable).where(DocumentTable.collection_id == owner)
+            row = session.scalar(rows.where(DocumentTable.source_id == source_id))
+            if row is None:
+                raise DocumentError(f"the collection {collection!r} holds no {source_id!r}")
+            if session.scalar(rows.where(DocumentTable.source_id == to)) is not None:
+                raise DocumentError(f"the collection {collection!r} holds a {to!r} already")
+            row.source_id = to
+            modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
+            for module in session.scalars(modules):
+                module.name = f"{to}#{module.ordinal + 1}"
+
+    def _within(self, statement: Any, collection: str) -> Any:
+        joined = statement.join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        return joined.where(
+            NamespaceTable.name == self._namespace, CollectionTable.name == collection
+        )
+
+    def _change(self, session: Session, name: str) -> int:
+        """The id of a collection, made if need be, whose revision is raised: writers of one
+        collection take turns."""
+        insert_new(session, NamespaceTable, {"name": self._namespace})
+        namespace = session.scalars(
+            select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
+        ).one()
+        row = {"name": name, "namespace_id": namespace, "revision": 0}
+        insert_new(session, CollectionTable, row)
+        chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)
+        raised = update(CollectionTable).where(chosen)
+        session.execute(raised.values(revision=CollectionTable.revision + 1))
+        return session.scalars(select(CollectionTable.id).where(chosen)).one()
 
 
-def check_collection(session: Session, name: str) -> None:
+def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
     """Raises `UnknownCollection` and names those that exist."""
-    names = list(session.scalars(select(CollectionTable.name).order_by(CollectionTable.name)))
-    if name not in names:
-        known = ", ".join(repr(n) for n in names) or "none yet"
+    rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
+    found: dict[str, int] = {}
+    for collection, number in session.execute(rows.where(NamespaceTable.name == namespace)):
+        found[collection] = number
+    if name not in found:
+        known = ", ".join(map(repr, sorted(found))) or "none yet"
         raise UnknownCollection(
             f"there is no collection {name!r}; known: {known}. "
             f"Make it with `ragcache ingest {name} PATH`"
         )
-
-
-def _collection_id(session: Session, name: str) -> int:
-    session.execute(
-        insert(CollectionTable).values(name=name).on_conflict_do_nothing(index_elements=["name"])
-    )
-    return session.scalars(select(CollectionTable.id).where(CollectionTable.name == name)).one()
+    return found[name]
 
 
 def _delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
+    """Returns the keys that belonged to what was deleted."""
     found: list[KVKey] = []
-    for start in range(0, len(source_ids), CHUNK):
-        chosen = DocumentTable.source_id.in_(source_ids[start : start + CHUNK])
+    for chunk in chunks(source_ids):
+        chosen = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
         keys = session.scalars(
             select(EncodingTable.key)
             .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
             .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-            .where(DocumentTable.collection_id == owner, chosen)
+            .where(chosen)
         )
         found += map(KVKey, keys)
-        session.execute(delete(DocumentTable).where(DocumentTable.collection_id == owner, chosen))
+        session.execute(delete(DocumentTable).where(chosen))
     return found

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 
-from ragcache.store.catalogue import check_collection
+from ragcache.store.catalogue import collection_id
 from ragcache.store.database import Database
 from ragcache.store.tables import (
     CollectionTable,
@@ -28,37 +31,43 @@ class ModuleListing:
     nbytes: int
     tiers: tuple[str, ...]
     hits: int
+    pinned: bool
 
 
 def list_modules(database: Database, collection: str | None = None) -> list[ModuleListing]:
     """Every module with the size, tiers and hits of its states."""
     statement = (
         select(
+            ModuleTable.id,
             ModuleTable.name,
             DocumentTable.source_id,
             CollectionTable.name,
-            func.coalesce(func.max(StateTable.tokens), 0),
-            func.coalesce(func.max(StateTable.nbytes), 0),
-            func.group_concat(StateTable.tier.distinct()),
-            func.coalesce(func.max(StateTable.hits), 0),
+            StateTable,
         )
         .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
         .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
         .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
         .outerjoin(StateTable, StateTable.key == EncodingTable.key)
-        .group_by(ModuleTable.id)
         .order_by(CollectionTable.name, ModuleTable.id)
     )
     if collection is not None:
         statement = statement.where(CollectionTable.name == collection)
-    with database.transaction() as session:
+    with database.reading() as session:
         if collection is not None:
-            check_collection(session, collection)
-        return [
-            ModuleListing(name, document, owner, tokens, nbytes, _split(tiers), hits)
-            for name, document, owner, tokens, nbytes, tiers, hits in session.execute(statement)
-        ]
+            collection_id(session, collection)
+        rows = list(session.execute(statement))
+    return [_listing(list(group)) for _, group in groupby(rows, key=itemgetter(0))]
 
 
-def _split(tiers: str | None) -> tuple[str, ...]:
-    return tuple(sorted(tiers.split(","))) if tiers else ()
+def _listing(rows: list[Any]) -> ModuleListing:
+    """Of the rows of one module, one for each of its states and tiers."""
+    _, name, document, owner, _ = rows[0]
+    states = [row[4] for row in rows if row[4] is not None]
+    return ModuleListing(
+        name, document, owner,
+        tokens=max((s.tokens for s in states), default=0),
+        nbytes=max((s.nbytes for s in states), default=0),
+        tiers=tuple(sorted({s.tier for s in states})),
+        hits=max((s.hits for s in states), default=0),
+        pinned=any(s.pinned for s in states),
+    )  # fmt: skip

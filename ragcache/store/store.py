@@ -2,178 +2,246 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from ragcache.errors import StateCorrupt, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
+from ragcache.states.quantised import KVDtype
+from ragcache.store.admission import Sightings
+from ragcache.store.background import Background
+from ragcache.store.counters import Counters
 from ragcache.store.database import Database
-from ragcache.store.disk import DiskTier
-from ragcache.store.host import HostTier
+from ragcache.store.filling import Filler, Produce, Wish
+from ragcache.store.flights import Flights
+from ragcache.store.holdings import Holdings
+from ragcache.store.jobs import Jobs
+from ragcache.store.lease import Lease
 from ragcache.store.ledger import Ledger
+from ragcache.store.opening import place_of, reconcile, without_collection
+from ragcache.store.ownership import owned_among
+from ragcache.store.policy import Policy
+from ragcache.store.shared import SharedTiers
+from ragcache.store.shelf import Shelf
+from ragcache.store.tiers import DiskTier, HostTier, Tier
 
-logger = logging.getLogger(__name__)
-
-ABANDONED_SECONDS = 3600.0  # after which a blob without a row was left by a writer that died
-
-Produce = Callable[[Sequence[KVKey]], Iterable[KVStates]]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the store was opened."""
-
-    encoded: int = 0
-    corrupt: int = 0
-    hits: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
-
-
-class Lease:
-    """States in use: they stay in the host tier until the lease is released.
-
-    states: in the order of the keys. source: for each key `host`, `disk` or `encoded`. moved:
-    bytes read from each tier below the host.
-    """
-
-    def __init__(self, store: KVStore, keys: Sequence[KVKey]) -> None:
-        self._store = store
-        self.keys = tuple(keys)
-        self.found: dict[KVKey, KVStates] = {}
-        self.source: dict[KVKey, str] = {}
-        self.moved: dict[str, int] = {"disk": 0}
-
-    @property
-    def states(self) -> tuple[KVStates, ...]:
-        return tuple(self.found[key] for key in self.keys)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Ends the lease and counts its hits."""
-        self._store.release(self)
+WINDOW = 10_000  # uses within which a second one counts as observed reuse
 
 
 class KVStore:
-    """Host and disk tiers under one ledger. Every state that is put is kept on disk.
+    """Tiers under one ledger. Thread-safe; several processes may share ledger, disk and remote.
 
-    Thread-safe. No lock is held while states are produced or written: two threads that miss the
-    same key may both make it, and either result serves.
+    memory: tiers that end with the process, the fastest first; shared: those that outlive it, the
+    nearest first. What ingestion and warm calls ask for is kept in all shared tiers; the first
+    memory tier holds what is used.
     """
 
-    def __init__(self, ledger: Ledger, host: HostTier, disk: DiskTier) -> None:
-        self.ledger, self.host, self.disk = ledger, host, disk
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: Sequence[Tier],
+        shared: Sequence[Tier] = (),
+        policy: Policy = "lru",
+        window: int = WINDOW,
+    ) -> None:
+        self.ledger = ledger
         self.counters = Counters()
-        self._lock = threading.RLock()  # reentrant: finding a corrupt blob deletes it
+        shelves = [Shelf(tier, policy) for tier in shared]
+        self.flights = Flights()
+        self.holdings = Holdings(
+            [Shelf(tier, policy) for tier in memory], ledger.notes, self.counters, shelves
+        )
+        self.shared = SharedTiers(shelves, ledger, self.holdings, self.flights, self.counters)
+        self._filler = Filler(
+            self.holdings, self.shared, ledger, self.flights, Sightings(window), self.counters
+        )
+        self.jobs = Jobs(ledger.database, ledger.sessions.id)
+        self._background = Background(self)
 
     @classmethod
-    def open(cls, folder: Path, database: Database, host_bytes: int) -> KVStore:
-        """Opens the store of a state folder and makes ledger and disk agree."""
-        store = cls(Ledger(database), HostTier(host_bytes), DiskTier(folder / "states"))
-        store.reconcile()
+    def open(
+        cls,
+        folder: Path,
+        database: Database,
+        host_bytes: int,
+        *,
+        disk_bytes: int | None = None,
+        kv_dtype: KVDtype = "model",
+        device: Tier | None = None,
+        remote: Tier | None = None,
+        policy: Policy = "lru",
+    ) -> KVStore:
+        """Opens the store of a state folder and makes ledger and disk agree.
+
+        disk_bytes: None for no limit. kv_dtype: of the host and disk tiers. device, remote: tiers
+        before the host and after the disk.
+        """
+        states = folder / "states"
+        ledger = Ledger(database, place_of(database, states))
+        host = HostTier(host_bytes, kv_dtype=kv_dtype)
+        disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
+        memory = [host] if device is None else [device, host]
+        shared = [disk] if remote is None else [disk, remote]
+        store = cls(ledger, memory, shared, policy)
+        store.start()
         return store
 
-    def reconcile(self) -> None:
-        """Rows of memory tiers go; rows without a blob go; abandoned blobs without a row go."""
-        self.ledger.clear("host")
-        rows, blobs = self.ledger.keys("disk"), set(self.disk.keys())
-        self.ledger.remove("disk", rows - blobs)
-        for key in blobs - rows:
-            if self.disk.age(key) > ABANDONED_SECONDS:
-                self.disk.delete(key)
-        self.disk.remove_parts(ABANDONED_SECONDS)
+    @classmethod
+    def inspect(cls, folder: Path, database: Database) -> KVStore:
+        """Opens the store of a state folder as it was left: nothing is mended, nothing runs beside.
 
-    def lease(self, keys: Sequence[KVKey], produce: Produce) -> Lease:
-        """Pins the states of all keys in the host tier.
-
-        What no tier holds, or holds corrupted, is made by `produce(missing keys)` and stored.
+        For `verify` and for operators' commands, while other processes may have it open.
         """
-        lease = Lease(self, keys)
-        with self._lock:
-            self.host.lease(lease.keys)
+        ledger = Ledger(database, place_of(database, folder / "states"))
+        disk = DiskTier.open(folder / "states")
+        store = cls(ledger, [HostTier(1 << 30)], [disk])
+        store.shared.learn(ledger.begin())
+        return store
+
+    def start(self) -> None:
+        """Begins the session: reads the ledger, ends what died, and starts the threads."""
+        with without_collection():
+            rows = self.ledger.begin()
+            self.shared.learn(rows)
+        reconcile(self.ledger, self.shared, rows)
+        self._background.start()
+
+    @property
+    def host(self) -> HostTier:
+        return next(s.tier for s in self.holdings.shelves if isinstance(s.tier, HostTier))
+
+    @property
+    def disk(self) -> DiskTier:
+        return next(s.tier for s in self.shared.shelves if isinstance(s.tier, DiskTier))
+
+    def lease(self, keys: Sequence[KVKey], produce: Produce, wish: Wish | None = None) -> Lease:
+        """Holds the states of all keys in memory.
+
+        What no tier holds, or holds corrupted, is made by `produce(missing keys)`, which runs
+        without any lock held, once for each key whoever asks for it, in this process or others. A
+        thread that waits for another one takes over if that fails. Raises `StoreBudgetExceeded`
+        where more is in use than the first tier may hold, and what `produce` raises.
+        """
+        return self._lease(keys, produce, wish or Wish())
+
+    def _lease(self, keys: Sequence[KVKey], produce: Produce | None, wish: Wish) -> Lease:
+        names = [shelf.name for shelf in self.holdings.every[1:]]
+        lease = Lease(keys, self._release, names)
+        unique = list(dict.fromkeys(keys))
+        self.holdings.hold(unique)
         try:
-            with self._lock:
-                for key in dict.fromkeys(keys):
-                    self._find(key, lease)
-            missing = [key for key in dict.fromkeys(keys) if key not in lease.found]
-            for key, states in zip(missing, produce(missing) if missing else (), strict=True):
-                lease.found[key], lease.source[key] = states, "encoded"
-                self.put(key, states)
+            self._filler.fill(lease, wish, produce)
         except BaseException:
-            with self._lock:
-                self.host.release(lease.keys)
+            self.holdings.let_go(unique)
             raise
         return lease
 
-    def put(self, key: KVKey, states: KVStates) -> None:
-        """Keeps states: blob, then row, then the host tier."""
-        nbytes = self.disk.put(key, states)
-        with self._lock:
-            self.ledger.record("disk", key, states, nbytes)
-            self._admit(key, states)
-            self.counters.encoded += 1
+    def _release(self, lease: Lease) -> None:
+        """Ends a lease and notes its uses."""
+        self.holdings.let_go(dict.fromkeys(lease.keys))
+        found = [key for key, tier in lease.source.items() if tier != "encoded"]
+        self.counters.hits.update(lease.source[key] for key in found)
+        self.ledger.notes.touch(found, self.ledger.tick())
 
-    def release(self, lease: Lease) -> None:
-        """Ends a lease and counts its hits."""
-        found = {key: tier for key, tier in lease.source.items() if tier in self.counters.hits}
-        with self._lock:
-            self.host.release(lease.keys)
-            for tier in found.values():
-                self.counters.hits[tier] += 1
-        _note(lambda: self.ledger.touch(found))
+    def put(self, key: KVKey, states: KVStates, wish: Wish | None = None) -> None:
+        """Keeps states that were made elsewhere, as ingestion would."""
+        self._lease([key], lambda _: [states], wish or Wish("ingest")).release()
+
+    def prefetch(self, keys: Iterable[KVKey]) -> None:
+        """Begins to bring states that a lower tier has to the first one, and returns at once. What
+        is not admitted pushes nothing out. A lease of the same keys waits for it."""
+        self._background.prefetch(keys)
+
+    def read_ahead(self, keys: Sequence[KVKey]) -> None:
+        """As `prefetch`, in this thread: done when it returns."""
+        with self.holdings.lock:
+            known = [
+                key for key in keys
+                if any(key in s.entries for s in self.holdings.every)
+                and key not in self.holdings.top.entries
+            ]  # fmt: skip
+        for key in known:
+            self._filler.read_ahead(key)
+
+    def fetch(self, keys: Sequence[KVKey], wish: Wish | None = None) -> Lease:
+        """Leases what some tier has; `found` of the lease lacks the rest."""
+        return self._lease(keys, None, wish or Wish())
+
+    def borrow(self, keys: Sequence[KVKey]) -> Lease:
+        """As `fetch`, but no use of the states: for what the store itself does with them."""
+        lease = self.fetch(keys, Wish("warm"))
+        lease.source.clear()
+        return lease
+
+    def discard(self, keys: Iterable[KVKey]) -> None:
+        """Removes states whose rows a transaction of the catalogue has retired: blobs at once, what
+        is in use after its last lease."""
+        self.shared.discard(keys)
+
+    def pin(self, keys: Sequence[KVKey], pinned: bool = True) -> None:
+        """Keeps states from being evicted for pressure or time, in every tier and process."""
+        self.ledger.pin(keys, pinned)
+        with self.holdings.lock:
+            for key in keys:
+                (self.holdings.pinned.add if pinned else self.holdings.pinned.discard)(key)
+                for shelf in self.holdings.every:
+                    if key in shelf.entries:
+                        shelf.entries.pin(key, pinned)
+
+    def expire(self, keys: Sequence[KVKey], at: float | None) -> None:
+        """Keeps states until `at` (Unix seconds) at most; None for as long as there is room."""
+        self.ledger.expire(keys, at)
+        until = math.inf if at is None else at
+        with self.holdings.lock:
+            for key in keys:
+                self.holdings.until[key] = until
+                for shelf in self.holdings.every:
+                    if key in shelf.entries:
+                        shelf.entries.expire(key, until)
+
+    def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
+        """Removes states from a tier, or from all; what is in use leaves memory when it is not.
+
+        Modules keep their claim on them: they are encoded again when they are needed.
+        """
+        if tier is None or tier in [shelf.name for shelf in self.holdings.shelves]:
+            for key in keys:
+                self.holdings.drop(key, "manual", tier)
+        for shelf in self.shared.shelves:
+            if tier in (None, shelf.name):
+                with self.holdings.lock:
+                    here = [key for key in keys if key in shelf.entries]
+                self.shared.expel(shelf, here, "manual")
+
+    def sweep(self) -> None:
+        """What the background does every second: expired states go, reused ones are written to the
+        disk, uses to the ledger. Raises nothing that a request did not cause."""
+        now = time.time()
+        for shelf in self.holdings.every:
+            with self.holdings.lock:
+                overdue = shelf.overdue(now)
+            if shelf.tier.persistent:
+                self.shared.expel(shelf, [each.key for each in overdue], "ttl")
+            else:
+                self.holdings.take_out(shelf, overdue)
+        self._keep_reused()
+        self.shared.discard_later()
+        self.ledger.flush()
+
+    def _keep_reused(self) -> None:
+        """Writes states that questions have shown to be worth it, if something still needs them."""
+        with self.holdings.lock:
+            keys, self._filler.reused = list(self._filler.reused), set()
+        if not keys or not self.shared.shelves:
+            return
+        with self.ledger.database.reading() as session:
+            owned = owned_among(session, keys)
+        with self.borrow([key for key in keys if key in owned]) as lease:
+            for key, states in lease.found.items():
+                self.shared.add(key, states, self.ledger.tick())
 
     def close(self) -> None:
-        """Forgets the rows of the host tier, which ends with the process."""
-        _note(lambda: self.ledger.clear("host"))
-
-    def delete(self, keys: Iterable[KVKey]) -> None:
-        """Removes states from every tier: row, then blob."""
-        for key in keys:
-            with self._lock:
-                self.ledger.remove("host", [key])
-                self.host.drop(key)
-                self.ledger.remove("disk", [key])
-                self.disk.delete(key)
-
-    def _find(self, key: KVKey, lease: Lease) -> None:
-        states = self.host.get(key)
-        if states is not None:
-            lease.found[key], lease.source[key] = states, "host"
-            return
-        if not self.ledger.holds("disk", key):
-            return
-        try:
-            states = self.disk.get(key)
-        except (StateCorrupt, FileNotFoundError) as error:
-            logger.warning("%s; the states are encoded again", error)
-            self.counters.corrupt += 1
-            self.delete([key])
-            return
-        lease.found[key], lease.source[key] = states, "disk"
-        lease.moved["disk"] += states.nbytes
-        self._admit(key, states)
-
-    def _admit(self, key: KVKey, states: KVStates) -> None:
-        victims = self.host.put(key, states)
-        _note(lambda: self.ledger.remove("host", victims))
-        _note(lambda: self.ledger.record("host", key, states, states.nbytes))
-
-
-def _note(write: Callable[[], None]) -> None:
-    """Writes what only statistics need: a full disk does not stop a request that only reads."""
-    try:
-        write()
-    except (StoreFull, StoreUnwritable) as error:
-        logger.warning("%s; the use of states is not counted", error)
+        """Writes what is pending and ends the session: rows of memory tiers go with it."""
+        self._background.stop()
+        self.ledger.end()

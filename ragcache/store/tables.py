@@ -1,24 +1,54 @@
-"""The tables of the ledger."""
+"""The tables of the ledger, the same on SQLite and PostgreSQL.
+
+What changes here needs a migration (`migrations/versions`); a test compares the two.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, UniqueConstraint, literal, select
-from sqlalchemy.dialects.sqlite import Insert, insert
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    UniqueConstraint,
+    false,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+DEFAULT_NAMESPACE = "default"
+SHARED = ""  # the place of a tier of which the ledger knows one alone
+
+Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up integers alone
 
 
 class Base(DeclarativeBase):
     """The root of all tables."""
 
+    type_annotation_map = {int: Number, float: Double()}  # noqa: RUF012  # SQLAlchemy's own attribute
 
-class CollectionTable(Base):
-    """A named set of documents that questions are asked of."""
 
-    __tablename__ = "collections"
+class NamespaceTable(Base):
+    """A tenant: collections and schemas are named within it."""
+
+    __tablename__ = "namespaces"
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
+
+
+class CollectionTable(Base):
+    """A named set of documents that questions are asked of. `revision` counts its changes."""
+
+    __tablename__ = "collections"
+    __table_args__ = (UniqueConstraint("namespace_id", "name"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    name: Mapped[str]
+    revision: Mapped[int] = mapped_column(default=0)
 
 
 class DocumentTable(Base):
@@ -72,16 +102,31 @@ class VectorTable(Base):
 
 
 class StateTable(Base):
-    """States in one tier. `last_use` is a logical clock."""
+    """States in one tier.
+
+    place: which one of the tier: for memory the session, with which it ends; for a disk its folder,
+    where the ledger is shared by machines; else empty. `last_use` is a logical clock. expires_at:
+    Unix seconds. mode, root, model and format: what the states depend on, of which their key is the
+    digest; for states of before the second revision they are empty.
+    """
 
     __tablename__ = "states"
-    __table_args__ = (Index("states_by_use", "tier", "last_use"),)
+    __table_args__ = (Index("states_by_tier", "tier", "key"),)
     key: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
+    place: Mapped[str] = mapped_column(primary_key=True, default=SHARED, server_default=SHARED)
     nbytes: Mapped[int]
     tokens: Mapped[int]
     hits: Mapped[int] = mapped_column(default=0)
     last_use: Mapped[int] = mapped_column(default=0)
+    encode_seconds: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
+    expires_at: Mapped[float | None]
+    mode: Mapped[str] = mapped_column(default="", server_default="")
+    kv_dtype: Mapped[str] = mapped_column(default="model", server_default="model")
+    root: Mapped[str] = mapped_column(default="", server_default="")
+    model: Mapped[str] = mapped_column(default="", server_default="")
+    format: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class EncodingTable(Base):
@@ -98,15 +143,110 @@ class SchemaTable(Base):
     """A hand-written schema, as its author wrote it."""
 
     __tablename__ = "schemas"
-    name: Mapped[str] = mapped_column(primary_key=True)
+    __table_args__ = (UniqueConstraint("namespace_id", "name"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    name: Mapped[str]
     text: Mapped[str]
     placement: Mapped[str]
 
 
-def insert_for_module(table: type[Base], module_id: int, **values: Any) -> Insert:
-    """Puts a row of a module, unless another process deleted the module meanwhile."""
-    chosen = select(ModuleTable.id, *map(literal, values.values()))
-    rows = chosen.where(ModuleTable.id == module_id)
-    statement = insert(table).from_select(["module_id", *values], rows)
-    primary = list(table.__table__.primary_key)
-    return statement.on_conflict_do_update(index_elements=primary, set_=values)
+class SchemaStateTable(Base):
+    """Which states belong to which schema's modules."""
+
+    __tablename__ = "schema_states"
+    schema_id: Mapped[int] = mapped_column(
+        ForeignKey("schemas.id", ondelete="CASCADE"), primary_key=True
+    )
+    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class ScaffoldTable(Base):
+    """Modules that were encoded together (Prompt Cache §3.3): of a schema, by their paths, or of
+    a collection, by their ids. `key` names their joint states."""
+
+    __tablename__ = "scaffolds"
+    __table_args__ = (Index("scaffolds_by_key", "key"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    schema_id: Mapped[int | None] = mapped_column(ForeignKey("schemas.id", ondelete="CASCADE"))
+    collection_id: Mapped[int | None] = mapped_column(
+        ForeignKey("collections.id", ondelete="CASCADE")
+    )
+    key: Mapped[str]
+    members: Mapped[list[Any]] = mapped_column(JSON)
+
+
+class CoRetrievalTable(Base):
+    """How often two modules, the smaller id first, stood in one prompt."""
+
+    __tablename__ = "co_retrievals"
+    first_id: Mapped[int] = mapped_column(
+        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
+    )
+    second_id: Mapped[int] = mapped_column(
+        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
+    )
+    count: Mapped[int]
+
+
+class JobTable(Base):
+    """An ingestion. status: running, done, failed or interrupted; times in Unix seconds."""
+
+    __tablename__ = "ingestion_jobs"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    target: Mapped[str]  # `collection NAME` or `schema NAME`
+    session: Mapped[str]
+    status: Mapped[str]
+    started_at: Mapped[float]
+    finished_at: Mapped[float | None]
+    modules: Mapped[int]
+    error: Mapped[str] = mapped_column(default="")
+
+
+class JobStateTable(Base):
+    """States that an ingestion needs and that nothing else may own yet."""
+
+    __tablename__ = "job_states"
+    job_id: Mapped[int] = mapped_column(
+        ForeignKey("ingestion_jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class EvictionTable(Base):
+    """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
+    seconds; fetched_again: whether they were wanted in that tier once more."""
+
+    __tablename__ = "evictions"
+    __table_args__ = (Index("evictions_by_key", "key", "tier"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str]
+    tier: Mapped[str]
+    reason: Mapped[str]
+    nbytes: Mapped[int]
+    at: Mapped[float]
+    fetched_again: Mapped[bool] = mapped_column(default=False)
+
+
+class SessionTable(Base):
+    """A process that has the store open. machine, pid and started: to see whether it lives;
+    heartbeat: Unix seconds, for those who cannot see it."""
+
+    __tablename__ = "sessions"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    machine: Mapped[str]
+    pid: Mapped[int]
+    started: Mapped[str]
+    heartbeat: Mapped[float]
+
+
+class ClaimTable(Base):
+    """A key whose states one session is making or removing; it ends with the session. tier, place
+    and nbytes: where bytes are taken for it meanwhile, and how many at most."""
+
+    __tablename__ = "claims"
+    key: Mapped[str] = mapped_column(primary_key=True)
+    session: Mapped[str] = mapped_column(index=True)
+    tier: Mapped[str] = mapped_column(default="", server_default="")
+    place: Mapped[str] = mapped_column(default="", server_default="")
+    nbytes: Mapped[int] = mapped_column(default=0, server_default="0")

@@ -8,12 +8,12 @@ import numpy as np
 from sqlalchemy import select
 
 from ragcache.store.database import Database
+from ragcache.store.statements import insert_for_module
 from ragcache.store.tables import (
     CollectionTable,
     DocumentTable,
     ModuleTable,
     VectorTable,
-    insert_for_module,
 )
 
 
@@ -34,7 +34,7 @@ class Vectors:
             .where(CollectionTable.name == collection, VectorTable.embedder == self._embedder)
             .order_by(VectorTable.module_id)
         )
-        with self._database.transaction() as session:
+        with self._database.reading() as session:
             rows = list(session.execute(statement))
         ids = np.array([number for number, _ in rows], dtype=np.int64)
         vectors = [np.frombuffer(blob, dtype="<f4") for _, blob in rows]
@@ -45,4 +45,4 @@ class Vectors:
         with self._database.transaction() as session:
             for number, vector in zip(ids, vectors, strict=True):
                 values = {"embedder": self._embedder, "vector": vector.astype("<f4").tobytes()}
-                session.execute(insert_for_module(VectorTable, number, **values))
+                insert_for_module(session, VectorTable, number, **values)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from ragcache_api.cli import bench_tiers
 from ragcache_api.cli.console import console, errors
 
 app = typer.Typer(
@@ -177,3 +178,6 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def _write(result: dict[str, Any], file: Path | None) -> None:
     if file is not None:
         file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+app.command("tiers")(bench_tiers.tiers)

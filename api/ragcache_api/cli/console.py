@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ragcache.errors import UnreadableDocument
 
@@ -107,3 +108,22 @@ def milliseconds(seconds: float) -> str:
 
 def mebibytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def binary_size(nbytes: int) -> str:
+    """Bytes in the unit that reads best."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def plain_table(*columns: str, left: int = 1) -> Table:
+    """A table without lines, of which all but the first `left` columns are flush right."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        if number < left:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", overflow="fold")
+    return table

@@ -7,7 +7,20 @@ import sys
 import typer
 
 from ragcache.errors import RagCacheError
-from ragcache_api.cli import ask, bench, demo, doctor, evaluate, ingest, modules, prompt, schema
+from ragcache_api.cli import (
+    ask,
+    bench,
+    demo,
+    doctor,
+    evaluate,
+    ingest,
+    modules,
+    plan,
+    prompt,
+    schema,
+    stats,
+    verify,
+)
 from ragcache_api.cli.console import errors
 from ragcache_schemas import PMLError
 
@@ -24,6 +37,9 @@ app.command("ask")(ask.ask)
 app.command("prompt")(prompt.prompt)
 app.command("eval")(evaluate.evaluate_command)
 app.command("doctor")(doctor.doctor)
+app.command("stats")(stats.stats)
+app.command("plan")(plan.plan)
+app.command("verify")(verify.verify)
 app.add_typer(modules.app, name="modules")
 app.add_typer(schema.app, name="schema")
 app.add_typer(bench.app, name="bench")

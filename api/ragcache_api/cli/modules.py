@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
     StateOption,
+    binary_size,
     console,
-    mebibytes,
+    plain_table,
     print_json,
 )
 
@@ -43,20 +43,25 @@ def ls(
     if as_json:
         print_json([asdict(row) for row in listed])
         return
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("module", "collection", "tokens", "states", "tiers", "hits"):
-        table.add_column(name, justify="right" if name in ("tokens", "states", "hits") else "left")
+    if not listed:
+        console.print("no modules yet; `ragcache ingest` makes them")
+        return
+    pins = any(row.pinned for row in listed)
+    table = plain_table("module", "collection", "tiers", "tokens", "states", "hits", left=3)
+    if pins:
+        table.add_column("")
     for row in listed:
         table.add_row(
             escape(row.name),
             escape(row.collection),
-            str(row.tokens),
-            mebibytes(row.nbytes),
-            ", ".join(row.tiers) or "-",
-            str(row.hits),
+            ", ".join(row.tiers) or "none",
+            f"{row.tokens:,}",
+            binary_size(row.nbytes),
+            f"{row.hits:,}",
+            *(["pinned" if row.pinned else ""] if pins else []),
         )
     console.print(table)
     console.print(
-        f"{len(listed)} modules, {sum(r.tokens for r in listed):,} tokens, "
-        f"{mebibytes(sum(r.nbytes for r in listed))}"
+        f"{len(listed):,} modules, {sum(r.tokens for r in listed):,} tokens, "
+        f"{binary_size(sum(r.nbytes for r in listed))}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 
-import ragcache.store.disk
+import ragcache.store.tiers.files
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, DocumentError, StoreBudgetExceeded, StoreFull
 from ragcache.models import LoadedModel
@@ -126,9 +126,8 @@ def test_a_full_disk_stops_an_ingestion_and_nothing_else(
         raise StoreFull("no space left for the ledger")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ragcache.store.disk, "_write_through", full)
+        patched.setattr(ragcache.store.tiers.files, "write_through", full)
         patched.setattr(Ledger, "record", full_ledger)
-        patched.setattr(Ledger, "touch", full_ledger)
         with pytest.raises(StoreFull, match=r"no space left for states under .*; free some space"):
             rag.ingest("c", [SourceDocument("ebb", "New."), SourceDocument("flow", "Flood.")])
         answer = rag.ask("Is the ebb slow?", collection="c")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.errors import StateCorrupt
+from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import KVKey, KVStates
 from ragcache.states import blob as blob_module
-from ragcache.states.blob import read_blob, to_blob
+from ragcache.states.blob import load_blob, map_blob, read_blob, to_blob
+from ragcache.states.quantised import QuantisedStates, StoredStates, quantise, tensors_of
 
 KEY = KVKey("ab" * 32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,18 +28,39 @@ def draw(dtype: torch.dtype = torch.float32, tokens: int = 3, start: int = 40) -
     return KVStates(keys, values, start)
 
 
-def read_bytes(content: bytes, folder: Path, key: KVKey = KEY) -> KVStates:
+def plain(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def written(content: bytes, folder: Path) -> Path:
     path = folder / "blob.safetensors"
     path.write_bytes(content)
-    return read_blob(path, key)
+    return path
 
 
-def assert_same(read: KVStates, written: KVStates) -> None:
-    for ours, theirs in ((read.keys, written.keys), (read.values, written.values)):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (ours, theirs)]
+def read_bytes(content: bytes, folder: Path, key: KVKey = KEY) -> StoredStates:
+    """Reads in both ways, which agree."""
+    path = written(content, folder)
+    try:
+        loaded = load_blob(path, key, plain)
+    except StateCorrupt:
+        with pytest.raises(StateCorrupt):
+            map_blob(path, key)
+        raise
+    assert_same(map_blob(path, key), loaded)
+    return loaded
+
+
+def assert_same(read: StoredStates, expected: StoredStates) -> None:
+    assert type(read) is type(expected)
+    ours, theirs = tensors_of(read), tensors_of(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape)
+        bits = [t.contiguous().view(-1).view(torch.uint8) for t in (tensor, theirs[name])]
         assert torch.equal(*bits)
-    assert read.start == written.start
+    assert read.start == expected.start
+    assert isinstance(read, KVStates) or read.dtype == expected.dtype  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,13 +77,99 @@ def test_a_view_of_part_of_a_run_is_written_as_that_part(tmp_path: Path) -> None
     assert_same(read_bytes(to_blob(KEY, part), tmp_path), part)
 
 
-def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
-    states = draw()
-    content = to_blob(KEY, states)
-    read = read_bytes(content, tmp_path)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantised_states_come_back_as_they_were_kept(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    states = quantise(draw(dtype), kind)  # type: ignore[arg-type]
+    assert isinstance(states, QuantisedStates)
+    assert_same(read_bytes(to_blob(KEY, states), tmp_path), states)
+
+
+def test_a_run_without_tokens_is_a_blob_too(tmp_path: Path) -> None:
+    assert_same(read_bytes(to_blob(KEY, draw(tokens=0)), tmp_path), draw(tokens=0))
+
+
+def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
+    from safetensors.torch import load
+
+    states = quantise(draw(torch.bfloat16), "fp8")
+    read = load(to_blob(KEY, states))
+    for name, tensor in tensors_of(states).items():
+        assert torch.equal(read[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_what_was_loaded_does_not_change_with_the_file(tmp_path: Path) -> None:
+    content = to_blob(KEY, draw())
+    read = load_blob(written(content, tmp_path), KEY, plain)
     with (tmp_path / "blob.safetensors").open("r+b") as file:
         file.write(b"\xff" * len(content))
-    assert_same(read, states)
+    assert_same(read, draw())
+
+
+def test_mapped_states_outlive_the_name_of_their_file(tmp_path: Path) -> None:
+    path = written(to_blob(KEY, draw()), tmp_path)
+    states = map_blob(path, KEY)
+    path.unlink()
+    assert_same(states, draw())
+
+
+def test_mapped_states_are_views_of_one_mapping(tmp_path: Path) -> None:
+    states = map_blob(written(to_blob(KEY, draw()), tmp_path), KEY)
+    assert states.keys.data_ptr() % 64 == 0
+    assert states.values.data_ptr() == states.keys.data_ptr() + states.keys.nbytes
+    mappings = Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "blob.safetensors") in mappings
+
+
+def test_writing_to_mapped_states_does_not_reach_the_file(tmp_path: Path) -> None:
+    path = written(to_blob(KEY, draw()), tmp_path)
+    map_blob(path, KEY).keys.zero_()
+    assert_same(map_blob(path, KEY), draw())
+
+
+def test_loading_asks_for_exactly_the_bytes_of_the_tensors(tmp_path: Path) -> None:
+    asked: list[int] = []
+    states = quantise(draw(), "int8")
+
+    def room(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return plain(nbytes)
+
+    loaded = load_blob(written(to_blob(KEY, states), tmp_path), KEY, room)
+    assert asked == [states.nbytes]
+    assert loaded.keys.untyped_storage().nbytes() == states.nbytes
+
+
+def test_blobs_longer_than_a_part_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_module, "_CHUNK", 7)
+    assert_same(read_bytes(to_blob(KEY, draw()), tmp_path), draw())
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed() -> None:
+    class Shrinking(io.BytesIO):
+        def seek(self, offset: int, whence: int = 0, /) -> int:
+            end = super().seek(offset, whence)
+            return end + 16 if whence else end
+
+    content = Shrinking(to_blob(KEY, draw())[:-16])
+    with pytest.raises(StateCorrupt, match="became shorter"):
+        read_blob(content, KEY, "blob", plain)
+
+
+def test_a_read_that_fails_is_not_called_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    path = written(to_blob(KEY, draw()), tmp_path)
+    monkeypatch.setattr(blob_module, "read_blob", fail)
+    with pytest.raises(StoreUnreadable, match=r"cannot read .*: Input/output error"):
+        load_blob(path, KEY, plain)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +212,7 @@ def test_bytes_after_the_end_are_noticed(tmp_path: Path) -> None:
 
 
 def test_a_blob_of_another_key_does_not_stand_in(tmp_path: Path) -> None:
-    with pytest.raises(StateCorrupt, match="fails its checksum"):
+    with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(to_blob(KVKey("cd" * 32), draw()), tmp_path)
 
 
@@ -119,7 +230,7 @@ def test_a_blob_of_another_format_is_not_read(
 ) -> None:
     content = to_blob(KEY, draw())
     monkeypatch.setattr(blob_module, "FORMAT_VERSION", 999)
-    with pytest.raises(StateCorrupt, match="fails its checksum"):
+    with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(content, tmp_path)
 
 
@@ -130,6 +241,21 @@ def test_safetensors_of_something_else_are_not_read(tmp_path: Path) -> None:
         read_bytes(save({"weight": torch.zeros(2)}), tmp_path)
 
 
-def test_a_missing_file_is_not_called_corrupt(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        read_blob(tmp_path / "none.safetensors", KEY)
+@pytest.mark.parametrize(
+    "read", [map_blob, lambda path, key: load_blob(path, key, plain)], ids=["mapped", "loaded"]
+)
+def test_missing_and_unreadable_files_are_not_called_corrupt(
+    read: Callable[[Path, KVKey], StoredStates], tmp_path: Path
+) -> None:
+    with pytest.raises(StateMissing, match=r"none\.safetensors"):
+        read(tmp_path / "none.safetensors", KEY)
+    with pytest.raises(StoreUnreadable, match="Is a directory"):
+        read(tmp_path, KEY)
+
+
+def test_bytes_from_elsewhere_are_read_alike() -> None:
+    content = bytearray(to_blob(KEY, draw()))
+    assert_same(read_blob(io.BytesIO(content), KEY, "s3://bucket/blob", plain), draw())
+    content[-1] ^= 1
+    with pytest.raises(StateCorrupt, match="s3://bucket/blob fails its checksum"):
+        read_blob(io.BytesIO(content), KEY, "s3://bucket/blob", plain)

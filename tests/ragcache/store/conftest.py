@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
+from sqlalchemy import create_engine
 
 from ragcache.states import KVKey, KVStates
 from ragcache.store import Database
@@ -33,8 +37,41 @@ def same(found: KVStates | None, expected: KVStates) -> bool:
     )
 
 
+def postgres_url() -> str:
+    """Of a PostgreSQL to test with; skips the test where there is none."""
+    url = os.environ.get("RAGCACHE_TEST_POSTGRES_URL")
+    if not url:
+        pytest.skip("RAGCACHE_TEST_POSTGRES_URL is not set")
+    return url
+
+
+@contextmanager
+def postgres_schema() -> Iterator[str]:
+    """The URL of an empty PostgreSQL schema, which is dropped afterwards."""
+    url, name = postgres_url(), f"ragcache_{uuid4().hex}"
+    admin = create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    with admin.begin() as connection:
+        connection.exec_driver_sql(f"CREATE SCHEMA {name}")
+    yield f"{url}{'&' if '?' in url else '?'}options=-csearch_path%3D{name}"
+    with admin.begin() as connection:
+        connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
+    admin.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
+    """Where an empty ledger can be opened, and again by another process: in turn in each kind of
+    database."""
+    if request.param == "sqlite":
+        yield tmp_path / "ledger.sqlite3"
+        return
+    request.getfixturevalue("socket_enabled")
+    with postgres_schema() as url:
+        yield url
+
+
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(tmp_path / "ledger.sqlite3")
+def database(where: Path | str) -> Iterator[Database]:
+    opened = Database.open(where)
     yield opened
     opened.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sqlalchemy import func, select
 
-from ragcache.errors import UnknownCollection
+from ragcache.errors import DocumentError, UnknownCollection, UnknownSchema
 from ragcache.states import KVKey
 from ragcache.store import (
     Catalogue,
@@ -23,9 +24,11 @@ from ragcache.store import (
     Vectors,
     list_modules,
 )
-from ragcache.store.database import CHUNK
+from ragcache.store.ownership import owned_among
+from ragcache.store.rows import Facts, StateRow
+from ragcache.store.statements import CHUNK
 from ragcache.store.tables import Base, DocumentTable
-from tests.ragcache.store.conftest import make_key, make_states
+from tests.ragcache.store.conftest import make_key
 
 
 @pytest.fixture
@@ -172,7 +175,8 @@ def test_what_comes_too_late_for_a_deleted_module_is_left_out(
     catalogue.add_tokens(module.id, [1, 2])
     Vectors(database, "e").add([module.id], np.ones((1, 2), dtype=np.float32))
     assert catalogue.token_ids([module.id]) == {}
-    assert Ledger(database).unowned([make_key(9)]) == [make_key(9)]
+    with database.reading() as session:
+        assert owned_among(session, [make_key(9)]) == set()
 
 
 def test_a_claim_is_noted_once(catalogue: Catalogue, database: Database) -> None:
@@ -197,18 +201,59 @@ def test_metadata_may_hold_dates_and_paths(catalogue: Catalogue, database: Datab
 
 
 def test_the_listing_joins_modules_and_tiers(catalogue: Catalogue, database: Database) -> None:
-    from ragcache.store import Ledger
-
     catalogue.replace("notes", [document("a", 1, 2)])
     catalogue.replace("plans", [document("b", 3)])
     ledger = Ledger(database)
-    ledger.record("disk", make_key(1), make_states(1, 4), 300)
-    ledger.record("host", make_key(1), make_states(1, 4), 256)
-    ledger.touch([make_key(1)])
+    row = StateRow(make_key(1), "disk", 300, 0, 0, True, math.inf, "model", Facts(4))
+    ledger.record(row, last=True)
+    ledger.notes.admitted(row._replace(tier="host", nbytes=256))
+    ledger.notes.touch([make_key(1)], 1)
+    ledger.flush()
     first, second = list_modules(database, "notes")
     assert (first.tokens, first.nbytes, first.tiers, first.hits) == (4, 300, ("disk", "host"), 1)
+    assert (first.pinned, second.pinned) == (True, False)
     assert (second.tokens, second.nbytes, second.tiers, second.hits) == (0, 0, (), 0)
     assert [row.collection for row in list_modules(database)] == ["notes", "notes", "plans"]
+
+
+def test_a_renamed_document_keeps_its_modules_and_states(catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [document("a", 1, 2), document("b", 3)])
+    before, stamp = catalogue.modules("notes"), catalogue.stamp("notes")
+    catalogue.rename("notes", "a", "c")
+    after = catalogue.modules("notes")
+    assert [row.id for row in after] == [row.id for row in before]
+    assert [row.name for row in after] == ["c#1", "c#2", "m3"]
+    assert set(catalogue.documents("notes")) == {"b", "c"}
+    assert catalogue.stamp("notes") != stamp
+    with pytest.raises(DocumentError, match="holds a 'b' already"):
+        catalogue.rename("notes", "c", "b")
+    with pytest.raises(DocumentError, match="holds no 'a'"):
+        catalogue.rename("notes", "a", "d")
+
+
+def test_namespaces_see_nothing_of_each_other(catalogue: Catalogue, database: Database) -> None:
+    other = Catalogue(database, "tokenizer", "embedder", "another tenant")
+    catalogue.replace("notes", [document("a", 1)])
+    with pytest.raises(UnknownCollection, match="known: none yet"):
+        other.modules("notes")
+    other.replace("notes", [document("a", 2)])
+    assert (texts(catalogue), texts(other)) == (["text 1"], ["text 2"])
+    assert other.delete("notes", ["a"]) == [make_key(2)]
+    assert catalogue.collections() == {"notes": 1}
+
+
+def test_states_of_a_schema_are_owned_by_it_until_it_is_replaced(database: Database) -> None:
+    schemas, key = SchemaTexts(database), make_key
+    assert schemas.put("trip", SchemaText("one", "schema"), [key(1), key(2)]) == []
+    schemas.own("trip", [key(3), key(3)])
+    schemas.own("unknown", [key(4)])
+    with database.reading() as session:
+        assert owned_among(session, map(key, range(9))) == {key(1), key(2), key(3)}
+    freed = schemas.put("trip", SchemaText("two", "schema"), [key(2)])
+    assert set(freed) == {key(1), key(3)}
+    assert schemas.delete("trip") == [key(2)]
+    with pytest.raises(UnknownSchema, match="no schema 'trip'"):
+        schemas.delete("trip")
 
 
 def test_schemas_are_stored_by_name(database: Database) -> None:

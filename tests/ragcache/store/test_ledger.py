@@ -2,140 +2,242 @@
 
 from __future__ import annotations
 
-import sqlite3
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import event, select
 
-from ragcache.errors import NoState, StoreUnwritable
-from ragcache.store import Catalogue, Database, Ledger, NewDocument, NewModule
-from ragcache.store.database import CHUNK
+from ragcache.errors import StoreFull
+from ragcache.store import Database, Ledger
 from ragcache.store.ledger import TierTotals
-from ragcache.store.tables import StateTable
-from tests.ragcache.store.conftest import make_key, make_states
+from ragcache.store.notes import EVICTIONS_KEPT
+from ragcache.store.rows import Facts, StateRow
+from ragcache.store.statements import CHUNK
+from ragcache.store.tables import CoRetrievalTable, EvictionTable, SessionTable, StateTable
+from tests.ragcache.store.conftest import make_key
 
 
 @pytest.fixture
 def ledger(database: Database) -> Ledger:
-    return Ledger(database)
+    opened = Ledger(database)
+    opened.begin()
+    return opened
+
+
+@pytest.fixture
+def another(where: Path | str) -> Iterator[Callable[[], Ledger]]:
+    """Opens the ledger as another process would."""
+    opened: list[Database] = []
+
+    def open_another() -> Ledger:
+        opened.append(Database.open(where))
+        ledger = Ledger(opened[-1])
+        ledger.begin()
+        return ledger
+
+    yield open_another
+    for database in opened:
+        database.close()
+
+
+def row(number: int, tier: str = "disk", nbytes: int = 10, **facts: object) -> StateRow:
+    known = Facts(3, 0.5, "rooted", make_key(99), "model")._replace(**facts)
+    return StateRow(make_key(number), tier, nbytes, 0, 0, False, math.inf, "model", known)
+
+
+def record(ledger: Ledger, *numbers: int) -> None:
+    for number in numbers:
+        ledger.record(row(number), last=True)
 
 
 def uses(database: Database, tier: str) -> dict[str, tuple[int, int]]:
     """(hits, last use) by the first two digits of the key."""
-    with database.transaction() as session:
+    with database.reading() as session:
         rows = session.scalars(select(StateTable).where(StateTable.tier == tier))
         return {row.key[:2]: (row.hits, row.last_use) for row in rows}
 
 
-def test_a_tier_holds_what_was_recorded_in_it(ledger: Ledger) -> None:
-    ledger.record("disk", make_key(1), make_states(1), 10)
-    assert ledger.holds("disk", make_key(1))
-    assert not ledger.holds("host", make_key(1))
-    assert (ledger.keys("disk"), ledger.keys("host")) == ({make_key(1)}, set())
-
-
-def test_totals_are_sums_by_tier(ledger: Ledger) -> None:
-    assert ledger.totals() == {}
-    ledger.record("disk", make_key(1), make_states(1, 3), 10)
-    ledger.record("disk", make_key(2), make_states(2, 4), 20)
-    ledger.record("host", make_key(2), make_states(2, 4), 15)
-    ledger.touch([make_key(1), make_key(2)])
-    assert ledger.totals() == {
-        "disk": TierTotals(states=2, nbytes=30, tokens=7, hits=2),
-        "host": TierTotals(states=1, nbytes=15, tokens=4, hits=1),
-    }
+def test_a_row_comes_back_as_it_was_recorded(ledger: Ledger, another: Callable[[], Ledger]) -> None:
+    recorded = row(1)._replace(pinned=True, expires_at=1e12, kv_dtype="int8")
+    ledger.record(recorded, last=True)
+    other = another()
+    assert other.load() == [recorded]
+    assert other.find([make_key(1), make_key(2)]) == [recorded]
 
 
 def test_recording_again_takes_the_new_size_and_keeps_the_hits(ledger: Ledger) -> None:
-    ledger.record("disk", make_key(1), make_states(1, 3), 10)
-    ledger.touch([make_key(1)])
-    ledger.record("disk", make_key(1), make_states(1, 4), 12)
+    record(ledger, 1)
+    ledger.notes.touch([make_key(1)], 1)
+    ledger.flush()
+    ledger.record(row(1, nbytes=12, tokens=4), last=True)
     assert ledger.totals() == {"disk": TierTotals(1, 12, 4, 1)}
 
 
-def test_a_touch_is_one_tick_for_all_its_keys_and_later_than_the_last(
+def test_memory_tiers_belong_to_their_session(
+    ledger: Ledger, another: Callable[[], Ledger]
+) -> None:
+    other = another()
+    for each, number in ((ledger, 1), (other, 2)):
+        each.notes.admitted(row(number, "host"))
+        each.flush()
+    record(ledger, 3)
+    assert (ledger.keys("host"), other.keys("host")) == ({make_key(1)}, {make_key(2)})
+    assert other.keys("disk") == {make_key(3)}
+    ledger.end()
+    assert (ledger.keys("host"), other.keys("host")) == (set(), {make_key(2)})
+
+
+def test_touches_are_noted_without_sql_and_written_together(
     ledger: Ledger, database: Database
 ) -> None:
-    for number in (1, 2, 3):
-        ledger.record("disk", make_key(number), make_states(number), 1)
-    ledger.record("host", make_key(1), make_states(1), 1)
-    ledger.touch([make_key(1), make_key(2)])
-    ledger.touch([make_key(2), make_key(9)])
-    assert uses(database, "disk") == {"01": (1, 1), "02": (2, 2), "03": (0, 0)}
+    record(ledger, 1, 2, 3)
+    ledger.notes.admitted(row(1, "host"))
+    statements: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
+    commits: list[object] = []
+    event.listen(database.engine, "commit", commits.append)
+    for tick in (1, 3):
+        ledger.notes.touch([make_key(tick), make_key(2)], tick)
+    assert statements == []
+    ledger.flush()
+    assert len(commits) == 1
+    ledger.flush()
+    assert len(commits) == 1, "there is nothing more to write"
+    assert uses(database, "disk") == {"01": (1, 1), "02": (2, 3), "03": (1, 3)}
     assert uses(database, "host") == {"01": (1, 1)}
 
 
-def test_removing_and_clearing_leave_the_other_tier_alone(ledger: Ledger) -> None:
-    for tier in ("host", "disk"):
-        for number in (1, 2):
-            ledger.record(tier, make_key(number), make_states(number), 1)
-    ledger.remove("disk", [make_key(1), make_key(7)])
-    assert (len(ledger.keys("disk")), len(ledger.keys("host"))) == (1, 2)
-    ledger.clear("host")
-    assert (ledger.keys("disk"), ledger.keys("host")) == ({make_key(2)}, set())
+def test_what_could_not_be_written_is_written_later(
+    ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreFull("full")
+
+    record(ledger, 1)
+    ledger.notes.touch([make_key(1)], 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("ragcache.store.notes._write_touches", full)
+        ledger.flush()
+        ledger.notes.touch([make_key(1)], 2)
+        ledger.flush()
+    assert (ledger.failures, uses(database, "disk")) == (2, {"01": (0, 0)})
+    ledger.flush()
+    assert uses(database, "disk") == {"01": (2, 2)}
+
+
+def test_a_tier_in_memory_forgets_what_left_it_and_keeps_the_reason(ledger: Ledger) -> None:
+    for number in (1, 2):
+        ledger.notes.admitted(row(number, "host"))
+    ledger.flush()
+    ledger.notes.left("host", make_key(1), 10, "pressure")
+    ledger.notes.left("host", make_key(2), 10, None)
+    ledger.flush()
+    assert ledger.keys("host") == set()
+    assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 0}}
+    ledger.notes.admitted(row(1, "host"))
+    ledger.flush()
+    assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 1}}
+
+
+def test_the_record_of_evictions_is_bounded(
+    ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache.store.notes.EVICTIONS_KEPT", 3)
+    for number in range(5):
+        ledger.notes.left("host", make_key(number), 10, "pressure")
+    ledger.flush()
+    with database.reading() as session:
+        kept = list(session.scalars(select(EvictionTable.key).order_by(EvictionTable.id)))
+    assert [key[:2] for key in kept] == ["02", "03", "04"]
+    assert EVICTIONS_KEPT > 3
+
+
+def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
+    ledger: Ledger, another: Callable[[], Ledger]
+) -> None:
+    record(ledger, 1, 2)
+    assert ledger.expel("disk", [make_key(1), make_key(3)], "manual") == [make_key(1), make_key(3)]
+    assert ledger.keys("disk") == {make_key(2)}
+    assert ledger.evictions() == {"disk": {"manual": 1, "fetched_again": 0}}
+    other = another()
+    assert other.claim([make_key(1)], ()) == ([], [])
+    ledger.claims.drop([make_key(1)])
+    assert other.claim([make_key(1)], ()) == ([], [make_key(1)])
+    other.record(row(1), last=True)
+    assert ledger.evictions()["disk"]["fetched_again"] == 1
+
+
+@pytest.mark.parametrize("reason", ["pressure", "ttl", "manual"])
+def test_what_another_process_has_pinned_leaves_by_hand_alone(
+    ledger: Ledger, another: Callable[[], Ledger], reason: str
+) -> None:
+    record(ledger, 1)
+    another().pin([make_key(1)], True)
+    gone = ledger.expel("disk", [make_key(1)], reason)
+    assert gone == ([make_key(1)] if reason == "manual" else [])
+    assert another().claim([make_key(1)], ())[1] == [], "either held, or being removed"
+    assert len(ledger.keys("disk")) == 1 - len(gone)
+
+
+def test_what_is_claimed_elsewhere_is_not_expelled(
+    ledger: Ledger, another: Callable[[], Ledger]
+) -> None:
+    record(ledger, 1)
+    assert another().claims.take([make_key(1)]) == [make_key(1)]
+    assert ledger.expel("disk", [make_key(1)], "manual") == []
+    assert ledger.keys("disk") == {make_key(1)}
+
+
+def test_reservations_of_all_processes_count_against_one_budget(
+    ledger: Ledger, another: Callable[[], Ledger]
+) -> None:
+    other = another()
+    record(ledger, 1)
+    ledger.claims.take([make_key(2)])
+    other.claims.take([make_key(3)])
+    assert ledger.reserve("disk", make_key(2), 50, 100) == 0
+    assert other.reserve("disk", make_key(3), 50, 100) == 10
+    assert other.reserve("disk", make_key(3), 40, 100) == 0, "in place of the first reservation"
+    ledger.record(row(2, nbytes=20), last=True)
+    assert other.reserve("disk", make_key(3), 70, 100) == 0
 
 
 def test_more_keys_than_one_statement_takes(ledger: Ledger, database: Database) -> None:
-    ledger.record("disk", make_key(1), make_states(1), 1)
+    record(ledger, 1)
     many = [make_key(2)] * (2 * CHUNK) + [make_key(1)]
-    ledger.touch(iter(many))
-    assert uses(database, "disk") == {"01": (1, 1)}
-    assert len(ledger.unowned(many)) == len(many)
-    ledger.remove("disk", many)
-    assert ledger.keys("disk") == set()
+    assert [found.key for found in ledger.find(many)] == [make_key(1)]
+    ledger.pin(many, True)
+    assert ledger.load()[0].pinned
 
 
-def test_states_of_a_module_are_owned_until_it_is_deleted(
-    ledger: Ledger, database: Database
-) -> None:
+def test_how_often_modules_stand_together_is_counted(ledger: Ledger, database: Database) -> None:
+    from ragcache.store import Catalogue, NewDocument, NewModule
+
+    modules = [NewModule(f"m{n}", "t", [n], make_key(n)) for n in range(3)]
     catalogue = Catalogue(database, "tokenizer", None)
-    module = NewModule("m", "text", [1], make_key(1))
-    catalogue.replace("notes", [NewDocument("d", "", "digest", [module])])
-    assert ledger.unowned([make_key(1), make_key(2)]) == [make_key(2)]
-    catalogue.delete("notes", ["d"])
-    assert ledger.unowned(iter([make_key(1), make_key(2)])) == [make_key(1), make_key(2)]
+    catalogue.replace("notes", [NewDocument("a", "", "", modules)])
+    a, b, c = (module.id for module in catalogue.modules("notes"))
+    for ids in ([b, a], [a, b, c], [a, 999]):
+        ledger.notes.together(ids)
+        ledger.flush()
+    with database.reading() as session:
+        rows = session.scalars(select(CoRetrievalTable))
+        counts = {(r.first_id, r.second_id): r.count for r in rows}
+    assert counts == {(a, b): 2, (a, c): 1, (b, c): 1}
 
 
-class TestTheDatabase:
-    def test_what_is_committed_outlives_the_connection(self, tmp_path: Path) -> None:
-        for held in (False, True):
-            database = Database.open(tmp_path / "ledger")
-            assert Ledger(database).holds("disk", make_key(1)) is held
-            Ledger(database).record("disk", make_key(1), make_states(1), 1)
-            database.close()
+def test_an_idle_session_still_says_that_it_lives(
+    ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def beat() -> float:
+        with database.reading() as session:
+            return session.scalars(select(SessionTable.heartbeat)).one()
 
-    def test_an_error_rolls_everything_back(self, database: Database) -> None:
-        def fail() -> None:
-            with database.transaction() as session:
-                session.add(StateTable(key="k", tier="disk", nbytes=1, tokens=1))
-                session.flush()
-                raise RuntimeError
-
-        with pytest.raises(RuntimeError):
-            fail()
-        assert Ledger(database).keys("disk") == set()
-
-    def test_a_folder_without_state_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(NoState, match=f"no ragcache state in {tmp_path}; make one"):
-            Database.open_existing(tmp_path / "ledger")
-        assert not list(tmp_path.iterdir()), "looking creates nothing"
-
-    def test_a_file_of_something_else_is_named(self, tmp_path: Path) -> None:
-        path = tmp_path / "ledger"
-        path.write_bytes(b"this is a letter, not a database" * 40)
-        with pytest.raises(NoState, match="is not a ragcache ledger"):
-            Database.open_existing(path)
-
-    def test_a_folder_that_does_not_exist_is_unwritable(self, tmp_path: Path) -> None:
-        with pytest.raises(StoreUnwritable, match="cannot write the ledger"):
-            Database.open(tmp_path / "none" / "ledger")
-
-    def test_a_writer_does_not_wait_for_readers(self, database: Database) -> None:
-        reader = sqlite3.connect(str(database.engine.url.database))
-        reader.execute("BEGIN")
-        read = lambda: reader.execute("SELECT count(*) FROM states").fetchone()  # noqa: E731
-        assert read() == (0,)
-        Ledger(database).record("disk", make_key(1), make_states(1), 1)
-        assert read() == (0,), "a reader sees what was there when it began"
-        reader.close()
+    first = beat()
+    ledger.flush()
+    assert beat() == first
+    monkeypatch.setattr("ragcache.store.ledger.BEAT_SECONDS", -1.0)
+    ledger.flush()
+    assert beat() > first

@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import select
 
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Database, DiskTier, HostTier, KVStore, Ledger
-from ragcache.store.store import ABANDONED_SECONDS
-from ragcache.store.tables import StateTable
-from tests.ragcache.store.conftest import TOKEN_BYTES, make_key, make_states, same
+from ragcache.store import Database, HostTier, KVStore, RemoteTier, Wish
+from ragcache.store.jobs import Jobs
+from tests.ragcache.store.conftest import make_key, make_states, same
 
-Open = Callable[[int], KVStore]
+STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
+BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved
+INGEST = Wish("ingest")
+Open = Callable[..., KVStore]
 
 
 @pytest.fixture
-def reopen(tmp_path: Path, database: Database) -> Open:
-    """Opens the store as another process would, with a budget in tokens."""
-    return lambda tokens: KVStore.open(tmp_path, database, tokens * TOKEN_BYTES)
+def reopen(tmp_path: Path, database: Database) -> Iterator[Open]:
+    """Opens the store as another process would, with a budget in states of one token."""
+    jobs = Jobs(database, "tests")
+    jobs.expect(jobs.begin("collection tests", 0), map(make_key, range(100)))
+    opened: list[KVStore] = []
+
+    def open_store(states: int = 10, **options: Any) -> KVStore:
+        store = KVStore.open(tmp_path, database, states * STATE_BYTES, **options)
+        opened.append(store)
+        return store
+
+    yield open_store
+    for store in opened:
+        store.close()
 
 
 @pytest.fixture
 def store(reopen: Open) -> KVStore:
-    return reopen(10)
+    return reopen()
 
 
 class Producer:
@@ -56,27 +70,30 @@ def fill(store: KVStore, *numbers: int) -> None:
         store.put(make_key(number), make_states(number))
 
 
-def sources(store: KVStore, *numbers: int) -> list[str]:
-    with store.lease(keys(*numbers), Producer()) as lease:
+def sources(store: KVStore, *numbers: int, wish: Wish | None = None) -> list[str]:
+    with store.lease(keys(*numbers), Producer(), wish) as lease:
         for number, states in zip(numbers, lease.states, strict=True):
             assert same(states, make_states(number))
         return [lease.source[key] for key in lease.keys]
 
 
-def make_old(path: Path) -> None:
-    then = time.time() - ABANDONED_SECONDS - 100
-    os.utime(path, (then, then))
+def in_host(store: KVStore) -> set[KVKey]:
+    return set(store.host.keys())
+
+
+def leased(store: KVStore) -> set[KVKey]:
+    return {e.key for shelf in store.holdings.every for e in shelf.entries if e.leased}
 
 
 def test_a_lease_tells_where_each_state_came_from(store: KVStore, reopen: Open) -> None:
     fill(store, 1)
-    other = reopen(10)
+    other = reopen()
     fill(other, 2)
     with other.lease(keys(3, 2, 1, 1), Producer()) as lease:
         assert [lease.source[key] for key in lease.keys] == ["encoded", "host", "disk", "disk"]
         expected = [make_states(n) for n in (3, 2, 1, 1)]
         assert all(map(same, lease.states, expected))
-        assert lease.moved == {"disk": TOKEN_BYTES}
+        assert lease.moved == {"disk": make_states(1).nbytes}
     assert sources(other, 1, 2, 3) == ["host"] * 3
 
 
@@ -89,25 +106,28 @@ def test_only_what_is_missing_is_produced_and_once(store: KVStore) -> None:
         assert len(lease.states) == 3
 
 
-def test_what_was_produced_is_on_disk_for_the_next_process(store: KVStore, reopen: Open) -> None:
-    sources(store, 1, 2)
-    with reopen(10).lease(keys(2, 1), nothing) as lease:
+@pytest.mark.parametrize("origin", ["ingest", "warm"])
+def test_what_was_asked_for_is_on_disk_for_the_next_process(
+    store: KVStore, reopen: Open, origin: Any
+) -> None:
+    sources(store, 1, 2, wish=Wish(origin))
+    with reopen().lease(keys(2, 1), nothing) as lease:
         assert set(lease.source.values()) == {"disk"}
 
 
 def test_too_few_states_produced_is_an_error(store: KVStore) -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 states were asked for, 1 produced"):
         store.lease(keys(1, 2), lambda _: [make_states(1)])
-    assert not any(entry.leased for entry in store.host.entries())
+    assert leased(store) == set()
 
 
 def test_a_blob_that_vanished_is_produced_again(store: KVStore, reopen: Open) -> None:
     fill(store, 1, 2)
-    other = reopen(10)
+    other = reopen()
     other.disk.path(make_key(1)).unlink()
     assert sources(other, 1, 2) == ["encoded", "disk"]
     assert other.counters.corrupt == 1
-    assert sources(reopen(10), 1) == ["disk"]
+    assert sources(reopen(), 1) == ["disk"]
 
 
 def test_a_corrupt_blob_is_produced_again_and_replaced(
@@ -116,69 +136,85 @@ def test_a_corrupt_blob_is_produced_again_and_replaced(
     fill(store, 1)
     path = store.disk.path(make_key(1))
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    other = reopen(10)
+    other = reopen()
     assert sources(other, 1) == ["encoded"]
     assert (other.counters.corrupt, other.counters.encoded) == (1, 1)
     assert "the states are encoded again" in caplog.text
     assert same(other.disk.get(make_key(1)), make_states(1))
+    assert store.ledger.evictions()["disk"] == {"corrupt": 1, "fetched_again": 1}
 
 
-def test_opening_drops_rows_without_blobs(store: KVStore, reopen: Open) -> None:
-    fill(store, 1, 2)
-    store.disk.path(make_key(1)).unlink()
-    ledger = reopen(10).ledger
-    assert ledger.keys("disk") == set(keys(2))
-    assert ledger.keys("host") == set(), "another process's memory is gone"
+class TestOpening:
+    def test_rows_without_blobs_go(self, store: KVStore, reopen: Open) -> None:
+        fill(store, 1, 2)
+        store.disk.path(make_key(1)).unlink()
+        assert reopen().ledger.keys("disk") == set(keys(2))
 
+    def test_blobs_without_rows_go(self, store: KVStore, reopen: Open) -> None:
+        fill(store, 1)
+        store.disk.put(make_key(2), make_states(2))
+        assert set(reopen().disk.keys()) == set(keys(1))
 
-def test_opening_removes_blobs_without_rows_only_when_they_are_old(
-    store: KVStore, reopen: Open
-) -> None:
-    fill(store, 1, 2, 3)
-    store.ledger.remove("disk", keys(1, 2))
-    for number in (1, 3):
-        make_old(store.disk.path(make_key(number)))
-    other = reopen(10)
-    assert set(other.disk.keys()) == set(keys(2, 3)), "2 may be of a writer still at work"
-    assert other.ledger.keys("disk") == set(keys(3))
+    def test_blobs_that_another_process_is_writing_stay(self, store: KVStore, reopen: Open) -> None:
+        store.ledger.claims.take(keys(2))
+        store.disk.put(make_key(2), make_states(2))
+        assert set(reopen().disk.keys()) == set(keys(2))
 
+    def test_half_written_files_go_when_nobody_else_is_there(
+        self, store: KVStore, reopen: Open
+    ) -> None:
+        fill(store, 1)
+        part = store.disk.path(make_key(1)).with_name("x.safetensors.1.part")
+        part.write_bytes(b"half")
+        reopen().close()
+        assert part.exists(), "the first process may be writing it"
+        store.close()
+        reopen()
+        assert not part.exists()
 
-def test_opening_removes_old_parts(store: KVStore, reopen: Open) -> None:
-    fill(store, 1)
-    part = store.disk.path(make_key(1)).with_name("x.safetensors.1.part")
-    part.write_bytes(b"half")
-    reopen(10)
-    assert part.exists()
-    make_old(part)
-    reopen(10)
-    assert not part.exists()
+    def test_states_that_nobody_needs_go(self, store: KVStore, reopen: Open) -> None:
+        unowned, root = KVKey("ff" * 32), KVKey("fe" * 32)
+        wish = Wish("ingest", root=root)
+        with store.lease([root, unowned], Producer(), wish):
+            pass
+        assert set(reopen().disk.keys()) == {root}, "preambles belong to the store"
+
+    def test_states_of_an_earlier_format_go(
+        self, store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fill(store, 1)
+        monkeypatch.setattr("ragcache.store.opening.FORMAT_VERSION", 99)
+        later = reopen()
+        assert (set(later.disk.keys()), later.ledger.keys("disk")) == (set(), set())
+        assert later.ledger.evictions()["disk"]["superseded"] == 1
 
 
 def test_eviction_leaves_the_disk_alone(reopen: Open) -> None:
     store = reopen(2)
     fill(store, 1, 2, 3, 4)
-    assert (len(store.host), store.host.evictions) == (2, 2)
+    assert in_host(store) == set(keys(3, 4))
+    store.ledger.flush()
     assert store.ledger.keys("host") == set(keys(3, 4))
     assert store.ledger.keys("disk") == set(keys(1, 2, 3, 4))
+    assert store.ledger.evictions()["host"]["pressure"] == 2
     assert sources(store, 4, 1) == ["host", "disk"]
 
 
 def test_a_lease_larger_than_the_budget_is_refused_and_let_go(reopen: Open) -> None:
     store = reopen(2)
-    with pytest.raises(StoreBudgetExceeded):
-        store.lease(keys(1, 2, 3), Producer())
-    assert not any(entry.leased for entry in store.host.entries())
+    with pytest.raises(StoreBudgetExceeded, match="Raise host_bytes, or ask with a smaller k"):
+        store.lease(keys(1, 2, 3), Producer(), INGEST)
+    assert leased(store) == set()
     assert sources(store, 3, 4) == ["disk", "encoded"]
 
 
 def test_what_is_leased_stays_while_others_come_and_go(reopen: Open) -> None:
     store = reopen(3)
-    with store.lease(keys(1), Producer()):
-        assert sources(store, 2, 3) == ["encoded"] * 2
-        assert sources(store, 4, 5) == ["encoded"] * 2
-        assert make_key(1) in store.host
+    with store.lease(keys(1), Producer(), INGEST):
+        fill(store, 2, 3, 4, 5)
+        assert make_key(1) in in_host(store)
     fill(store, 6, 7, 8)
-    assert make_key(1) not in store.host
+    assert make_key(1) not in in_host(store)
 
 
 def test_leases_are_released_when_producing_fails(store: KVStore) -> None:
@@ -189,73 +225,377 @@ def test_leases_are_released_when_producing_fails(store: KVStore) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.lease(keys(1, 2, 3), fail)
-    assert not any(entry.leased for entry in store.host.entries())
+        store.lease(keys(1, 2, 3), fail, INGEST)
+    assert leased(store) == set()
     assert sources(store, 2, 3) == ["host", "encoded"], "what was made before is kept"
 
 
-def test_a_lease_is_released_when_its_block_fails(store: KVStore) -> None:
+def test_a_lease_is_released_once_also_when_its_block_fails(store: KVStore) -> None:
     def fail() -> None:
-        with store.lease(keys(1), Producer()):
-            assert [entry.leased for entry in store.host.entries()] == [True]
+        with store.lease(keys(1), Producer()) as lease:
+            assert leased(store) == set(keys(1))
+            lease.release()
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
-    assert [entry.leased for entry in store.host.entries()] == [False]
+    assert leased(store) == set()
 
 
-def test_hits_and_last_use_are_counted_at_release(
-    store: KVStore, reopen: Open, database: Database
-) -> None:
+def test_hits_are_counted_at_release(store: KVStore, reopen: Open) -> None:
     fill(store, 1, 2)
-    other = reopen(10)
-    sources(other, 1)
-    sources(other, 1)
-    sources(other, 1, 2, 3)
+    other = reopen()
+    for numbers in ((1,), (1,), (1, 2, 3)):
+        sources(other, *numbers)
     assert other.counters.hits == {"host": 2, "disk": 2}
     assert (other.counters.encoded, store.counters.encoded) == (1, 2)
-    with database.transaction() as session:
-        rows = {
-            (r.key[:2], r.tier): (r.hits, r.last_use) for r in session.scalars(select(StateTable))
-        }
-    assert rows[("01", "disk")] == (3, 3)
-    assert rows[("01", "host")] == (3, 3)
-    assert rows[("02", "disk")] == (1, 3)
-    assert rows[("03", "disk")] == (0, 0), "what was just encoded is no hit"
+    other.ledger.flush()
+    hits = {row.key: row.hits for row in other.ledger.load()}
+    assert hits == {make_key(1): 3, make_key(2): 1}
 
 
-def test_deleted_states_are_in_no_tier(store: KVStore) -> None:
+def test_superseded_states_are_in_no_tier(store: KVStore) -> None:
     fill(store, 1, 2)
-    store.delete(keys(1, 9))
-    assert make_key(1) not in store.host
+    store.evict(keys(1, 9))
+    assert in_host(store) == set(keys(2))
     assert list(store.disk.keys()) == keys(2)
+    store.ledger.flush()
     assert (store.ledger.keys("disk"), store.ledger.keys("host")) == (set(keys(2)), set(keys(2)))
 
 
-def test_states_deleted_while_leased_can_still_be_read(store: KVStore) -> None:
-    with store.lease(keys(1), Producer()) as lease:
-        store.delete(keys(1))
+def test_states_removed_while_leased_can_still_be_read(store: KVStore) -> None:
+    fill(store, 1)
+    with store.lease(keys(1), nothing) as lease:
+        store.evict(keys(1))
         assert same(lease.states[0], make_states(1))
+        assert in_host(store) == set(keys(1)), "until the last lease is released"
+    assert in_host(store) == set()
     assert sources(store, 1) == ["encoded"]
 
 
-class FullForNotes(Ledger):
-    """A ledger whose device is full for all but rows of the disk tier."""
+class TestAdmission:
+    def test_one_off_questions_push_nothing_out(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, 1, 2, 3)
+        for number in range(10, 60):
+            assert sources(store, number) == ["encoded"]
+        assert in_host(store) == set(keys(1, 2, 3))
+        assert set(store.disk.keys()) == set(keys(1, 2, 3))
+        assert sources(store, 1, 2, 3) == ["host"] * 3
 
-    def touch(self, hits: object) -> None:
+    def test_one_off_reads_from_the_disk_push_nothing_out(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, *range(20))
+        assert in_host(store) == set(keys(17, 18, 19))
+        for number in range(10):
+            assert sources(store, number) == ["disk"]
+        assert in_host(store) == set(keys(17, 18, 19))
+
+    def test_what_is_used_again_is_admitted(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, 1, 2, 3, 4)
+        assert [sources(store, 1)[0] for _ in range(3)] == ["disk", "disk", "host"]
+        assert sources(store, 9) == sources(store, 9) == ["encoded"]
+        assert sources(store, 9) == ["host"]
+        store.sweep()
+        assert make_key(9) in set(store.disk.keys())
+
+    def test_free_room_is_used_until_somebody_admitted_needs_it(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, 1)
+        assert sources(store, 7, 8) == ["encoded"] * 2
+        assert in_host(store) == set(keys(1, 7, 8))
+        fill(store, 2)
+        assert in_host(store) == set(keys(1, 8, 2)), "the oldest on probation went"
+        store.ledger.flush()
+        assert store.ledger.evictions() == {}, "which is no eviction"
+
+    def test_what_nothing_owns_is_not_kept_on_disk(self, store: KVStore) -> None:
+        unowned = KVKey("ff" * 32)
+        for _ in range(3):
+            store.lease([unowned], lambda _: [make_states(1)]).release()
+        store.sweep()
+        assert list(store.disk.keys()) == []
+
+    def test_questions_in_flight_are_bounded_too(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, 1, 2, 3)
+        with store.lease(keys(4, 5, 6), Producer()):
+            with pytest.raises(StoreBudgetExceeded):
+                store.lease(keys(7), Producer())
+            assert in_host(store) == set(keys(1, 2, 3))
+
+
+class TestBudgets:
+    def test_the_disk_keeps_to_its_budget_and_evicts_by_use(self, reopen: Open) -> None:
+        store = reopen(10, disk_bytes=4 * BLOCK)
+        fill(store, 1, 2, 3)
+        sources(store, 1)
+        fill(store, 4, 5)
+        assert store.disk.used_bytes <= 4 * BLOCK
+        left = set(store.disk.keys())
+        assert set(keys(4, 5)) <= left
+        assert store.ledger.keys("disk") == left
+        assert store.ledger.evictions()["disk"]["pressure"] == 5 - len(left)
+
+    def test_two_processes_share_one_budget(self, reopen: Open) -> None:
+        first = reopen(10, disk_bytes=5 * BLOCK)
+        second = reopen(10, disk_bytes=5 * BLOCK)
+        for number in range(0, 20, 2):
+            fill(first, number)
+            fill(second, number + 1)
+            assert len(list(first.disk.keys())) <= 4
+        assert first.ledger.keys("disk") == set(first.disk.keys())
+
+    def test_a_pin_holds_in_every_tier_and_process(self, reopen: Open) -> None:
+        store = reopen(2, disk_bytes=3 * BLOCK)
+        fill(store, 1)
+        store.pin(keys(1))
+        other = reopen(2, disk_bytes=3 * BLOCK)
+        fill(other, 2, 3, 4, 5)
+        fill(store, 6, 7, 8)
+        assert make_key(1) in in_host(store)
+        assert make_key(1) in set(store.disk.keys())
+        store.pin(keys(1), False)
+        fill(store, 2, 3, 4, 5)
+        assert make_key(1) not in in_host(store)
+
+    def test_a_disk_full_of_pins_says_so(self, reopen: Open) -> None:
+        store = reopen(10, disk_bytes=3 * BLOCK)
+        for number in (1, 2):
+            fill(store, number)
+            store.pin(keys(number))
+        with pytest.raises(StoreBudgetExceeded, match=r"disk tier may hold .* Raise disk_bytes"):
+            fill(store, 3)
+        assert set(store.disk.keys()) == set(keys(1, 2))
+
+    def test_expired_states_go_with_the_sweep(self, store: KVStore) -> None:
+        fill(store, 1, 2, 3)
+        store.expire(keys(1, 2), time.time() - 1)
+        store.pin(keys(2))
+        store.expire(keys(3), time.time() + 3600)
+        store.sweep()
+        assert (in_host(store), set(store.disk.keys())) == (set(keys(2, 3)), set(keys(2, 3)))
+        assert store.ledger.evictions()["disk"]["ttl"] == 1
+        assert sources(store, 1) == ["encoded"]
+
+
+class TestRemote:
+    @pytest.fixture
+    def remote(self, tmp_path: Path) -> RemoteTier:
+        return RemoteTier.open(f"file://{tmp_path / 'bucket'}")
+
+    def test_what_is_ingested_is_there_for_a_machine_with_an_empty_disk(
+        self, reopen: Open, remote: RemoteTier
+    ) -> None:
+        store = reopen(10, remote=remote)
+        fill(store, 1)
+        assert set(remote.keys()) == set(keys(1))
+        other = reopen(10, remote=remote)
+        other.evict(keys(1), "disk")
+        with other.lease(keys(1), nothing) as lease:
+            assert lease.source == {make_key(1): "remote"}
+            assert lease.moved == {"disk": 0, "remote": make_states(1).nbytes}
+
+    def test_what_is_used_again_comes_back_to_the_disk(
+        self, reopen: Open, remote: RemoteTier
+    ) -> None:
+        store = reopen(1, remote=remote)
+        fill(store, 1, 2)
+        store.evict(keys(1), "disk")
+        assert sources(store, 1) == sources(store, 1) == ["remote"]
+        store.sweep()
+        assert make_key(1) in set(store.disk.keys())
+
+    def test_a_remote_that_is_away_costs_an_encoding(
+        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from ragcache.errors import RemoteUnavailable
+
+        def away(*_: object) -> None:
+            raise RemoteUnavailable("timed out")
+
+        store = reopen(10, remote=remote)
+        fill(store, 1)
+        store.evict(keys(1), "host")
+        store.evict(keys(1), "disk")
+        with monkeypatch.context() as patched:
+            patched.setattr(remote, "get", away)
+            patched.setattr(remote, "put", away)
+            assert sources(store, 1) == ["encoded"]
+            fill(store, 2)
+        assert store.counters.unreadable == 2
+        assert make_key(2) in set(store.disk.keys())
+
+
+def test_prefetching_brings_states_to_memory_and_waits_for_nobody(
+    reopen: Open, store: KVStore
+) -> None:
+    fill(store, 1, 2, 3)
+    other = reopen(2)
+    other.read_ahead(keys(1, 9))
+    assert in_host(other) == set(keys(1))
+    assert sources(other, 1) == ["host"]
+    fill(other, 4)
+    other.prefetch(keys(2, 3))
+    assert sources(other, 4) == ["host"], "which pushes nothing out"
+
+
+def test_a_full_disk_does_not_stop_a_question(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
         raise StoreFull("full")
 
-    def record(self, tier: str, key: KVKey, states: KVStates, nbytes: int) -> None:
-        if tier == "host":
-            raise StoreFull("full")
-        super().record(tier, key, states, nbytes)
-
-
-def test_a_full_disk_does_not_stop_a_request_that_only_reads(
-    store: KVStore, tmp_path: Path, database: Database, caplog: pytest.LogCaptureFixture
-) -> None:
     fill(store, 1)
-    full = KVStore(FullForNotes(database), HostTier(1000), DiskTier(tmp_path / "states"))
-    assert sources(full, 1) == ["disk"]
-    assert "the use of states is not counted" in caplog.text
+    with monkeypatch.context() as patched:
+        for name in ("claim", "record", "expel"):
+            patched.setattr(store.ledger, name, full)
+        assert sources(store, 1, 2) == ["host", "encoded"]
+        path = store.disk.path(make_key(1))
+        store.holdings.drop(make_key(1), "manual")
+        path.write_bytes(b"")
+        assert sources(store, 1) == ["encoded"]
+        with pytest.raises(StoreFull):
+            fill(store, 3)
+    assert "states are encoded for one question alone" in caplog.text
+    assert store.counters.unclaimed == 2
+    assert leased(store) == set()
+
+
+class TestThreads:
+    """Each test ends by itself where the store is right; a wait in it has a limit."""
+
+    def test_two_threads_that_miss_a_key_encode_it_once(self, store: KVStore) -> None:
+        began, go = threading.Event(), threading.Event()
+        made: list[KVKey] = []
+
+        def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
+            for key in missing:
+                made.append(key)
+                began.set()
+                assert go.wait(10)
+                yield make_states(int(key.digest[:2], 16))
+
+        found: dict[int, list[str]] = {}
+
+        def ask(name: int, *numbers: int) -> None:
+            with store.lease(keys(*numbers), produce, INGEST) as lease:
+                found[name] = [lease.source[key] for key in lease.keys]
+
+        first = threading.Thread(target=ask, args=(1, 1, 2))
+        first.start()
+        assert began.wait(10)
+        second = threading.Thread(target=ask, args=(2, 2, 1))
+        second.start()
+        go.set()
+        for thread in (first, second):
+            thread.join(10)
+        assert sorted(made) == keys(1, 2)
+        assert (found[1], found[2]) == (["encoded"] * 2, ["host"] * 2)
+
+    def test_what_one_thread_fails_to_make_the_other_makes(self, store: KVStore) -> None:
+        began, go = threading.Event(), threading.Event()
+
+        def fail(_: Sequence[KVKey]) -> Iterator[KVStates]:
+            began.set()
+            assert go.wait(10)
+            raise RuntimeError("out of memory")
+
+        errors: list[str] = []
+
+        def ask() -> None:
+            try:
+                store.lease(keys(1), fail)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        first = threading.Thread(target=ask)
+        first.start()
+        assert began.wait(10)
+        threading.Timer(0.05, go.set).start()
+        assert sources(store, 1) == ["encoded"]
+        first.join(10)
+        assert errors == ["out of memory"]
+
+    def test_threads_that_lease_the_same_keys_in_other_orders_do_not_wait_for_ever(
+        self, reopen: Open
+    ) -> None:
+        store = reopen(40)
+        failures: list[BaseException] = []
+
+        def ask(seed: int) -> None:
+            import random
+
+            try:
+                order = list(range(12))
+                for _ in range(20):
+                    random.Random(seed).shuffle(order)
+                    numbers = order[:4]
+                    assert len(sources(store, *numbers, wish=Wish(("warm", "question")[seed % 2])))
+                    if seed == 0:
+                        store.evict(keys(*numbers))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert failures == []
+        store.close()  # the sweep of every second borrows states, too
+        assert leased(store) == set()
+
+    def test_no_lock_is_held_while_states_are_made(self, store: KVStore) -> None:
+        fill(store, 1)
+
+        def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
+            done = threading.Event()
+            threading.Thread(target=lambda: (sources(store, 1), done.set())).start()
+            assert done.wait(10), "another thread can lease meanwhile"
+            yield make_states(2)
+
+        with store.lease(keys(2), produce) as lease:
+            assert lease.source[make_key(2)] == "encoded"
+
+
+def test_two_processes_encode_a_key_once(
+    store: KVStore, reopen: Open, tmp_path: Path, where: Path | str
+) -> None:
+    """Two stores with sessions of their own, as two processes have."""
+    other, began, go = reopen(), threading.Event(), threading.Event()
+
+    def produce(missing: Sequence[KVKey]) -> Iterator[KVStates]:
+        began.set()
+        assert go.wait(10)
+        yield make_states(1)
+
+    first = threading.Thread(target=lambda: store.lease(keys(1), produce, INGEST).release())
+    first.start()
+    assert began.wait(10)
+    threading.Timer(0.1, go.set).start()
+    with other.lease(keys(1), nothing, INGEST) as lease:
+        assert lease.source == {make_key(1): "disk"}
+    first.join(10)
+
+
+def test_a_claim_of_a_process_that_died_does_not_count(
+    store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = reopen()
+    other.ledger.claims.take(keys(1))
+    assert store.ledger.claim(keys(1), ()) == ([], [])
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    from sqlalchemy import update
+
+    from ragcache.store.tables import SessionTable
+
+    with store.ledger.database.transaction() as session:
+        mine = update(SessionTable).where(SessionTable.id == other.ledger.sessions.id)
+        session.execute(mine.values(pid=pid))
+    assert sources(store, 1, wish=INGEST) == ["encoded"]

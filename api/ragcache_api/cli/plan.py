@@ -1,0 +1,154 @@
+"""`ragcache plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from ragcache.errors import ConfigurationError
+from ragcache_api.cli.console import (
+    DEFAULT_STATE,
+    JsonOption,
+    ModelOption,
+    StateOption,
+    binary_size,
+    console,
+    errors,
+    plain_table,
+    print_json,
+    progress_bar,
+)
+
+if TYPE_CHECKING:
+    from ragcache.models import LoadedModel
+    from ragcache.planning import Corpus, Plan
+
+_KINDS = ("model", "fp8", "int8")
+
+
+def plan(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Text files, or folders of them.")
+    ] = None,
+    collection: Annotated[
+        str | None, typer.Option("-c", "--collection", help="A collection of the state folder.")
+    ] = None,
+    state: StateOption = DEFAULT_STATE,
+    model: ModelOption = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    module_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a module.")] = 384,
+    host_bytes: Annotated[str, typer.Option(help="The budget of the host tier.")] = "2GiB",
+    device_bytes: Annotated[
+        str | None, typer.Option(help="The budget of a device tier, if there is to be one.")
+    ] = None,
+    disk_bytes: Annotated[
+        str | None, typer.Option(help="The budget of the disk; without it, what is free.")
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, max=64, help="How many modules to encode for the times.")
+    ] = 6,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what caching a corpus will take and bring, before it is ingested.
+
+    The corpus is PATHS, or a collection that is stored. Nothing is changed.
+    """
+    from ragcache.config import parse_bytes
+    from ragcache.planning import Budgets, make_plan
+    from ragcache.planning.advice import advise, machine_memory
+
+    if bool(paths) == (collection is not None):
+        raise ConfigurationError("give either files and folders or --collection")
+    limits = [None if text is None else parse_bytes(text) for text in (device_bytes, disk_bytes)]
+    budgets = Budgets(parse_bytes(host_bytes), *limits)
+    with errors.status("loading the model"):
+        from ragcache.models import load_model
+
+        loaded = load_model(model, device=device)
+    corpus = _corpus(loaded, paths or [], collection, state, module_tokens)
+    with errors.status("measuring") as status:
+        made = make_plan(loaded, corpus, budgets, state, sample=sample, progress=status.update)
+    advice = advise(made, machine_memory())
+    if as_json:
+        print_json(made.facts() | {"advice": advice})
+    else:
+        _show(made, advice)
+
+
+def _corpus(
+    model: LoadedModel, paths: list[Path], collection: str | None, state: Path, module_tokens: int
+) -> Corpus:
+    from ragcache.planning import corpus_of_collection, corpus_of_sources
+    from ragcache.store import Database
+
+    with progress_bar("reading the corpus") as report:
+        if collection is None:
+            return corpus_of_sources(model, paths, module_tokens, report)
+        database = Database.open_existing(state / "ledger.sqlite")
+        try:
+            return corpus_of_collection(model, database, collection, report)
+        finally:
+            database.close()
+
+
+def _show(plan: Plan, advice: list[str]) -> None:
+    console.print(
+        f"[bold]{escape(plan.model)}[/] ({plan.dtype}), {plan.documents:,} documents: "
+        f"{plan.modules:,} modules of {plan.tokens:,} tokens, the longest {plan.longest:,}; "
+        f"a preamble of {plan.preamble_tokens}",
+        highlight=False,
+    )
+    console.print()
+    _show_sizes(plan)
+    _show_times(plan)
+    table = plain_table("", "", left=2)
+    table.show_header = False
+    for sentence in advice:
+        table.add_row("•", escape(sentence))
+    console.print(table)
+
+
+def _show_sizes(plan: Plan) -> None:
+    table = plain_table("calculated", "kv_dtype", "budget", "the corpus", "of it fits", left=2)
+    for size in plan.tiers:
+        budget = "no limit" if size.budget_bytes is None else binary_size(size.budget_bytes)
+        share = f"{100 * size.share:.3g}%"
+        table.add_row(size.tier, size.kv_dtype, budget, binary_size(size.nbytes), share)
+    console.print(table)
+    per_token = ", ".join(f"{kind} {plan.bytes_per_token[kind]:,}" for kind in _KINDS)
+    console.print(f"[dim]bytes per token: {per_token}[/]", highlight=False)
+    console.print()
+
+
+def _show_times(plan: Plan) -> None:
+    from ragcache.planning.advice import span
+
+    columns = ("measured", "computed in", *(f"loaded, {kind}" for kind in _KINDS))
+    table = plain_table(*columns)
+    for cut in plan.measured.cuts:
+        loads = [span(cut.load_s[kind]) for kind in _KINDS]
+        table.add_row(f"{cut.tokens} tokens", span(cut.compute_s), *loads)
+    even = [_even(plan, kind) for kind in _KINDS]
+    table.add_row("loading is quicker", "", *even, style="dim")
+    console.print(table)
+    if not plan.measured.cold:
+        console.print(
+            "[dim]the system did not drop its page cache: loading was timed from it, and a cold "
+            "disk may be slower[/]"
+        )
+    console.print(
+        f"[dim]computing a module of {plan.measured.cuts[-1].tokens} tokens takes as long as "
+        f"loading it at {plan.break_even_bandwidth / 1e6:,.1f} MB/s[/]",
+        highlight=False,
+    )
+    console.print()
+
+
+def _even(plan: Plan, kind: str) -> str:
+    tokens = plan.break_even_tokens[kind]
+    if tokens is None:
+        return "at no length"
+    return "at each" if tokens <= plan.measured.cuts[0].tokens else f"from {tokens:.0f} tokens"

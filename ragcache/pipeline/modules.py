@@ -1,0 +1,87 @@
+"""What an operator does with modules: warm, pin, move and evict their states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
+from ragcache.pipeline.portions import portions
+from ragcache.states import KVKey
+from ragcache.store import Catalogue, KVStore, ModuleRow, changes
+from ragcache.store.changes import Change
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """The modules of one namespace. `documents` names documents of a collection; None is all.
+
+    With `dry_run` nothing changes: the changes that would be made are returned. All methods raise
+    `UnknownCollection`.
+    """
+
+    catalogue: Catalogue
+    store: KVStore
+    encoder: ModuleEncoder
+    tokens: ModuleTokens
+
+    def warm(
+        self, collection: str, documents: Sequence[str] | None = None, *, mode: str = "rooted",
+        dry_run: bool = False,
+    ) -> list[Change]:  # fmt: skip
+        """Brings states to the first tier, encoding those that no tier has, and keeps them."""
+        rows = self._rows(collection, documents)
+        tokens = self.tokens.of(rows)
+        wanted = {self.encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
+        done = changes.move(self.store, list(wanted), self._first, dry_run=True)
+        missing = [key for key in wanted if not self._is_held(key)]
+        done += [Change(key, "encode", self._first, "", 0) for key in missing]
+        if dry_run:
+            return done
+        for key in missing:
+            self.catalogue.claim(wanted[key].id, key)
+        for part in portions(tokens):
+            with self.encoder.lease(part, mode, "warm"):
+                pass
+        return done
+
+    def pin(
+        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False
+    ) -> list[Change]:
+        """Keeps states from being evicted for pressure or time."""
+        return changes.pin(self.store, self._keys(collection, documents), dry_run=dry_run)
+
+    def unpin(
+        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False
+    ) -> list[Change]:
+        """Lets states be evicted again."""
+        return changes.pin(self.store, self._keys(collection, documents), False, dry_run=dry_run)
+
+    def move(
+        self, collection: str, tier: str, documents: Sequence[str] | None = None, *,
+        dry_run: bool = False,
+    ) -> list[Change]:  # fmt: skip
+        """Brings states to a tier, and takes them from those above it."""
+        return changes.move(self.store, self._keys(collection, documents), tier, dry_run=dry_run)
+
+    def evict(
+        self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
+        dry_run: bool = False,
+    ) -> list[Change]:  # fmt: skip
+        """Removes states from a tier, or from all; the documents stay, and are encoded again when
+        a question needs them."""
+        return changes.evict(self.store, self._keys(collection, documents), tier, dry_run=dry_run)
+
+    @property
+    def _first(self) -> str:
+        return self.store.holdings.top.name
+
+    def _is_held(self, key: KVKey) -> bool:
+        return any(key in shelf.entries for shelf in self.store.holdings.every)
+
+    def _rows(self, collection: str, documents: Sequence[str] | None) -> list[ModuleRow]:
+        rows = self.catalogue.modules(collection)
+        return [row for row in rows if documents is None or row.document in documents]
+
+    def _keys(self, collection: str, documents: Sequence[str] | None) -> list[KVKey]:
+        return list(self.catalogue.keys(collection, documents))

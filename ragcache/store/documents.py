@@ -1,0 +1,54 @@
+"""Documents and modules as the catalogue takes and gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ragcache.states import KVKey
+
+
+@dataclass(frozen=True, slots=True)
+class NewModule:
+    """A nested module to store. key: the states that it was encoded to."""
+
+    name: str
+    text: str
+    token_ids: Sequence[int]
+    key: KVKey
+    vector: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewDocument:
+    """A document to store in place of an earlier one of the same `source_id`."""
+
+    source_id: str
+    uri: str
+    digest: str
+    modules: Sequence[NewModule]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRow:
+    """A stored document."""
+
+    id: int
+    source_id: str
+    uri: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """A stored module, with its document's name and what its states were last seen to be."""
+
+    id: int
+    name: str
+    document: str
+    uri: str
+    text: str

@@ -1,0 +1,46 @@
+"""Bringing a ledger to the revision of this code, in one transaction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect, text
+
+from ragcache.errors import LedgerTooNew
+from ragcache.store.migrations import FIRST, HEAD
+
+_LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
+
+
+def revision_of(connection: Connection) -> str | None:
+    """The revision of a ledger; that of before there were any, or None where it is empty."""
+    tables = inspect(connection).get_table_names()
+    if "alembic_version" in tables:
+        stamped = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        if stamped is not None:
+            return str(stamped)
+    return FIRST if "collections" in tables else None
+
+
+def upgrade(connection: Connection) -> None:
+    """Migrates inside the connection's transaction: a process that dies in between leaves the
+    ledger as it was. Raises `LedgerTooNew` for a ledger of a later ragcache."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+    current = revision_of(connection)
+    if current == HEAD:
+        return
+    if current is not None and current > HEAD:
+        raise LedgerTooNew(
+            f"the ledger has the revision {current}, this ragcache reads {HEAD}; it was written "
+            "by a later version: upgrade ragcache"
+        )
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    if current == FIRST and "alembic_version" not in inspect(connection).get_table_names():
+        command.stamp(config, FIRST)
+    command.upgrade(config, "head")

@@ -1,0 +1,135 @@
+"""Sessions: who has the store open. Memory tiers, claims and jobs belong to one and end with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from ragcache.store.database import Database
+from ragcache.store.tables import ClaimTable, JobTable, SessionTable, StateTable
+
+BEAT_SECONDS = 10.0
+DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process: where it runs, and since when its number is its own."""
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def here(cls) -> Identity:
+        return cls(_machine(), os.getpid(), _started(os.getpid()))
+
+    def has_ended(self) -> bool:
+        """Whether a process of this machine is gone. Of other machines' nothing can be said."""
+        here = self.machine == _machine()
+        return here and (not _runs(self.pid) or _started(self.pid) != self.started)
+
+
+@dataclass(slots=True)
+class Sessions:
+    """This process's session in a ledger. Times are of this machine's clock: machines that share a
+    ledger need clocks that agree within `DEAD_SECONDS`."""
+
+    database: Database
+    id: str = field(default_factory=lambda: uuid4().hex)
+
+    def begin(self) -> None:
+        """Writes this session's row and ends those that died."""
+        me = Identity.here()
+        with self.database.transaction() as session:
+            session.add(
+                SessionTable(
+                    id=self.id, machine=me.machine, pid=me.pid, started=me.started,
+                    heartbeat=time.time(),
+                )
+            )  # fmt: skip
+        self.bury()
+
+    def beat(self, session: Session) -> None:
+        """Says that this process lives, in a transaction of the caller's."""
+        row = update(SessionTable).where(SessionTable.id == self.id)
+        session.execute(row.values(heartbeat=time.time()))
+
+    def end(self) -> None:
+        """Ends this session with what belonged to it."""
+        with self.database.transaction() as session:
+            end_sessions(session, [self.id])
+
+    def dead(self) -> list[str]:
+        """Sessions whose process has ended, or of another machine and silent."""
+        with self.database.reading() as session:
+            rows = list(session.scalars(select(SessionTable).where(SessionTable.id != self.id)))
+        return [row.id for row in rows if _is_dead(row)]
+
+    def bury(self) -> None:
+        """Ends the sessions that died."""
+        found = self.dead()
+        if found:
+            with self.database.transaction() as session:
+                end_sessions(session, found)
+
+
+def end_sessions(session: Session, ids: list[str]) -> None:
+    """Forgets sessions: their memory tiers and claims go, their running jobs are interrupted."""
+    session.execute(delete(StateTable).where(StateTable.place.in_(ids)))
+    session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
+    running = update(JobTable).where(JobTable.session.in_(ids), JobTable.status == "running")
+    session.execute(running.values(status="interrupted", finished_at=time.time()))
+    session.execute(delete(SessionTable).where(SessionTable.id.in_(ids)))
+
+
+def _is_dead(row: SessionTable) -> bool:
+    identity = Identity(row.machine, row.pid, row.started)
+    if identity.machine == _machine():
+        return identity.has_ended()
+    return time.time() - row.heartbeat > DEAD_SECONDS
+
+
+def _machine() -> str:
+    """Distinguishes process numbers: host, boot and, on Linux, the namespace of the numbers."""
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        facts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(facts)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _state(pid) != "Z"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold anything."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return []
+
+
+def _state(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since the boot; empty where the system does not tell."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else ""

@@ -1,0 +1,160 @@
+"""The disk tier: one safetensors blob a key, mapped into memory when it is read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ragcache.errors import StateMissing
+from ragcache.states import KVKey
+from ragcache.states.blob import Allocate, blob_parts, load_blob, map_blob
+from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
+from ragcache.store.tiers.files import (
+    PART,
+    SUFFIX,
+    allocated,
+    key_of,
+    named_os_error,
+    write_atomically,
+)
+from ragcache.store.tiers.tier import check_budget
+
+_BLOCK = 4096  # bytes: what file systems allocate
+_HEADER = 4096  # bytes: the most that a blob adds to its tensors, with rounding
+
+
+class DiskTier:
+    """Blobs under `folder`, in 256 subfolders by the first digits of their keys.
+
+    Several processes may share the folder: a blob is always whole, and who reads one that another
+    deletes keeps what was mapped. `used_bytes` counts what was found by the last `scan` and what
+    this process wrote and deleted since.
+    """
+
+    name = "disk"
+    persistent = True
+
+    def __init__(
+        self, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
+    ) -> None:
+        self.folder = folder
+        self.kv_dtype = kv_dtype
+        self.budget_bytes = budget_bytes
+        self._sizes: dict[KVKey, int] = {}
+        self._used = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
+    ) -> DiskTier:
+        """A tier that knows what lies in its folder."""
+        tier = cls(folder, budget_bytes, kv_dtype=kv_dtype)
+        tier.scan()
+        return tier
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def path(self, key: KVKey) -> Path:
+        return self.folder / key.digest[:2] / f"{key.digest}{SUFFIX}"
+
+    def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:
+        """Keys and allocated bytes of all blobs, counted anew. known: what need not be measured."""
+        sizes = {}
+        known = known or {}
+        for key in self.keys():
+            if key in known:
+                sizes[key] = known[key]
+                continue
+            with suppress(FileNotFoundError):  # another process has just deleted it
+                sizes[key] = allocated(self.path(key))
+        with self._lock:
+            self._sizes, self._used = dict(sizes), sum(sizes.values())
+        return sizes
+
+    def size_of(self, states: StoredStates) -> int:
+        return -(-quantised_nbytes(states, self.kv_dtype) // _BLOCK) * _BLOCK + _HEADER
+
+    def put(self, key: KVKey, states: StoredStates) -> int:
+        states = quantise(states, self.kv_dtype)
+        room = self.size_of(states)
+        with self._lock:
+            check_budget(self.name, self.budget_bytes, self._used, room)
+            self._used += room
+        try:
+            nbytes = write_atomically(self.path(key), blob_parts(key, states))
+        except OSError as error:
+            raise named_os_error(error, self.folder) from error
+        finally:
+            with self._lock:
+                self._used -= room
+                self._count(key)
+        return nbytes
+
+    def _count(self, key: KVKey) -> None:
+        """Counts what is there now: another thread may have deleted what this one has written."""
+        nbytes = 0
+        with suppress(OSError):  # there is none, or no folder
+            nbytes = allocated(self.path(key))
+        self._used += nbytes - self._sizes.pop(key, 0)
+        if nbytes:
+            self._sizes[key] = nbytes
+
+    def get(self, key: KVKey) -> StoredStates:
+        """As `Tier.get`: verified and mapped; nothing is copied."""
+        return map_blob(self.path(key), key)
+
+    def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
+        """As `get`, but read into memory from `allocate`, and verified there."""
+        return load_blob(self.path(key), key, allocate)
+
+    def delete(self, key: KVKey) -> None:
+        with self._lock:
+            try:
+                self.path(key).unlink(missing_ok=True)
+            except OSError as error:
+                raise named_os_error(error, self.folder) from error
+            self._used -= self._sizes.pop(key, 0)
+
+    def __contains__(self, key: KVKey) -> bool:
+        return self.path(key).exists()
+
+    def keys(self) -> Iterator[KVKey]:
+        with suppress(FileNotFoundError):
+            folders = [each for each in os.scandir(self.folder) if len(each.name) == 2]
+            for folder in folders:
+                for file in os.scandir(folder) if folder.is_dir() else ():
+                    key = key_of(file.name)
+                    if key is not None and key.digest[:2] == folder.name:
+                        yield key
+
+    def nbytes(self, key: KVKey) -> int:
+        """Bytes allocated for a blob. Raises `StateMissing`."""
+        try:
+            return allocated(self.path(key))
+        except FileNotFoundError:
+            raise StateMissing(f"there is no blob {self.path(key)}") from None
+
+    def age(self, key: KVKey) -> float:
+        """Seconds since the blob was written; 0 where there is none."""
+        return _age(self.path(key))
+
+    def remove_parts(self, older_than: float) -> None:
+        """Removes what writers left behind that died `older_than` seconds ago or more."""
+        for part in self.folder.glob(f"??/*{PART}"):
+            if _age(part) > older_than:
+                part.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written; 0 where another process has just taken it away."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,184 @@
+"""The remote tier: blobs under any URL that fsspec knows, shared by several machines."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from ragcache.errors import ConfigurationError, MissingExtra, StateMissing
+from ragcache.states import KVKey
+from ragcache.states.blob import Allocate, read_blob, to_blob
+from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
+from ragcache.store.tiers.calls import Calls, Patience
+from ragcache.store.tiers.files import PART, SUFFIX, key_of
+from ragcache.store.tiers.tier import check_budget
+
+T = TypeVar("T")
+_HEADER = 4096  # bytes: the most that a blob adds to its tensors
+_WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
+"""Protocols whose objects appear whole, once their upload has ended."""
+
+
+class RemoteTier:
+    """Blobs under a URL, in 256 folders by the first digits of their keys.
+
+    Elsewhere than in an object store, which shows a whole object or none, a blob is written under a
+    temporary name and renamed; the checksum holds in every case. Every call ends: it is given
+    `patience.seconds`, tried `patience.attempts` times, and after the last, calls fail at once for
+    `patience.rest` seconds. `used_bytes` counts what the last `scan` found and what this process
+    wrote and deleted since.
+    """
+
+    name = "remote"
+    persistent = True
+
+    def __init__(
+        self, files: Any, root: str, budget_bytes: int | None = None, *,
+        kv_dtype: KVDtype = "model", patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        """files: an fsspec file system, root: the folder on it."""
+        self.budget_bytes, self.kv_dtype = budget_bytes, kv_dtype
+        self.root = root.rstrip("/")
+        self._files = files
+        self._whole = bool(_WHOLE & set(_protocols(files)))
+        self._calls = Calls(self.root, patience or Patience())
+        self._sizes: dict[KVKey, int] = {}
+        self._used = 0
+        self._lock = threading.Lock()
+        self._turns = [threading.Lock() for _ in range(64)]
+
+    @classmethod
+    def open(
+        cls, url: str, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model",
+        patience: Patience | None = None, **options: Any,
+    ) -> RemoteTier:  # fmt: skip
+        """url: such as `s3://bucket/states`; options: fsspec's for its protocol.
+
+        Nothing is asked of the remote yet. Raises `ConfigurationError` for a URL that fsspec does
+        not know and `MissingExtra` where its protocol needs a package.
+        """
+        from fsspec.core import url_to_fs
+
+        try:
+            files, root = url_to_fs(url, **options)
+        except ImportError as error:
+            raise MissingExtra(f"{url} needs a package that is not installed: {error}") from error
+        except ValueError as error:
+            raise ConfigurationError(f"cannot use {url!r} as a remote tier: {error}") from error
+        return cls(files, root, budget_bytes, kv_dtype=kv_dtype, patience=patience)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def path(self, key: KVKey) -> str:
+        return f"{self.root}/{key.digest[:2]}/{key.digest}{SUFFIX}"
+
+    def scan(self) -> dict[KVKey, int]:
+        """Keys and bytes of all blobs, counted anew. Raises `RemoteUnavailable`."""
+        found = self._call("list", self._list)
+        with self._lock:
+            self._sizes, self._used = dict(found), sum(found.values())
+        return found
+
+    def size_of(self, states: StoredStates) -> int:
+        return quantised_nbytes(states, self.kv_dtype) + _HEADER
+
+    def put(self, key: KVKey, states: StoredStates) -> int:
+        blob = to_blob(key, quantise(states, self.kv_dtype))
+        with self._lock:
+            check_budget(self.name, self.budget_bytes, self._used, len(blob))
+            self._used += len(blob)
+        written = 0
+        with self._turn(key):
+            try:
+                self._call("write", lambda: self._write(self.path(key), blob))
+                written = len(blob)
+            finally:
+                with self._lock:
+                    self._used += written - len(blob)
+                    if written:
+                        self._used -= self._sizes.pop(key, 0)
+                        self._sizes[key] = written
+        return written
+
+    def get(self, key: KVKey) -> StoredStates:
+        return self.load(key, _plain_memory)
+
+    def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
+        """As `get`, but in memory from `allocate`."""
+        content = io.BytesIO(self._fetch(key))
+        return read_blob(content, key, self.path(key), allocate)
+
+    def delete(self, key: KVKey) -> None:
+        with self._turn(key):
+            with suppress(FileNotFoundError):  # another machine may be first
+                self._call("delete", lambda: self._files.rm_file(self.path(key)))
+            with self._lock:
+                self._used -= self._sizes.pop(key, 0)
+
+    def _turn(self, key: KVKey) -> threading.Lock:
+        """Threads that write or delete one key take turns, so that its bytes are counted right."""
+        return self._turns[int(key.digest[:2], 16) % len(self._turns)]
+
+    def __contains__(self, key: KVKey) -> bool:
+        return bool(self._call("look up", lambda: self._exists(self.path(key))))
+
+    def keys(self) -> Iterator[KVKey]:
+        return iter(tuple(self._call("list", self._list)))
+
+    def _fetch(self, key: KVKey) -> bytes:
+        path = self.path(key)
+        try:
+            content: bytes = self._call("read", lambda: self._files.cat_file(path))
+        except FileNotFoundError:
+            raise StateMissing(f"there is no blob {path}") from None
+        return content
+
+    def _write(self, path: str, blob: bytes) -> None:
+        """Overwrites what another machine wrote, which is the same."""
+        folder = path.rpartition("/")[0]
+        self._files.makedirs(folder, exist_ok=True)
+        if self._whole:
+            self._files.pipe_file(path, blob)
+            return
+        part = f"{path}.{uuid4().hex}{PART}"
+        try:
+            self._files.pipe_file(part, blob)
+            self._files.mv(part, path)
+        except BaseException:
+            if self._files.exists(part):
+                self._files.rm_file(part)
+            raise
+
+    def _exists(self, path: str) -> bool:
+        self._files.invalidate_cache()
+        return bool(self._files.exists(path))
+
+    def _list(self) -> dict[KVKey, int]:
+        self._files.invalidate_cache()  # other machines write, too
+        try:
+            found = self._files.find(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        keys = {key_of(path.rpartition("/")[2]): facts["size"] for path, facts in found.items()}
+        return {key: size for key, size in keys.items() if key is not None}
+
+    def _call(self, verb: str, operation: Callable[[], T]) -> T:
+        return self._calls.run(verb, operation)
+
+
+def _plain_memory(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _protocols(files: Any) -> tuple[str, ...]:
+    protocol = files.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

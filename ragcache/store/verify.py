@@ -1,0 +1,190 @@
+"""Verifying a store: every row against every blob, every owner and every index entry.
+
+What is found is a list of `Disagreement`s; `repair` mends what it can. Nothing that is wrong is
+served meanwhile: blobs are verified whenever they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import func, select
+
+from ragcache.errors import RemoteUnavailable, StateCorrupt, StateMissing, StoreUnreadable
+from ragcache.states import FORMAT_VERSION, KVKey
+from ragcache.store.ownership import is_unowned, retire
+from ragcache.store.shelf import Shelf
+from ragcache.store.store import KVStore
+from ragcache.store.tables import (
+    CollectionTable,
+    DocumentTable,
+    EncodingTable,
+    JobStateTable,
+    JobTable,
+    ModuleTable,
+    StateTable,
+    VectorTable,
+)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Two records that differ, or one that is wrong.
+
+    kind: `corrupt` (a blob fails its checksum), `missing` (a row without a blob), `orphan` (a blob
+    without a row), `size` (a row tells other bytes than the blob takes), `unowned` (states that
+    nothing needs), `format` (states of an earlier version), `vector` (embeddings of one collection
+    that differ in length), `module` (a document without modules, or a module without states),
+    `unreadable` (a tier that cannot be read now). mended: by `repair`.
+    """
+
+    kind: str
+    subject: str
+    detail: str
+    mended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a verification found. interrupted: ingestions that did not end, with the number of
+    states that are kept for the next one of the same target; they disagree with nothing."""
+
+    states: int
+    modules: int
+    found: tuple[Disagreement, ...]
+    interrupted: dict[str, int]
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing disagrees any more."""
+        return all(each.mended for each in self.found)
+
+
+def verify(store: KVStore, *, repair: bool = False, progress: Progress | None = None) -> Report:
+    """Reads every blob of every tier that outlives processes. repair: removes rows and blobs that
+    are wrong (what is needed is encoded again), and forgets interrupted ingestions.
+
+    Other processes may go on meanwhile: what they are writing is claimed, and passed over.
+    """
+    found: list[Disagreement] = []
+    if repair:
+        _forget_interrupted(store)
+    found += _owners(store, repair)
+    total = 0
+    for shelf in store.shared.shelves:
+        try:
+            rows = {row.key: row.nbytes for row in store.ledger.load() if row.tier == shelf.name}
+            total += len(rows)
+            found += _blobs(store, shelf, rows, repair, progress)
+        except RemoteUnavailable as error:
+            found.append(Disagreement("unreadable", shelf.name, str(error)))
+    found += _index(store)
+    with store.ledger.database.reading() as session:
+        modules = session.scalar(select(func.count()).select_from(ModuleTable)) or 0
+    return Report(total, modules, tuple(found), _interrupted(store))
+
+
+def _blobs(
+    store: KVStore, shelf: Shelf, rows: dict[KVKey, int], repair: bool, progress: Progress | None
+) -> Iterator[Disagreement]:
+    blobs = set(shelf.tier.keys())
+    for done, (key, nbytes) in enumerate(sorted(rows.items())):
+        fault = _fault(shelf, key, nbytes)
+        if fault is not None and store.ledger.find([key]):  # no other process has just removed it
+            kind, detail = fault
+            gone = repair and kind != "unreadable" and store.shared.expel(shelf, [key], "corrupt")
+            yield Disagreement(kind, f"{shelf.name} {key}", detail, bool(gone))
+        if progress is not None:
+            progress(done + 1, len(rows))
+    for key in sorted(blobs - rows.keys()):
+        if store.shared.is_orphan(shelf, key, remove=repair):
+            yield Disagreement("orphan", f"{shelf.name} {key}", "a blob without a row", repair)
+
+
+def _fault(shelf: Shelf, key: KVKey, nbytes: int) -> tuple[str, str] | None:
+    try:
+        states = shelf.tier.get(key)
+    except StateMissing:
+        return "missing", "a row without a blob"
+    except StateCorrupt as error:
+        return "corrupt", str(error)
+    except StoreUnreadable as error:
+        return "unreadable", str(error)
+    most = shelf.tier.size_of(states)
+    if not 0 < nbytes <= most:
+        return "size", f"the row tells {nbytes:,} bytes, the blob takes at most {most:,}"
+    return None
+
+
+def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
+    statement = select(StateTable.key, StateTable.tier).order_by(StateTable.key, StateTable.tier)
+    lasting = StateTable.tier.in_(("disk", "remote"))
+    with store.ledger.database.reading() as session:
+        unowned = list(session.execute(statement.where(lasting, is_unowned())))
+        other = StateTable.format != FORMAT_VERSION
+        earlier = list(session.execute(statement.where(lasting, other)))
+    if repair and (unowned or earlier):
+        with store.ledger.database.transaction() as session:
+            gone = retire(session, [KVKey(key) for key, _ in unowned])
+            gone += retire(session, [KVKey(key) for key, _ in earlier], even_owned=True)
+        store.discard(gone)
+    for key, tier in unowned:
+        detail = "neither a module, a schema nor an ingestion needs these states"
+        yield Disagreement("unowned", f"{tier} {key}", detail, repair)
+    for key, tier in earlier:
+        yield Disagreement("format", f"{tier} {key}", "states of an earlier version", repair)
+
+
+def _index(store: KVStore) -> Iterator[Disagreement]:
+    """Vectors that cannot stand in one index, and documents that no question can find."""
+    with store.ledger.database.reading() as session:
+        size = func.length(VectorTable.vector)
+        rows = session.execute(
+            select(CollectionTable.name, VectorTable.embedder, func.min(size), func.max(size))
+            .select_from(VectorTable)
+            .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
+            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
+            .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
+            .group_by(CollectionTable.name, VectorTable.embedder)
+        )
+        lengths = list(rows)
+        empty = list(session.execute(
+            select(CollectionTable.name, DocumentTable.source_id)
+            .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
+            .outerjoin(ModuleTable, ModuleTable.document_id == DocumentTable.id)
+            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
+            .where(EncodingTable.key.is_(None))
+        ))  # fmt: skip
+    width = np.dtype("<f4").itemsize
+    for name, embedder, least, most in lengths:
+        if least != most or most % width:
+            detail = f"vectors of {embedder} have {least // width} to {most // width} numbers"
+            yield Disagreement("vector", name, f"{detail}; ingest the collection again")
+    for name, document in empty:
+        detail = "the document has a module without states, or no module; ingest it again"
+        yield Disagreement("module", f"{name} {document}", detail)
+
+
+def _interrupted(store: KVStore) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for job in store.jobs.listed():
+        if job.states and job.status != "running":
+            counts[job.target] = counts.get(job.target, 0) + job.states
+    return counts
+
+
+def _forget_interrupted(store: KVStore) -> None:
+    """What interrupted ingestions kept becomes unowned, unless a module needs it."""
+    ended = select(JobTable.id).where(JobTable.status != "running")
+    with store.ledger.database.transaction() as session:
+        held = select(JobStateTable).where(JobStateTable.job_id.in_(ended))
+        rows = list(session.scalars(held))
+        for row in rows:
+            session.delete(row)
+        session.flush()
+        gone = retire(session, [KVKey(row.key) for row in rows])
+    store.discard(gone)

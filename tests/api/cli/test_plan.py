@@ -1,0 +1,40 @@
+"""`ragcache plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from ragcache.errors import ConfigurationError, NoState
+from ragcache_api.cli.main import app
+
+runner = CliRunner()
+
+
+def test_a_plan_of_files_reads_in_a_terminal(notes: Path, tmp_path: Path) -> None:
+    where = ["--state", str(tmp_path / "state"), "--sample", "2", "--device-bytes", "1KiB"]
+    shown = runner.invoke(app, ["plan", str(notes), *where])
+    assert shown.exit_code == 0
+    for word in ("3 documents", "device", "int8", "computed in", "bytes per token", "Ingestion"):
+        assert word in shown.output
+    assert not (tmp_path / "state").exists(), "a plan changes nothing"
+
+
+def test_a_program_reads_the_plan_of_a_collection(notes: Path, tmp_path: Path) -> None:
+    state = ["--state", str(tmp_path / "state")]
+    runner.invoke(app, ["ingest", "notes", str(notes), *state])
+    result = runner.invoke(app, ["plan", "-c", "notes", *state, "--json", "--sample", "1"])
+    plan = json.loads(result.stdout)
+    assert (plan["documents"], plan["measured"]["modules"]) == (3, 1)
+    assert plan["extrapolated"]["encode_s"] > 0
+    assert plan["advice"]
+    assert {size["tier"] for size in plan["tiers"]} == {"host", "disk"}
+
+
+def test_what_is_to_be_planned_is_said_once(notes: Path, tmp_path: Path) -> None:
+    for arguments in ([], [str(notes), "-c", "notes"]):
+        assert isinstance(runner.invoke(app, ["plan", *arguments]).exception, ConfigurationError)
+    missing = runner.invoke(app, ["plan", "-c", "notes", "--state", str(tmp_path)])
+    assert isinstance(missing.exception, NoState)

@@ -1,0 +1,45 @@
+"""`ragcache verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragcache.store import Database, KVStore
+from ragcache_api.cli.main import app
+from tests.ragcache.store.conftest import make_key, make_states
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A store with one state that nothing needs."""
+    database = Database.open(tmp_path / "ledger.sqlite")
+    store = KVStore.open(tmp_path, database, 1 << 20)
+    store.put(make_key(1), make_states(1))
+    store.close()
+    database.close()
+    return tmp_path
+
+
+def test_what_disagrees_is_printed_and_mended_on_request(state: Path) -> None:
+    found = runner.invoke(app, ["verify", "--state", str(state)])
+    assert found.exit_code == 1
+    assert "unowned" in found.output
+    assert "1 states, 0 modules: 1 disagreement, 0 mended" in found.output
+    assert f"{str(make_key(1))[:12]}…" in found.output
+    assert "--repair" in found.output
+    mended = runner.invoke(app, ["verify", "--state", str(state), "--repair"])
+    assert (mended.exit_code, "1 disagreement, 1 mended" in mended.output) == (0, True)
+    clean = runner.invoke(app, ["verify", "--state", str(state)])
+    assert (clean.exit_code, "0 states, 0 modules: nothing disagrees" in clean.output) == (0, True)
+
+
+def test_a_program_reads_json(state: Path) -> None:
+    result = runner.invoke(app, ["verify", "--state", str(state), "--json"])
+    report = json.loads(result.stdout)
+    assert (report["clean"], report["states"], report["found"][0]["kind"]) == (False, 1, "unowned")

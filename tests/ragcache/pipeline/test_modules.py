@@ -1,0 +1,86 @@
+"""What an operator does with modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import ConfigurationError, UnknownCollection
+from ragcache.models import CausalLM, LoadedModel
+from ragcache.pipeline import Modules
+from tests.conftest import tiny_model
+
+DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
+
+
+@pytest.fixture
+def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
+    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    model = LoadedModel("tiny", causal, reader.tokenizer)
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
+
+
+def tiers(rag: RagCache) -> dict[str, tuple[str, ...]]:
+    return {row.document: row.tiers for row in rag.list_modules("notes")}
+
+
+def test_states_are_evicted_and_warmed(rag: RagCache) -> None:
+    modules = rag.modules
+    gone = modules.evict("notes", ["kiln"])
+    assert [(change.action, change.tier) for change in gone] == [
+        ("evict", "host"),
+        ("evict", "disk"),
+    ]
+    assert tiers(rag) == {"kiln": (), "lamp": ("disk", "host")}
+    made = modules.warm("notes")
+    assert [(change.action, change.tier) for change in made] == [("encode", "host")]
+    assert tiers(rag) == {"kiln": ("disk", "host"), "lamp": ("disk", "host")}
+    assert modules.warm("notes") == []
+
+
+def test_states_move_down_and_up(rag: RagCache) -> None:
+    [down] = rag.modules.move("notes", "disk", ["kiln"])
+    assert (down.tier, down.to) == ("host", "disk")
+    assert tiers(rag)["kiln"] == ("disk",)
+    [up] = rag.modules.move("notes", "host", ["kiln"])
+    assert (up.tier, up.to) == ("disk", "host")
+    assert tiers(rag)["kiln"] == ("disk", "host")
+    with pytest.raises(ConfigurationError, match="no tier 'tape' here; tiers: host, disk"):
+        rag.modules.move("notes", "tape")
+
+
+def test_pins_are_listed_and_taken_back(rag: RagCache) -> None:
+    assert len(rag.modules.pin("notes", ["kiln"])) == 2
+    assert {row.document: row.pinned for row in rag.list_modules()} == {
+        "kiln": True,
+        "lamp": False,
+    }
+    rag.modules.unpin("notes")
+    assert not any(row.pinned for row in rag.list_modules())
+
+
+@pytest.mark.parametrize("call", ["warm", "pin", "unpin", "evict"])
+def test_a_dry_run_changes_nothing(rag: RagCache, call: str) -> None:
+    if call == "warm":
+        rag.modules.evict("notes", ["lamp"])
+    before = rag.list_modules("notes")
+    told = getattr(rag.modules, call)("notes", dry_run=True)
+    assert len(told) == {"warm": 1}.get(call, 4)
+    assert rag.list_modules("notes") == before
+    assert isinstance(rag.modules, Modules)
+
+
+def test_a_dry_move_changes_nothing(rag: RagCache) -> None:
+    before = rag.list_modules("notes")
+    assert len(rag.modules.move("notes", "disk", dry_run=True)) == 2
+    assert rag.list_modules("notes") == before
+
+
+def test_an_unknown_collection_is_named(rag: RagCache) -> None:
+    with pytest.raises(UnknownCollection, match="'plans'; known: 'notes'"):
+        rag.modules.pin("plans")

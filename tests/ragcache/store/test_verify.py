@@ -1,0 +1,159 @@
+"""Verifying: what disagrees is named, and mended on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import update
+
+from ragcache.store import Catalogue, Database, KVStore, NewDocument, NewModule, Wish
+from ragcache.store.tables import StateTable, VectorTable
+from ragcache.store.verify import Report, verify
+from tests.ragcache.store.conftest import make_key, make_states
+
+
+@pytest.fixture
+def store(tmp_path: Path, database: Database) -> Iterator[KVStore]:
+    opened = KVStore.open(tmp_path, database, 1 << 20)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def catalogue(store: KVStore) -> Catalogue:
+    """Two documents of two modules with their states."""
+    catalogue = Catalogue(store.ledger.database, "tokenizer", "embedder")
+    documents = []
+    with store.jobs.running("collection notes", 4) as job:
+        for first in (1, 3):
+            numbers = (first, first + 1)
+            store.jobs.expect(job, map(make_key, numbers))
+            for number in numbers:
+                store.put(make_key(number), make_states(number))
+            modules = [NewModule(f"m{n}", "text", [n], make_key(n), np.ones(2)) for n in numbers]
+            documents.append(NewDocument(f"d{first}", "", "digest", modules))
+        assert catalogue.replace("notes", documents, job) == []
+    return catalogue
+
+
+def kinds(report: Report) -> list[tuple[str, str]]:
+    return [(each.kind, each.subject) for each in report.found]
+
+
+def subject(number: int) -> str:
+    return f"disk {make_key(number)}"
+
+
+@pytest.mark.usefixtures("catalogue")
+class TestOneFault:
+    """Each is found, mended, and not found again; the rest of the store is left alone."""
+
+    def check(self, store: KVStore, kind: str, about: str, left: int) -> None:
+        for _ in range(2):
+            report = verify(store)
+            assert kinds(report) == [(kind, about)]
+            assert not report.clean
+        mended = verify(store, repair=True)
+        assert (kinds(mended), mended.clean) == ([(kind, about)], True)
+        again = verify(store)
+        assert (again.found, again.states) == ((), left)
+        assert set(store.disk.keys()) == store.ledger.keys("disk")
+
+    def test_a_flipped_bit(self, store: KVStore) -> None:
+        path = store.disk.path(make_key(2))
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 4
+        path.write_bytes(content)
+        self.check(store, "corrupt", subject(2), 3)
+
+    def test_a_truncated_blob(self, store: KVStore) -> None:
+        path = store.disk.path(make_key(2))
+        path.write_bytes(path.read_bytes()[:-8])
+        self.check(store, "corrupt", subject(2), 3)
+
+    def test_a_vanished_blob(self, store: KVStore) -> None:
+        store.disk.path(make_key(3)).unlink()
+        self.check(store, "missing", subject(3), 3)
+
+    def test_a_blob_without_a_row(self, store: KVStore) -> None:
+        store.disk.put(make_key(9), make_states(9))
+        self.check(store, "orphan", subject(9), 4)
+
+    def test_a_blob_of_other_states(self, store: KVStore) -> None:
+        store.disk.path(make_key(1)).write_bytes(store.disk.path(make_key(2)).read_bytes())
+        self.check(store, "corrupt", subject(1), 3)
+
+    def test_states_that_nothing_needs(self, store: KVStore) -> None:
+        store.put(make_key(9), make_states(9))
+        self.check(store, "unowned", subject(9), 4)
+
+    def test_states_of_an_earlier_format(self, store: KVStore) -> None:
+        with store.ledger.database.transaction() as session:
+            row = update(StateTable).where(StateTable.key == str(make_key(4)))
+            session.execute(row.values(format=1))
+        self.check(store, "format", subject(4), 3)
+
+    def test_a_row_that_tells_another_size(self, store: KVStore) -> None:
+        with store.ledger.database.transaction() as session:
+            row = update(StateTable).where(StateTable.key == str(make_key(4)))
+            session.execute(row.values(nbytes=10**9))
+        self.check(store, "size", subject(4), 3)
+
+
+def test_a_store_that_is_right_is_clean(store: KVStore, catalogue: Catalogue) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify(store, progress=lambda *at: seen.append(at))
+    assert (report.clean, report.states, report.modules, report.found) == (True, 4, 4, ())
+    assert seen == [(n, 4) for n in range(1, 5)]
+
+
+def test_what_another_process_is_writing_is_passed_over(
+    store: KVStore, catalogue: Catalogue, tmp_path: Path, where: Path | str
+) -> None:
+    elsewhere = Database.open(where)
+    other = KVStore.inspect(tmp_path, elsewhere)
+    store.ledger.claims.take([make_key(9)])
+    store.disk.put(make_key(9), make_states(9))
+    assert verify(other, repair=True).found == ()
+    assert make_key(9) in set(store.disk.keys())
+    other.close()
+    elsewhere.close()
+
+
+def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaired(
+    store: KVStore, catalogue: Catalogue
+) -> None:
+    def interrupt() -> None:
+        with store.jobs.running("collection plans", 2) as job:
+            store.jobs.expect(job, [make_key(1), make_key(8)])
+            with store.lease([make_key(8)], lambda _: [make_states(8)], Wish("ingest")):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    report = verify(store)
+    assert (report.clean, report.found) == (True, ())
+    assert report.interrupted == {"collection plans": 2}
+    mended = verify(store, repair=True)
+    assert (mended.clean, mended.interrupted) == (True, {})
+    assert set(store.disk.keys()) == {make_key(n) for n in (1, 2, 3, 4)}
+
+
+def test_vectors_of_different_lengths_cannot_stand_in_one_index(
+    store: KVStore, catalogue: Catalogue
+) -> None:
+    with store.ledger.database.transaction() as session:
+        first = update(VectorTable).where(VectorTable.module_id == 1)
+        session.execute(first.values(vector=np.ones(3, "<f4").tobytes()))
+    [found] = verify(store).found
+    assert (found.kind, found.subject) == ("vector", "notes")
+    assert "vectors of embedder have 2 to 3 numbers; ingest the collection again" in found.detail
+
+
+def test_a_document_that_no_question_finds_is_named(store: KVStore, catalogue: Catalogue) -> None:
+    catalogue.replace("notes", [NewDocument("empty", "", "digest", [])])
+    [found] = verify(store).found
+    assert (found.kind, found.subject) == ("module", "notes empty")

@@ -1,0 +1,199 @@
+"""What every tier keeps to, on each of them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragcache.errors import StateMissing, StoreBudgetExceeded
+from ragcache.states import KVStates
+from ragcache.states.quantised import QuantisedStates, kv_dtype_of, quantise, restored
+from ragcache.store.tiers import DeviceTier
+from tests.ragcache.store.conftest import make_key, make_states, same
+from tests.ragcache.store.tiers.conftest import Make
+
+
+def found(tier: object, number: int) -> KVStates:
+    return restored(tier.get(make_key(number)))  # type: ignore[attr-defined]
+
+
+def test_what_was_put_is_what_is_got(make: Make) -> None:
+    tier = make()
+    states = make_states(1, 5)
+    tier.put(make_key(1), states)
+    assert same(found(tier, 1), states)
+    assert make_key(1) in tier
+    assert make_key(2) not in tier
+    assert list(tier.keys()) == [make_key(1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_it_comes_back_exact_to_the_bit(make: Make, dtype: torch.dtype) -> None:
+    keys, values = torch.randn(2, 2, 3, 5, 8).to(dtype)
+    keys[0, 0, 0, :3] = torch.tensor([float("nan"), -0.0, float("inf")])
+    tier = make()
+    tier.put(make_key(1), KVStates(keys, values, 3))
+    back = found(tier, 1)
+    assert torch.equal(back.keys.view(torch.uint8), keys.view(torch.uint8))
+    assert torch.equal(back.values.view(torch.uint8), values.view(torch.uint8))
+    assert (back.start, back.keys.dtype) == (3, dtype)
+
+
+def test_a_part_of_a_longer_run_takes_the_room_of_the_part(make: Make) -> None:
+    tier = make()
+    whole = make_states(1, 5000)
+    part = whole.part(10, 12, 11)
+    assert tier.put(make_key(1), part) < whole.nbytes / 10
+    assert same(found(tier, 1), part)
+
+
+def test_a_missing_key_is_named(make: Make) -> None:
+    tier = make()
+    with pytest.raises(StateMissing, match=make_key(1).digest):
+        tier.get(make_key(1))
+    tier.delete(make_key(1))
+    assert list(tier.keys()) == []
+
+
+def test_deleting_gives_all_bytes_back(make: Make) -> None:
+    tier = make()
+    sizes = [tier.put(make_key(n), make_states(n, 50 * n + 1)) for n in range(3)]
+    assert tier.used_bytes == sum(sizes)
+    for number in range(3):
+        tier.delete(make_key(number))
+        assert tier.used_bytes == sum(sizes[number + 1 :])
+    assert list(tier.keys()) == []
+
+
+def test_a_second_put_takes_the_place_of_the_first(make: Make) -> None:
+    tier = make()
+    tier.put(make_key(1), make_states(1, 500))
+    nbytes = tier.put(make_key(1), make_states(1, 2))
+    assert tier.used_bytes == nbytes
+    assert same(found(tier, 1), make_states(1, 2))
+
+
+def test_the_size_is_known_before(make: Make) -> None:
+    tier = make()
+    for tokens in (0, 1, 100, 3000):
+        states = make_states(1, tokens)
+        assert states.nbytes <= tier.put(make_key(1), states) <= tier.size_of(states)
+
+
+def test_the_budget_holds_and_a_put_that_does_not_fit_changes_nothing(make: Make) -> None:
+    states = make_states(1, 300)
+    size = make().size_of(states)
+    tier = make(budget=int(1.5 * size))
+    tier.put(make_key(1), states)
+    used = tier.used_bytes
+    for number in (1, 2):
+        with pytest.raises(StoreBudgetExceeded, match=f"the {tier.name} tier may hold"):
+            tier.put(make_key(number), make_states(number, 300))
+    assert tier.used_bytes == used
+    assert list(tier.keys()) == [make_key(1)]
+    assert same(found(tier, 1), states)
+
+
+def test_what_was_got_stays_when_the_key_goes(make: Make) -> None:
+    tier = make()
+    tier.put(make_key(1), make_states(1, 100))
+    held = tier.get(make_key(1))
+    tier.put(make_key(1), make_states(1, 100))
+    tier.delete(make_key(1))
+    tier.put(make_key(2), make_states(2, 100))
+    assert same(restored(held), make_states(1, 100))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantised_states_are_kept_as_they_are(make: Make, kind: str) -> None:
+    states = make_states(1, 40)
+    tier = make(kv_dtype=kind)
+    nbytes = tier.put(make_key(1), states)
+    assert nbytes <= tier.size_of(states)
+    kept = tier.get(make_key(1))
+    if isinstance(tier, DeviceTier):
+        assert tier.kv_dtype == kv_dtype_of(kept) == "model"
+        return
+    assert isinstance(kept, QuantisedStates)
+    expected = quantise(states, kind)  # type: ignore[arg-type]
+    assert torch.equal(kept.keys.view(torch.uint8), expected.keys.view(torch.uint8))
+    assert same(kept.restore(), restored(expected))
+    tier.put(make_key(2), kept)
+    assert same(found(tier, 2), kept.restore())
+
+
+def test_quantised_states_from_below_are_kept_as_the_tier_wants_them(make: Make) -> None:
+    tier = make(kv_dtype="model")
+    below = quantise(make_states(1, 40), "int8")
+    assert tier.put(make_key(1), below) <= tier.size_of(below)
+    assert kv_dtype_of(tier.get(make_key(1))) == "model"
+    assert same(found(tier, 1), restored(below))
+
+
+def test_threads_that_put_and_delete_lose_no_byte(make: Make) -> None:
+    tier = make()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(12):
+                number = (seed + turn) % 5
+                tier.put(make_key(number), make_states(number, 3 + number))
+                tier.delete(make_key(number)) if turn % 3 == seed % 3 else None
+                with suppress(StateMissing):
+                    assert same(found(tier, number), make_states(number, 3 + number))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for key in list(tier.keys()):
+        tier.delete(key)
+    assert tier.used_bytes == 0
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "delete"]), st.integers(0, 4), st.integers(0, 200)),
+    max_size=25,
+)
+
+
+@given(steps=steps)
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_happens_it_agrees_with_a_dictionary(
+    make: Make, steps: list[tuple[str, int, int]]
+) -> None:
+    tier = make(budget=40_000)
+    for key in list(tier.keys()):  # the folder outlives an example
+        tier.delete(key)
+    model: dict[int, tuple[int, int]] = {}
+    for action, number, tokens in steps:
+        key, states = make_key(number), make_states(number, tokens)
+        if action == "put":
+            if tier.used_bytes + tier.size_of(states) <= 40_000:
+                model[number] = (tokens, tier.put(key, states))
+            else:
+                with pytest.raises(StoreBudgetExceeded):
+                    tier.put(key, make_states(number, 2000))
+        elif action == "delete":
+            tier.delete(key)
+            model.pop(number, None)
+        elif number in model:
+            assert same(found(tier, number), make_states(number, model[number][0]))
+        else:
+            with pytest.raises(StateMissing):
+                tier.get(key)
+        del states
+        assert set(tier.keys()) == {make_key(n) for n in model}
+        assert tier.used_bytes == sum(size for _, size in model.values()) <= 40_000

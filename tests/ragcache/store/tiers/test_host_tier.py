@@ -1,0 +1,153 @@
+"""The host tier: memory of its own, counted as long as anything refers to it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragcache.errors import StateCorrupt, StoreBudgetExceeded, StoreError
+from ragcache.states import KVStates
+from ragcache.states.quantised import quantise
+from ragcache.store.tiers import DiskTier, HostTier
+from ragcache.store.tiers import host as host_module
+from ragcache.store.transfers import promote
+from tests.ragcache.store.conftest import make_key, make_states, same
+
+
+def test_states_that_were_loaded_into_its_memory_are_not_copied(tmp_path: Path) -> None:
+    disk, host = DiskTier(tmp_path), HostTier(10**6)
+    disk.put(make_key(1), make_states(1, 30))
+    loaded = disk.load(make_key(1), host.allocate)
+    used = host.used_bytes
+    host.put(make_key(1), loaded)
+    assert host.get(make_key(1)) is loaded
+    assert host.used_bytes == used
+
+
+def test_states_from_elsewhere_are_copied_and_do_not_change_with_them() -> None:
+    host, states = HostTier(10**6), make_states(1, 30)
+    host.put(make_key(1), states)
+    states.keys.zero_()
+    assert same(host.get(make_key(1)), make_states(1, 30))  # type: ignore[arg-type]
+
+
+def test_part_of_a_block_is_copied_so_that_the_rest_can_go() -> None:
+    host = HostTier(10**6)
+    host.put(make_key(1), make_states(1, 1000))
+    states = host.get(make_key(1))
+    assert isinstance(states, KVStates)
+    nbytes = host.put(make_key(2), states.part(0, 1, 1))
+    del states
+    host.delete(make_key(1))
+    assert host.used_bytes == nbytes < 1000
+
+
+def test_deleted_states_are_counted_until_their_reader_lets_go() -> None:
+    host = HostTier(10_000)
+    nbytes = host.put(make_key(1), make_states(1, 100))
+    held = host.get(make_key(1)).keys
+    host.delete(make_key(1))
+    assert host.used_bytes == nbytes
+    with pytest.raises(StoreBudgetExceeded, match=f"{nbytes:,} are taken"):
+        host.put(make_key(2), make_states(2, 100))
+    del held
+    assert host.used_bytes == 0
+    host.put(make_key(2), make_states(2, 100))
+
+
+def test_memory_that_nothing_was_loaded_into_is_given_back(tmp_path: Path) -> None:
+    disk, host = DiskTier(tmp_path), HostTier(10**6)
+    disk.put(make_key(1), make_states(1, 30))
+    path = disk.path(make_key(1))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(StateCorrupt):
+        promote(make_key(1), disk, host)
+    gc.collect()
+    assert (host.used_bytes, len(host)) == (0, 0)
+
+
+def test_blocks_begin_at_cache_lines_and_are_counted_with_what_that_adds() -> None:
+    host = HostTier(10**6)
+    blocks = [host.allocate(nbytes) for nbytes in (1, 63, 64, 65, 1000)]
+    assert all(block.data_ptr() % 64 == 0 for block in blocks)
+    assert host.used_bytes == sum((128, 128, 128, 192, 1088))
+
+
+def test_many_blocks_come_and_go_without_drift() -> None:
+    host = HostTier(10**8)
+    for turn in range(2000):
+        host.put(make_key(turn % 7), make_states(turn % 7, 1 + turn % 40))
+    for key in list(host.keys()):
+        host.delete(key)
+    assert host.used_bytes == 0
+
+
+def test_quantised_states_fill_one_block() -> None:
+    host = HostTier(10**6, kv_dtype="int8")
+    host.put(make_key(1), make_states(1, 30))
+    kept = host.get(make_key(1))
+    assert kept.keys.untyped_storage().data_ptr() == kept.values.untyped_storage().data_ptr()
+    assert quantise(kept, "int8") is kept
+    host.put(make_key(1), kept)
+    assert host.get(make_key(1)) is kept
+
+
+class Pages:
+    """CUDA's registrations, as it would refuse them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.fails = fails
+        self.registered: dict[int, int] = {}
+        monkeypatch.setattr(host_module, "pin", self.pin)
+        monkeypatch.setattr(host_module, "unpin", self.unpin)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        if self.fails:
+            raise StoreError("cannot pin")
+        assert address % 4096 == nbytes % 4096 == 0
+        for begin, size in self.registered.items():
+            assert address + nbytes <= begin or begin + size <= address
+        self.registered[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_pinned_blocks_are_whole_pages_registered_as_long_as_they_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = Pages(monkeypatch)
+    host = HostTier(10**8, pinned=True)
+    for turn in range(300):
+        host.put(make_key(turn % 5), make_states(turn % 5, 1 + 97 * turn % 400))
+    assert len(pages.registered) == 5
+    assert host.used_bytes == sum(pages.registered.values()) + 5 * 4096
+    for key in list(host.keys()):
+        host.delete(key)
+    assert pages.registered == {}
+    assert host.used_bytes == 0
+
+
+def test_a_block_that_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pages(monkeypatch, fails=True)
+    host = HostTier(10**6, pinned=True)
+    with pytest.raises(StoreError, match="cannot pin"):
+        host.put(make_key(1), make_states(1))
+    assert (host.used_bytes, len(host)) == (0, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_blocks_are_pinned_beside_a_gpu() -> None:
+    host = HostTier(10**8)
+    host.put(make_key(1), make_states(1, 3000))
+    states = host.get(make_key(1))
+    assert states.keys.is_pinned()
+    assert states.values.is_pinned()
+    assert same(states, make_states(1, 3000))  # type: ignore[arg-type]
+    assert host.used_bytes % 4096 == 0
+    del states
+    for number in range(200):  # registering and ending it, at addresses that come again
+        host.put(make_key(number % 3), make_states(number % 3, 1000 + number))
