@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from ragcache.bench.shapes import LlamaShape
 from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
 from ragcache.models import CausalLM, LanguageModel
 from ragcache.planning import break_even_bandwidth, break_even_tokens
+from ragcache.planning.measuring import median_seconds
 from ragcache.planning.pages import drop_pages
 from ragcache.states import KVKey, KVStates
 from ragcache.store import (
@@ -73,9 +75,14 @@ def bench_by_tier(
     [root] = encode(model, [EncodeJob(preamble)])
     prompt = dict(zip(_keys("module", modules), modules, strict=True))
     cuts = {_key("cut", n): modules[0][:n] for n in setting.lengths}
-    states, computing = {_key("root", 0): root}, {}
+    states = {_key("root", 0): root}
     for key, tokens in (prompt | cuts).items():
-        computing[key], states[key] = _encode(model, root, tokens)
+        states[key] = _encode(model, root, tokens)
+    progress("computing modules of several lengths")
+    computing = {
+        key: median_seconds(model, partial(_encode, model, root, tokens))
+        for key, tokens in cuts.items()
+    }
     bench = _Bench(model, _store(folder, model, states), states, setting.runs)
     try:
         progress("first tokens from each tier")
@@ -188,16 +195,9 @@ def _first_token(model: LanguageModel, states: Sequence[KVStates], own: Sequence
     return completion.token_ids[0]
 
 
-def _encode(model: LanguageModel, root: KVStates, tokens: Sequence[int]) -> tuple[float, KVStates]:
-    job = EncodeJob(tokens, root.length, Segment(root, 0))
-
-    def run() -> KVStates:
-        [states] = encode(model, [job])
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return states
-
-    return _timed(run)
+def _encode(model: LanguageModel, root: KVStates, tokens: Sequence[int]) -> KVStates:
+    [states] = encode(model, [EncodeJob(tokens, root.length, Segment(root, 0))])
+    return states
 
 
 def _timed(run: Callable[[], T]) -> tuple[float, T]:

@@ -9,8 +9,8 @@ from ragcache.pipeline.wiring import Parts
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """tiers: by tier, states, bytes, tokens and hits of all time. evictions: by tier and reason, and
-    how many of them were fetched again.
+    """tiers: by tier, states, bytes, tokens and hits of all time. evictions: by tier and reason,
+    and how many of them were fetched again.
 
     encoded: modules encoded since this process opened the state folder; corrupt: blobs that failed
     their checksum and were encoded again; host_evictions: states that left memory for lack of room.

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from ragcache.planning.plan import Plan
+from ragcache.planning.words import bandwidth, percent, setting, span
 
 _SPARE = 0.75  # of the machine's memory that a host tier should take at most
 
@@ -37,11 +38,10 @@ def _whether(plan: Plan) -> Iterator[str]:
             "times has earned its encoding."
         )
         return
-    speed = plan.break_even_bandwidth / 1e6
     yield (
         f"Caching on this disk does not pay: {module} is loaded in {span(load)} and computed in "
-        f"{span(compute)}. Loading must reach {speed:,.0f} MB/s; keep what is used in memory, by "
-        "host_bytes, or take a quicker disk."
+        f"{span(compute)}. Loading must reach {bandwidth(plan.break_even_bandwidth)}; "
+        "keep what is used in memory, by host_bytes, or take a quicker disk."
     )
 
 
@@ -64,15 +64,15 @@ def _host(plan: Plan, memory_bytes: int | None) -> Iterator[str]:
     if eight.share == 1.0:
         yield (
             "Take kv_dtype int8: host_bytes holds the whole corpus in eight bits, and "
-            f"{_percent(plain.share)} of it otherwise. fp8 takes as many bytes and errs more; "
+            f"{percent(plain.share)} of it otherwise. fp8 takes as many bytes and errs more; "
             "`ragcache bench tiers` shows by how much."
         )
     else:
         yield (
-            f"host_bytes holds {_percent(plain.share)} of the corpus, {_percent(eight.share)} with "
+            f"host_bytes holds {percent(plain.share)} of the corpus, {percent(eight.share)} with "
             "kv_dtype int8; the rest is loaded when it is asked for."
         )
-    whole = _setting(plain.nbytes)
+    whole = setting(plain.nbytes)
     if memory_bytes is None or plain.nbytes <= _SPARE * memory_bytes:
         yield f"host_bytes {whole} would hold all of it as the model computed it."
     else:
@@ -88,12 +88,12 @@ def _disk(plan: Plan) -> Iterator[str]:
     assert eight is not None
     if plain.share == 1.0:
         return
-    kept = f"The disk holds {_percent(plain.share)} of the corpus"
+    kept = f"The disk holds {percent(plain.share)} of the corpus"
     if eight.share == 1.0:
         yield f"{kept}, and all of it with kv_dtype int8."
     else:
         yield (
-            f"{kept}, {_percent(eight.share)} with kv_dtype int8: give it a larger disk, or a "
+            f"{kept}, {percent(eight.share)} with kv_dtype int8: give it a larger disk, or a "
             "remote tier, or what is used least is encoded again and again."
         )
 
@@ -104,22 +104,3 @@ def _time(plan: Plan) -> Iterator[str]:
         f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
         f"{plan.modules:,} modules took."
     )
-
-
-def span(seconds: float) -> str:
-    """A time as people say it."""
-    if seconds < 1:
-        return f"{1000 * seconds:.1f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%" if share >= 0.01 else f"{100 * share:.2f}%"
-
-
-def _setting(nbytes: int) -> str:
-    """Rounded up, as a setting is written."""
-    unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
-    return f"{math.ceil(10 * nbytes / size) / 10:g}{unit}"

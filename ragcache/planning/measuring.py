@@ -71,9 +71,9 @@ def measure(
     progress("encoding the preamble")
     [root] = encode(model, [EncodeJob(preamble)])
     longest = max(sample, key=len)
-    _seconds(model, lambda: _encoded(model, root, [longest[:16]]))  # kernels are made ready
+    median_seconds(model, lambda: _encoded(model, root, [longest[:16]]))  # kernels are made ready
     progress(f"encoding {len(sample)} modules of the corpus")
-    encode_s = _seconds(model, lambda: _encoded(model, root, sample))
+    encode_s = median_seconds(model, lambda: _encoded(model, root, sample))
     lengths = sorted({max(1, len(longest) // share) for share in _SHARES})
     try:
         with tempfile.TemporaryDirectory(prefix="ragcache-plan-", dir=folder) as place:
@@ -115,7 +115,7 @@ class _Disk:
 def _cut(
     model: LanguageModel, root: KVStates, tokens: Sequence[int], disk: _Disk
 ) -> tuple[Cut, bool]:
-    compute_s = _seconds(model, lambda: _encoded(model, root, [tokens]))
+    compute_s = median_seconds(model, lambda: _encoded(model, root, [tokens]))
     [states] = _encoded(model, root, [tokens])
     key = KVKey(hashlib.sha256(str(len(tokens)).encode()).hexdigest())
     nbytes = {kind: tier.put(key, states) for kind, tier in disk.tiers.items()}
@@ -132,8 +132,8 @@ def _encoded(
     return list(encode(model, jobs))
 
 
-def _seconds(model: LanguageModel, run: Callable[[], object]) -> float:
-    """The median of some runs; of fewer where they take long."""
+def median_seconds(model: LanguageModel, run: Callable[[], object]) -> float:
+    """Seconds at the median of three runs; of fewer where they take long."""
     times: list[float] = []
     while len(times) < _RUNS and sum(times) < _PATIENCE:
         begin = time.perf_counter()

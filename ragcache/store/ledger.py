@@ -53,6 +53,7 @@ class Ledger:
         self.failures = 0
         self._clock = 0
         self._ticking = threading.Lock()
+        self._flushing = threading.Lock()
         self._beaten = time.monotonic()
 
     def begin(self) -> list[StateRow]:
@@ -189,7 +190,12 @@ class Ledger:
 
     def flush(self, *, force: bool = False) -> None:
         """Writes what was noted, in one transaction, and that this session lives. Where that fails
-        it is kept for the next time: uses are statistics, and stop no request."""
+        it is kept for the next time: uses are statistics, and stop no request. What another thread
+        is writing is written when this returns."""
+        with self._flushing:
+            self._flush(force)
+
+    def _flush(self, force: bool) -> None:
         now = time.monotonic()
         if not (self.notes or force or now - self._beaten > BEAT_SECONDS):
             return

@@ -50,7 +50,6 @@ class Notes:
         self._place = place
         self._pending = Pending()
         self._lock = threading.Lock()
-        self._writing = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._pending)

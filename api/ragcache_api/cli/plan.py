@@ -124,7 +124,7 @@ def _show_sizes(plan: Plan) -> None:
 
 
 def _show_times(plan: Plan) -> None:
-    from ragcache.planning.advice import span
+    from ragcache.planning.words import bandwidth, span
 
     columns = ("measured", "computed in", *(f"loaded, {kind}" for kind in _KINDS))
     table = plain_table(*columns)
@@ -141,7 +141,7 @@ def _show_times(plan: Plan) -> None:
         )
     console.print(
         f"[dim]computing a module of {plan.measured.cuts[-1].tokens} tokens takes as long as "
-        f"loading it at {plan.break_even_bandwidth / 1e6:,.1f} MB/s[/]",
+        f"loading it at {bandwidth(plan.break_even_bandwidth)}[/]",
         highlight=False,
     )
     console.print()

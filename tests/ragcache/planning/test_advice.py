@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragcache.planning.advice import advise, span
+from ragcache.planning.advice import advise
 from ragcache.planning.measuring import Cut, Measured
 from ragcache.planning.plan import Plan
 from ragcache.planning.sizes import TierSize
@@ -48,7 +48,7 @@ def test_caching_pays_where_loading_is_quicker() -> None:
 def test_caching_does_not_pay_where_computing_is_quicker() -> None:
     said = advice(plan(load=0.5, even=None))
     assert "does not pay" in said
-    assert "3 MB/s" in said or "2 MB/s" in said
+    assert "must reach 2.5 MB/s" in said
 
 
 def test_short_modules_are_warned_of_only_where_they_lose() -> None:
@@ -71,7 +71,3 @@ def test_the_disk_is_spoken_of_where_it_is_too_small() -> None:
     assert "The disk" not in advice(plan())
     assert "all of it with kv_dtype int8" in advice(replace(plan(), tiers=sizes(GIB, 6 * GIB)))
     assert "encoded again and again" in advice(replace(plan(), tiers=sizes(GIB, GIB)))
-
-
-def test_times_are_said_in_their_unit() -> None:
-    assert [span(s) for s in (0.0123, 5, 600, 9000)] == ["12.3 ms", "5.0 s", "10 min", "2.5 h"]
