@@ -86,7 +86,7 @@ class Answerer:
         token_ids = tuple(token for ids in self.tokens.of(modules) for token in ids)
         preamble = len(self.encoder.preamble_ids)
         self.submitter.draft(preamble, len(token_ids), Generation())
-        with self.encoder.lease([token_ids], "rooted") as lease:
+        with self.encoder.lease([token_ids], "rooted", "warm") as lease:
             self.scaffolds.keep(collection, names, lease.keys[1])
         self.scaffolds.declare(collection, names)
         return names

@@ -195,6 +195,14 @@ class Catalogue:
             owner = self._change(session, collection)
             return retire(session, _delete_documents(session, owner, source_ids))
 
+    def retire(self, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Retires those of the states that nobody needs any more; their keys, for
+        `KVStore.discard`."""
+        if not keys:
+            return []
+        with self._database.transaction() as session:
+            return retire(session, keys)
+
     def rename(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
         `DocumentError` where there is no such document, or one of the new name already."""
