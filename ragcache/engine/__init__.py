@@ -1,9 +1,9 @@
 """The engine: contexts of segments, ragged continuous batches, encoding and generation."""
 
-from ragcache.engine.complete import complete, encode
 from ragcache.engine.context import Context, Segment, assemble, check_window
 from ragcache.engine.encoder import EncodeJob
 from ragcache.engine.handle import Handle
+from ragcache.engine.offline import complete, encode
 from ragcache.engine.request import Choice, Completion, Piece, Request
 from ragcache.engine.sampler import Chosen
 from ragcache.engine.sampling import Sampling

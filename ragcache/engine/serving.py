@@ -16,6 +16,7 @@ from ragcache.engine.encodings import States
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Completion, Piece, Request
 from ragcache.engine.settings import EngineSettings, Tally
+from ragcache.engine.threads import give_workers_back
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
 from ragcache.models import LanguageModel
 from ragcache.states import KVStates
@@ -66,6 +67,7 @@ class Engine:
                     "later, or open the engine with a longer queue"
                 )
             self._inbox.put(lambda: self._core.add(request, channel, now))
+        give_workers_back()
         return Handle(channel)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> Handle[KVStates, None]:
@@ -74,6 +76,7 @@ class Engine:
         with self._lock:
             self._check_open()
             self._inbox.put(lambda: self._core.add_encoding(list(jobs), channel))
+        give_workers_back()
         return Handle(channel)
 
     def close(self, *, drain: bool = False) -> None:

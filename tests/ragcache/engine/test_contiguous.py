@@ -21,10 +21,10 @@ from ragcache.engine import (
     assemble,
     encode,
 )
-from ragcache.engine.complete import complete
 from ragcache.engine.contiguous import Contiguous, runner_of
 from ragcache.engine.core import Answers, EngineCore, States
 from ragcache.engine.handle import Handle
+from ragcache.engine.offline import complete
 from ragcache.engine.request import Piece
 from ragcache.engine.runner import Ragged
 from ragcache.errors import ConfigurationError, RequestCancelled

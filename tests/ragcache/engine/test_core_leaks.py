@@ -73,5 +73,5 @@ def test_ten_thousand_requests_leave_nothing_behind(causal: CausalLM, tracing: N
     assert nodes_now == nodes == tree.retained
     assert queue_now <= nodes
     assert objects_now - objects < 100
-    assert traced_now - traced < 10 * MANY
+    assert traced_now - traced < 32 * MANY, "one object a request would be more"
     check_whole(core)

@@ -70,7 +70,7 @@ def test_more_tokens_than_one_pass_takes_are_split_between_jobs(
 ) -> None:
     jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (12, 8, 1, 19, 20, 25, 3)]
     alone = [states for job in jobs for states in encode(causal, [job])]
-    monkeypatch.setattr("ragcache.engine.complete.TOKENS_A_PASS", 20)
+    monkeypatch.setattr("ragcache.engine.offline.TOKENS_A_PASS", 20)
     passes = count_passes(causal, monkeypatch)
     for states, expected in zip(encode(causal, jobs), alone, strict=True):
         same(states, expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, encode
-from ragcache.engine.complete import complete
+from ragcache.engine.offline import complete
 from ragcache.models import CausalLM
 from tests.conftest import random_tokens, tiny_model
 

@@ -11,8 +11,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode
 from ragcache.engine.batch import build_step
-from ragcache.engine.complete import complete
 from ragcache.engine.layout import Work
+from ragcache.engine.offline import complete
 from ragcache.engine.private import Room
 from ragcache.models import CausalLM
 from ragcache.states import KVStates

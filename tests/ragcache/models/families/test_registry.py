@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig, GPTJConfig
 
 from ragcache.engine import Request
-from ragcache.engine.complete import complete
+from ragcache.engine.offline import complete
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, RotaryFamily, register
 from ragcache.models.families import family_of, registry, served_types

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, Request, assemble, encode
-from ragcache.engine.complete import complete
+from ragcache.engine.offline import complete
 from ragcache.errors import UnsupportedModel
 from ragcache.models import BufferPool, CausalLM, ContiguousLM
 from ragcache.models.families import Family, family_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragcache.engine import EncodeJob, Request, assemble, encode
-from ragcache.engine.complete import complete
+from ragcache.engine.offline import complete
 from ragcache.errors import PromptTooLong
 from ragcache.models import CausalLM
 from tests.conftest import random_tokens, tiny_model

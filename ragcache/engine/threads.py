@@ -1,0 +1,37 @@
+"""OpenMP's workers of the threads that wait for the engine.
+
+Every thread that has computed keeps a team of workers. With more of them than cores, libgomp lets
+none spin between two parallel regions, and each of the hundreds of regions of a step pays for a
+wake-up: 0.37 s instead of 0.25 s to a first token on two cores. A thread that hands its work to the
+engine therefore gives its team back; it gets another when it computes again (about 0.1 ms).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+
+_HARD = 2  # omp_pause_hard: the calling thread's team ends (OpenMP 5.0, §3.2.44)
+
+
+def give_workers_back() -> None:
+    """Ends the calling thread's team of workers, where OpenMP is GNU's."""
+    pause = _pause()
+    if pause is not None:
+        pause(_HARD)
+
+
+@cache
+def _pause() -> Callable[[int], int] | None:
+    """None without libgomp: LLVM's runtime would pause the teams of all threads."""
+    if not sys.platform.startswith("linux"):
+        return None
+    symbols = ctypes.CDLL(None)
+    if hasattr(symbols, "kmp_set_blocktime") or not hasattr(symbols, "omp_pause_resource_all"):
+        return None
+    pause = symbols.omp_pause_resource_all
+    pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int
+    function: Callable[[int], int] = pause
+    return function
