@@ -20,7 +20,7 @@ from ragcache.attention.plan import Asking, PageRows, Square, StepPlan
 from ragcache.attention.reference import Reference
 from ragcache.attention.rotary import rotate
 
-SAMPLE = 32  # every 32nd key tells how large scores are
+SAMPLE = 64  # every 64th key tells how large scores are
 LARGEST = 1e30  # of a denominator: the numerators must still be finite
 BLOCK = 2**22  # scores in the workspace: 8 MiB in bfloat16, so that they stay in cache
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from ragcache.attention import Asking, Reference, RunRows, Square, StepPlan, backend_for, cpu
-from ragcache.attention.cpu import Products
+from ragcache.attention.cpu import SAMPLE, Products
 from tests.ragcache.attention.dense import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
 
 MIXED = Shape(
@@ -125,10 +125,10 @@ def test_bfloat16_errs_no_more_where_own_tokens_weigh_little(
 
 
 def surprising(excess: float, value: float, dtype: torch.dtype, at: int = 1) -> Scene:
-    """One row whose own score is 0, over a run of 40 keys whose scores are 0, too, but for that of
+    """One row whose own score is 0, over a run of 80 keys whose scores are 0, too, but for that of
     key `at`, which is `excess`. The run's values are `value`; so is the result for a large excess.
     """
-    scene = make_scene(Shape((1,), ((40, ((0, 1, 0),)),), group=1, dim=4), dtype)
+    scene = make_scene(Shape((1,), ((80, ((0, 1, 0),)),), group=1, dim=4), dtype)
     query, key = torch.zeros_like(scene.query), torch.zeros_like(scene.key)
     query[..., 0] = 2.0
     [run] = scene.plan.runs
@@ -149,7 +149,7 @@ def test_a_score_far_above_what_was_expected_goes_to_the_definition(
 
 
 def test_a_sink_at_the_beginning_of_a_run_is_expected(handed_over: list[StepPlan]) -> None:
-    for at in (0, 32):
+    for at in (0, SAMPLE):
         scene = surprising(200.0, 3.0, torch.float32, at)
         expected = torch.full_like(scene.query.transpose(0, 1), 3.0)
         torch.testing.assert_close(attend(scene), expected)
