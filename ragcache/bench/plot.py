@@ -33,7 +33,7 @@ def plot_decode(result: dict[str, Any], file: Path) -> None:
         theory = [row["theory"] for row in rows]
         right.plot(shared, theory, "--", color=line.get_color(), alpha=0.6)
     right.set_xlabel("shared tokens")
-    right.set_ylabel("speedup of attention; dashed: RelayAttention's theory")
+    right.set_ylabel("speedup of attention (dashed: theory)")
     right.legend(frameon=False)
     _save(figure, file)
 
