@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack, get_args
+from typing import Unpack
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import DEFAULT_K, Settings, check_mode, parse_bytes
+from ragcache.config import DEFAULT_K, Settings, parse_bytes
 from ragcache.documents.source import Source
 from ragcache.errors import ConfigurationError, StoreUnwritable
+from ragcache.facade import Prompts, Questions
 from ragcache.models import LoadedModel, load_model
-from ragcache.pipeline import (
-    Answer,
-    AnswerStream,
-    Asked,
-    AsyncAnswerStream,
-    Generation,
-    Ingestion,
-    Modules,
-    Parts,
-    Stats,
-    generated_schema,
-    members,
-)
-from ragcache.pipeline.asked import awaited, results
+from ragcache.pipeline import Ingestion, Modules, Parts, Stats, generated_schema, members
 from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval.embedders import MiniLM
 from ragcache.store import (
@@ -38,12 +25,10 @@ from ragcache.store import (
     list_modules,
     open_tiers,
 )
-from ragcache_schemas import Placement, Schema, expand
-
-GREEDY = Generation()
+from ragcache_schemas import Schema, expand
 
 
-class RagCache:
+class RagCache(Questions, Prompts):
     """An open state folder with a model. Make one with `RagCache.open`.
 
     Calls from any number of threads and tasks run together: the engine computes what is new of all
@@ -144,128 +129,6 @@ class RagCache:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
         `DocumentError`."""
         self._parts.ingestor.rename(collection, document_id, to)
-
-    def ask(
-        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
-        generation: Generation = GREEDY,
-    ) -> Answer:  # fmt: skip
-        """Answers a question from the `k` best modules of a collection.
-
-        mode: `rooted` (default), `linked:N`, which computes the first N tokens of each module
-        again, `isolated`, or `exact`, which reuses nothing. Raises `RequestError`.
-        """
-        return self.stream(
-            question, collection=collection, k=k, mode=mode, generation=generation
-        ).result()
-
-    def ask_batch(
-        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K,
-        mode: str = "rooted", generation: Generation = GREEDY,
-    ) -> list[Answer]:  # fmt: skip
-        """Answers questions together: every document that several share is read once a step."""
-        return results(self._start(questions, collection, k, mode, generation))
-
-    def stream(
-        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
-        generation: Generation = GREEDY,
-    ) -> AnswerStream:  # fmt: skip
-        """As `ask`, but returns when the question is queued; iterate for the text as it comes."""
-        [asked] = self._start([question], collection, k, mode, generation)
-        return AnswerStream(asked)
-
-    async def aask(
-        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
-        generation: Generation = GREEDY,
-    ) -> Answer:  # fmt: skip
-        """`ask` for asyncio."""
-        return await (
-            await self.astream(
-                question, collection=collection, k=k, mode=mode, generation=generation
-            )
-        )
-
-    async def aask_batch(
-        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K,
-        mode: str = "rooted", generation: Generation = GREEDY,
-    ) -> list[Answer]:  # fmt: skip
-        """`ask_batch` for asyncio."""
-        arguments = (questions, collection, k, mode, generation)
-        return await awaited(await asyncio.to_thread(self._start, *arguments))
-
-    async def astream(
-        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
-        generation: Generation = GREEDY,
-    ) -> AsyncAnswerStream:  # fmt: skip
-        """`stream` for asyncio: `async for piece in await rag.astream(...)`. Documents are found
-        and their states leased in a thread of asyncio's pool."""
-        arguments = ([question], collection, k, mode, generation)
-        [asked] = await asyncio.to_thread(self._start, *arguments)
-        return AsyncAnswerStream(asked)
-
-    def _start(
-        self, questions: Sequence[str], collection: str, k: int, mode: str, generation: Generation
-    ) -> list[Asked]:
-        if k < 1:
-            raise ConfigurationError(f"k is {k}; at least one module is needed")
-        checked = check_mode(mode)
-        self._parts.returned.release()
-        return self._parts.answerer.start(questions, collection, k, checked, generation)
-
-    def add_schema(
-        self, text: str, *, placement: Placement = "schema", source: str = "<string>"
-    ) -> Schema:
-        """Stores a hand-written PML schema and encodes its modules (Prompt Cache §3.3).
-
-        placement: `schema`, the paper's fixed positions, or `compact`, which moves modules so that
-        a prompt has no gaps. source: a file name, for errors. A schema of the same name is
-        replaced. Raises `PMLError`.
-        """
-        if placement not in get_args(Placement):
-            raise ConfigurationError(
-                f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
-            )
-        self._parts.returned.release()
-        return self._parts.prompts.add(text, source, placement)
-
-    def prompt(
-        self, text: str, *, mode: str = "isolated", source: str = "<string>",
-        generation: Generation = GREEDY,
-    ) -> Answer:  # fmt: skip
-        """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.
-
-        mode: `isolated`, or `exact`, which computes everything. Raises `PMLError`, `UnknownSchema`
-        or `RequestError`.
-        """
-        return self.stream_prompt(text, mode=mode, source=source, generation=generation).result()
-
-    def stream_prompt(
-        self, text: str, *, mode: str = "isolated", source: str = "<string>",
-        generation: Generation = GREEDY,
-    ) -> AnswerStream:  # fmt: skip
-        """As `prompt`, but returns when the prompt is queued."""
-        return AnswerStream(self._start_prompt(text, mode, source, generation))
-
-    async def aprompt(
-        self, text: str, *, mode: str = "isolated", source: str = "<string>",
-        generation: Generation = GREEDY,
-    ) -> Answer:  # fmt: skip
-        """`prompt` for asyncio."""
-        return await (
-            await self.astream_prompt(text, mode=mode, source=source, generation=generation)
-        )
-
-    async def astream_prompt(
-        self, text: str, *, mode: str = "isolated", source: str = "<string>",
-        generation: Generation = GREEDY,
-    ) -> AsyncAnswerStream:  # fmt: skip
-        """`stream_prompt` for asyncio."""
-        arguments = (text, mode, source, generation)
-        return AsyncAnswerStream(await asyncio.to_thread(self._start_prompt, *arguments))
-
-    def _start_prompt(self, text: str, mode: str, source: str, generation: Generation) -> Asked:
-        checked = check_mode(mode)
-        self._parts.returned.release()
-        return self._parts.prompts.start(text, checked, generation, source)
 
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The generated PML schema of a collection; `expanded` writes the slots' members out."""

@@ -4,7 +4,7 @@ from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Asked, Returned
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
-from ragcache.pipeline.generation import Generation
+from ragcache.pipeline.generation import GREEDY, Generation
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
@@ -17,6 +17,7 @@ from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.wiring import Parts
 
 __all__ = [
+    "GREEDY",
     "Answer",
     "AnswerStream",
     "Answerer",

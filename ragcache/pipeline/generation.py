@@ -70,3 +70,7 @@ class Generation:
             priority=self.priority,
             timeout=self.timeout,
         )
+
+
+GREEDY = Generation()
+"""One greedy answer: the default of every call."""

@@ -1,0 +1,6 @@
+"""What a `RagCache` does, by subject."""
+
+from ragcache.facade.prompts import Prompts
+from ragcache.facade.questions import Questions
+
+__all__ = ["Prompts", "Questions"]

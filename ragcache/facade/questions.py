@@ -1,0 +1,91 @@
+"""Questions over a collection of documents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ragcache.config import DEFAULT_K, check_mode
+from ragcache.errors import ConfigurationError
+from ragcache.pipeline import (
+    GREEDY,
+    Answer,
+    AnswerStream,
+    Asked,
+    AsyncAnswerStream,
+    Generation,
+    Parts,
+)
+from ragcache.pipeline.asked import awaited, results
+
+
+class Questions:
+    """The methods of `RagCache` that answer questions."""
+
+    _parts: Parts
+
+    def ask(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> Answer:  # fmt: skip
+        """Answers a question from the `k` best modules of a collection.
+
+        mode: `rooted` (default), `linked:N`, which computes the first N tokens of each module
+        again, `isolated`, or `exact`, which reuses nothing. Raises `RequestError`.
+        """
+        return self.stream(
+            question, collection=collection, k=k, mode=mode, generation=generation
+        ).result()
+
+    def ask_batch(
+        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K,
+        mode: str = "rooted", generation: Generation = GREEDY,
+    ) -> list[Answer]:  # fmt: skip
+        """Answers questions together: every document that several share is read once a step."""
+        return results(self._start(questions, collection, k, mode, generation))
+
+    def stream(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> AnswerStream:  # fmt: skip
+        """As `ask`, but returns when the question is queued; iterate for the text as it comes."""
+        [asked] = self._start([question], collection, k, mode, generation)
+        return AnswerStream(asked)
+
+    async def aask(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> Answer:  # fmt: skip
+        """`ask` for asyncio."""
+        return await (
+            await self.astream(
+                question, collection=collection, k=k, mode=mode, generation=generation
+            )
+        )
+
+    async def aask_batch(
+        self, questions: Sequence[str], *, collection: str, k: int = DEFAULT_K,
+        mode: str = "rooted", generation: Generation = GREEDY,
+    ) -> list[Answer]:  # fmt: skip
+        """`ask_batch` for asyncio."""
+        arguments = (questions, collection, k, mode, generation)
+        return await awaited(await asyncio.to_thread(self._start, *arguments))
+
+    async def astream(
+        self, question: str, *, collection: str, k: int = DEFAULT_K, mode: str = "rooted",
+        generation: Generation = GREEDY,
+    ) -> AsyncAnswerStream:  # fmt: skip
+        """`stream` for asyncio: `async for piece in await rag.astream(...)`. Documents are found
+        and their states leased in a thread of asyncio's pool."""
+        arguments = ([question], collection, k, mode, generation)
+        [asked] = await asyncio.to_thread(self._start, *arguments)
+        return AsyncAnswerStream(asked)
+
+    def _start(
+        self, questions: Sequence[str], collection: str, k: int, mode: str, generation: Generation
+    ) -> list[Asked]:
+        if k < 1:
+            raise ConfigurationError(f"k is {k}; at least one module is needed")
+        checked = check_mode(mode)
+        self._parts.returned.release()
+        return self._parts.answerer.start(questions, collection, k, checked, generation)
