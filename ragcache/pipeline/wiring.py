@@ -22,7 +22,7 @@ from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import embedder_name
-from ragcache.store import Catalogue, Database, KVStore, SchemaTexts, Vectors
+from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts, Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Parts:
         returned = Returned()
         submitter = Submitter(model, engine, returned, settings)
         tokens = ModuleTokens(catalogue, model)
-        scaffolds = Scaffolds(settings.scaffold_after)
+        scaffolds = Scaffolds(ScaffoldRows(database), settings.scaffold_after)
         return cls(
             database,
             model,
@@ -68,7 +68,7 @@ class Parts:
             store,
             catalogue,
             returned,
-            Ingestor(catalogue, store, encoder, retriever, scaffolds, settings),
+            Ingestor(catalogue, store, encoder, retriever, settings),
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
             Modules(catalogue, store, encoder, tokens),
