@@ -88,14 +88,15 @@ class KVStore:
         return store
 
     @classmethod
-    def inspect(cls, folder: Path, database: Database) -> KVStore:
+    def inspect(cls, folder: Path, database: Database, remote: Tier | None = None) -> KVStore:
         """Opens the store of a state folder as it was left: nothing is mended, nothing runs beside.
 
         For `verify` and for operators' commands, while other processes may have it open.
         """
         ledger = Ledger(database, place_of(database, folder / "states"))
         disk = DiskTier.open(folder / "states")
-        store = cls(ledger, [HostTier(1 << 30)], [disk])
+        shared = [disk] if remote is None else [disk, remote]
+        store = cls(ledger, [HostTier(1 << 30)], shared)
         store.shared.learn(ledger.begin())
         return store
 
