@@ -2,5 +2,6 @@
 
 from ragcache.facade.prompts import Prompts
 from ragcache.facade.questions import Questions
+from ragcache.facade.retrieval import Retrieval
 
-__all__ = ["Prompts", "Questions"]
+__all__ = ["Prompts", "Questions", "Retrieval"]

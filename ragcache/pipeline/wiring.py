@@ -39,6 +39,7 @@ class Parts:
     answerer: Answerer
     prompts: PromptRunner
     modules: Modules
+    retriever: Retriever
 
     @classmethod
     def wire(
@@ -72,7 +73,15 @@ class Parts:
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
             Modules(catalogue, store, encoder, tokens),
+            retriever,
         )
+
+    def retriever_by(self, embedder: Embeddings | None) -> Retriever:
+        """The retriever, or one with another embedder over the same catalogue."""
+        if embedder is None or embedder is self.retriever.embedder:
+            return self.retriever
+        vectors = Vectors(self.database, embedder_name(embedder))
+        return Retriever(self.catalogue, embedder, vectors)
 
     def close(self, *, drain: bool) -> None:
         """Stops the engine, and closes store and ledger."""
