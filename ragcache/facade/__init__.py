@@ -1,7 +1,8 @@
 """What a `RagCache` does, by subject."""
 
+from ragcache.facade.keeping import Keeping
 from ragcache.facade.prompts import Prompts
 from ragcache.facade.questions import Questions
 from ragcache.facade.retrieval import Retrieval
 
-__all__ = ["Prompts", "Questions", "Retrieval"]
+__all__ = ["Keeping", "Prompts", "Questions", "Retrieval"]

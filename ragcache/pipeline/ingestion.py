@@ -119,7 +119,9 @@ class Ingestor:
     def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
         tokenize = self.encoder.model.encode_untrusted
         count = lambda text: len(tokenize(text))  # noqa: E731
-        texts = split_text(document.text, self.settings.module_tokens, count)
+        limit = self.settings.module_tokens
+        parts = document.parts or (document.text,)
+        texts = [text for part in parts for text in split_text(part, limit, count)]
         return [(text, tokenize(text)) for text in texts]
 
     def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
@@ -145,5 +147,10 @@ class Ingestor:
             for number, (text, ids) in enumerate(modules)
         ]
         return NewDocument(
-            document.id, document.uri, self._digest(document), rows, document.metadata
+            document.id,
+            document.uri,
+            self._digest(document),
+            rows,
+            document.metadata,
+            document.text,
         )

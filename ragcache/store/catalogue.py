@@ -16,11 +16,12 @@ from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
 from ragcache.store.ownership import retire
 from ragcache.store.scaffolds import delete_scaffolds
-from ragcache.store.statements import chunks, insert_for_module, insert_new
+from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
+    DocumentTextTable,
     EncodingTable,
     ModuleTable,
     NamespaceTable,
@@ -46,6 +47,10 @@ class Catalogue:
         self._embedder = embedder
         self._namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
+
+    @property
+    def namespace(self) -> str:
+        return self._namespace
 
     def collections(self) -> dict[str, int]:
         """Names and numbers of documents."""
@@ -100,6 +105,7 @@ class Catalogue:
         )
         session.add(row)
         session.flush()
+        session.add(DocumentTextTable(document_id=row.id, text=document.text))
         modules = [
             ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
             for i, m in enumerate(document.modules)
@@ -142,6 +148,23 @@ class Catalogue:
                 ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
                 for m, d in session.execute(self._within(statement, collection))
             ]
+
+    def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
+        """The texts of those documents that there are, by source id. Of one that was stored before
+        texts were, its modules' texts. Raises `UnknownCollection`."""
+        found: dict[str, str] = {}
+        with self._database.reading() as session:
+            collection_id(session, collection, self._namespace)
+            for chunk in chunks(dict.fromkeys(source_ids)):
+                rows = select(DocumentTable.source_id, DocumentTextTable.text)
+                joined = rows.join(DocumentTextTable).join(CollectionTable)
+                statement = self._within(joined, collection)
+                chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
+                found |= {source_id: text for source_id, text in chosen}
+        for chunk in chunks(each for each in source_ids if each not in found):
+            for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
+                found[module.document] = found.get(module.document, "") + module.text
+        return found
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Token ids under this catalogue's tokenizer, of the modules that have them."""
@@ -238,10 +261,7 @@ class Catalogue:
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
         collection take turns."""
-        insert_new(session, NamespaceTable, {"name": self._namespace})
-        namespace = session.scalars(
-            select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
-        ).one()
+        namespace = namespace_id(session, self._namespace)
         row = {"name": name, "namespace_id": namespace, "revision": 0}
         insert_new(session, CollectionTable, row)
         chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)
