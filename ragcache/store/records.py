@@ -17,9 +17,7 @@ from ragcache.store.tables import DEFAULT_NAMESPACE, NamespaceTable, RecordTable
 class Records:
     """The records of one indexing, `space`, in a namespace. Every method is one transaction."""
 
-    def __init__(
-        self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE
-    ) -> None:
+    def __init__(self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE) -> None:
         self._database = database
         self._space = space
         self._namespace = namespace

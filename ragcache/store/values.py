@@ -16,9 +16,7 @@ class Values:
     """The values of one `space` in a namespace. Keys may hold any characters. Every method is one
     transaction: who reads sees all that one `put` wrote, or nothing."""
 
-    def __init__(
-        self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE
-    ) -> None:
+    def __init__(self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE) -> None:
         self._database = database
         self._space = space
         self._namespace = namespace
@@ -30,7 +28,7 @@ class Values:
             for chunk in _portions(keys):
                 chosen = self._mine(select(ValueTable.key, ValueTable.value))
                 rows = session.execute(chosen.where(ValueTable.key.in_(chunk)))
-                found |= {key: value for key, value in rows}
+                found |= {row.key: row.value for row in rows}
         return [found.get(_spelled(key)) for key in keys]
 
     def put(self, values: Mapping[str, bytes]) -> None:

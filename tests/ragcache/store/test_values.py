@@ -55,7 +55,7 @@ def test_spaces_and_namespaces_do_not_see_each_other(values: Values, database: D
 
 
 def test_what_is_not_bytes_writes_nothing_of_its_batch(values: Values) -> None:
-    with pytest.raises(Exception, match="bytes|unsupported"):
+    with pytest.raises(Exception, match=r"bytes|unsupported"):
         values.put({"a": b"1", "b": object()})  # type: ignore[dict-item]
     assert list(values.keys()) == []
 
