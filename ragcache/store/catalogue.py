@@ -160,7 +160,7 @@ class Catalogue:
                 joined = rows.join(DocumentTextTable).join(CollectionTable)
                 statement = self._within(joined, collection)
                 chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
-                found |= {source_id: text for source_id, text in chosen}
+                found |= {row.source_id: row.text for row in chosen}
         for chunk in chunks(each for each in source_ids if each not in found):
             for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
                 found[module.document] = found.get(module.document, "") + module.text

@@ -48,8 +48,8 @@ def _check(value: Any, name: str, where: str) -> None:
         return
     shown = repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
     raise UnstorableMetadata(
-        f"document {name!r}: {where} is {shown}, which JSON cannot hold; write it as text, or leave "
-        "it out"
+        f"document {name!r}: {where} is {shown}, which JSON cannot hold; write it as text, or "
+        "leave it out"
     )
 
 

@@ -35,8 +35,8 @@ class RagCacheEmbeddings(Embeddings):
         found = self.rag.retriever().embedder
         if found is None:
             raise ConfigurationError(
-                "this RagCache has no embedder; open it with embedding='minilm' or with a LangChain "
-                "Embeddings object"
+                "this RagCache has no embedder; open it with embedding='minilm' or with an "
+                "Embeddings object of LangChain"
             )
         return found
 

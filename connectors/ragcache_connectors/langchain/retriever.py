@@ -51,14 +51,22 @@ class RagCacheRetriever(BaseRetriever):
     _own: Any = PrivateAttr(default=None)  # with another embedder than the folder's
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: Run, **arguments: Any
+        self,
+        query: str,
+        *,
+        run_manager: Run,
+        **arguments: Any,  # noqa: ARG002
     ) -> list[Document]:
         criteria = self._criteria(arguments)
         rag, retriever = self._parts()
         return found_documents(rag, retriever.retrieve(query, self.collection, criteria).hits)
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncRun, **arguments: Any
+        self,
+        query: str,
+        *,
+        run_manager: AsyncRun,
+        **arguments: Any,  # noqa: ARG002
     ) -> list[Document]:
         criteria = await asyncio.to_thread(self._criteria, arguments)
         rag, retriever = await asyncio.to_thread(self._parts)

@@ -85,7 +85,7 @@ class RagCacheVectorStore(VectorStore):
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         return await asyncio.to_thread(self.add_documents, documents, **kwargs)
 
-    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+    def delete(self, ids: list[str] | None = None, **_: Any) -> bool | None:
         """Deletes documents; None is all of them. Ids that are unknown do no harm."""
         try:
             if ids is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ class TestSync(BaseStoreSyncTests[bytes]):
 
 class TestAsync(BaseStoreAsyncTests[bytes]):
     @pytest.fixture
-    async def kv_store(self, rag: RagCache) -> AsyncIterator[BaseStore[str, bytes]]:
-        yield RagCacheByteStore(rag=rag)
+    async def kv_store(self, rag: RagCache) -> BaseStore[str, bytes]:
+        return RagCacheByteStore(rag=rag)
 
     @pytest.fixture
     def three_values(self) -> tuple[bytes, bytes, bytes]:
