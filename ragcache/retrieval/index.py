@@ -71,8 +71,9 @@ class CollectionIndex:
             return []
         parameters = None
         if allowed is not None:
-            chosen = np.ascontiguousarray(self.ids[allowed])
-            parameters = faiss.SearchParameters(sel=faiss.IDSelectorBatch(chosen))
+            selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
+            parameters = faiss.SearchParameters()
+            parameters.sel = selector  # a pointer: the name keeps what it points to
         scores, found = self._dense.search(
             _unit(vector[None]), min(limit, len(self.ids)), params=parameters
         )

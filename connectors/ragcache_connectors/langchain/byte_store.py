@@ -50,7 +50,7 @@ class RagCacheByteStore(BaseStore[str, bytes]):
         return await asyncio.to_thread(self.mget, keys)
 
     def mset(self, key_value_pairs: Sequence[tuple[str, bytes]]) -> None:
-        values = dict(key_value_pairs)
+        values: dict[str, object] = dict(key_value_pairs)
         _checked(list(values))
         for key, value in values.items():
             if not isinstance(value, bytes | bytearray | memoryview):
@@ -58,7 +58,7 @@ class RagCacheByteStore(BaseStore[str, bytes]):
                 raise ConfigurationError(
                     f"the value of {key!r} is a {kind}; a byte store keeps bytes"
                 )
-        self._values.put({key: bytes(value) for key, value in values.items()})
+        self._values.put({key: bytes(value) for key, value in key_value_pairs})
 
     async def amset(self, key_value_pairs: Sequence[tuple[str, bytes]]) -> None:
         await asyncio.to_thread(self.mset, key_value_pairs)

@@ -54,8 +54,8 @@ class RagCacheRetriever(BaseRetriever):
         self,
         query: str,
         *,
-        run_manager: Run,
-        **arguments: Any,  # noqa: ARG002
+        run_manager: Run,  # noqa: ARG002
+        **arguments: Any,
     ) -> list[Document]:
         criteria = self._criteria(arguments)
         rag, retriever = self._parts()
@@ -65,8 +65,8 @@ class RagCacheRetriever(BaseRetriever):
         self,
         query: str,
         *,
-        run_manager: AsyncRun,
-        **arguments: Any,  # noqa: ARG002
+        run_manager: AsyncRun,  # noqa: ARG002
+        **arguments: Any,
     ) -> list[Document]:
         criteria = await asyncio.to_thread(self._criteria, arguments)
         rag, retriever = await asyncio.to_thread(self._parts)

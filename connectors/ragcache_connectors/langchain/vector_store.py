@@ -188,9 +188,11 @@ class RagCacheVectorStore(VectorStore):
 
     def _found(self, query: str | Sequence[float], criteria: Criteria) -> Scored:
         searching = self._searching()
-        search = searching.retrieve if isinstance(query, str) else searching.near
         try:
-            selection = search(query, self.collection, criteria)  # type: ignore[operator]
+            if isinstance(query, str):
+                selection = searching.retrieve(query, self.collection, criteria)
+            else:
+                selection = searching.near(query, self.collection, criteria)
         except UnknownCollection:
             return []
         return self._documents(selection)
