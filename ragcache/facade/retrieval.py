@@ -64,8 +64,8 @@ class Retrieval:
         """How long modules are, and where their states stand now."""
         return self._parts.modules.placed(modules)
 
-    def documents(self, collection: str) -> list[DocumentRow]:
+    def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
         """The documents of a collection with metadata and numbers of modules, in the order in
-        which they were stored. Raises `UnknownCollection`."""
+        which they were stored; or those of the ids that there are. Raises `UnknownCollection`."""
         self._parts.catalogue.stamp(collection)
-        return list(self._parts.catalogue.documents(collection).values())
+        return list(self._parts.catalogue.documents(collection, ids).values())

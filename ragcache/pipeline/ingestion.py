@@ -57,7 +57,7 @@ class Ingestor:
         change in one transaction: no answer mixes old and new."""
         loaded = load_sources(sources)
         documents = loaded.documents
-        known = self.catalogue.documents(collection)
+        known = self.catalogue.documents(collection, [d.id for d in documents])
         changed = [
             d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
         ]
@@ -79,9 +79,9 @@ class Ingestor:
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
-        known = self.catalogue.documents(collection)
+        known = self.catalogue.documents(collection, document_ids)
         self.store.discard(self.catalogue.delete(collection, document_ids))
-        return len(known.keys() & set(document_ids))
+        return len(known)
 
     def rename(self, collection: str, document_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or

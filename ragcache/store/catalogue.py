@@ -65,18 +65,25 @@ class Catalogue:
         with self._database.reading() as session:
             return {row.name: row.documents for row in session.execute(statement)}
 
-    def documents(self, collection: str) -> dict[str, DocumentRow]:
-        """The documents of a collection by source id; empty where it does not exist yet."""
+    def documents(
+        self, collection: str, source_ids: Sequence[str] | None = None
+    ) -> dict[str, DocumentRow]:
+        """The documents of a collection by source id, or those of the ids that there are; empty
+        where it does not exist yet."""
         modules = func.count(ModuleTable.id)
         rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
-        statement = self._within(rows, collection).group_by(DocumentTable.id)
+        every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
+        statements = [every]
+        if source_ids is not None:
+            portions = chunks(dict.fromkeys(source_ids))
+            statements = [every.where(DocumentTable.source_id.in_(each)) for each in portions]
+        found: dict[str, DocumentRow] = {}
         with self._database.reading() as session:
-            return {
-                row.source_id: DocumentRow(
-                    row.id, row.source_id, row.uri, row.digest, row.attributes, count
-                )
-                for row, count in session.execute(statement.order_by(DocumentTable.id))
-            }
+            for statement in statements:
+                for d, count in session.execute(statement):
+                    row = DocumentRow(d.id, d.source_id, d.uri, d.digest, d.attributes, count)
+                    found[d.source_id] = row
+        return found
 
     def replace(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None
@@ -129,6 +136,7 @@ class Catalogue:
         in the order of the names. Raises `UnknownCollection`."""
         if names is None:
             return self._modules(collection)
+        self.stamp(collection)
         found: dict[str, ModuleRow] = {}
         for chunk in chunks(dict.fromkeys(names)):
             found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}

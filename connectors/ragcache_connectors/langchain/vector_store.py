@@ -60,8 +60,11 @@ class RagCacheVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The embedder; None where there is none."""
-        return self._searching().embedder
+        """The embedder that was given, or, after the first search, that which searches. Nothing is
+        loaded for it."""
+        if self._embedding is None and self._retriever is not None:
+            return self._retriever.embedder
+        return self._embedding
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Stores documents, each in place of an earlier one of its id, and returns their ids: those
@@ -99,7 +102,7 @@ class RagCacheVectorStore(VectorStore):
         """Those of the documents that there are, whole, in the order of the ids."""
         try:
             texts = self.rag.texts(self.collection, ids)
-            rows = {row.source_id: row for row in self.rag.documents(self.collection)}
+            rows = {row.source_id: row for row in self.rag.documents(self.collection, ids)}
         except UnknownCollection:
             return []
         return [
@@ -142,6 +145,12 @@ class RagCacheVectorStore(VectorStore):
     async def asimilarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
         return await self._afound(query, partial(self._criteria, k, **kwargs))
 
+    async def _asimilarity_search_with_relevance_scores(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> Scored:
+        await asyncio.to_thread(self._searching)  # may load a model: not in the event loop
+        return await super()._asimilarity_search_with_relevance_scores(query, k, **kwargs)
+
     async def amax_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
@@ -151,7 +160,7 @@ class RagCacheVectorStore(VectorStore):
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         """The cosine; what points away from the query is as irrelevant as what has nothing to do
         with it."""
-        if self.embeddings is None:
+        if self._searching().embedder is None:
             raise InvalidRequest("relevance scores are of meaning, and there is no embedder")
         return lambda cosine: max(0.0, cosine)
 
@@ -180,7 +189,7 @@ class RagCacheVectorStore(VectorStore):
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
         return Criteria(
             k,
-            "words" if self.embeddings is None else "meaning",
+            "words" if self._searching().embedder is None else "meaning",
             filters,
             diversity=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,

@@ -26,7 +26,7 @@ def test_importing_and_making_them_loads_no_model_and_opens_nothing() -> None:
 import sys
 from ragcache_connectors.langchain import *
 RagCacheRetriever(collection="notes", state="nowhere")
-RagCacheVectorStore(collection="notes", state="nowhere")
+RagCacheVectorStore(collection="notes", state="nowhere").as_retriever()
 RagCacheEmbeddings(), RagCacheRecordManager("notes"), RagCacheByteStore()
 RagCacheLoader([], collection="notes")
 print([name for name in {HEAVY!r} if name in sys.modules])

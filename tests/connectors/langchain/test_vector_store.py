@@ -41,7 +41,9 @@ def contents(documents: list[Document]) -> list[str]:
     return [document.page_content for document in documents]
 
 
-def test_scores_are_cosines_and_relevance_is_never_negative(store: RagCacheVectorStore) -> None:
+async def test_scores_are_cosines_and_relevance_is_never_negative(
+    store: RagCacheVectorStore,
+) -> None:
     fill(store)
     scored = store.similarity_search_with_score("bar", k=3)
     scores = [score for _, score in scored]
@@ -49,14 +51,14 @@ def test_scores_are_cosines_and_relevance_is_never_negative(store: RagCacheVecto
     assert (scored[0][0].id, scores[0]) == ("bar", pytest.approx(1.0))
     relevant = store.similarity_search_with_relevance_scores("bar", k=3)
     assert [score for _, score in relevant] == [max(0.0, score) for score in scores]
+    assert await store.asimilarity_search_with_relevance_scores("bar", k=3) == relevant
     near = store.similarity_search_with_relevance_scores("bar", k=3, score_threshold=0.99)
     assert [document.id for document, _ in near] == ["bar"]
 
 
 def test_a_vector_finds_what_its_text_does(store: RagCacheVectorStore) -> None:
     fill(store)
-    assert store.embeddings is not None
-    vector = store.embeddings.embed_query("baz")
+    vector = DeterministicFakeEmbedding(size=6).embed_query("baz")
     assert store.similarity_search_by_vector(vector, k=2) == store.similarity_search("baz", k=2)
 
 
