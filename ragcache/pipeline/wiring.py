@@ -11,6 +11,8 @@ from ragcache.engine import Engine, EngineSettings
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.chat_text import ChatText
+from ragcache.pipeline.chatting import ChatRunner
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.modules import Modules
@@ -38,6 +40,7 @@ class Parts:
     ingestor: Ingestor
     answerer: Answerer
     prompts: PromptRunner
+    chats: ChatRunner
     modules: Modules
 
     @classmethod
@@ -71,6 +74,7 @@ class Parts:
             Ingestor(catalogue, store, encoder, retriever, scaffolds, settings),
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
+            ChatRunner(ChatText(model, template), template, submitter),
             Modules(catalogue, store, encoder, tokens),
         )
 
