@@ -13,6 +13,7 @@ from ragcache.pipeline import (
     AnswerStream,
     Asked,
     AsyncAnswerStream,
+    ChatOptions,
     Conversation,
     Generation,
     Parts,
@@ -101,4 +102,5 @@ class Chats:
     ) -> list[Asked]:  # fmt: skip
         checked = check_mode(mode)
         self._parts.returned.release()
-        return self._parts.chats.start(conversations, checked, recognise, tools, generation)
+        options = ChatOptions(checked, recognise, tools)
+        return self._parts.chats.start(conversations, options, generation)

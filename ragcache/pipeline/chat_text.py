@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -53,7 +54,14 @@ class ChatText:
         """A text without a template. Raises `InvalidRequest` where it is empty."""
         if not text:
             raise InvalidRequest("the prompt is empty; give a text, or messages")
-        return self._guard.reveal(self._guard.hide(text))
+        self._guard.hide(text)
+        return text
+
+    @cached_property
+    def lead(self) -> list[int]:
+        """What the tokenizer puts before a text without a template: its first token, if any."""
+        begin = self._tokenizer.bos_token_id
+        return [begin] if begin in self._tokenizer.encode("")[:1] else []
 
     def _apply(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         if getattr(self._tokenizer, "chat_template", None) is None:

@@ -8,7 +8,7 @@ So a control token can only come from the template, whatever a document or an ar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ragcache.errors import ConfigurationError
@@ -17,6 +17,8 @@ from ragcache.models import LoadedModel
 _FIRST = 0x100000  # plane 16, for private use
 MARK = re.compile("([\U00100000-\U0010fffd])")
 UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
+
+Tokenise = Callable[[str, int], list[int]]
 
 
 class TemplateText:
@@ -46,14 +48,22 @@ class TemplateText:
             return rendered
         return self._special.sub(lambda m: self._marks[m[0]], rendered)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids: marks are control tokens, everything else is ordinary text."""
+    def encode(self, text: str, tokenise: Tokenise | None = None) -> list[int]:
+        """Token ids: marks are control tokens, everything else is ordinary text.
+
+        tokenise: how, of a piece without marks that begins at a place in the text; None is as a
+        text of its own.
+        """
         ids: list[int] = []
+        place = 0
         for piece in MARK.split(text):
             if MARK.fullmatch(piece):
                 ids.append(self._ids[ord(piece) - _FIRST])
+            elif piece and tokenise is not None:
+                ids += tokenise(piece, place)
             elif piece:
                 ids += self._model.encode_untrusted(piece)
+            place += len(piece)
         return ids
 
     def count(self, text: str) -> int:
