@@ -118,8 +118,8 @@ class RagCache(Questions, Prompts, Chats):
         §3.3); returns their names.
 
         ids: of documents, which stand for all of their modules, or of modules. Questions that
-        retrieve these modules in this order, next to each other, read the joint states. Scaffolds
-        are known until the folder is closed. Raises `ConfigurationError`, `PromptTooLong` or
+        retrieve these modules in this order, next to each other, read the joint states, until a
+        document of theirs changes. Raises `ConfigurationError`, `PromptTooLong` or
         `UnknownCollection`.
         """
         self._parts.returned.release()

@@ -80,10 +80,11 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A Hugging Face model with random weights, not yet patched."""
+    """A Hugging Face model with random weights, the same on every device, not yet patched."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
-    return model.to(dtype).eval()
+    with torch.device("cpu"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    return model.to(DEVICE, dtype).eval()
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -82,14 +82,13 @@ class Answerer:
         """Declares a scaffold and encodes it; returns the names of its modules. Raises
         `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
         modules = scaffold_modules(self.catalogue.modules(collection), ids)
-        names = tuple(module.name for module in modules)
         token_ids = tuple(token for ids in self.tokens.of(modules) for token in ids)
         preamble = len(self.encoder.preamble_ids)
         self.submitter.draft(preamble, len(token_ids), Generation())
-        with self.encoder.lease([token_ids], "rooted", "warm") as lease:
-            self.scaffolds.keep(collection, names, lease.keys[1])
-        self.scaffolds.declare(collection, names)
-        return names
+        key = self.encoder.key(token_ids, "rooted")
+        self.scaffolds.declare(collection, [module.id for module in modules], key)
+        with self.encoder.lease([token_ids], "rooted", "warm"):
+            return tuple(module.name for module in modules)
 
     def _spell(self, selection: Selection, call: _Call, generation: Generation) -> _Spelled:
         """Raises `InvalidRequest` or `PromptTooLong`."""
@@ -106,16 +105,19 @@ class Answerer:
         draft = self.submitter.draft(
             len(own), documents, generation, recomputed=again, reuse=not exact
         )
+        if not exact:
+            self.encoder.prefetch([run.token_ids for run in runs], _encoded_as(call.mode))
         return _Spelled(selection, runs, own, draft if selection.hits else None)
 
     def _runs(self, selection: Selection, call: _Call) -> list[Run]:
         """The selection's modules as they are encoded: together where a scaffold says so."""
-        modules = self.tokens.of([hit.module for hit in selection.hits])
-        names = [hit.module.name for hit in selection.hits]
-        self.scaffolds.note(call.collection, names)
+        tokens = self.tokens.of([hit.module for hit in selection.hits])
+        numbers = [hit.module.id for hit in selection.hits]
+        self.encoder.store.ledger.notes.together(numbers)
+        self.scaffolds.note(call.collection, numbers)
         return [
-            Run(begin, end, tuple(token for ids in modules[begin:end] for token in ids))
-            for begin, end in self.scaffolds.runs(call.collection, names)
+            Run(begin, end, tuple(token for ids in tokens[begin:end] for token in ids))
+            for begin, end in self.scaffolds.runs(call.collection, numbers)
         ]
 
     def _submit(self, spelled: _Spelled, call: _Call) -> Asked:
@@ -131,7 +133,7 @@ class Answerer:
             context = Context((), everything, tuple(range(size)), size)
             return self.submitter.submit(draft, context, _ready(spelled, call, context), None)
         with ExitStack() as undo:
-            mode = "isolated" if call.mode == "isolated" else "rooted"
+            mode = _encoded_as(call.mode)
             lease = self.encoder.lease([run.token_ids for run in spelled.runs], mode)
             undo.callback(lease.release)
             self._claim(spelled, call, lease)
@@ -145,11 +147,15 @@ class Answerer:
     def _claim(self, spelled: _Spelled, call: _Call, lease: Lease) -> None:
         """Notes whose states were made now."""
         for run, key in zip(spelled.runs, lease.keys[1:], strict=True):
-            modules = [hit.module for hit in spelled.selection.hits[run.first : run.end]]
+            modules = [hit.module.id for hit in spelled.selection.hits[run.first : run.end]]
             if len(modules) > 1:
-                self.scaffolds.keep(call.collection, [module.name for module in modules], key)
+                self.scaffolds.keep(call.collection, modules, key)
             elif lease.source[key] == "encoded":
-                self.catalogue.claim(modules[0].id, key)
+                self.catalogue.claim(modules[0], key)
+
+
+def _encoded_as(mode: str) -> str:
+    return "isolated" if mode == "isolated" else "rooted"
 
 
 def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None = None) -> Ready:

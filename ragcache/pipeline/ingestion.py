@@ -14,7 +14,6 @@ from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError
 from ragcache.pipeline.encoding import ModuleEncoder
 from ragcache.pipeline.portions import portions
-from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
 
@@ -46,7 +45,6 @@ class Ingestor:
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever
-    scaffolds: Scaffolds
     settings: Settings
 
     def ingest(
@@ -83,7 +81,6 @@ class Ingestor:
         """Deletes documents with modules, vectors and states; returns how many there were."""
         known = self.catalogue.documents(collection)
         self.store.discard(self.catalogue.delete(collection, document_ids))
-        self._discard_scaffolds(collection, set(document_ids))
         return len(known.keys() & set(document_ids))
 
     def rename(self, collection: str, document_id: str, to: str) -> None:
@@ -110,13 +107,7 @@ class Ingestor:
                         progress(done, total)
                 rows.append(self._row(document, modules))
             self.store.discard(self.catalogue.replace(collection, rows, job))
-        self._discard_scaffolds(collection, {document.id for document, _ in prepared})
         return encoded
-
-    def _discard_scaffolds(self, collection: str, document_ids: set[str]) -> None:
-        """Joint states of documents that changed go with them."""
-        outdated = self.scaffolds.outdated(collection, document_ids)
-        self.store.discard(self.catalogue.retire(list(outdated)))
 
     def _digest(self, document: SourceDocument) -> str:
         """Of text and metadata, and of all that decides how the text becomes modules."""

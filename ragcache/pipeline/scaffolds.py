@@ -2,82 +2,83 @@
 
 A scaffold is declared, or found: a selection that was retrieved often enough in one order. Its
 modules' states override the single ones wherever all of them are selected in that order, next to
-each other. It is known for as long as the process lives.
+each other. The ledger keeps scaffolds until a document of theirs changes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 
 from ragcache.errors import ConfigurationError
 from ragcache.states import KVKey
-from ragcache.store import ModuleRow
+from ragcache.store import Members, ModuleRow, ScaffoldRows
 
 REMEMBERED = 4096  # selections that are counted at most, those seen last
 
-Names = tuple[str, ...]
-
 
 class Scaffolds:
-    """The scaffolds of all collections, by the names of their modules. Thread-safe.
+    """The scaffolds of all collections of a namespace, by the ids of their modules. Thread-safe.
 
-    after: how often a selection must be retrieved to become one; None finds none.
+    after: how often a selection must be retrieved to become one; None finds none. Those that
+    another process declares are known here when the folder is opened again.
     """
 
-    def __init__(self, after: int | None = None) -> None:
+    def __init__(self, rows: ScaffoldRows, after: int | None = None) -> None:
+        self._rows = rows
         self._after = after
-        self._known: defaultdict[str, set[Names]] = defaultdict(set)
-        self._seen: OrderedDict[tuple[str, Names], int] = OrderedDict()
-        self._keys: dict[KVKey, tuple[str, Names]] = {}
+        self._known: dict[str, set[Members]] = {}
+        self._kept: set[KVKey] = set()
+        self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def declare(self, collection: str, names: Sequence[str]) -> None:
-        """Makes these modules a scaffold, in this order."""
+    def declare(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
+        """Makes these modules a scaffold, in this order, with the states of this key."""
+        self.keep(collection, modules, key)
+        known = self._of(collection)
         with self._lock:
-            self._known[collection].add(tuple(names))
+            known.add(tuple(modules))
 
-    def note(self, collection: str, names: Sequence[str]) -> None:
+    def note(self, collection: str, modules: Sequence[int]) -> None:
         """Counts a selection."""
-        if self._after is None or len(names) < 2:
+        if self._after is None or len(modules) < 2:
             return
-        seen = (collection, tuple(names))
+        known, seen = self._of(collection), (collection, tuple(modules))
         with self._lock:
             self._seen[seen] = self._seen.pop(seen, 0) + 1
             if self._seen[seen] >= self._after:
-                self._known[collection].add(seen[1])
+                known.add(seen[1])
             elif len(self._seen) > REMEMBERED:
                 self._seen.popitem(last=False)
 
-    def runs(self, collection: str, names: Sequence[str]) -> list[tuple[int, int]]:
+    def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
         """Splits a selection into runs begin:end that are encoded together, the longest scaffold
         that fits first, from the front."""
+        known = self._of(collection)
         with self._lock:
-            known = sorted(self._known.get(collection, ()), key=len, reverse=True)
+            longest = sorted(known, key=len, reverse=True)
         runs, begin = [], 0
-        while begin < len(names):
-            lengths = (len(s) for s in known if tuple(names[begin : begin + len(s)]) == s)
+        while begin < len(modules):
+            lengths = (len(s) for s in longest if tuple(modules[begin : begin + len(s)]) == s)
             end = begin + next(lengths, 1)
             runs.append((begin, end))
             begin = end
         return runs
 
-    def keep(self, collection: str, names: Sequence[str], key: KVKey) -> None:
-        """Notes which states a scaffold has."""
-        with self._lock:
-            self._keys[key] = (collection, tuple(names))
+    def keep(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
+        """Notes which states a scaffold has, so that they end with its documents."""
+        if key not in self._kept:
+            self._rows.keep(collection, tuple(modules), key)
+            self._kept.add(key)
 
-    def outdated(self, collection: str, documents: Collection[str]) -> list[KVKey]:
-        """States of scaffolds that hold modules of documents that have changed; forgets them."""
-        with self._lock:
-            keys = [
-                key for key, (owner, names) in self._keys.items()
-                if owner == collection and any(_document(name) in documents for name in names)
-            ]  # fmt: skip
-            for key in keys:
-                del self._keys[key]
-        return keys
+    def _of(self, collection: str) -> set[Members]:
+        known = self._known.get(collection)
+        if known is None:
+            stored = self._rows.of(collection)
+            with self._lock:
+                known = self._known.setdefault(collection, stored)
+        return known
 
 
 def scaffold_modules(modules: Sequence[ModuleRow], ids: Sequence[str]) -> list[ModuleRow]:
@@ -97,8 +98,3 @@ def scaffold_modules(modules: Sequence[ModuleRow], ids: Sequence[str]) -> list[M
     if len({module.id for module in found}) != len(found) or len(found) < 2:
         raise ConfigurationError("a scaffold needs two modules or more, and each of them once")
     return found
-
-
-def _document(module: str) -> str:
-    """Modules are called `DOCUMENT#NUMBER`."""
-    return module.rpartition("#")[0]

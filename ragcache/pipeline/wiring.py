@@ -26,7 +26,7 @@ from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.recognition import Recogniser
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import embedder_name
-from ragcache.store import Catalogue, Database, KVStore, SchemaTexts, Vectors
+from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts, Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Parts:
         returned = Returned()
         submitter = Submitter(model, engine, returned, settings)
         tokens = ModuleTokens(catalogue, model)
-        scaffolds = Scaffolds(settings.scaffold_after)
+        scaffolds = Scaffolds(ScaffoldRows(database), settings.scaffold_after)
         return cls(
             database,
             model,
@@ -73,7 +73,7 @@ class Parts:
             store,
             catalogue,
             returned,
-            Ingestor(catalogue, store, encoder, retriever, scaffolds, settings),
+            Ingestor(catalogue, store, encoder, retriever, settings),
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
             ChatRunner(

@@ -12,6 +12,7 @@ from ragcache.store.ledger import Ledger
 from ragcache.store.listing import ModuleListing, list_modules
 from ragcache.store.options import TierOptions, open_tiers
 from ragcache.store.policy import choose_victims
+from ragcache.store.scaffolds import Members, ScaffoldRows
 from ragcache.store.schemas import SchemaText, SchemaTexts
 from ragcache.store.store import KVStore
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
@@ -29,12 +30,14 @@ __all__ = [
     "KVStore",
     "Lease",
     "Ledger",
+    "Members",
     "ModuleListing",
     "ModuleRow",
     "NewDocument",
     "NewModule",
     "Origin",
     "RemoteTier",
+    "ScaffoldRows",
     "SchemaText",
     "SchemaTexts",
     "Tier",

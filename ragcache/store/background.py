@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -40,9 +39,9 @@ class Background:
         for thread in self._threads:
             thread.start()
 
-    def prefetch(self, keys: Iterable[KVKey]) -> None:
+    def prefetch(self, keys: list[KVKey]) -> None:
         try:
-            self._wanted.put_nowait(list(dict.fromkeys(keys)))
+            self._wanted.put_nowait(keys)
         except queue.Full:
             logger.debug("prefetching falls behind; some states are read when they are needed")
 

@@ -15,6 +15,7 @@ from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
 from ragcache.store.ownership import retire
+from ragcache.store.scaffolds import delete_scaffolds
 from ragcache.store.statements import chunks, insert_for_module, insert_new
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
@@ -202,14 +203,6 @@ class Catalogue:
             owner = self._change(session, collection)
             return retire(session, _delete_documents(session, owner, source_ids))
 
-    def retire(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Retires those of the states that nobody needs any more; their keys, for
-        `KVStore.discard`."""
-        if not keys:
-            return []
-        with self._database.transaction() as session:
-            return retire(session, keys)
-
     def rename(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
         `DocumentError` where there is no such document, or one of the new name already."""
@@ -266,14 +259,18 @@ def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPAC
 def _delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
     """Returns the keys that belonged to what was deleted."""
     found: list[KVKey] = []
+    modules: set[int] = set()
     for chunk in chunks(source_ids):
         chosen = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
-        keys = session.scalars(
-            select(EncodingTable.key)
-            .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
+        encodings = session.execute(
+            select(ModuleTable.id, EncodingTable.key)
             .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
+            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
             .where(chosen)
         )
-        found += map(KVKey, keys)
+        for module, key in encodings:
+            modules.add(module)
+            if key is not None:
+                found.append(KVKey(key))
         session.execute(delete(DocumentTable).where(chosen))
-    return found
+    return found + delete_scaffolds(session, owner, modules)

@@ -63,6 +63,7 @@ class Filler:
         self._flights, self._sightings, self._counters = flights, sightings, counters
         self.reused: set[KVKey] = set()
         """Used again while on probation: admitted, and to be written to the disk."""
+        self._ahead: dict[KVKey, str] = {}  # read ahead and not used since: the tiers they are from
 
     def fill(self, lease: Lease, wish: Wish, produce: Produce | None) -> None:
         """Fills a lease whose keys are held. Without `produce`, with what some tier has.
@@ -95,10 +96,11 @@ class Filler:
         mine, _ = self._flights.begin([key])
         try:
             room = partial(self._holdings.room, admitted=False)
-            found = self._shared.read(key, room) if mine else None
+            found = (self._in_memory(key) or self._shared.read(key, room)) if mine else None
             if found is not None:
                 tick, top = self._ledger.tick(), self._holdings.top
-                self._holdings.place(top, key, found[1], tick, admitted=False)
+                if self._holdings.place(top, key, found[1], tick, admitted=False) is not None:
+                    self._ahead[key] = found[0].name
         finally:
             self._flights.end(mine)
 
@@ -113,6 +115,10 @@ class Filler:
                 holdings.top.admit(key)
                 self.reused.add(key)
         lease.found[key], lease.source[key] = restored(states), holdings.top.name
+        tier = self._ahead.pop(key, None)
+        if tier is not None:  # it was read for whoever uses it first
+            lease.source[key] = tier
+            lease.moved[tier] += lease.found[key].nbytes
         return True
 
     def _fetch(
@@ -178,12 +184,8 @@ class Filler:
     def _read(self, lease: Lease, key: KVKey, wish: Wish, tick: int) -> bool:
         """Looks into the tiers below the first."""
         holdings = self._holdings
-        found: tuple[Shelf, StoredStates] | None = None
-        with holdings.lock:
-            for shelf in holdings.shelves[1:]:
-                if key in shelf.entries and found is None:
-                    shelf.touch(key, tick)
-                    found = shelf, shelf.tier.get(key)
+        self._ahead.pop(key, None)
+        found = self._in_memory(key)
         known = any(key in each.entries for each in holdings.every)
         admitted = known and self._admits(lease, wish, key, tick)
         room = partial(holdings.room, admitted=admitted)
@@ -205,6 +207,14 @@ class Filler:
         lease.moved[shelf.name] += states.nbytes
         self._flights.end([key])
         return True
+
+    def _in_memory(self, key: KVKey) -> tuple[Shelf, StoredStates] | None:
+        """Looks into the tiers in memory below the first."""
+        with self._holdings.lock:
+            for shelf in self._holdings.shelves[1:]:
+                if key in shelf.entries:
+                    return shelf, shelf.tier.get(key)
+        return None
 
     def _make(
         self,

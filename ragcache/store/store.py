@@ -88,14 +88,15 @@ class KVStore:
         return store
 
     @classmethod
-    def inspect(cls, folder: Path, database: Database) -> KVStore:
+    def inspect(cls, folder: Path, database: Database, remote: Tier | None = None) -> KVStore:
         """Opens the store of a state folder as it was left: nothing is mended, nothing runs beside.
 
         For `verify` and for operators' commands, while other processes may have it open.
         """
         ledger = Ledger(database, place_of(database, folder / "states"))
         disk = DiskTier.open(folder / "states")
-        store = cls(ledger, [HostTier(1 << 30)], [disk])
+        shared = [disk] if remote is None else [disk, remote]
+        store = cls(ledger, [HostTier(1 << 30)], shared)
         store.shared.learn(ledger.begin())
         return store
 
@@ -150,19 +151,24 @@ class KVStore:
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Begins to bring states that a lower tier has to the first one, and returns at once. What
-        is not admitted pushes nothing out. A lease of the same keys waits for it."""
-        self._background.prefetch(keys)
+        is not admitted pushes nothing out. A lease of the same keys waits for it, and tells the
+        tier that they came from."""
+        if below := self._below(keys):
+            self._background.prefetch(below)
 
-    def read_ahead(self, keys: Sequence[KVKey]) -> None:
+    def read_ahead(self, keys: Iterable[KVKey]) -> None:
         """As `prefetch`, in this thread: done when it returns."""
-        with self.holdings.lock:
-            known = [
-                key for key in keys
-                if any(key in s.entries for s in self.holdings.every)
-                and key not in self.holdings.top.entries
-            ]  # fmt: skip
-        for key in known:
+        for key in self._below(keys):
             self._filler.read_ahead(key)
+
+    def _below(self, keys: Iterable[KVKey]) -> list[KVKey]:
+        """Those that a tier below the first has, and the first has not."""
+        with self.holdings.lock:
+            return [
+                key for key in dict.fromkeys(keys)
+                if key not in self.holdings.top.entries
+                and any(key in shelf.entries for shelf in self.holdings.every)
+            ]  # fmt: skip
 
     def fetch(self, keys: Sequence[KVKey], wish: Wish | None = None) -> Lease:
         """Leases what some tier has; `found` of the lease lacks the rest."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
-from tests.conftest import VOCABULARY
+from tests.conftest import DEVICE, VOCABULARY
 
 WINDOW = 7
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,12 +44,14 @@ Module = tuple[Sequence[int], int]
 def tiny_gemma(family: str, **changes: Any) -> Any:
     """Three layers, two of them through a window of seven tokens; gemma2 or gemma3."""
     torch.manual_seed(7)
-    if family == "gemma2":
-        model = Gemma2ForCausalLM(Gemma2Config(**{**SIZES, **CAPS, **changes})).eval()
-        model.set_attn_implementation("eager")  # transformers 5.10 prefers one without caps
-        return model
-    config = Gemma3TextConfig(**{**SIZES, "rope_parameters": ROPE, **changes})
-    return Gemma3ForCausalLM(config).eval()
+    with torch.device("cpu"):
+        if family == "gemma2":
+            model = Gemma2ForCausalLM(Gemma2Config(**{**SIZES, **CAPS, **changes}))
+            model.set_attn_implementation("eager")  # transformers 5.10 prefers one without caps
+        else:
+            config = Gemma3TextConfig(**{**SIZES, "rope_parameters": ROPE, **changes})
+            model = Gemma3ForCausalLM(config)
+    return model.to(DEVICE).eval()
 
 
 def reference_logits(model: Any, modules: Sequence[Module], own: Module | list[Module]) -> Tensor:

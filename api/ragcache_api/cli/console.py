@@ -17,6 +17,7 @@ from ragcache.errors import UnreadableDocument
 
 if TYPE_CHECKING:
     from ragcache import RagCache
+    from ragcache.store import Database
 
 console = Console()
 errors = Console(stderr=True)
@@ -24,6 +25,20 @@ errors = Console(stderr=True)
 StateOption = Annotated[
     Path, typer.Option("--state", envvar="RAGCACHE_STATE", help="The state folder.")
 ]
+LedgerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ledger", envvar="RAGCACHE_LEDGER",
+        help="The URL of a database, where the ledger is not in the state folder.",
+    ),
+]  # fmt: skip
+RemoteOption = Annotated[
+    str | None,
+    typer.Option(
+        "--remote", envvar="RAGCACHE_REMOTE",
+        help="The fsspec URL of the remote tier, such as s3://BUCKET/PATH.",
+    ),
+]  # fmt: skip
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="A model folder or hub name; without it, the embedded reader."),
@@ -64,13 +79,18 @@ def open_rag(state: Path, model: str | None, embedding: str | None, **options: A
         return RagCache.open(state, model, embedding=embedding, **options)
 
 
+def open_ledger(state: Path, ledger: str | None) -> Database:
+    """The ledger of a state folder that is there already. Raises `NoState`."""
+    from ragcache.store import Database
+
+    return Database.open(ledger) if ledger else Database.open_existing(state / "ledger.sqlite")
+
+
 def open_existing_rag(
     state: Path, model: str | None = None, embedding: str | None = None
 ) -> RagCache:
     """Opens a state folder that is there already. Raises `NoState` before the model is loaded."""
-    from ragcache.store import Database
-
-    Database.open_existing(state / "ledger.sqlite").close()
+    open_ledger(state, None).close()
     return open_rag(state, model, embedding)
 
 

@@ -11,9 +11,11 @@ from rich.markup import escape
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
+    LedgerOption,
     StateOption,
     binary_size,
     console,
+    open_ledger,
     plain_table,
     print_json,
 )
@@ -30,12 +32,13 @@ def modules() -> None:
 def ls(
     collection: Annotated[str | None, typer.Argument(help="Only this collection.")] = None,
     state: StateOption = DEFAULT_STATE,
+    ledger: LedgerOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List modules with the size, tiers and hits of their states."""
-    from ragcache.store import Database, list_modules
+    from ragcache.store import list_modules
 
-    database = Database.open_existing(state / "ledger.sqlite")
+    database = open_ledger(state, ledger)
     try:
         listed = list_modules(database, collection)
     finally:

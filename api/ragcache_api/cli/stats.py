@@ -9,9 +9,11 @@ from rich.markup import escape
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
+    LedgerOption,
     StateOption,
     binary_size,
     console,
+    open_ledger,
     plain_table,
     print_json,
 )
@@ -19,16 +21,20 @@ from ragcache_api.cli.console import (
 _REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt", "fetched_again")
 
 
-def stats(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
+def stats(
+    state: StateOption = DEFAULT_STATE,
+    ledger: LedgerOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
-    from ragcache.store import Catalogue, Database, Ledger
+    from ragcache.store import Catalogue, Ledger
 
-    database = Database.open_existing(state / "ledger.sqlite")
+    database = open_ledger(state, ledger)
     try:
-        ledger = Ledger(database)
+        states = Ledger(database)
         collections = Catalogue(database, "", None).collections()
-        tiers = {tier: asdict(totals) for tier, totals in ledger.totals().items()}
-        evictions = ledger.evictions()
+        tiers = {tier: asdict(totals) for tier, totals in states.totals().items()}
+        evictions = states.evictions()
     finally:
         database.close()
     if as_json:

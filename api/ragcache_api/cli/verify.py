@@ -12,8 +12,11 @@ from rich.markup import escape
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
+    LedgerOption,
+    RemoteOption,
     StateOption,
     console,
+    open_ledger,
     plain_table,
     print_json,
     progress_bar,
@@ -28,16 +31,19 @@ _KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # whole only in JSON
 def verify(
     state: StateOption = DEFAULT_STATE,
     repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended.")] = False,
+    ledger: LedgerOption = None,
+    remote: RemoteOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every row of the ledger against every blob; print what disagrees."""
-    from ragcache.store import Database, KVStore
+    from ragcache.store import KVStore, RemoteTier
     from ragcache.store.verify import verify as check
 
-    database = Database.open_existing(state / "ledger.sqlite")
+    database = open_ledger(state, ledger)
     try:
         with progress_bar("verifying") as progress:
-            store = KVStore.inspect(state, database)
+            far = RemoteTier.open(remote) if remote else None
+            store = KVStore.inspect(state, database, far)
             try:
                 report = check(store, repair=repair, progress=progress)
             finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragcache.store import Database, KVStore
+from ragcache.store import Database, KVStore, RemoteTier, changes
 from ragcache_api.cli.main import app
 from tests.ragcache.store.conftest import make_key, make_states
 
@@ -43,3 +43,22 @@ def test_a_program_reads_json(state: Path) -> None:
     result = runner.invoke(app, ["verify", "--state", str(state), "--json"])
     report = json.loads(result.stdout)
     assert (report["clean"], report["states"], report["found"][0]["kind"]) == (False, 1, "unowned")
+
+
+def test_the_remote_and_a_ledger_elsewhere_are_verified(tmp_path: Path) -> None:
+    url, far = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}", f"file://{tmp_path / 'far'}"
+    database = Database.open(url)
+    store = KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))
+    store.put(make_key(1), make_states(1))
+    changes.move(store, [make_key(1)], "remote")
+    store.close()
+    database.close()
+    command = ["verify", "--state", str(tmp_path), "--ledger", url, "--json"]
+    without = json.loads(runner.invoke(app, command).stdout)
+    with_remote = json.loads(runner.invoke(app, [*command, "--remote", far]).stdout)
+    assert (without["states"], with_remote["states"]) == (0, 1)
+    assert {each["kind"] for each in with_remote["found"]} == {"unowned"}
+    [blob] = (tmp_path / "far").rglob("*.safetensors")
+    blob.write_bytes(blob.read_bytes()[:-1])
+    broken = json.loads(runner.invoke(app, [*command, "--remote", far]).stdout)
+    assert "corrupt" in {each["kind"] for each in broken["found"]}

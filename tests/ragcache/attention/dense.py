@@ -126,7 +126,7 @@ def make_scene(shape: Shape, dtype: torch.dtype = torch.float64, *, alibi: bool 
 class _Making:
     def __init__(self, shape: Shape, dtype: torch.dtype, alibi: bool) -> None:
         self.shape, self.dtype, self.alibi = shape, dtype, alibi
-        self.generator = torch.Generator().manual_seed(shape.seed)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(shape.seed)
         self.count = shape.rows[-1][1]
         steps = torch.randint(1, 4, (self.count,), generator=self.generator)
         self.positions = 40 + steps.cumsum(0)

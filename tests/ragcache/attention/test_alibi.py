@@ -16,7 +16,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def normal(*sizes: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(*sizes, DIM, generator=generator, dtype=torch.float64)
 
 

@@ -18,7 +18,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 def draw(group: int, rows: int, keys: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """query: [Hkv, N, G, D]; key, value: [Hkv, S, D]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, DIM, generator=generator, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_a_causal_row_sees_itself_and_no_later_key() -> None:
 
 def test_rows_may_have_keys_of_their_own() -> None:
     query, _, _ = draw(3, 4, 1, seed=4)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     key, value = torch.randn(2, KV_HEADS, 4, 7, DIM, generator=generator, dtype=torch.float64)
     together = partial(query, key, value, scale=SCALE)
     for row in range(4):
@@ -148,7 +148,7 @@ def test_rows_may_have_keys_of_their_own() -> None:
 
 
 def test_a_group_of_query_heads_reads_one_key_head() -> None:
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(6)
     query = torch.randn(6, 4, DIM, generator=generator, dtype=torch.float64)  # [Hq, N, D]
     _, key, value = draw(1, 1, 9, seed=7)
     rows = grouped(query, KV_HEADS)

@@ -22,7 +22,7 @@ def rotation(delta: int, *, interleaved: bool = False) -> Rotation:
 def test_turning_the_query_back_equals_moving_the_key(
     delta: int, seed: int, interleaved: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     query, key = torch.randn(2, 1, 4, 16, generator=generator, dtype=torch.float64)
     moved = query @ rotate(key, rotation(delta, interleaved=interleaved)).transpose(-1, -2)
     turned = rotate(query, rotation(-delta, interleaved=interleaved)) @ key.transpose(-1, -2)

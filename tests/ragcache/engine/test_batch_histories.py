@@ -46,7 +46,9 @@ class History:
 
     def __init__(self, data: st.DataObject, scheme: Exact | Alibi) -> None:
         self.draw, self.scheme = data.draw, scheme
-        self.generator = torch.Generator().manual_seed(self.draw(st.integers(0, 10_000)))
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(
+            self.draw(st.integers(0, 10_000))
+        )
         keys, values = self.normal(1, KV_HEADS, 400), self.normal(1, KV_HEADS, 400)
         self.pool = ChunkPool(keys, values, SMALL)
         self.modules = [self.module() for _ in range(3)]

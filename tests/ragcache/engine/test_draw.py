@@ -21,7 +21,7 @@ SETTINGS = st.builds(
 
 
 def random_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(rows, vocabulary, generator=generator) * 3
 
 

@@ -29,7 +29,12 @@ MIXED = (
 
 
 def random_logits(rows: int, seed: int = 0) -> Tensor:
-    return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 2
+    return (
+        torch.randn(
+            rows, V, generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+        )
+        * 2
+    )
 
 
 def start(sampling: Sampling, prompt: Sequence[int] = (1, 2, 3), index: int = 0) -> SamplerState:

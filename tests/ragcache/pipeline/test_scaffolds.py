@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,9 @@ from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.pipeline.scaffolds import Scaffolds
+from ragcache.states import KVKey
+from ragcache.store import Members, ScaffoldRows
+from ragcache.store.verify import verify
 from tests.ragcache.pipeline.test_answering import DOCUMENTS, QUESTION
 
 
@@ -25,29 +30,53 @@ def blobs(tmp_path: Path) -> int:
     return len(list((tmp_path / "state" / "states").glob("??/*.safetensors")))
 
 
+@dataclass
+class FakeRows:
+    """What the ledger knows."""
+
+    kept: dict[str, dict[Members, KVKey]] = field(default_factory=dict)
+
+    def of(self, collection: str) -> set[Members]:
+        return set(self.kept.get(collection, ()))
+
+    def keep(self, collection: str, members: Members, key: KVKey) -> None:
+        self.kept.setdefault(collection, {})[members] = key
+
+
+def known(*scaffolds: Members, after: int | None = None) -> Scaffolds:
+    rows = FakeRows({"c": {members: KVKey(f"{n:064}") for n, members in enumerate(scaffolds)}})
+    return Scaffolds(cast("ScaffoldRows", rows), after)
+
+
 def test_a_selection_is_split_at_its_scaffolds_the_longest_first() -> None:
-    scaffolds = Scaffolds()
-    for names in ("ab", "abc", "de"):
-        scaffolds.declare("c", names)
-    assert scaffolds.runs("c", "abcde") == [(0, 3), (3, 5)]
-    assert scaffolds.runs("c", "xabd") == [(0, 1), (1, 3), (3, 4)]
-    assert scaffolds.runs("c", "bade") == [(0, 1), (1, 2), (2, 4)]
-    assert scaffolds.runs("other", "ab") == [(0, 1), (1, 2)]
-    assert scaffolds.runs("c", "") == []
+    scaffolds = known((1, 2), (1, 2, 3), (4, 5))
+    assert scaffolds.runs("c", [1, 2, 3, 4, 5]) == [(0, 3), (3, 5)]
+    assert scaffolds.runs("c", [9, 1, 2, 4]) == [(0, 1), (1, 3), (3, 4)]
+    assert scaffolds.runs("c", [2, 1, 4, 5]) == [(0, 1), (1, 2), (2, 4)]
+    assert scaffolds.runs("other", [1, 2]) == [(0, 1), (1, 2)]
+    assert scaffolds.runs("c", []) == []
+
+
+def test_a_declared_scaffold_is_known_and_kept() -> None:
+    rows = FakeRows()
+    scaffolds = Scaffolds(cast("ScaffoldRows", rows))
+    scaffolds.declare("c", [3, 1], KVKey("a" * 64))
+    assert scaffolds.runs("c", [3, 1]) == [(0, 2)]
+    assert rows.kept == {"c": {(3, 1): KVKey("a" * 64)}}
 
 
 def test_a_selection_seen_often_enough_becomes_a_scaffold() -> None:
-    scaffolds = Scaffolds(after=2)
-    for names in ("ab", "ba", "x", "x"):
-        scaffolds.note("c", names)
-    assert scaffolds.runs("c", "ab") == [(0, 1), (1, 2)]
-    scaffolds.note("c", "ab")
-    assert scaffolds.runs("c", "ab") == [(0, 2)]
-    assert scaffolds.runs("c", "ba") == [(0, 1), (1, 2)]
-    off = Scaffolds()
+    scaffolds = known(after=2)
+    for modules in ([1, 2], [2, 1], [9], [9]):
+        scaffolds.note("c", modules)
+    assert scaffolds.runs("c", [1, 2]) == [(0, 1), (1, 2)]
+    scaffolds.note("c", [1, 2])
+    assert scaffolds.runs("c", [1, 2]) == [(0, 2)]
+    assert scaffolds.runs("c", [2, 1]) == [(0, 1), (1, 2)]
+    off = known()
     for _ in range(9):
-        off.note("c", "ab")
-    assert off.runs("c", "ab") == [(0, 1), (1, 2)]
+        off.note("c", [1, 2])
+    assert off.runs("c", [1, 2]) == [(0, 1), (1, 2)]
 
 
 def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
@@ -97,6 +126,25 @@ def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Pat
     rag.add_scaffold("notes", ["keys", "leave"])
     assert rag.delete("notes", ["keys", "leave"]) == 2
     assert blobs(tmp_path) == 1, "the preamble"
+
+
+def test_scaffolds_outlive_the_process(tmp_path: Path, model: LoadedModel) -> None:
+    folder = tmp_path / "state"
+    with RagCache.open(folder, model, max_new_tokens=4, private_bytes="8MiB") as rag:
+        rag.ingest("notes", DOCUMENTS)
+        order = [s.document for s in rag.ask(QUESTION, collection="notes", k=2).sources]
+        rag.add_scaffold("notes", order)
+    with RagCache.open(folder, model, max_new_tokens=4, private_bytes="8MiB") as rag:
+        first, second = (rag.ask(QUESTION, collection="notes", k=2) for _ in range(2))
+        assert all(source.scaffold for source in first.sources)
+        assert [{s.tier for s in a.sources} for a in (first, second)] == [{"disk"}, {"host"}]
+        assert verify(rag._parts.store).clean
+        rag.rename("notes", order[0], "renamed")
+        assert rag.ask(QUESTION, collection="notes", k=2).sources[0].scaffold
+        before = blobs(tmp_path)
+        rag.delete("notes", ["renamed"])
+        assert blobs(tmp_path) == before - 2, "its own states and the scaffold's"
+        assert verify(rag._parts.store).clean
 
 
 def test_scaffolds_that_cannot_be(rag: RagCache) -> None:

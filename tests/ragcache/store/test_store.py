@@ -435,6 +435,7 @@ def test_prefetching_brings_states_to_memory_and_waits_for_nobody(
     other = reopen(2)
     other.read_ahead(keys(1, 9))
     assert in_host(other) == set(keys(1))
+    assert sources(other, 1) == ["disk"], "it was read for whoever uses it first"
     assert sources(other, 1) == ["host"]
     fill(other, 4)
     other.prefetch(keys(2, 3))

@@ -97,7 +97,9 @@ def test_a_relocation_turns_the_query_back(causal: CausalLM) -> None:
     torch.testing.assert_close(rotation.cos[0], (3 * frequency).cos())
     torch.testing.assert_close(rotation.sin[0], (-3 * frequency).sin())
     torch.testing.assert_close(rotation.sin[1], (40 * frequency).sin())
-    query, key = torch.randn(2, 1, 2, 16, generator=torch.Generator().manual_seed(1))
+    query, key = torch.randn(
+        2, 1, 2, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+    )
     back = causal.scheme.relocation(torch.tensor([-3, 40]))
     assert back is not None
     moved = rotate(key, back)
