@@ -24,7 +24,7 @@ PASTED = (
     "Use the following pieces of context to answer the question at the end. Keep the answer as "
     "short as possible.\n\n{documents}\n\nQuestion: {question}"
 )
-"""The user's message of a chat, which does not begin as the prompts that modules are encoded for."""
+"""The user's message of a chat. Modules are encoded for prompts that begin otherwise."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -54,7 +55,9 @@ def trimmed(found: list[Found], text: str) -> list[tuple[int, int, int]]:
 
 
 LETTERS = st.text(st.sampled_from("ab \n"), min_size=20, max_size=50)
-MODULES = st.lists(st.builds("{}{}{}".format, st.sampled_from(["", HEAD]), LETTERS, LETTERS), max_size=6)
+MODULES = st.lists(
+    st.builds("{}{}{}".format, st.sampled_from(["", HEAD]), LETTERS, LETTERS), max_size=6
+)
 
 
 @given(MODULES, st.data())
@@ -68,7 +71,7 @@ def test_it_finds_what_a_naive_search_finds(texts: list[str], data: st.DataObjec
         text = "".join(data.draw(st.lists(part, max_size=8)))
     found = find(text, table_of(texts))
     assert trimmed(found, text) == naive(text, texts)
-    for each, after in zip(found, found[1:], strict=False):
+    for each, after in pairwise(found):
         assert each.end <= after.begin
     for each in found:
         assert each.whole == (text[each.begin : each.end] == each.module.text)
@@ -86,7 +89,10 @@ def test_outer_whitespace_belongs_to_a_module_where_it_stands() -> None:
 
 
 def test_whitespace_that_two_modules_claim_goes_to_the_first() -> None:
-    one, other = "The first of two modules that meet.\n\n", "\n\nThe second one of them, which follows."
+    one, other = (
+        "The first of two modules that meet.\n\n",
+        "\n\nThe second one of them, which follows.",
+    )
     text = one + other.lstrip()
     first, second = find(text, table_of([one, other]))
     assert (first.end, first.whole) == (len(one), True)
