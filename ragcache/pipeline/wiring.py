@@ -11,8 +11,11 @@ from ragcache.engine import Engine, EngineSettings
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.chat_text import ChatText
+from ragcache.pipeline.chatting import ChatRunner
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingestion import Ingestor
+from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.scaffolds import Scaffolds
@@ -20,6 +23,7 @@ from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
+from ragcache.recognition import Recogniser
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import embedder_name
 from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts, Vectors
@@ -38,6 +42,7 @@ class Parts:
     ingestor: Ingestor
     answerer: Answerer
     prompts: PromptRunner
+    chats: ChatRunner
     modules: Modules
 
     @classmethod
@@ -71,6 +76,15 @@ class Parts:
             Ingestor(catalogue, store, encoder, retriever, settings),
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
+            ChatRunner(
+                ChatText(model, template),
+                InsideText(model, template),
+                Recogniser(catalogue),
+                catalogue,
+                encoder,
+                tokens,
+                submitter,
+            ),
             Modules(catalogue, store, encoder, tokens),
         )
 
