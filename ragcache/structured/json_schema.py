@@ -87,9 +87,9 @@ def _type(schema: object) -> object:
 def _check_combined(schema: dict[str, object], place: str) -> None:
     """Keywords that are read only with a type, or only without one another."""
     kinds = schema.keys()
-    if not kinds & {"type", "enum", "const"}:
-        if untyped := sorted(kinds & (_LENGTHS | _NUMBERS | {"pattern"})):
-            _refuse(untyped[0], " without 'type'", place)
+    untyped = sorted(kinds & (_LENGTHS | _NUMBERS | {"pattern"}))
+    if untyped and not kinds & {"type", "enum", "const"}:
+        _refuse(untyped[0], " without 'type'", place)
     if "multipleOf" in kinds and schema.get("type") != "integer":
         _refuse("multipleOf", " of what is no integer", place)
     if "multipleOf" in kinds and (ranged := sorted(kinds & _NUMBERS - {"multipleOf"})):

@@ -225,5 +225,3 @@ def test_requests_without_a_constraint_are_served_as_before(causal: CausalLM) ->
         core, Request(plain(PROMPT), 8), Request(plain(PROMPT), 8, n=2, constraint=Rising)
     )
     assert free.choices == alone.choices
-
-
