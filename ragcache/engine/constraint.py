@@ -116,6 +116,7 @@ def penalties(packed: Tensor) -> Tensor:
 
 def pack(allowed: Tensor) -> Tensor:
     """bool [R, V] as packed masks, int32 [R, ceil(V / 32)]."""
-    words = pad(allowed, (0, -allowed.shape[-1] % 32)).unflatten(-1, (-1, 4, 8))
+    words = pad(allowed, (0, -allowed.shape[-1] % 32)).view(len(allowed), -1, 4, 8)
     weights = torch.tensor([1 << bit for bit in range(8)], device=allowed.device)
-    return (words * weights).sum(-1).to(torch.uint8).view(torch.int32).flatten(1)
+    eights: Tensor = (words * weights).sum(-1).to(torch.uint8)  # [R, W, 4]
+    return eights.view(torch.int32).flatten(1)

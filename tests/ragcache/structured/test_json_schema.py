@@ -35,6 +35,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "multipleOf": 5, "minimum": 3}, "'minimum' beside 'multipleOf'"),
     ({"items": {"minimum": 3}}, "'minimum' without 'type' at #/items,"),
     ({"properties": []}, "is no object"),
+    ({"type": "string", "pattern": "(?!a)b"}, "'pattern' with look-ahead at #,"),
+    ({"patternProperties": {"(?=a)": {}}}, "'pattern' with look-ahead"),
+    ({"propertyNames": {"pattern": "(?=a)"}}, "look-ahead at #/propertyNames"),
+    ({"type": "string", "pattern": 3}, "is no text"),
+    ({"type": "string", "minLength": "1} | x"}, "'minLength' at # is no number"),
+    ({"type": "string", "maxLength": -1}, "'maxLength' at # is no number"),
+    ({"propertyNames": {"maxLength": 3}}, "'propertyNames' with more than a pattern"),
     ({"anyOf": {}}, "is no list"),
     ({"items": "string"}, "'string' at #/items, which is no schema"),
 ]
