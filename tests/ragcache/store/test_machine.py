@@ -129,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=NAMES, how=st.sampled_from(("flip", "cut", "unlink", "empty")))
     def break_a_blob(self, name: str, how: str) -> None:
         path = self.open[0].store.disk.path(key_of(f"{name} for ever"))
-        if not path.exists():
+        if not path.exists() or not path.stat().st_size:
             return
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
