@@ -48,7 +48,7 @@ class Retrieval:
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one by the meaning of another embedder, whose vectors
         are made at the first search and kept beside the others."""
-        return self._parts.retriever_by(embedding)
+        return self._parts.retrievers.of(embedding)
 
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """Those of the modules that there are, in the order of the names. Raises

@@ -159,14 +159,8 @@ def _encoded_as(mode: str) -> str:
 
 
 def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None = None) -> Ready:
-    cached = 0
-    if lease is not None:
-        again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
-        cached = sum(
-            states.length - count
-            for key, states, count in zip(lease.keys, lease.states, again, strict=True)
-            if lease.source[key] != "encoded"
-        )
+    again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
+    cached, created = read_tokens(lease, again) if lease is not None else (0, 0)
     return Ready(
         question=spelled.selection.query,
         sources=_sources(spelled, lease),
@@ -175,7 +169,18 @@ def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None
         cached_tokens=cached,
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(call.called, call.retrieved, time.perf_counter()),
+        created_tokens=created,
     )
+
+
+def read_tokens(lease: Lease, again: Sequence[int]) -> tuple[int, int]:
+    """Tokens of a prompt whose states were in the store, and those that were encoded for it.
+    again: how many tokens of each key's states the prompt computes all the same."""
+    counts = {"kept": 0, "encoded": 0}
+    for key, states, count in zip(lease.keys, lease.states, again, strict=True):
+        made = lease.source[key] == "encoded"
+        counts["encoded" if made else "kept"] += states.length - count
+    return counts["kept"], counts["encoded"]
 
 
 def _sources(spelled: _Spelled, lease: Lease | None) -> tuple[Source, ...]:

@@ -25,10 +25,12 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A context, and how many of its tokens were in the store before."""
+    """A context, how many of its tokens were in the store before, and how many were encoded for
+    it and kept."""
 
     context: Context
     cached_tokens: int
+    created_tokens: int
 
 
 def place(
@@ -60,7 +62,7 @@ def place(
         for segment, source in zip(segments, sources, strict=True)
         if source != "encoded"
     )
-    return Placed(context, cached)
+    return Placed(context, cached, context.cached_tokens - cached)
 
 
 def _segment(piece: Piece, owner: Owner) -> Segment:

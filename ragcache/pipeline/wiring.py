@@ -11,8 +11,11 @@ from ragcache.engine import Engine, EngineSettings
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.chat_text import ChatText
+from ragcache.pipeline.chatting import ChatRunner
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingestion import Ingestor
+from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.scaffolds import Scaffolds
@@ -20,9 +23,10 @@ from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
-from ragcache.retrieval import Retriever
+from ragcache.recognition import Recogniser
+from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embedders import embedder_name
-from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts, Vectors
+from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,9 @@ class Parts:
     ingestor: Ingestor
     answerer: Answerer
     prompts: PromptRunner
+    chats: ChatRunner
     modules: Modules
-    retriever: Retriever
+    retrievers: Retrievers
 
     @classmethod
     def wire(
@@ -50,8 +55,8 @@ class Parts:
         model = SharedModel.of(model)
         name = embedder_name(embedder) if embedder is not None else None
         catalogue = Catalogue(database, model.tokenizer_fingerprint, name)
-        vectors = Vectors(database, name) if name is not None else None
-        retriever = Retriever(catalogue, embedder, vectors)
+        retrievers = Retrievers(catalogue, database, embedder)
+        retriever = retrievers.of()
         engine = Engine(
             model.causal, EngineSettings(pool_bytes=settings.private_bytes, queue=settings.queue)
         )
@@ -72,16 +77,18 @@ class Parts:
             Ingestor(catalogue, store, encoder, retriever, settings),
             Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
             PromptRunner(SchemaTexts(database), scopes, template, submitter),
+            ChatRunner(
+                ChatText(model, template),
+                InsideText(model, template),
+                Recogniser(catalogue),
+                catalogue,
+                encoder,
+                tokens,
+                submitter,
+            ),
             Modules(catalogue, store, encoder, tokens),
-            retriever,
+            retrievers,
         )
-
-    def retriever_by(self, embedder: Embeddings | None) -> Retriever:
-        """The retriever, or one with another embedder over the same catalogue."""
-        if embedder is None or embedder is self.retriever.embedder:
-            return self.retriever
-        vectors = Vectors(self.database, embedder_name(embedder))
-        return Retriever(self.catalogue, embedder, vectors)
 
     def close(self, *, drain: bool) -> None:
         """Stops the engine, and closes store and ledger."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,12 @@ class Retriever:
         self._indexed: dict[str, _Indexed] = {}
         self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()  # of `_building` alone
+
+    def using(self, embedder: Embeddings) -> Retriever:
+        """One with another embedder of the same name, over the same vectors and indexes."""
+        other = copy(self)
+        other.embedder = embedder
+        return other
 
     def retrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
         """The modules of a collection that meet the criteria. Raises `UnknownCollection`,

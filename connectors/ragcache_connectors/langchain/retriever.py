@@ -12,7 +12,7 @@ from langchain_core.callbacks import CallbackManagerForRetrieverRun as Run
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field
 
 from ragcache.errors import InvalidRequest
 from ragcache_connectors.langchain.documents import found_documents
@@ -48,7 +48,6 @@ class RagCacheRetriever(BaseRetriever):
     threshold: float | None = None
     diversity: float | None = None
     candidates: int = 50
-    _own: Any = PrivateAttr(default=None)  # with another embedder than the folder's
 
     def _get_relevant_documents(
         self,
@@ -84,8 +83,4 @@ class RagCacheRetriever(BaseRetriever):
 
     def _parts(self) -> tuple[RagCache, Retriever]:
         rag = shared_rag(self.rag, self.state)
-        if self.embedding is None:
-            return rag, rag.retriever()
-        if self._own is None:
-            self._own = rag.retriever(unwrapped(self.embedding))
-        return rag, self._own
+        return rag, rag.retriever(unwrapped(self.embedding))

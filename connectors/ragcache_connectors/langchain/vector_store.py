@@ -51,7 +51,7 @@ class RagCacheVectorStore(VectorStore):
         self.annotated = annotated
         self._embedding = embedding
         self._rag, self._state = rag, state
-        self._retriever: Retriever | None = None
+        self._searches_by: Embeddings | None = None
 
     @property
     def rag(self) -> RagCache:
@@ -62,9 +62,7 @@ class RagCacheVectorStore(VectorStore):
     def embeddings(self) -> Embeddings | None:
         """The embedder that was given, or, after the first search, that which searches. Nothing is
         loaded for it."""
-        if self._embedding is None and self._retriever is not None:
-            return self._retriever.embedder
-        return self._embedding
+        return self._embedding or self._searches_by
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Stores documents, each in place of an earlier one of its id, and returns their ids: those
@@ -228,11 +226,10 @@ class RagCacheVectorStore(VectorStore):
         return found
 
     def _searching(self) -> Retriever:
-        if self._retriever is None:
-            rag = self.rag
-            chosen = unwrapped(self._embedding) or rag.retriever().embedder or _default()
-            self._retriever = rag.retriever(chosen)
-        return self._retriever
+        rag = self.rag
+        chosen = unwrapped(self._embedding) or rag.retriever().embedder or _default()
+        self._searches_by = chosen
+        return rag.retriever(chosen)
 
 
 def _text(hit: Hit, whole: str) -> str:
