@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.errors import DocumentError, UnknownCollection
@@ -15,7 +15,7 @@ from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
 from ragcache.store.ownership import retire
-from ragcache.store.scaffolds import delete_scaffolds
+from ragcache.store.removal import delete_documents
 from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
@@ -95,7 +95,7 @@ class Catalogue:
         """
         with self._database.transaction() as session:
             owner = self._change(session, collection)
-            freed = _delete_documents(session, owner, [d.source_id for d in documents])
+            freed = delete_documents(session, owner, [d.source_id for d in documents])
             for document in documents:
                 self._insert(session, owner, document)
             if job is not None:
@@ -248,7 +248,7 @@ class Catalogue:
         with self._database.transaction() as session:
             collection_id(session, collection, self._namespace)
             owner = self._change(session, collection)
-            return retire(session, _delete_documents(session, owner, source_ids))
+            return retire(session, delete_documents(session, owner, source_ids))
 
     def rename(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
@@ -298,23 +298,3 @@ def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPAC
             f"Make it with `ragcache ingest {name} PATH`"
         )
     return found[name]
-
-
-def _delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    """Returns the keys that belonged to what was deleted."""
-    found: list[KVKey] = []
-    modules: set[int] = set()
-    for chunk in chunks(source_ids):
-        chosen = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
-        encodings = session.execute(
-            select(ModuleTable.id, EncodingTable.key)
-            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-            .where(chosen)
-        )
-        for module, key in encodings:
-            modules.add(module)
-            if key is not None:
-                found.append(KVKey(key))
-        session.execute(delete(DocumentTable).where(chosen))
-    return found + delete_scaffolds(session, owner, modules)
