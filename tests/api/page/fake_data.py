@@ -7,7 +7,9 @@ import time
 from typing import Any
 
 TEXT = "An invoice is due thirty days after it was sent. The grace period is fourteen days."
-SUBJECTS = "invoices returns leave travel security onboarding pensions expenses parking training".split()
+SUBJECTS = (
+    "invoices returns leave travel security onboarding pensions expenses parking training".split()
+)
 COLLECTIONS = ("handbook", "contracts", "wiki")
 SOURCES = ("device", "host", "disk", "remote", "shared", "encoded", "computed")
 POINTS = 720
@@ -68,7 +70,9 @@ def _point(now: float, index: int, choose: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stats(items: list[dict[str, Any]], points: list[dict[str, Any]], uptime: float) -> dict[str, Any]:
+def stats(
+    items: list[dict[str, Any]], points: list[dict[str, Any]], uptime: float
+) -> dict[str, Any]:
     """GET /admin/stats."""
     documents: dict[str, set[str]] = {}
     for each in items:
@@ -142,7 +146,9 @@ def requests(items: list[dict[str, Any]], now: float) -> dict[str, Any]:
     return {"running": running, "batch": batch if running else idle, "recent": recent}
 
 
-def _ended(index: int, popular: list[dict[str, Any]], now: float, choose: random.Random) -> dict[str, Any]:
+def _ended(
+    index: int, popular: list[dict[str, Any]], now: float, choose: random.Random
+) -> dict[str, Any]:
     used = choose.sample(popular, min(4, len(popular)))
     cached = sum(each["tokens"] for each in used)
     hit = choose.random() < 0.8
@@ -156,7 +162,9 @@ def _ended(index: int, popular: list[dict[str, Any]], now: float, choose: random
         "cached_tokens": cached if hit else 0,
         "computed_tokens": choose.randrange(18, 60) + (0 if hit else cached),
         "outcome": choose.choices(["stop", "length", "failed"], [90, 8, 2])[0],
-        "modules": [{"name": each["name"], "tier": (each["tiers"] or ["computed"])[0]} for each in used],
+        "modules": [
+            {"name": each["name"], "tier": (each["tiers"] or ["computed"])[0]} for each in used
+        ],
     }
 
 
@@ -164,11 +172,18 @@ def heat(items: list[dict[str, Any]], minutes: int, number: int, now: float) -> 
     """GET /admin/heat."""
     choose = random.Random(5)
     slot = minutes * 60 / 48
-    popular = [each for each in sorted(items, key=lambda each: -each["hits"]) if each["hits"]][:number]
+    popular = [each for each in sorted(items, key=lambda each: -each["hits"]) if each["hits"]][
+        :number
+    ]
     counts = []
     for rank, _ in enumerate(popular):
         peak, height = choose.uniform(0, 48), 22 / (1 + rank / 5)
-        counts.append([int(height * choose.random() ** 2 * (1.4 if abs(column - peak) < 9 else 0.4)) for column in range(48)])
+        counts.append(
+            [
+                int(height * choose.random() ** 2 * (1.4 if abs(column - peak) < 9 else 0.4))
+                for column in range(48)
+            ]
+        )
     return {
         "modules": [each["name"] for each in popular],
         "buckets": [int(now - (48 - column) * slot) for column in range(48)],

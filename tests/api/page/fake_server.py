@@ -1,6 +1,6 @@
 """A stand-in for the HTTP service, for the tests of the page and for looking at it.
 
-    python tests/api/page/fake_server.py --modules 10000 --port 8100
+    python -m tests.api.page.fake_server --modules 10000 --port 8100
 
 keeps everything in memory, remembers what it was asked for, and answers as the service does.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,8 +26,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-sys.path.insert(0, str(Path(__file__).parent))
-import fake_data
+from tests.api.page import fake_data
 
 PAGE = Path(__file__).parents[3] / "api/ragcache_api/http/page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -101,7 +99,9 @@ class FakeServer:
 
     async def stats(self, request: Request) -> Response:
         points = fake_data.series(time.time()) if self.modules else []
-        return JSONResponse(fake_data.stats(self._items(), points, time.time() - self.started + 90061))
+        return JSONResponse(
+            fake_data.stats(self._items(), points, time.time() - self.started + 90061)
+        )
 
     async def tiers(self, request: Request) -> Response:
         return JSONResponse({"items": fake_data.tiers(self._items())})
@@ -116,15 +116,24 @@ class FakeServer:
     async def module(self, request: Request) -> Response:
         each = self.modules.get(request.path_params["id"])
         if each is None:
-            return _problem(404, "No such module", f"module {request.path_params['id']} is not there")
+            return _problem(
+                404, "No such module", f"module {request.path_params['id']} is not there"
+            )
         if request.method == "DELETE":
             await self._note(request)
             return JSONResponse(self._evicted([each], list(each["tiers"]), dry=False))
         states = [
-            {"tier": tier, "key": f"{each['id']:064x}", "nbytes": each["nbytes"], "hits": each["hits"]}
+            {
+                "tier": tier,
+                "key": f"{each['id']:064x}",
+                "nbytes": each["nbytes"],
+                "hits": each["hits"],
+            }
             for tier in each["tiers"]
         ]
-        return JSONResponse({**each, "states": states, "text": fake_data.TEXT, "attributes": {"year": 2026}})
+        return JSONResponse(
+            {**each, "states": states, "text": fake_data.TEXT, "attributes": {"year": 2026}}
+        )
 
     async def pin(self, request: Request) -> Response:
         await self._note(request)
@@ -155,11 +164,21 @@ class FakeServer:
             and each["document"] in scope.get("documents", [each["document"]])
         ]
         tiers = [scope["tier"]] if "tier" in scope else ["device", "host", "disk"]
-        return JSONResponse(self._evicted(found, tiers, dry=request.query_params.get("dry_run") == "true"))
+        return JSONResponse(
+            self._evicted(found, tiers, dry=request.query_params.get("dry_run") == "true")
+        )
 
-    def _evicted(self, found: list[dict[str, Any]], tiers: list[str], *, dry: bool) -> dict[str, Any]:
+    def _evicted(
+        self, found: list[dict[str, Any]], tiers: list[str], *, dry: bool
+    ) -> dict[str, Any]:
         changes = [
-            {"key": f"{each['id']:064x}", "action": "evict", "tier": tier, "reason": "manual", "nbytes": each["nbytes"]}
+            {
+                "key": f"{each['id']:064x}",
+                "action": "evict",
+                "tier": tier,
+                "reason": "manual",
+                "nbytes": each["nbytes"],
+            }
             for each in found
             for tier in each["tiers"]
             if tier in tiers
@@ -167,7 +186,11 @@ class FakeServer:
         if not dry:
             for each in found:
                 each["tiers"] = [tier for tier in each["tiers"] if tier not in tiers]
-        return {"dry_run": dry, "changes": changes, "bytes": sum(each["nbytes"] for each in changes)}
+        return {
+            "dry_run": dry,
+            "changes": changes,
+            "bytes": sum(each["nbytes"] for each in changes),
+        }
 
     async def requests(self, request: Request) -> Response:
         return JSONResponse(fake_data.requests(self._items(), time.time()))
@@ -186,7 +209,9 @@ class FakeServer:
     async def ingest(self, request: Request) -> Response:
         form = await request.form()
         files = [(each.filename, (await each.read()).decode()) for each in form.getlist("files")]
-        self.received.append(("POST", request.url.path, {"files": files, "key": request.headers["idempotency-key"]}))
+        self.received.append(
+            ("POST", request.url.path, {"files": files, "key": request.headers["idempotency-key"]})
+        )
         job = {
             "id": f"job-{len(self.jobs) + 1}", "target": request.path_params["name"], "status": "queued",
             "done": 0, "total": len(files), "error": None, "started_at": None, "finished_at": None,
@@ -218,7 +243,9 @@ class FakeServer:
         return StreamingResponse(self._pieces(asked), media_type="text/event-stream")
 
     async def _pieces(self, asked: dict[str, Any]) -> AsyncIterator[str]:
-        chosen = sorted((each for each in self._items() if each["tiers"]), key=lambda each: -each["hits"])
+        chosen = sorted(
+            (each for each in self._items() if each["tiers"]), key=lambda each: -each["hits"]
+        )
         sources = [
             {
                 "document": each["document"], "module": each["name"], "uri": each["document"],
@@ -272,23 +299,39 @@ def _fits(module: dict[str, Any], query: Any) -> bool:
         return False
     if query.get("search", "").lower() not in module["name"].lower():
         return False
-    return all(module[name] == query[name] for name in ("collection", "document") if query.get(name))
+    return all(
+        module[name] == query[name] for name in ("collection", "document") if query.get(name)
+    )
 
 
 def _paged(items: list[dict[str, Any]], request: Request) -> Response:
-    start, limit = int(request.query_params.get("cursor", 0)), int(request.query_params.get("limit", 100))
+    start, limit = (
+        int(request.query_params.get("cursor", 0)),
+        int(request.query_params.get("limit", 100)),
+    )
     end = start + limit
     following = str(end) if end < len(items) else None
     return JSONResponse({"items": items[start:end], "next": following, "total": len(items)})
 
 
 def _changed(action: str, module: dict[str, Any]) -> Response:
-    change = {"key": f"{module['id']:064x}", "action": action, "tier": "host", "nbytes": module["nbytes"]}
+    change = {
+        "key": f"{module['id']:064x}",
+        "action": action,
+        "tier": "host",
+        "nbytes": module["nbytes"],
+    }
     return JSONResponse({"dry_run": False, "changes": [change], "bytes": module["nbytes"]})
 
 
 def _problem(status: int, title: str, detail: str) -> Response:
-    body = {"type": "about:blank", "title": title, "status": status, "detail": detail, "instance": "/"}
+    body = {
+        "type": "about:blank",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "instance": "/",
+    }
     return JSONResponse(body, status, media_type="application/problem+json")
 
 

@@ -3,6 +3,7 @@ const STORED = "ragcache.key";
 const RETRIED = 3;
 let askKey = async () => null;
 let heard = () => {};
+let declined = false;
 
 /** asked: () → Promise of a key or null, called on 401; reached: (boolean) after every call. */
 export function connect({ asked, reached }) {
@@ -38,8 +39,9 @@ export async function request(method, path, { body, headers = {}, signal } = {})
 // Many calls may be refused at once: those whose key was replaced meanwhile need not ask.
 async function renewed(used, refused) {
   if (sessionStorage.getItem(STORED) !== used) return true;
-  const key = await askKey(refused || used !== null);
+  const key = declined ? null : await askKey(refused || used !== null);
   if (key) setKey(key);
+  else declined = true; // asked once; the page's own button asks again
   return Boolean(key);
 }
 

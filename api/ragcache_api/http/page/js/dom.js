@@ -1,5 +1,6 @@
 // Elements from calls. Text becomes text nodes only: nothing from outside is read as markup.
 const SVG = "http://www.w3.org/2000/svg";
+const SCROLLED = ".scroll, .segments";
 
 /** An HTML element. attributes: `on…` a listener, `style` an object of properties, `true` bare. */
 export function h(tag, attributes = {}, ...children) {
@@ -34,6 +35,16 @@ function present(children) {
 /** Puts `children` in place of what `node` holds. */
 export function show(node, ...children) {
   node.replaceChildren(...present(children));
+  return node;
+}
+
+/** As `show`; what was scrolled inside stays where it was, for panels that are read anew. */
+export function renew(node, ...children) {
+  const places = [...node.querySelectorAll(SCROLLED)].map(({ scrollTop, scrollLeft }) => [scrollTop, scrollLeft]);
+  show(node, ...children);
+  [...node.querySelectorAll(SCROLLED)].slice(0, places.length).forEach((each, index) => {
+    [each.scrollTop, each.scrollLeft] = places[index];
+  });
   return node;
 }
 

@@ -22,9 +22,9 @@ export function loading(what = "Loading…") {
   return h("div", { class: "loading", role: "status" }, h("i", { class: "spinner" }), what);
 }
 
-/** A view that could not be read: the server's words. */
+/** A view that could not be read: the server's words, and where a key is missing, a way to give it. */
 export function fault(error) {
-  return h("div", { class: "empty fault", role: "alert" }, h("strong", {}, error.title ?? "Something went wrong"), h("p", {}, error.message));
+  return h("div", { class: "empty fault", role: "alert" }, h("strong", {}, error.title ?? "Something went wrong"), h("p", {}, error.message), error.status === 401 && h("button", { onclick: () => location.reload() }, "Enter a key"));
 }
 
 /** The tier or source of states, in its colour. */

@@ -13,17 +13,21 @@ export function rail(node, views) {
   const links = views.map(({ id, title }) =>
     h("a", { href: `#/${id}`, "data-view": id, title }, icon(id), h("span", {}, title)),
   );
+  const key = keyButton();
   const server = h("div", { class: "server", role: "status" });
   show(
     node,
     h("div", { class: "brand" }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), h("span", {}, "ragcache")),
     h("nav", { "aria-label": "Views" }, links),
     server,
-    h("div", { class: "settings" }, appearanceButton(), keyButton()),
+    h("div", { class: "settings" }, appearanceButton(), key),
   );
   const state = watched(server);
   return {
-    reached: state.reached,
+    reached(answered) {
+      key.hidden = !hasKey();
+      state.reached(answered);
+    },
     entered(id) {
       for (const link of links) {
         if (link.dataset.view === id) link.setAttribute("aria-current", "page");
@@ -70,9 +74,8 @@ function appearanceButton() {
 
 function keyButton() {
   const forget = () => {
-    if (!hasKey()) return;
     forgetKey();
     location.reload();
   };
-  return h("button", { class: "ghost", title: "Forget the API key of this tab", "aria-label": "Forget the API key", onclick: forget }, icon("key"), h("span", {}, "Forget key"));
+  return h("button", { class: "ghost", hidden: !hasKey(), "data-action": "forget", title: "Forget the API key of this tab", "aria-label": "Forget the API key", onclick: forget }, icon("key"), h("span", {}, "Forget key"));
 }

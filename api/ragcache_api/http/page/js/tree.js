@@ -4,9 +4,9 @@ import { count } from "./format.js";
 import { icon } from "./icons.js";
 
 const PORTION = 100;
-const DEEP = 2;
+const FEW = 12;
 
-/** root: {name, kind, tokens, children}. Levels above DEEP start open. */
+/** root: {name, kind, tokens, children}. The root and small families start open. */
 export function tree(root, label) {
   const widest = { tokens: root.tokens || 1 };
   const list = h("ul", { role: "tree", class: "tree", "aria-label": label }, item(root, 1, widest));
@@ -22,17 +22,18 @@ export function tree(root, label) {
 
 function item(node, level, widest) {
   const children = node.children ?? [];
+  const open = level === 1 || (level === 2 && children.length <= FEW);
   const row = h(
     "div",
-    { class: "node", tabindex: "-1", role: "treeitem", "aria-level": level, "aria-expanded": children.length ? String(level <= DEEP) : null, "aria-label": `${node.kind} ${node.name}, ${count(node.tokens)} tokens` },
+    { class: "node", tabindex: "-1", role: "treeitem", "aria-level": level, "aria-expanded": children.length ? String(open) : null, "aria-label": `${node.kind} ${node.name}, ${count(node.tokens)} tokens` },
     h("span", { class: "fold" }, children.length > 0 && icon("right")),
     h("span", { class: `kind ${node.kind}` }, node.kind),
     h("span", { class: "name", title: node.name }, node.name),
     h("span", { class: "track", "aria-hidden": "true" }, h("i", { style: { "--share": `${Math.min(100, (node.tokens / widest.tokens) * 100)}%` } })),
     h("span", { class: "num muted" }, count(node.tokens)),
   );
-  const group = h("ul", { role: "group", hidden: level > DEEP });
-  if (level <= DEEP) grow(group, children, level, widest);
+  const group = h("ul", { role: "group", hidden: !open });
+  if (open) grow(group, children, level, widest);
   if (children.length) row.addEventListener("click", () => fold(row, group, children, level, widest));
   return h("li", { role: "none" }, row, children.length > 0 && group);
 }

@@ -16,14 +16,14 @@ export function partsBar(parts, label) {
   );
 }
 
-/** The fill of a tier, its pinned part hatched. */
+/** The fill of a tier, its pinned part hatched; pale where there is no budget to fill. */
 export function fillBar({ used, pinned, budget, color, label }) {
   const whole = budget || used || 1;
   const share = (value) => `${Math.min(100, (value / whole) * 100)}%`;
   return h(
     "div",
     { class: "fillbar", role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": whole, "aria-valuenow": used },
-    h("span", { class: "used", style: { "--fill": color, "--share": share(used) } }),
+    h("span", { class: budget ? "used" : "used unbounded", style: { "--fill": color, "--share": share(used) } }),
     pinned > 0 && h("span", { class: "pinned", style: { "--share": share(pinned) } }),
   );
 }
@@ -33,7 +33,7 @@ export function tokenBars(gaps, { width, height = 72 }) {
   const room = Math.max(1, Math.floor(width / 3));
   const seen = gaps.slice(-room);
   const high = Math.max(...seen, 1e-6);
-  const step = Math.min(10, width / Math.max(seen.length, 24));
+  const step = Math.min(22, width / Math.max(seen.length, 24));
   return s(
     "svg",
     { class: "tokenbars", width, height, role: "img", "aria-label": `Time of each of ${gaps.length} tokens, at most ${seconds(high)}` },

@@ -6,6 +6,7 @@ import { timeTicks } from "./scales.js";
 const ROW = 20;
 const TOP = 22;
 const LEVELS = 5;
+const LETTER = 6.6; // pixels of a letter of a row's name, on average
 
 /** The map in `host`. chosen: called with a module's name when its label is chosen. */
 export function heatMap(host, { signal, chosen }) {
@@ -27,7 +28,8 @@ export function level(number, most) {
 }
 
 function draw(host, { modules, buckets, counts }, chosen) {
-  const label = Math.min(280, Math.max(140, host.clientWidth * 0.26));
+  const longest = Math.max(...modules.map((name) => name.length));
+  const label = Math.min(280, host.clientWidth * 0.3, 24 + longest * LETTER);
   const width = host.clientWidth;
   if (width < 200) return;
   const cell = (width - label - 60) / buckets.length;
@@ -53,7 +55,8 @@ function line({ name, row, label, cell, most, counts, buckets, chosen }) {
   const y = TOP + row * ROW;
   const all = counts.reduce((sum, number) => sum + number, 0);
   const pick = () => chosen(name);
-  const shown = name.length * 6.6 > label ? `…${name.slice(-Math.floor(label / 6.8))}` : name;
+  const room = Math.floor((label - 20) / LETTER);
+  const shown = name.length > room ? `…${name.slice(1 - room)}` : name;
   const text = s(
     "text",
     { class: "rowname", "data-name": name, x: label - 10, y: y + 14, "text-anchor": "end", tabindex: "0", role: "link", "aria-label": `${name}: ${count(all)} reuses`, onclick: pick, onkeydown: (event) => event.key === "Enter" && pick() },

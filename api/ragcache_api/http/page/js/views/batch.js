@@ -1,7 +1,7 @@
 // What the engine does now: requests, and the segments that they share.
 import { get } from "../api.js";
 import { partsBar } from "../charts/bars.js";
-import { h, show } from "../dom.js";
+import { h, renew, show } from "../dom.js";
 import { clock, count, plural, seconds } from "../format.js";
 import { empty, fault, figure, loading, panel, plainTable, tierChip } from "../parts.js";
 import { poll } from "../polling.js";
@@ -28,9 +28,9 @@ function mount({ body, signal }) {
       shown = true;
     }
     show(nodes.figures, figures(requests));
-    show(nodes.segments, segments(requests.batch));
-    show(nodes.running, running(requests.running));
-    show(nodes.recent, recent(requests.recent));
+    renew(nodes.segments, segments(requests.batch));
+    renew(nodes.running, running(requests.running));
+    renew(nodes.recent, recent(requests.recent));
   };
   poll(signal, PERIOD, read, (error) => (shown ? complain(error) : show(body, fault(error))));
 }

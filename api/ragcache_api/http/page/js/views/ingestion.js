@@ -109,7 +109,8 @@ function randomKey() {
 function listed(jobs, items) {
   const started = ({ started_at: at }) => at ?? Infinity;
   for (const job of items) update(jobs, job);
-  const sorted = [...jobs.lines.values()].sort((a, b) => started(b.job) - started(a.job));
+  const newer = (a, b) => (started(a.job) === started(b.job) ? 0 : started(a.job) < started(b.job) ? 1 : -1);
+  const sorted = [...jobs.lines.values()].sort(newer);
   show(jobs.list, sorted.length ? sorted.map(({ node }) => node) : h("li", {}, empty("No jobs yet", "Drop a few files to begin.")));
 }
 

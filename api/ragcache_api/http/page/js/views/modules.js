@@ -78,12 +78,12 @@ function table(view, acts, parameters) {
 function columns(toggle) {
   return [
     { id: "name", title: "Module", sort: true, cell: ({ name }) => h("span", { class: "name", title: name }, name) },
-    { id: "document", title: "Document", width: "17%", cell: ({ document }) => h("span", { class: "muted", title: document }, document) },
+    { id: "document", title: "Document", width: "16%", cell: ({ document }) => h("span", { class: "muted", title: document }, document) },
     { id: "collection", title: "Collection", width: "104px", cell: ({ collection }) => h("span", { class: "muted", title: collection }, collection) },
-    { id: "tiers", title: "Tiers", width: "152px", cell: ({ tiers }) => h("span", { class: "chips" }, tiers.length ? tiers.map(tierChip) : h("span", { class: "faint" }, "none")) },
+    { id: "tiers", title: "Tiers", width: "196px", cell: ({ tiers }) => h("span", { class: "chips" }, tiers.length ? tiers.map(tierChip) : h("span", { class: "faint" }, "none")) },
     { id: "tokens", title: "Tokens", num: true, width: "74px", cell: ({ tokens }) => count(tokens) },
     { id: "nbytes", title: "Size", sort: true, num: true, width: "88px", cell: ({ nbytes }) => bytes(nbytes) },
-    { id: "hits", title: "Hits", sort: true, num: true, width: "76px", cell: ({ hits }) => count(hits) },
+    { id: "hits", title: "Hits", sort: true, num: true, width: "92px", cell: ({ hits }) => count(hits) },
     { id: "last_use", title: "Last use", sort: true, num: true, width: "104px", cell: ({ last_use: at }) => lastUse(at) },
     { id: "pinned", title: "Pin", width: "52px", cell: (row) => h("button", { class: "ghost icon pinbox", "aria-pressed": String(row.pinned), "aria-label": `${row.pinned ? "Unpin" : "Pin"} ${row.name}`, tabindex: "-1", onclick: () => toggle(row) }, pinMark()) },
   ];

@@ -13,6 +13,7 @@ import { SOURCES, keptShare, source } from "../sources.js";
 import { complain } from "../toasts.js";
 
 const PERIOD = 5;
+const REASONS = ["pressure", "ttl", "manual", "superseded", "corrupt"];
 const LINES = [
   { name: "ttft_hit_p50", label: "Hit p50", color: "var(--device)", dashed: false },
   { name: "ttft_hit_p95", label: "Hit p95", color: "var(--device)", dashed: true },
@@ -48,7 +49,7 @@ function mount({ body, actions, signal }) {
 
 function skeleton(body, signal) {
   const node = (tag = "div", kind = "") => h(tag, { class: kind });
-  const parts = { figures: node("dl", "figures"), tiers: node("div", "tiers"), evictions: node(), counters: node("dl", "counters") };
+  const parts = { figures: node("dl", "figures"), tiers: node("div", "tiers"), evictions: node("div", "evictions"), counters: node("dl", "counters") };
   const tokens = node();
   const times = node();
   show(
@@ -106,7 +107,8 @@ function tierLine(tier) {
 function evictions({ evictions: byTier, refetched }) {
   const tiers = Object.keys(byTier).filter((tier) => Object.values(byTier[tier]).some(Boolean));
   if (!tiers.length) return empty("Nothing was evicted", "States leave a tier under pressure, when their time is over, or by hand.");
-  const reasons = [...new Set(tiers.flatMap((tier) => Object.keys(byTier[tier])))].sort();
+  const known = new Set([...REASONS, ...tiers.flatMap((tier) => Object.keys(byTier[tier]))]);
+  const reasons = [...known].filter((reason) => tiers.some((tier) => byTier[tier][reason]));
   const most = Math.max(...tiers.flatMap((tier) => Object.values(byTier[tier])));
   const columns = [
     { title: "Tier", cell: (tier) => source(tier).label },
