@@ -74,8 +74,8 @@ class Page:
 
     def names(self) -> list[str]:
         """Of the modules in sight, as they are listed."""
-        read = "return [...document.querySelectorAll('.grid tr[data-id] .name')].map(e => e.textContent)"
-        names: list[str] = self.window.execute_script(read)
+        rows = "[...document.querySelectorAll('.grid tr[data-id] .name')]"
+        names: list[str] = self.window.execute_script(f"return {rows}.map(e => e.textContent)")
         return names
 
     def color(self, selector: str, name: str = "background-color") -> str:

@@ -87,17 +87,27 @@ def stats(
         "model": "Qwen2.5-1.5B-Instruct",
         "uptime": uptime,
         "collections": {name: len(found) for name, found in documents.items()},
-        "requests": {"running": 6 * busy, "waiting": 2 * busy, "finished": 18234 * busy, "failed": 3 * busy, "cancelled": 21 * busy},
+        "requests": {
+            "running": 6 * busy, "waiting": 2 * busy, "finished": 18234 * busy,
+            "failed": 3 * busy, "cancelled": 21 * busy,
+        },
         "tokens": {name: sum(point["tokens"][name] for point in points) for name in SOURCES},
         "ttft": {
-            "hit": {"p50": 0.0382 if busy else None, "p95": 0.0911 if busy else None, "count": 15002 * busy},
-            "miss": {"p50": 0.671 if busy else None, "p95": 1.18 if busy else None, "count": 3232 * busy},
+            "hit": _times(0.0382, 0.0911, 15002) if busy else _times(None, None, 0),
+            "miss": _times(0.671, 1.18, 3232) if busy else _times(None, None, 0),
         },
-        "engine": {"steps": 912345 * busy, "batch_mean": 5.7 if busy else None, "queued_s": 0.0042 * busy, "preempted": 4 * busy},
+        "engine": {
+            "steps": 912345 * busy, "batch_mean": 5.7 if busy else None,
+            "queued_s": 0.0042 * busy, "preempted": 4 * busy,
+        },
         "series": points,
         "evictions": evictions if busy else {},
         "refetched": 37 * busy,
     }  # fmt: skip
+
+
+def _times(p50: float | None, p95: float | None, count: int) -> dict[str, Any]:
+    return {"p50": p50, "p95": p95, "count": count}
 
 
 def tiers(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,7 +147,10 @@ def requests(items: list[dict[str, Any]], now: float) -> dict[str, Any]:
     ]  # fmt: skip
     segments = [{"name": "preamble of handbook", "module": None, "tokens": 42, "requests": 6}]
     segments += [
-        {"name": each["name"], "module": each["id"], "tokens": each["tokens"], "requests": max(1, 5 - index)}
+        {
+            "name": each["name"], "module": each["id"], "tokens": each["tokens"],
+            "requests": max(1, 5 - index),
+        }
         for index, each in enumerate(popular)
     ]  # fmt: skip
     recent = [_ended(index, popular, now, choose) for index in range(40 * bool(popular))]
@@ -207,3 +220,42 @@ def tree(collection: str, items: list[dict[str, Any]]) -> dict[str, Any]:
     question = {"name": "question", "kind": "parameter", "tokens": 64, "children": []}
     children = [preamble, *slots, question]
     return {"name": collection, "kind": "schema", "tokens": 106 + 4 * longest, "children": children}
+
+
+def sources(items: list[dict[str, Any]], k: int) -> list[dict[str, Any]]:
+    """Of an answer: the k modules with most hits that are held somewhere."""
+    held = sorted((each for each in items if each["tiers"]), key=lambda each: -each["hits"])[:k]
+    return [
+        {
+            "document": each["document"], "module": each["name"], "uri": each["document"],
+            "score": 0.91 - index / 10, "tier": each["tiers"][0], "scaffold": None,
+        }
+        for index, each in enumerate(held)
+    ]  # fmt: skip
+
+
+def answer(
+    asked: dict[str, Any], text: str, used: list[dict[str, Any]], first: float, total: float
+) -> dict[str, Any]:
+    """The last event of POST /v1/answers."""
+    cached = 271 * len(used)
+    return {
+        "id": "ans-1", "question": asked["question"], "text": text, "finish_reason": "stop",
+        "mode": asked["mode"], "sources": used,
+        "reuse": {
+            "prompt_tokens": cached + 73, "cached_tokens": cached, "computed_tokens": 31,
+            "shared_tokens": 42, "bytes_moved": {},
+        },
+        "timings": {
+            "retrieve": 0.004, "assemble": 0.002, "first_token": first, "total": total,
+            "queued": 0.001,
+        },
+    }  # fmt: skip
+
+
+def job(number: int, target: str, total: int) -> dict[str, Any]:
+    """A job that waits."""
+    return {
+        "id": f"job-{number}", "target": target, "status": "queued", "done": 0, "total": total,
+        "error": None, "started_at": None, "finished_at": None,
+    }  # fmt: skip

@@ -27,6 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tests.api.page import fake_data
+from tests.api.page.fake_wire import changed, event, fits, paged, problem
 
 PAGE = Path(__file__).parents[3] / "api/ragcache_api/http/page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -95,7 +96,7 @@ class FakeServer:
 
     async def collections(self, request: Request) -> Response:
         items = [{"name": name, "documents": 1, "modules": 1} for name in self._names()]
-        return _paged(items, request)
+        return paged(items, request)
 
     async def stats(self, request: Request) -> Response:
         points = fake_data.series(time.time()) if self.modules else []
@@ -108,15 +109,15 @@ class FakeServer:
 
     async def page_of_modules(self, request: Request) -> Response:
         query = request.query_params
-        found = [each for each in self._items() if _fits(each, query)]
+        found = [each for each in self._items() if fits(each, query)]
         order = query.get("sort", "id")
         found.sort(key=lambda each: each[order] or 0, reverse=query.get("descending") == "true")
-        return _paged(found, request)
+        return paged(found, request)
 
     async def module(self, request: Request) -> Response:
         each = self.modules.get(request.path_params["id"])
         if each is None:
-            return _problem(
+            return problem(
                 404, "No such module", f"module {request.path_params['id']} is not there"
             )
         if request.method == "DELETE":
@@ -139,21 +140,21 @@ class FakeServer:
         await self._note(request)
         each = self.modules[request.path_params["id"]]
         each["pinned"] = request.method == "POST"
-        return _changed("pin", each)
+        return changed("pin", each)
 
     async def warm(self, request: Request) -> Response:
         await self._note(request)
         each = self.modules[request.path_params["id"]]
         each["tiers"] = sorted({*each["tiers"], "host"})
-        return _changed("encode", each)
+        return changed("encode", each)
 
     async def move(self, request: Request) -> Response:
         tier = (await self._note(request))["tier"]
         if tier == "device":
-            return _problem(409, "Tier full", "device holds pinned states only; unpin some first")
+            return problem(409, "Tier full", "device holds pinned states only; unpin some first")
         each = self.modules[request.path_params["id"]]
         each["tiers"] = [tier]
-        return _changed("move", each)
+        return changed("move", each)
 
     async def evict(self, request: Request) -> Response:
         scope = await self._note(request)
@@ -200,7 +201,7 @@ class FakeServer:
         return JSONResponse(fake_data.heat(self._items(), minutes, number, time.time()))
 
     async def schemas(self, request: Request) -> Response:
-        return _paged([{"id": f"collection:{name}"} for name in self._names()], request)
+        return paged([{"id": f"collection:{name}"} for name in self._names()], request)
 
     async def tree(self, request: Request) -> Response:
         name = request.path_params["id"].partition(":")[2]
@@ -212,15 +213,12 @@ class FakeServer:
         self.received.append(
             ("POST", request.url.path, {"files": files, "key": request.headers["idempotency-key"]})
         )
-        job = {
-            "id": f"job-{len(self.jobs) + 1}", "target": request.path_params["name"], "status": "queued",
-            "done": 0, "total": len(files), "error": None, "started_at": None, "finished_at": None,
-        }  # fmt: skip
+        job = fake_data.job(len(self.jobs) + 1, request.path_params["name"], len(files))
         self.jobs[job["id"]] = job
         return JSONResponse(job, 202, headers={"Location": f"/v1/jobs/{job['id']}"})
 
     async def list_jobs(self, request: Request) -> Response:
-        return _paged(list(self.jobs.values())[::-1], request)
+        return paged(list(self.jobs.values())[::-1], request)
 
     async def job(self, request: Request) -> Response:
         job = self.jobs[request.path_params["id"]]
@@ -231,41 +229,26 @@ class FakeServer:
     async def _progress(self, job: dict[str, Any]) -> AsyncIterator[str]:
         job |= {"status": "running", "started_at": job["started_at"] or time.time()}
         while job["status"] == "running":
-            yield _event("progress", job)
+            yield event("progress", job)
             await asyncio.sleep(self.pause)
             job["done"] += job["done"] < job["total"]
             if job["done"] == job["total"]:
                 job |= {"status": "done", "finished_at": time.time()}
-        yield _event("progress", job)
+        yield event("progress", job)
 
     async def answer(self, request: Request) -> Response:
         asked = await self._note(request)
         return StreamingResponse(self._pieces(asked), media_type="text/event-stream")
 
     async def _pieces(self, asked: dict[str, Any]) -> AsyncIterator[str]:
-        chosen = sorted(
-            (each for each in self._items() if each["tiers"]), key=lambda each: -each["hits"]
-        )
-        sources = [
-            {
-                "document": each["document"], "module": each["name"], "uri": each["document"],
-                "score": 0.91 - index / 10, "tier": each["tiers"][0], "scaffold": None,
-            }
-            for index, each in enumerate(chosen[: asked["k"]])
-        ]  # fmt: skip
-        yield _event("sources", sources)
-        start = time.time()
+        used = fake_data.sources(self._items(), asked["k"])
+        yield event("sources", used)
+        start = time.time() - 0.03
         for word in ANSWER.split():
             await asyncio.sleep(self.pause)
-            yield _event("token", {"text": f"{word} ", "at": time.time() - start + 0.03})
-        cached = sum(each["tokens"] for each in chosen[: asked["k"]])
-        total = time.time() - start + 0.03
-        yield _event("answer", {
-            "id": "ans-1", "question": asked["question"], "text": ANSWER, "finish_reason": "stop",
-            "mode": asked["mode"], "sources": sources,
-            "reuse": {"prompt_tokens": cached + 73, "cached_tokens": cached, "computed_tokens": 31, "shared_tokens": 42, "bytes_moved": {}},
-            "timings": {"retrieve": 0.004, "assemble": 0.002, "first_token": 0.031 + self.pause, "total": total, "queued": 0.001},
-        })  # fmt: skip
+            yield event("token", {"text": f"{word} ", "at": time.time() - start})
+        total = time.time() - start
+        yield event("answer", fake_data.answer(asked, ANSWER, used, 0.03 + self.pause, total))
 
     async def _note(self, request: Request) -> Any:
         body = json.loads(await request.body() or b"null")
@@ -288,55 +271,8 @@ class _Guard(BaseHTTPMiddleware):
             response.headers["Content-Security-Policy"] = POLICY
             return response
         if self.server.key and request.headers.get("authorization") != f"Bearer {self.server.key}":
-            return _problem(401, "Unauthorized", "an API key is needed")
+            return problem(401, "Unauthorized", "an API key is needed")
         return await call_next(request)
-
-
-def _fits(module: dict[str, Any], query: Any) -> bool:
-    if query.get("tier") and query["tier"] not in module["tiers"]:
-        return False
-    if query.get("pinned") and str(module["pinned"]).lower() != query["pinned"]:
-        return False
-    if query.get("search", "").lower() not in module["name"].lower():
-        return False
-    return all(
-        module[name] == query[name] for name in ("collection", "document") if query.get(name)
-    )
-
-
-def _paged(items: list[dict[str, Any]], request: Request) -> Response:
-    start, limit = (
-        int(request.query_params.get("cursor", 0)),
-        int(request.query_params.get("limit", 100)),
-    )
-    end = start + limit
-    following = str(end) if end < len(items) else None
-    return JSONResponse({"items": items[start:end], "next": following, "total": len(items)})
-
-
-def _changed(action: str, module: dict[str, Any]) -> Response:
-    change = {
-        "key": f"{module['id']:064x}",
-        "action": action,
-        "tier": "host",
-        "nbytes": module["nbytes"],
-    }
-    return JSONResponse({"dry_run": False, "changes": [change], "bytes": module["nbytes"]})
-
-
-def _problem(status: int, title: str, detail: str) -> Response:
-    body = {
-        "type": "about:blank",
-        "title": title,
-        "status": status,
-        "detail": detail,
-        "instance": "/",
-    }
-    return JSONResponse(body, status, media_type="application/problem+json")
-
-
-def _event(name: str, value: Any) -> str:
-    return f"event: {name}\ndata: {json.dumps(value)}\n\n"
 
 
 if __name__ == "__main__":

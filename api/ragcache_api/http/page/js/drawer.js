@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { h, show } from "./dom.js";
 import { bytes, count, date, lastUse } from "./format.js";
 import { icon } from "./icons.js";
-import { fault, loading, plainTable, tierChip } from "./parts.js";
+import { fault, loading, plainTable, tierChip, tierChips } from "./parts.js";
 
 /** A drawer that stays beside the table. acts: [[label, kind, (row) → Promise, (row) → shown?]] */
 export function drawer(acts, closed) {
@@ -63,7 +63,7 @@ function facts(module) {
     ["Address", module.uri],
     ["Tokens", count(module.tokens)],
     ["Size", bytes(module.nbytes)],
-    ["Tiers", h("span", { class: "chips" }, module.tiers.length ? module.tiers.map(tierChip) : "none: encoded when needed")],
+    ["Tiers", module.tiers.length ? tierChips(module.tiers) : "none: encoded when needed"],
     ["Hits", count(module.hits)],
     ["Last use", lastUse(module.last_use)],
     ["Pinned", module.pinned ? "yes" : "no"],

@@ -4,10 +4,10 @@ import { drop } from "./actions.js";
 import { previewed } from "./dialogs.js";
 import { h } from "./dom.js";
 import { bytes, count, plural } from "./format.js";
-import { plainTable, tierChip } from "./parts.js";
+import { plainTable, tierChip, tierChips } from "./parts.js";
+import { TIERS } from "./sources.js";
 import { complain, toast } from "./toasts.js";
 
-const TIERS = ["device", "host", "disk", "remote"];
 const LISTED = 200;
 
 /** Evicts modules, or all that their documents have. after(row) per module, or reload() once. */
@@ -104,7 +104,7 @@ function ofModules(rows) {
   const held = rows.filter(({ tiers }) => tiers.length);
   const columns = [
     { title: "Module", wide: true, cell: ({ name }) => name },
-    { title: "Leaves", cell: ({ tiers }) => h("span", { class: "chips" }, tiers.length ? tiers.map(tierChip) : "nothing") },
+    { title: "Leaves", cell: ({ tiers }) => (tiers.length ? tierChips(tiers) : "nothing") },
     { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
   ];
   const nodes = [

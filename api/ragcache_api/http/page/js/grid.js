@@ -29,10 +29,10 @@ function build(state) {
   const all = h("input", { type: "checkbox", "aria-label": "Select every row that was fetched", onchange: () => pick(state, all.checked ? state.rows : [], all.checked) });
   state.all = all;
   state.heads = columns.map((column) => heading(state, column));
-  state.above = h("tr", { class: "spacer", "aria-hidden": "true" }, h("td", { colspan: columns.length + 1 }));
-  state.below = h("tr", { class: "spacer", "aria-hidden": "true" }, h("td", { colspan: columns.length + 1 }));
+  state.above = h("tr", { class: "spacer", "aria-hidden": "true" }, h("td"));
+  state.below = h("tr", { class: "spacer", "aria-hidden": "true" }, h("td"));
   state.body = h("tbody", {}, state.above, state.below);
-  const widths = h("colgroup", {}, h("col", { style: { width: "38px" } }), columns.map(({ width }) => h("col", { style: width ? { width } : {} })));
+  const widths = h("colgroup", {}, h("col", { style: { width: "38px" } }), columns.map(({ id, width }) => h("col", { class: `c-${id}`, style: width ? { width } : {} })));
   state.table = h("table", { class: "grid", "aria-label": label }, widths, h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "pick" }, all), state.heads)), state.body);
   state.notice = h("div", { class: "notice" });
   state.view = h("div", { class: "gridview" }, state.table, state.notice);
@@ -46,7 +46,7 @@ function build(state) {
 }
 
 function heading(state, { id, title, sort, num }) {
-  const kind = num ? "num" : "";
+  const kind = `c-${id} ${num ? "num" : ""}`;
   if (!sort) return h("th", { scope: "col", class: kind }, title);
   const turn = () => {
     state.descending = state.sort === id ? !state.descending : Boolean(num);
@@ -146,12 +146,12 @@ function line(state, index) {
     "tr",
     { "aria-rowindex": index + 2, "data-id": row.id, "data-index": index, tabindex: index === 0 ? "0" : "-1", "aria-current": state.current === row.id ? "true" : null, onclick: open },
     h("td", { class: "pick" }, box),
-    state.columns.map(({ cell, num }) => h("td", { class: num ? "num" : "" }, cell(row))),
+    state.columns.map(({ id, cell, num }) => h("td", { class: `c-${id} ${num ? "num" : ""}` }, cell(row))),
   );
 }
 
 function waiting({ columns }, index) {
-  return h("tr", { class: "waiting", "aria-rowindex": index + 2, "aria-busy": "true" }, h("td"), columns.map(() => h("td", {}, h("i", { class: "skeleton" }))));
+  return h("tr", { class: "waiting", "aria-rowindex": index + 2, "aria-busy": "true" }, h("td"), columns.map(({ id }) => h("td", { class: `c-${id}` }, h("i", { class: "skeleton" }))));
 }
 
 function replace(state, row) {

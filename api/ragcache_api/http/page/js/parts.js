@@ -1,7 +1,7 @@
 // Pieces that several views show.
 import { h } from "./dom.js";
 import { icon } from "./icons.js";
-import { source } from "./sources.js";
+import { TIERS, source } from "./sources.js";
 
 /** A panel with a title. note: a line beside it; aside: controls at its right. */
 export function panel(title, { note, aside, kind = "" } = {}, ...children) {
@@ -31,6 +31,12 @@ export function fault(error) {
 export function tierChip(name) {
   const { label, color } = source(name);
   return h("span", { class: "chip", style: { "--fill": color } }, label.toLowerCase());
+}
+
+/** Several tiers, the nearest first. */
+export function tierChips(names) {
+  const place = (name) => TIERS.indexOf(name) >>> 0; // unknown ones last
+  return h("span", { class: "chips" }, [...names].sort((a, b) => place(a) - place(b)).map(tierChip));
 }
 
 export function pinMark() {

@@ -10,7 +10,7 @@ export const SOURCES = [
   { id: "computed", label: "Computed", color: "var(--computed)" },
 ];
 
-export const KEPT = ["device", "host", "disk", "remote"];
+export const TIERS = ["device", "host", "disk", "remote"];
 
 const known = new Map(SOURCES.map((source) => [source.id, source]));
 
@@ -22,6 +22,6 @@ export function source(id) {
 /** The share of prompt tokens that were not computed, 0 to 1; null where there are none. */
 export function keptShare(tokens) {
   const all = SOURCES.reduce((sum, each) => sum + (tokens[each.id] ?? 0), 0);
-  const kept = [...KEPT, "shared"].reduce((sum, id) => sum + (tokens[id] ?? 0), 0);
+  const kept = [...TIERS, "shared"].reduce((sum, id) => sum + (tokens[id] ?? 0), 0);
   return all ? kept / all : null;
 }

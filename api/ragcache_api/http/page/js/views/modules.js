@@ -7,11 +7,11 @@ import { evictCollection, evictModules } from "../evicting.js";
 import { bytes, count, lastUse } from "../format.js";
 import { grid } from "../grid.js";
 import { icon } from "../icons.js";
-import { empty, fault, pinMark, tierChip } from "../parts.js";
+import { empty, fault, pinMark, tierChips } from "../parts.js";
+import { TIERS } from "../sources.js";
 import { complain } from "../toasts.js";
 
 const FILTERS = ["search", "collection", "document", "tier", "pinned"];
-const TIERS = ["device", "host", "disk", "remote"];
 const PAUSE = 200;
 
 export const modules = { id: "modules", title: "Modules", about: "Pieces of documents, and where their states are kept.", mount };
@@ -80,7 +80,7 @@ function columns(toggle) {
     { id: "name", title: "Module", sort: true, cell: ({ name }) => h("span", { class: "name", title: name }, name) },
     { id: "document", title: "Document", width: "16%", cell: ({ document }) => h("span", { class: "muted", title: document }, document) },
     { id: "collection", title: "Collection", width: "104px", cell: ({ collection }) => h("span", { class: "muted", title: collection }, collection) },
-    { id: "tiers", title: "Tiers", width: "196px", cell: ({ tiers }) => h("span", { class: "chips" }, tiers.length ? tiers.map(tierChip) : h("span", { class: "faint" }, "none")) },
+    { id: "tiers", title: "Tiers", width: "196px", cell: ({ tiers }) => (tiers.length ? tierChips(tiers) : h("span", { class: "chips faint" }, "none")) },
     { id: "tokens", title: "Tokens", num: true, width: "74px", cell: ({ tokens }) => count(tokens) },
     { id: "nbytes", title: "Size", sort: true, num: true, width: "88px", cell: ({ nbytes }) => bytes(nbytes) },
     { id: "hits", title: "Hits", sort: true, num: true, width: "92px", cell: ({ hits }) => count(hits) },
