@@ -256,6 +256,6 @@ def answer(
 def job(number: int, target: str, total: int) -> dict[str, Any]:
     """A job that waits."""
     return {
-        "id": f"job-{number}", "target": target, "status": "queued", "done": 0, "total": total,
-        "error": None, "started_at": None, "finished_at": None,
+        "id": number, "target": target, "status": "queued", "done": 0, "total": total,
+        "error": "", "started_at": None, "finished_at": None,
     }  # fmt: skip

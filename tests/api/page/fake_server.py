@@ -31,6 +31,7 @@ from tests.api.page.fake_wire import changed, event, fits, paged, problem
 
 PAGE = Path(__file__).parents[3] / "api/ragcache_api/http/page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+TIERS = ["device", "host", "disk", "remote"]
 ANSWER = "The grace period is fourteen days after the due date, as the handbook says."
 
 
@@ -40,7 +41,7 @@ class FakeServer:
 
     def __init__(self, modules: int = 10, *, key: str | None = None, pause: float = 0.02) -> None:
         self.modules = {each["id"]: each for each in fake_data.modules(modules)}
-        self.jobs: dict[str, dict[str, Any]] = {}
+        self.jobs: dict[int, dict[str, Any]] = {}
         self.received: list[tuple[str, str, Any]] = []
         self.key, self.pause, self.started = key, pause, time.time()
         self.app = Starlette(routes=self._routes(), middleware=[Middleware(_Guard, server=self)])
@@ -71,7 +72,7 @@ class FakeServer:
             Route("/v1/collections", self.collections),
             Route("/v1/collections/{name}/documents", self.ingest, methods=["POST"]),
             Route("/v1/jobs", self.list_jobs),
-            Route("/v1/jobs/{id}", self.job),
+            Route("/v1/jobs/{id:int}", self.job),
             Route("/v1/answers", self.answer, methods=["POST"]),
             Route("/admin/stats", self.stats),
             Route("/admin/tiers", self.tiers),
@@ -122,7 +123,9 @@ class FakeServer:
             )
         if request.method == "DELETE":
             await self._note(request)
-            return JSONResponse(self._evicted([each], list(each["tiers"]), dry=False))
+            tier = request.query_params.get("tier")
+            dry = request.query_params.get("dry_run") == "true"
+            return JSONResponse(self._evicted([each], [tier] if tier else TIERS, dry=dry))
         states = [
             {
                 "tier": tier,
@@ -164,7 +167,7 @@ class FakeServer:
             if each["collection"] == scope.get("collection", each["collection"])
             and each["document"] in scope.get("documents", [each["document"]])
         ]
-        tiers = [scope["tier"]] if "tier" in scope else ["device", "host", "disk"]
+        tiers = [scope["tier"]] if "tier" in scope else TIERS
         return JSONResponse(
             self._evicted(found, tiers, dry=request.query_params.get("dry_run") == "true")
         )
@@ -177,7 +180,7 @@ class FakeServer:
                 "key": f"{each['id']:064x}",
                 "action": "evict",
                 "tier": tier,
-                "reason": "manual",
+                "to": "",
                 "nbytes": each["nbytes"],
             }
             for each in found

@@ -1,5 +1,5 @@
 // What an operator does to modules, with the server's account of what became of it.
-import { get, post, remove } from "./api.js";
+import { get, post, remove, withQuery } from "./api.js";
 import { chosen } from "./dialogs.js";
 import { h } from "./dom.js";
 import { plural } from "./format.js";
@@ -17,7 +17,14 @@ export const modulePath = (id) => `modules/${encodeURIComponent(id)}`;
 export const pin = (rows, after) => each(rows, "Pinned", after, ({ id }) => post(`${modulePath(id)}/pin`));
 export const unpin = (rows, after) => each(rows, "Unpinned", after, ({ id }) => remove(`${modulePath(id)}/pin`));
 export const warm = (rows, after) => each(rows, "Warmed", after, ({ id }) => post(`${modulePath(id)}/warm`));
-export const drop = (rows, after) => each(rows, "Evicted", after, ({ id }) => remove(modulePath(id)));
+export const drop = (rows, tier, after) => each(rows, "Evicted", after, ({ id }) => remove(withQuery(modulePath(id), { tier })));
+
+/** What `drop` would do: the changes of every module. */
+export async function dropped(rows, tier) {
+  const { done, errors } = await spread(rows, ({ id }) => remove(withQuery(modulePath(id), { tier, dry_run: true })));
+  if (errors.length) throw errors[0];
+  return done.map(([, answer]) => answer);
+}
 
 export async function move(rows, after) {
   const what = rows.length === 1 ? rows[0].name : plural(rows.length, "module");
@@ -25,25 +32,33 @@ export async function move(rows, after) {
   if (tier) await each(rows, `Moved to ${tier}:`, after, ({ id }) => post(`${modulePath(id)}/move`, { tier }));
 }
 
-// A few at once; one toast for all that went well, one for what did not. after(row): read anew.
+// One toast for all that went well, one for what did not. after(row): read anew.
 async function each(rows, verb, after, act) {
+  const { done, errors } = await spread(rows, async (row) => {
+    const answer = await act(row);
+    await after(row);
+    return answer;
+  });
+  const idle = ([, answer]) => answer?.changes?.length === 0;
+  report(verb, done.filter((pair) => !idle(pair)).map(([row]) => row), done.filter(idle), errors);
+}
+
+// A few at once: [row, answer] of those that went well, and the errors of the others.
+async function spread(rows, act) {
   const waiting = [...rows];
   const done = [];
-  const unchanged = [];
   const errors = [];
   const worker = async () => {
     for (let row = waiting.shift(); row; row = waiting.shift()) {
       try {
-        const answer = await act(row);
-        (answer?.changes?.length === 0 ? unchanged : done).push(row);
-        await after(row);
+        done.push([row, await act(row)]);
       } catch (error) {
         errors.push(error);
       }
     }
   };
   await Promise.all(Array.from({ length: Math.min(AT_ONCE, rows.length) }, worker));
-  report(verb, done, unchanged, errors);
+  return { done, errors };
 }
 
 function report(verb, done, unchanged, errors) {

@@ -90,7 +90,7 @@ export async function everything(path, { signal, most = 1000 } = {}) {
   const items = [];
   let cursor = null;
   do {
-    const page = await get(withQuery(path, { cursor, limit: 100 }), { signal });
+    const page = await get(withQuery(path, { cursor, limit: 200 }), { signal });
     items.push(...page.items);
     cursor = page.next ?? null;
   } while (cursor && items.length < most);

@@ -1,10 +1,10 @@
-// Eviction, seen before it is done: the server's dry run, or what the listing says of the modules.
+// Eviction, seen before it is done: what goes is what the server says in a dry run.
+import { drop, dropped } from "./actions.js";
 import { post } from "./api.js";
-import { drop } from "./actions.js";
 import { previewed } from "./dialogs.js";
 import { h } from "./dom.js";
 import { bytes, count, plural } from "./format.js";
-import { plainTable, tierChip, tierChips } from "./parts.js";
+import { plainTable, tierChip } from "./parts.js";
 import { TIERS } from "./sources.js";
 import { complain, toast } from "./toasts.js";
 
@@ -12,105 +12,98 @@ const LISTED = 200;
 
 /** Evicts modules, or all that their documents have. after(row) per module, or reload() once. */
 export async function evictModules(rows, { after, reload }) {
-  const documents = [...new Set(rows.map(({ document }) => document))];
+  const documents = new Set(rows.map(({ collection, document }) => `${collection}/${document}`)).size;
   const one = rows.length === 1;
   const scopes = [
     ["modules", one ? `Only ${rows[0].name}` : `Only these ${count(rows.length)} modules`],
-    ["documents", one ? `All of document ${documents[0]}` : `All of their ${plural(documents.length, "document")}`],
+    ["documents", one ? `All of document ${rows[0].document}` : `All of their ${plural(documents, "document")}`],
   ];
-  const scope = h("fieldset", { class: "scopes" }, h("legend", {}, "What goes"), scopes.map(([value, label], index) => h("label", { class: "choice" }, h("input", { type: "radio", name: "scope", value, checked: index === 0 }), label)));
-  const preview = (form) => (form.get("scope") === "modules" ? Promise.resolve(ofModules(rows)) : dryRun(byCollection(rows)));
-  const form = await previewed(one ? "Evict module" : "Evict modules", scope, preview, { action: "Evict", danger: true });
-  if (!form) return;
-  if (form.get("scope") === "modules") await drop(rows, after);
-  else await evict(byCollection(rows), reload);
+  const choices = scopes.map(([value, label], index) => h("label", { class: "choice" }, h("input", { type: "radio", name: "scope", value, checked: index === 0 }), label));
+  const pinned = rows.filter((row) => row.pinned).length;
+  const fields = [
+    h("p", {}, "States that leave are encoded again when a question needs them. The documents stay."),
+    pinned > 0 && h("p", { class: "caution" }, `${plural(pinned, "module")} of these ${pinned === 1 ? "is" : "are"} pinned.`),
+    h("fieldset", { class: "scopes" }, h("legend", {}, "What goes"), choices),
+    tierField(""),
+  ];
+  const whole = (form) => form.get("scope") === "documents";
+  const preview = (form) => told(whole(form) ? evict(ofDocuments(rows, form.get("tier")), true) : dropped(rows, form.get("tier")));
+  const form = await previewed(one ? "Evict module" : "Evict modules", fields, preview, { action: "Evict", danger: true });
+  if (form && whole(form)) await act(ofDocuments(rows, form.get("tier")), reload);
+  else if (form) await drop(rows, form.get("tier"), after);
 }
 
 /** Evicts a whole collection, or a tier of it. */
 export async function evictCollection(collections, chosen, reload) {
-  const pick = (name, label, values, current) =>
-    h("label", { class: "field" }, h("span", {}, label), h("select", { name }, values.map(([value, text]) => h("option", { value, selected: value === current }, text))));
-  const fields = h(
-    "div",
-    { class: "fields" },
-    pick("collection", "Collection", [["", "Every collection"], ...collections.map((name) => [name, name])], chosen.collection),
-    pick("tier", "Tier", [["", "Every tier"], ...TIERS.map((name) => [name, name])], chosen.tier),
-  );
-  const scope = (form) => [Object.fromEntries(["collection", "tier"].filter((name) => form.get(name)).map((name) => [name, form.get(name)]))];
-  const form = await previewed("Evict states", fields, (current) => dryRun(scope(current)), { action: "Evict", danger: true });
-  if (form) await evict(scope(form), reload);
+  const fields = h("div", { class: "fields" }, select("collection", "Collection", "Every collection", collections, chosen.collection), tierField(chosen.tier));
+  const scope = (form) => [given({ collection: form.get("collection"), tier: form.get("tier") })];
+  const form = await previewed("Evict states", fields, (current) => told(evict(scope(current), true)), { action: "Evict", danger: true });
+  if (form) await act(scope(form), reload);
 }
 
-function byCollection(rows) {
+const tierField = (current) => select("tier", "Tier", "Every tier", TIERS, current);
+
+function select(name, label, all, values, current) {
+  const options = values.map((value) => h("option", { value, selected: value === current }, value));
+  return h("label", { class: "field" }, h("span", {}, label), h("select", { name }, h("option", { value: "" }, all), options));
+}
+
+const given = (scope) => Object.fromEntries(Object.entries(scope).filter(([, value]) => value));
+
+function ofDocuments(rows, tier) {
   const scopes = new Map();
   for (const { collection, document } of rows) scopes.set(collection, (scopes.get(collection) ?? new Set()).add(document));
-  return [...scopes].map(([collection, documents]) => ({ collection, documents: [...documents] }));
+  return [...scopes].map(([collection, documents]) => given({ collection, documents: [...documents], tier }));
 }
 
-async function evict(scopes, reload) {
+const evict = (scopes, dry) => Promise.all(scopes.map((scope) => post(dry ? "evict?dry_run=true" : "evict", scope)));
+
+async function act(scopes, reload) {
   try {
-    const answers = await Promise.all(scopes.map((scope) => post("evict", scope)));
-    const { left, stayed, size } = summed(answers);
-    toast("ok", `Evicted ${plural(left, "state")}`, `${bytes(size)} freed.${stayed ? ` ${plural(stayed, "state")} stayed.` : ""}`);
+    const { changes, size } = summed(await evict(scopes, false));
+    toast("ok", `Evicted ${plural(changes.length, "state")}`, `${bytes(size)} freed.`);
     reload();
   } catch (error) {
     complain(error);
   }
 }
 
-async function dryRun(scopes) {
+function summed(answers) {
+  return { changes: answers.flatMap((answer) => answer.changes), size: answers.reduce((sum, answer) => sum + answer.bytes, 0) };
+}
+
+// What a preview shows of a dry run, and whether there is anything to do.
+async function told(answering) {
   try {
-    const answers = await Promise.all(scopes.map((scope) => post("evict?dry_run=true", scope)));
-    return account(answers);
+    const { changes, size } = summed(await answering);
+    if (!changes.length) return { nodes: h("p", {}, "No tier holds any of it: there is nothing to evict."), possible: false };
+    return { nodes: account(changes, size), possible: true };
   } catch (error) {
     return { nodes: h("p", { class: "fault", role: "alert" }, error.message), possible: false };
   }
 }
 
-const leaves = ({ action }) => !["keep", "kept", "skip", "skipped", "stay", "none"].includes(action);
-
-function summed(answers) {
-  const changes = answers.flatMap((answer) => answer.changes);
-  const left = changes.filter(leaves).length;
-  return { changes, left, stayed: changes.length - left, size: answers.reduce((sum, answer) => sum + answer.bytes, 0) };
+function account(changes, size) {
+  const columns = [
+    { title: "Tier", cell: ({ tier }) => tierChip(tier) },
+    { title: "What happens", cell: ({ action, reason }) => (reason ? `${action}, ${reason}` : action) },
+    { title: "States", num: true, cell: ({ states }) => count(states) },
+    { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
+  ];
+  const keys = changes.slice(0, LISTED).map(({ key, tier, action }) => h("li", {}, h("code", {}, key), ` ${tier}, ${action}`));
+  return [
+    h("p", { class: "sum" }, h("b", {}, `${plural(changes.length, "state")} would go`), `, ${bytes(size)} in all.`),
+    plainTable(columns, grouped(changes), "What a dry run says"),
+    h("details", {}, h("summary", {}, "Keys"), h("ul", { class: "keys" }, keys, changes.length > LISTED && h("li", {}, `and ${count(changes.length - LISTED)} more`))),
+  ];
 }
 
-function account(answers) {
-  const { changes, left, stayed, size } = summed(answers);
-  if (!changes.length) return { nodes: h("p", {}, "No states match: there is nothing to evict."), possible: false };
+function grouped(changes) {
   const groups = new Map();
   for (const { action, tier, reason, nbytes } of changes) {
     const name = [action, tier, reason].join("\n");
     const group = groups.get(name) ?? { action, tier, reason, states: 0, nbytes: 0 };
     groups.set(name, { ...group, states: group.states + 1, nbytes: group.nbytes + nbytes });
   }
-  const columns = [
-    { title: "Action", cell: ({ action }) => action },
-    { title: "Tier", cell: ({ tier }) => tierChip(tier) },
-    { title: "Reason", cell: ({ reason }) => reason ?? "–" },
-    { title: "States", num: true, cell: ({ states }) => count(states) },
-    { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
-  ];
-  const nodes = [
-    h("p", { class: "sum" }, h("b", {}, `${plural(left, "state")} would go`), `, ${bytes(size)} in all`, stayed ? `; ${plural(stayed, "state")} would stay.` : "."),
-    plainTable(columns, [...groups.values()], "What a dry run says"),
-    h("details", {}, h("summary", {}, "Keys"), h("ul", { class: "keys" }, changes.slice(0, LISTED).map(({ key, tier, action }) => h("li", {}, h("code", {}, key), ` ${tier}, ${action}`)), changes.length > LISTED && h("li", {}, `and ${count(changes.length - LISTED)} more`))),
-  ];
-  return { nodes, possible: left > 0 };
-}
-
-function ofModules(rows) {
-  const pinned = rows.filter((row) => row.pinned).length;
-  const held = rows.filter(({ tiers }) => tiers.length);
-  const columns = [
-    { title: "Module", wide: true, cell: ({ name }) => name },
-    { title: "Leaves", cell: ({ tiers }) => (tiers.length ? tierChips(tiers) : "nothing") },
-    { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
-  ];
-  const nodes = [
-    h("p", {}, "Their states leave every tier, and are encoded again when a question needs them. The documents stay."),
-    pinned > 0 && h("p", { class: "caution" }, `${plural(pinned, "module")} of these ${pinned === 1 ? "is" : "are"} pinned.`),
-    plainTable(columns, rows.slice(0, LISTED), "What would go"),
-  ];
-  return { nodes, possible: held.length > 0 };
+  return [...groups.values()].sort((a, b) => TIERS.indexOf(a.tier) - TIERS.indexOf(b.tier));
 }

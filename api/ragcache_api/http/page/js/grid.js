@@ -5,7 +5,7 @@ import { icon } from "./icons.js";
 
 const ROW = 38;
 const BEYOND = 8;
-const PAGE = 100;
+const PAGE = 200;
 
 /** columns: [{id, title, cell, sort?, num?, width}]; load(query) → {items, next, total} with query
  *  {cursor, limit, sort, descending}; opened(row) on Enter or a click; selected(rows) when the

@@ -6,6 +6,7 @@ import { timeTicks } from "./scales.js";
 const ROW = 20;
 const TOP = 22;
 const LEVELS = 5;
+const COLUMNS = 60;
 const LETTER = 6.6; // pixels of a letter of a row's name, on average
 
 /** The map in `host`. chosen: called with a module's name when its label is chosen. */
@@ -27,7 +28,16 @@ export function level(number, most) {
   return number ? Math.max(1, Math.ceil(Math.sqrt(number / most) * LEVELS)) : 0;
 }
 
-function draw(host, { modules, buckets, counts }, chosen) {
+/** The same over at most COLUMNS slots, neighbours summed up. */
+export function gathered({ modules, buckets, counts }) {
+  const each = Math.ceil(buckets.length / COLUMNS);
+  const starts = buckets.map((_, index) => index).filter((index) => index % each === 0);
+  const sums = (row) => starts.map((from) => row.slice(from, from + each).reduce((sum, number) => sum + number, 0));
+  return { modules, buckets: starts.map((from) => buckets[from]), counts: counts.map(sums) };
+}
+
+function draw(host, heat, chosen) {
+  const { modules, buckets, counts } = gathered(heat);
   const longest = Math.max(...modules.map((name) => name.length));
   const label = Math.min(280, host.clientWidth * 0.3, 24 + longest * LETTER);
   const width = host.clientWidth;

@@ -2,10 +2,12 @@
 
 const SLOTS = 60;
 
-/** Slots of `minutes` up to now: [{at, points}] and their length in seconds. */
-export function slots(series, minutes, now = Date.now() / 1000) {
+/** Slots of `minutes` up to now: [{at, points}] and their length in seconds. The last one is not
+ *  over yet. */
+export function slots(series, minutes) {
+  const now = Math.max(series.at(-1)?.at ?? 0, Date.now() / 1000);
   const slot = Math.max(5, (minutes * 60) / SLOTS);
-  const end = Math.floor((series.at(-1)?.at ?? now) / slot) * slot + slot;
+  const end = Math.floor(now / slot) * slot + slot;
   const first = end - slot * SLOTS;
   const filled = Array.from({ length: SLOTS }, (_, index) => ({ at: first + index * slot, points: [] }));
   for (const point of series) {

@@ -13,7 +13,6 @@ export function stacked({ slot, filled }, empty) {
   if (!high) return { empty };
   const yTicks = ticks(high);
   const times = filled.map(({ at }) => at);
-  const full = Math.max(...filled.map(({ points }) => points.length));
   return {
     times,
     slot,
@@ -22,8 +21,8 @@ export function stacked({ slot, filled }, empty) {
     format: (value) => compact(value).replace(".0 ", " "),
     marks: (x, y) =>
       times.map((at, index) => {
-        const unfinished = index === times.length - 1 && filled[index].points.length < full;
-        return s("g", { class: unfinished ? "unfinished" : null }, bar(totals[index], x(at) + 0.5, x(at + slot) - 0.5, y));
+        const unfinished = index === times.length - 1;
+        return s("g", { class: unfinished && "unfinished" }, bar(totals[index], x(at) + 0.5, x(at + slot) - 0.5, y));
       }),
     readout: (index) => [
       ...SOURCES.filter(({ id }) => totals[index][id]).map(({ id, label, color }) => ({ label, color, text: count(totals[index][id]) })),

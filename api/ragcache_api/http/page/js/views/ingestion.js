@@ -129,7 +129,7 @@ function jobLine({ id, target, status, done, total, error, started_at: started, 
   return [
     h("div", { class: "line" }, h("strong", {}, target ?? id), h("span", { class: `state ${status}` }, status)),
     h("div", { class: "progress", role: "progressbar", "aria-label": `Job of ${target ?? id}`, "aria-valuemin": 0, "aria-valuemax": total || 1, "aria-valuenow": done || 0 }, h("i", { style: { "--share": `${share * 100}%` } })),
-    h("div", { class: "line muted num" }, h("span", {}, total ? `${count(done)} of ${plural(total, "document")}` : "counting"), h("span", {}, when)),
+    h("div", { class: "line muted num" }, h("span", {}, total ? `${count(done)} of ${plural(total, "module")}` : "counting"), h("span", {}, when)),
     error && h("p", { class: "fault" }, error),
   ];
 }

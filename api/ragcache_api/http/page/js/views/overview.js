@@ -35,16 +35,22 @@ function mount({ body, actions, signal }) {
     draw();
   }));
   const read = async () => {
-    const [next, tiers] = await Promise.all([get("stats", { signal }), get("tiers", { signal })]);
+    const [next, tiers] = await Promise.all([get("stats", { signal }), get("tiers", { signal }).catch(unlessForbidden)]);
     stats = next;
     parts ??= skeleton(body, signal);
     show(parts.figures, figures(stats));
-    show(parts.tiers, tiers.items.map(tierLine));
+    show(parts.tiers, tiers ? tiers.items.map(tierLine) : empty("Not for this key", "All namespaces share the tiers: an admin key of the default one shows them."));
     show(parts.evictions, evictions(stats));
     show(parts.counters, counters(stats));
     draw();
   };
   poll(signal, PERIOD, read, (error) => (parts ? complain(error) : show(body, fault(error))));
+}
+
+// A key of one namespace may not see what all of them share.
+function unlessForbidden(error) {
+  if (error.status === 403) return null;
+  throw error;
 }
 
 function skeleton(body, signal) {
@@ -132,7 +138,7 @@ function counters({ requests, engine, uptime }) {
     figure("Cancelled", count(requests.cancelled)),
     figure("Steps", count(engine.steps)),
     figure("Rows per step", engine.batch_mean?.toFixed(1) ?? "–"),
-    figure("Wait in queue", seconds(engine.queued_s)),
+    figure("Waited in queue", seconds(engine.queued_s), "all requests together"),
     figure("Preempted", count(engine.preempted)),
     figure("Up for", seconds(uptime)),
   ];
