@@ -15,12 +15,14 @@ export const hasKey = () => sessionStorage.getItem(STORED) !== null;
 export const setKey = (key) => sessionStorage.setItem(STORED, key);
 export const forgetKey = () => sessionStorage.removeItem(STORED);
 
-/** What the server said in application/problem+json, or in OpenAI's shape. status 0: no answer. */
+/** What the server said in application/problem+json, or in OpenAI's shape. status 0: no answer;
+ *  wait: seconds after which to try again. */
 export class Problem extends Error {
-  constructor(status, body) {
+  constructor(status, body, wait = 0) {
     const said = body?.error ?? body ?? {};
     super(said.detail ?? said.message ?? said.title ?? `The server answered ${status}.`);
     this.status = status;
+    this.wait = wait;
     this.title = said.title ?? (status ? `Error ${status}` : "No answer");
   }
 }
@@ -32,7 +34,7 @@ export async function request(method, path, { body, headers = {}, signal } = {})
     const response = await sent(method, path, body, headers, used, signal);
     if (response.ok) return response;
     if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1))) continue;
-    throw new Problem(response.status, await response.json().catch(() => null));
+    throw new Problem(response.status, await response.json().catch(() => null), Number(response.headers.get("Retry-After")) || 0);
   }
 }
 
@@ -64,7 +66,8 @@ async function sent(method, path, body, headers, key, signal) {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     heard(false);
-    throw new Problem(0, { title: "No answer", detail: "The server cannot be reached." });
+    const upload = body instanceof FormData ? " It may have refused the upload for its size (setting upload_bytes)." : "";
+    throw new Problem(0, { title: "No answer", detail: `The server cannot be reached.${upload}` });
   }
 }
 

@@ -1,4 +1,5 @@
 // Pieces that several views show.
+import { forgetKey } from "./api.js";
 import { h } from "./dom.js";
 import { icon } from "./icons.js";
 import { TIERS, source } from "./sources.js";
@@ -22,9 +23,14 @@ export function loading(what = "Loading…") {
   return h("div", { class: "loading", role: "status" }, h("i", { class: "spinner" }), what);
 }
 
-/** A view that could not be read: the server's words, and where a key is missing, a way to give it. */
+/** A view that could not be read: the server's words, and where a key is at fault, another one. */
 export function fault(error) {
-  return h("div", { class: "empty fault", role: "alert" }, h("strong", {}, error.title ?? "Something went wrong"), h("p", {}, error.message), error.status === 401 && h("button", { onclick: () => location.reload() }, "Enter a key"));
+  return h("div", { class: "empty fault", role: "alert" }, h("strong", {}, error.title ?? "Something went wrong"), h("p", {}, error.message), [401, 403].includes(error.status) && h("button", { onclick: otherKey }, "Use another key"));
+}
+
+function otherKey() {
+  forgetKey();
+  location.reload();
 }
 
 /** The tier or source of states, in its colour. */

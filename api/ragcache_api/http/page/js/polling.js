@@ -8,6 +8,7 @@ export function poll(signal, period, read, failed) {
   let timer = 0;
   const turn = async () => {
     clearTimeout(timer);
+    let wait = period;
     try {
       if (!document.hidden) await read();
       failing = false;
@@ -15,9 +16,10 @@ export function poll(signal, period, read, failed) {
       if (signal.aborted || error.name === "AbortError") return;
       if (!failing) failed(error);
       failing = true;
+      wait = Math.max(period, error.wait ?? 0);
       if (error instanceof Problem && (error.status === 401 || error.status === 403)) return;
     }
-    if (!signal.aborted) timer = setTimeout(turn, period * 1000);
+    if (!signal.aborted) timer = setTimeout(turn, wait * 1000);
   };
   document.addEventListener("visibilitychange", () => document.hidden || turn(), { signal });
   signal.addEventListener("abort", () => clearTimeout(timer));

@@ -1,6 +1,7 @@
 // Documents in: a drop zone, and the jobs that read and encode them.
 import { events, everything, get, post, request, withQuery } from "../api.js";
 import { h, show } from "../dom.js";
+import { dropped } from "../dropped.js";
 import { ago, bytes, count, plural, seconds } from "../format.js";
 import { icon } from "../icons.js";
 import { empty, fault, loading, panel } from "../parts.js";
@@ -9,6 +10,8 @@ import { complain, toast } from "../toasts.js";
 
 const PERIOD = 5;
 const LISTED = 50;
+const PORTION_BYTES = 32 * 2 ** 20;
+const PORTION_FILES = 500;
 const WATCHED = 3; // streams at once: browsers open six connections to a server of HTTP/1.1
 const ENDED = ["done", "failed", "interrupted"];
 
@@ -38,7 +41,7 @@ function form(jobs) {
   const chosen = [];
   const names = h("datalist", { id: "collections" });
   const collection = h("input", { name: "collection", required: true, list: "collections", autocomplete: "off", placeholder: "handbook" });
-  const files = h("input", { type: "file", multiple: true, id: "files", class: "unseen", onchange: () => add([...files.files]) });
+  const files = h("input", { type: "file", multiple: true, id: "files", class: "unseen", onchange: () => add([...files.files].map((file) => ({ file, name: file.name }))) });
   const picked = h("ul", { class: "picked", "aria-label": "Files to ingest" });
   const send = h("button", { type: "submit", class: "primary", disabled: true }, "Ingest");
   const add = (more) => {
@@ -47,14 +50,14 @@ function form(jobs) {
     draw();
   };
   const draw = () => {
-    show(picked, chosen.map((file, index) => pickedLine(file, () => draw(chosen.splice(index, 1)))));
+    show(picked, chosen.map((each, index) => pickedLine(each, () => draw(chosen.splice(index, 1)))));
     send.disabled = chosen.length === 0;
     show(send, chosen.length ? `Ingest ${plural(chosen.length, "file")}` : "Ingest");
   };
   const submit = async (event) => {
     event.preventDefault();
     send.disabled = true;
-    if (await ingest(jobs, collection.value.trim(), [...chosen])) chosen.length = 0;
+    await ingest(jobs, collection.value.trim(), chosen);
     draw();
   };
   everything("../v1/collections", { signal: jobs.signal }).then((items) => show(names, items.map(({ name }) => h("option", { value: name })))).catch(complain);
@@ -67,8 +70,8 @@ function dropZone(files, add) {
     { class: "drop", for: "files" },
     files,
     icon("ingestion"),
-    h("strong", {}, "Drop files here"),
-    h("span", { class: "muted" }, "or press to choose: text, Markdown, HTML, PDF and what else the server reads"),
+    h("strong", {}, "Drop files or folders here"),
+    h("span", { class: "muted" }, "or press to choose: text in UTF-8, such as Markdown, HTML or code"),
   );
   const over = (on) => (event) => {
     event.preventDefault();
@@ -78,18 +81,41 @@ function dropZone(files, add) {
   zone.addEventListener("dragleave", over(false));
   zone.addEventListener("drop", (event) => {
     over(false)(event);
-    add([...event.dataTransfer.files]);
+    dropped(event.dataTransfer).then(add).catch(complain);
   });
   return zone;
 }
 
-function pickedLine(file, away) {
-  return h("li", {}, icon("file"), h("span", { class: "name", title: file.name }, file.name), h("span", { class: "num muted" }, bytes(file.size)), h("button", { type: "button", class: "ghost icon", "aria-label": `Remove ${file.name}`, onclick: away }, icon("close")));
+function pickedLine({ file, name }, away) {
+  return h("li", {}, icon("file"), h("span", { class: "name", title: name }, name), h("span", { class: "num muted" }, bytes(file.size)), h("button", { type: "button", class: "ghost icon", "aria-label": `Remove ${name}`, onclick: away }, icon("close")));
 }
 
+// A job each: a body has a limit, and work that was taken up is not lost with what was not.
+function portions(files) {
+  const all = [];
+  let room = 0;
+  for (const each of files) {
+    if (!all.length || each.file.size > room || all.at(-1).length === PORTION_FILES) {
+      all.push([]);
+      room = PORTION_BYTES;
+    }
+    all.at(-1).push(each);
+    room -= each.file.size;
+  }
+  return all;
+}
+
+// Takes from `files` what was handed over; stops where the server refuses.
 async function ingest(jobs, collection, files) {
+  for (const portion of portions(files)) {
+    if (!(await handOver(jobs, collection, portion))) return;
+    files.splice(0, portion.length);
+  }
+}
+
+async function handOver(jobs, collection, files) {
   const body = new FormData();
-  for (const file of files) body.append("files", file, file.name);
+  for (const { file, name } of files) body.append("files", file, name);
   try {
     const job = await post(`../v1/collections/${encodeURIComponent(collection)}/documents`, body, { headers: { "Idempotency-Key": randomKey() } });
     toast("ok", `${plural(files.length, "file")} handed over`, `Collection ${collection}`);
