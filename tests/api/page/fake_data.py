@@ -38,7 +38,7 @@ def _module(index: int, number: int, choose: random.Random) -> dict[str, Any]:
         "tiers": tiers if choose.random() > 0.03 else [],
         "hits": hits,
         "last_use": time.time() - choose.expovariate(1 / 4000) if hits else None,
-        "pinned": choose.random() < 0.04,
+        "pinned": choose.random() < (0.3 if hits > 2000 else 0.04),
         "expires_at": None,
     }
 

@@ -176,6 +176,26 @@ def test_ten_thousand_modules_are_searched_sorted_and_scrolled(opened: Opened) -
         assert "search=travel-17" in page.window.current_url
 
 
+def test_the_last_of_ten_thousand_is_reached(opened: Opened) -> None:
+    server = FakeServer(10_000)
+    with server.running() as address:
+        page = opened(address)
+        page.open("modules?sort=id&descending=false")
+        page.find(".grid tr[data-id]")
+        page.window.execute_script("document.querySelector('.gridview').scrollTop = 1e9")
+        page.find(".grid tr[aria-rowindex='10001'][data-id='10000']")
+
+
+def test_the_modules_of_one_document(page: Page, server: FakeServer) -> None:
+    server.modules[7]["document"] = server.modules[3]["document"]
+    page.open("modules")
+    page.click(".grid tr[data-id='3'] .name")
+    page.click(".drawer dd a", "leave-000.md")
+    page.find(".gridbox footer", "2 in all")
+    page.click(".filters .only")
+    page.find(".gridbox footer", "10 in all")
+
+
 def test_rows_are_walked_by_keyboard(page: Page) -> None:
     page.open("modules")
     first, second = (page.names() if page.find(".grid tr[data-id]") else [])[:2]

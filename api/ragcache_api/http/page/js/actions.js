@@ -6,11 +6,12 @@ import { plural } from "./format.js";
 import { complain, toast } from "./toasts.js";
 
 const AT_ONCE = 4;
-const TIERS = [
-  { value: "device", label: "Device: read by the model as it is" },
-  { value: "host", label: "Host: one copy away" },
-  { value: "disk", label: "Disk: kept over restarts" },
-];
+const SAYS = {
+  device: "Device: read by the model as it is",
+  host: "Host: one copy away",
+  disk: "Disk: kept over restarts",
+  remote: "Remote: shared by machines",
+};
 
 export const modulePath = (id) => `modules/${encodeURIComponent(id)}`;
 
@@ -28,7 +29,9 @@ export async function dropped(rows, tier) {
 
 export async function move(rows, after) {
   const what = rows.length === 1 ? rows[0].name : plural(rows.length, "module");
-  const tier = await chosen("Move states", h("p", {}, "The states of ", h("b", {}, what), " go to:"), TIERS, { action: "Move" });
+  const tiers = await get("tiers").then(({ items }) => items.map(({ name }) => name), () => Object.keys(SAYS));
+  const choices = tiers.map((value) => ({ value, label: SAYS[value] ?? value }));
+  const tier = await chosen("Move states", h("p", {}, "The states of ", h("b", {}, what), " go to:"), choices, { action: "Move" });
   if (tier) await each(rows, `Moved to ${tier}:`, after, ({ id }) => post(`${modulePath(id)}/move`, { tier }));
 }
 

@@ -1,6 +1,6 @@
 // One module in full, at the right of the table.
 import { modulePath } from "./actions.js";
-import { get } from "./api.js";
+import { get, withQuery } from "./api.js";
 import { h, show } from "./dom.js";
 import { bytes, count, date, lastUse } from "./format.js";
 import { icon } from "./icons.js";
@@ -58,7 +58,7 @@ function content(module, acts) {
 function facts(module) {
   const attributes = Object.entries(module.attributes ?? module.metadata ?? {});
   return [
-    ["Document", module.document],
+    ["Document", h("a", { href: withQuery("#/modules", { collection: module.collection, document: module.document }), title: "All modules of this document" }, module.document)],
     ["Collection", module.collection],
     ["Address", module.uri],
     ["Tokens", count(module.tokens)],

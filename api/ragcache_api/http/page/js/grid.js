@@ -109,8 +109,9 @@ function arrived(state) {
   state.table.hidden = !state.total;
   for (const [index, node] of state.shown) {
     if (!node.classList.contains("waiting") || index >= state.rows.length) continue;
-    node.remove();
-    state.shown.delete(index);
+    const row = line(state, index);
+    node.replaceWith(row); // in its place: a table that shrinks for a moment would scroll
+    state.shown.set(index, row);
   }
   draw(state);
 }

@@ -2,7 +2,7 @@
 import { forgetKey, get, hasKey } from "./api.js";
 import { appearance, nextAppearance } from "./appearance.js";
 import { h, show } from "./dom.js";
-import { seconds } from "./format.js";
+import { span } from "./format.js";
 import { icon } from "./icons.js";
 
 const NAMES = { system: "System", light: "Light", dark: "Dark" };
@@ -44,7 +44,7 @@ function watched(server) {
     show(
       server,
       h("i", { class: `dot ${reachable ? "ok" : "bad"}` }),
-      h("span", {}, reachable ? h("strong", {}, stats?.model ?? "Connected") : h("strong", {}, "Not reachable"), reachable && stats && h("small", {}, `up ${seconds(stats.uptime)}`)),
+      h("span", {}, reachable ? h("strong", {}, stats?.model ?? "Connected") : h("strong", {}, "Not reachable"), reachable && stats && h("small", {}, `up ${span(stats.uptime)}`)),
     );
   const reached = (answered) => {
     if (answered === reachable) return;

@@ -109,7 +109,8 @@ function filterBar(view) {
     })
     .catch(complain);
   const pinned = h("input", { type: "checkbox", name: "pinned", checked: filters.pinned === "true", onchange: () => changed("pinned", pinned.checked ? "true" : "") });
-  return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() }, h("span", { class: "searchbox" }, icon("search"), search), collections, select("tier", "Tier", "Every tier", TIERS), h("label", { class: "check" }, pinned, "Pinned only"));
+  const document = filters.document && h("button", { type: "button", class: "only", "aria-label": "Take away the filter by document", onclick: () => changed("document", "", document.remove()) }, filters.document, icon("close"));
+  return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() }, h("span", { class: "searchbox" }, icon("search"), search), collections, select("tier", "Tier", "Every tier", TIERS), h("label", { class: "check" }, pinned, "Pinned only"), document);
 }
 
 // The address names the filters, so that it can be sent to somebody.

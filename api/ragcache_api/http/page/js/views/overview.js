@@ -6,7 +6,7 @@ import { timesOver } from "../charts/lines.js";
 import { slots } from "../charts/series.js";
 import { stacked } from "../charts/stacked.js";
 import { h, show } from "../dom.js";
-import { bytes, compact, count, percent, plural, seconds } from "../format.js";
+import { bytes, compact, count, percent, plural, seconds, span } from "../format.js";
 import { empty, fault, figure, loading, panel, plainTable, segmented } from "../parts.js";
 import { poll } from "../polling.js";
 import { SOURCES, keptShare, source } from "../sources.js";
@@ -140,6 +140,6 @@ function counters({ requests, engine, uptime }) {
     figure("Rows per step", engine.batch_mean?.toFixed(1) ?? "–"),
     figure("Waited in queue", seconds(engine.queued_s), "all requests together"),
     figure("Preempted", count(engine.preempted)),
-    figure("Up for", seconds(uptime)),
+    figure("Up for", span(uptime)),
   ];
 }
