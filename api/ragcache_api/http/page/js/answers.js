@@ -66,12 +66,13 @@ function sourceTable(sources) {
 }
 
 function cost(reuse, mode) {
+  if (!reuse.prompt_tokens) return empty("No prompt", "The model was not asked.");
   const parts = [
     { label: "Cached", color: "var(--device)", value: reuse.cached_tokens },
     { label: "Shared", color: "var(--shared)", value: reuse.shared_tokens ?? 0 },
     { label: "Computed", color: "var(--computed)", value: reuse.computed_tokens },
   ];
-  const kept = reuse.prompt_tokens ? (reuse.prompt_tokens - reuse.computed_tokens) / reuse.prompt_tokens : null;
+  const kept = 1 - reuse.computed_tokens / reuse.prompt_tokens;
   return [
     h("p", { class: "headline" }, h("b", { class: "num", "data-figure": "kept" }, percent(kept)), ` of ${plural(reuse.prompt_tokens, "token")} not computed`),
     partsBar(parts, "Prompt tokens"),

@@ -69,7 +69,7 @@ function facts(module) {
     ["Pinned", module.pinned ? "yes" : "no"],
     ["Expires", module.expires_at ? date(module.expires_at) : "never"],
     ...attributes.map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)]),
-  ].filter(([, value]) => value !== undefined && value !== null);
+  ].filter(([, value]) => value !== undefined && value !== null && value !== "");
 }
 
 function states(all) {

@@ -2,6 +2,7 @@
 import { h, show } from "./dom.js";
 import { count } from "./format.js";
 import { icon } from "./icons.js";
+import { fault } from "./parts.js";
 
 const ROW = 38;
 const BEYOND = 8;
@@ -9,7 +10,8 @@ const PAGE = 200;
 
 /** columns: [{id, title, cell, sort?, num?, width}]; load(query) → {items, next, total} with query
  *  {cursor, limit, sort, descending}; opened(row) on Enter or a click; selected(rows) when the
- *  selection changes; blank: what to show where there is no row; failed(error). */
+ *  selection changes; blank: what to show where there is no row; failed(error) once some are
+ *  shown. */
 export function grid(options) {
   const state = { ...options, rows: [], total: 0, next: null, shown: new Map(), picked: new Map(), turn: 0, fetching: null };
   state.sort ??= "id";
@@ -96,10 +98,17 @@ async function fetchUntil(state, index) {
       arrived(state);
     }
   } catch (error) {
-    if (turn === state.turn) state.failed(error);
+    if (turn === state.turn) broken(state, error);
   } finally {
     if (turn === state.turn) state.fetching = null;
   }
+}
+
+function broken(state, error) {
+  if (error.name === "AbortError") return;
+  state.table.hidden = state.rows.length === 0;
+  if (state.rows.length) state.failed(error);
+  else show(state.notice, fault(error));
 }
 
 function arrived(state) {

@@ -7,7 +7,7 @@ import { evictCollection, evictModules } from "../evicting.js";
 import { bytes, count, lastUse } from "../format.js";
 import { grid } from "../grid.js";
 import { icon } from "../icons.js";
-import { empty, fault, pinMark, tierChips } from "../parts.js";
+import { empty, pinMark, tierChips } from "../parts.js";
 import { TIERS } from "../sources.js";
 import { complain } from "../toasts.js";
 
@@ -71,7 +71,7 @@ function table(view, acts, parameters) {
     },
     selected: (rows) => bulk(view, acts, rows),
     blank: () => nothing(view.filters),
-    failed: (error) => (error.status === 401 ? show(view.bar.nextElementSibling, fault(error)) : complain(error)),
+    failed: complain,
   });
 }
 

@@ -88,7 +88,7 @@ function figures(stats) {
   const documents = Object.values(stats.collections).reduce((sum, number) => sum + number, 0);
   const faster = hit.p50 && miss.p50 ? `${(miss.p50 / hit.p50).toFixed(1)} × faster than a miss` : "no misses to compare with";
   return [
-    figure("Prompt tokens not computed", percent(keptShare(stats.tokens)), `of ${compact(Object.values(stats.tokens).reduce((sum, number) => sum + number, 0))} tokens`, "kept"),
+    figure("Tokens not computed", percent(keptShare(stats.tokens)), `of ${compact(Object.values(stats.tokens).reduce((sum, number) => sum + number, 0))} tokens`, "kept"),
     figure("First token, hit (p50)", seconds(hit.p50), hit.count ? faster : "no hits yet"),
     figure("First token, miss (p50)", seconds(miss.p50), miss.count ? `p95 ${seconds(miss.p95)}` : "no misses yet"),
     figure("Requests now", count(stats.requests.running), `${count(stats.requests.waiting)} waiting`, "running"),
