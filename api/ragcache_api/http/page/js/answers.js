@@ -15,7 +15,13 @@ const STAGES = [
 
 /** Draws into `stage`; answers what takes the events of the stream. */
 export function account(stage, question) {
-  const nodes = { text: h("div", { class: "said", "aria-live": "polite" }), sources: h("div"), cost: h("div"), gaps: h("div", { class: "gaps" }), times: h("div") };
+  const nodes = {
+    text: h("div", { class: "said", "aria-live": "polite" }),
+    sources: h("div"),
+    cost: h("div"),
+    gaps: h("div", { class: "gaps" }),
+    times: h("div"),
+  };
   const cursor = h("i", { class: "caret" });
   const times = [];
   let frame = 0;
@@ -23,7 +29,14 @@ export function account(stage, question) {
   show(
     stage,
     panel("Answer", { kind: "answer" }, h("p", { class: "question" }, question), nodes.text),
-    h("div", { class: "panels" }, panel("Modules used", {}, nodes.sources), panel("Prompt tokens", {}, nodes.cost), panel("Time of each token", {}, nodes.gaps), panel("Where the time went", {}, nodes.times)),
+    h(
+      "div",
+      { class: "panels" },
+      panel("Modules used", {}, nodes.sources),
+      panel("Prompt tokens", {}, nodes.cost),
+      panel("Time of each token", {}, nodes.gaps),
+      panel("Where the time went", {}, nodes.times),
+    ),
   );
   const drawGaps = () => {
     frame = 0;
@@ -37,12 +50,24 @@ export function account(stage, question) {
       frame ||= requestAnimationFrame(drawGaps);
     },
     answer(answer) {
-      show(nodes.text, answer.text.trim() || h("span", { class: "muted" }, nothing(answer)), cursor);
+      show(
+        nodes.text,
+        answer.text.trim() || h("span", { class: "muted" }, nothing(answer)),
+        cursor,
+      );
       show(nodes.sources, sourceTable(answer.sources));
       show(nodes.cost, cost(answer.reuse, answer.mode));
       show(nodes.times, waterfall(answer.timings));
     },
-    failed: ({ title, detail }) => nodes.text.append(h("p", { class: "fault", role: "alert" }, h("strong", {}, title ?? "Failed"), ` ${detail ?? ""}`)),
+    failed: ({ title, detail }) =>
+      nodes.text.append(
+        h(
+          "p",
+          { class: "fault", role: "alert" },
+          h("strong", {}, title ?? "Failed"),
+          ` ${detail ?? ""}`,
+        ),
+      ),
     stopped: () => nodes.text.append(h("p", { class: "muted" }, "Stopped.")),
     ended() {
       cursor.remove();
@@ -52,14 +77,34 @@ export function account(stage, question) {
 }
 
 function nothing({ finish_reason: reason }) {
-  return reason === "no_documents" ? "Nothing in this collection fits the question." : "The model said nothing.";
+  return reason === "no_documents"
+    ? "Nothing in this collection fits the question."
+    : "The model said nothing.";
 }
 
 function sourceTable(sources) {
   if (!sources.length) return empty("No modules", "The answer used none.");
   const columns = [
-    { title: "Module", wide: true, cell: ({ module, uri }) => h("a", { href: `#/modules?search=${encodeURIComponent(module)}`, title: uri || module }, module) },
-    { title: "From", cell: ({ tier, scaffold }) => h("span", { class: "chips" }, tierChip(tier), scaffold && h("span", { class: "chip plain", title: String(scaffold) }, "scaffold")) },
+    {
+      title: "Module",
+      wide: true,
+      cell: ({ module, uri }) =>
+        h(
+          "a",
+          { href: `#/modules?search=${encodeURIComponent(module)}`, title: uri || module },
+          module,
+        ),
+    },
+    {
+      title: "From",
+      cell: ({ tier, scaffold }) =>
+        h(
+          "span",
+          { class: "chips" },
+          tierChip(tier),
+          scaffold && h("span", { class: "chip plain", title: String(scaffold) }, "scaffold"),
+        ),
+    },
     { title: "Score", num: true, cell: ({ score }) => (score ? score.toFixed(3) : "–") },
   ];
   return plainTable(columns, sources, "Modules used");
@@ -74,9 +119,18 @@ function cost(reuse, mode) {
   ];
   const kept = 1 - reuse.computed_tokens / reuse.prompt_tokens;
   return [
-    h("p", { class: "headline" }, h("b", { class: "num", "data-figure": "kept" }, percent(kept)), ` of ${plural(reuse.prompt_tokens, "token")} not computed`),
+    h(
+      "p",
+      { class: "headline" },
+      h("b", { class: "num", "data-figure": "kept" }, percent(kept)),
+      ` of ${plural(reuse.prompt_tokens, "token")} not computed`,
+    ),
     partsBar(parts, "Prompt tokens"),
-    legend(parts.filter(({ value }) => value).map((part) => ({ ...part, label: `${part.label} ${count(part.value)}` }))),
+    legend(
+      parts
+        .filter(({ value }) => value)
+        .map((part) => ({ ...part, label: `${part.label} ${count(part.value)}` })),
+    ),
     h("p", { class: "muted" }, `mode ${mode}`),
   ];
 }
@@ -86,9 +140,16 @@ function gapChart(times, width) {
   const gaps = times.slice(1).map((at, index) => Math.max(0, at - times[index]));
   const sorted = [...gaps].sort((a, b) => a - b);
   const at = (share) => sorted[Math.min(sorted.length - 1, Math.floor(sorted.length * share))];
-  const middle = gaps.length ? ` · then ${seconds(at(0.5))} a token (p50), ${seconds(at(0.95))} (p95)` : "";
+  const middle = gaps.length
+    ? ` · then ${seconds(at(0.5))} a token (p50), ${seconds(at(0.95))} (p95)`
+    : "";
   return [
-    h("p", { class: "num" }, h("b", { "data-figure": "tokens" }, plural(times.length, "token")), ` · first after ${seconds(times[0])}${middle}`),
+    h(
+      "p",
+      { class: "num" },
+      h("b", { "data-figure": "tokens" }, plural(times.length, "token")),
+      ` · first after ${seconds(times[0])}${middle}`,
+    ),
     width > 0 && tokenBars(gaps, { width }),
   ];
 }
@@ -96,13 +157,43 @@ function gapChart(times, width) {
 function waterfall({ retrieve, assemble, first_token: first, total, queued = 0 }) {
   const begun = retrieve + assemble;
   const waited = Math.min(queued, Math.max(0, first - begun));
-  const lengths = { retrieve, assemble, queued: waited, prefill: Math.max(0, first - begun - waited), decode: Math.max(0, total - first) };
+  const lengths = {
+    retrieve,
+    assemble,
+    queued: waited,
+    prefill: Math.max(0, first - begun - waited),
+    decode: Math.max(0, total - first),
+  };
   const order = ["retrieve", "assemble", "queued", "prefill", "decode"];
-  const starts = Object.fromEntries(order.map((name, index) => [name, order.slice(0, index).reduce((sum, each) => sum + lengths[each], 0)]));
+  const starts = Object.fromEntries(
+    order.map((name, index) => [
+      name,
+      order.slice(0, index).reduce((sum, each) => sum + lengths[each], 0),
+    ]),
+  );
   const whole = Math.max(total, 1e-9);
   const lines = order.map((name) => {
     const [, label, color] = STAGES.find(([id]) => id === name);
-    return h("li", {}, h("span", {}, label), h("span", { class: "track", "aria-hidden": "true" }, h("i", { style: { "--fill": color, "--from": `${(starts[name] / whole) * 100}%`, "--share": `${(lengths[name] / whole) * 100}%` } })), h("span", { class: "num" }, seconds(lengths[name])));
+    return h(
+      "li",
+      {},
+      h("span", {}, label),
+      h(
+        "span",
+        { class: "track", "aria-hidden": "true" },
+        h("i", {
+          style: {
+            "--fill": color,
+            "--from": `${(starts[name] / whole) * 100}%`,
+            "--share": `${(lengths[name] / whole) * 100}%`,
+          },
+        }),
+      ),
+      h("span", { class: "num" }, seconds(lengths[name])),
+    );
   });
-  return [h("ul", { class: "waterfall" }, lines), h("p", { class: "muted num" }, `first token ${seconds(first)} · total ${seconds(total)}`)];
+  return [
+    h("ul", { class: "waterfall" }, lines),
+    h("p", { class: "muted num" }, `first token ${seconds(first)} · total ${seconds(total)}`),
+  ];
 }

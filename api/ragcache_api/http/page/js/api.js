@@ -33,8 +33,13 @@ export async function request(method, path, { body, headers = {}, signal } = {})
     const used = sessionStorage.getItem(STORED);
     const response = await sent(method, path, body, headers, used, signal);
     if (response.ok) return response;
-    if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1))) continue;
-    throw new Problem(response.status, await response.json().catch(() => null), Number(response.headers.get("Retry-After")) || 0);
+    if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1)))
+      continue;
+    throw new Problem(
+      response.status,
+      await response.json().catch(() => null),
+      Number(response.headers.get("Retry-After")) || 0,
+    );
   }
 }
 
@@ -66,7 +71,10 @@ async function sent(method, path, body, headers, key, signal) {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     heard(false);
-    const upload = body instanceof FormData ? " It may have refused the upload for its size (setting upload_bytes)." : "";
+    const upload =
+      body instanceof FormData
+        ? " It may have refused the upload for its size (setting upload_bytes)."
+        : "";
     throw new Problem(0, { title: "No answer", detail: `The server cannot be reached.${upload}` });
   }
 }
@@ -84,7 +92,9 @@ export const remove = (path, options) => call("DELETE", path, options);
 
 /** A path with those parameters that are given. */
 export function withQuery(path, parameters) {
-  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const given = Object.entries(parameters).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }
 

@@ -6,9 +6,19 @@ let awaited = null;
 /** Opens a dialog and answers what its form was submitted with, or null. fields: its body. */
 function opened(title, fields, { action, danger = false, kind = "" }) {
   return new Promise((resolve) => {
-    const submit = h("button", { type: "submit", class: danger ? "danger" : "primary", value: "go" }, action);
+    const submit = h(
+      "button",
+      { type: "submit", class: danger ? "danger" : "primary", value: "go" },
+      action,
+    );
     const cancel = h("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
-    const form = h("form", { method: "dialog" }, h("h2", {}, title), fields, h("footer", {}, cancel, submit));
+    const form = h(
+      "form",
+      { method: "dialog" },
+      h("h2", {}, title),
+      fields,
+      h("footer", {}, cancel, submit),
+    );
     const dialog = h("dialog", { class: `modal ${kind}`, "aria-label": title }, form);
     dialog.addEventListener("close", () => {
       resolve(dialog.returnValue === "go" ? new FormData(form) : null);
@@ -27,7 +37,12 @@ export async function confirmed(title, body, { action, danger = false }) {
 /** One of `choices` ({value, label}), or null. */
 export async function chosen(title, body, choices, { action }) {
   const options = choices.map(({ value, label }, index) =>
-    h("label", { class: "choice" }, h("input", { type: "radio", name: "choice", value, checked: index === 0 }), label),
+    h(
+      "label",
+      { class: "choice" },
+      h("input", { type: "radio", name: "choice", value, checked: index === 0 }),
+      label,
+    ),
   );
   const form = await opened(title, [body, h("fieldset", {}, options)], { action });
   return form && form.get("choice");
@@ -64,12 +79,25 @@ export function askedKey(refused) {
 }
 
 async function keyForm(refused) {
-  const input = h("input", { name: "key", type: "password", autocomplete: "off", required: true, autofocus: true, spellcheck: "false" });
+  const input = h("input", {
+    name: "key",
+    type: "password",
+    autocomplete: "off",
+    required: true,
+    autofocus: true,
+    spellcheck: "false",
+  });
   const body = [
     h("p", {}, "This server asks for an API key. It stays in this tab until the tab is closed."),
     refused && h("p", { class: "fault", role: "alert" }, "The server did not accept the key."),
     h("label", { class: "field" }, h("span", {}, "API key"), input),
-    h("p", { class: "muted" }, "Make one with ", h("code", {}, "ragcache keys create --role admin"), "."),
+    h(
+      "p",
+      { class: "muted" },
+      "Make one with ",
+      h("code", {}, "ragcache keys create --role admin"),
+      ".",
+    ),
   ];
   const form = await opened("API key", body, { action: "Continue", kind: "key" });
   return form && form.get("key").trim();

@@ -29,7 +29,9 @@ function setStyle(node, properties) {
 }
 
 function present(children) {
-  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+  return children
+    .flat(Infinity)
+    .filter((child) => child !== null && child !== undefined && child !== false);
 }
 
 /** Puts `children` in place of what `node` holds. */
@@ -40,7 +42,10 @@ export function show(node, ...children) {
 
 /** As `show`; what was scrolled inside stays where it was, for panels that are read anew. */
 export function renew(node, ...children) {
-  const places = [...node.querySelectorAll(SCROLLED)].map(({ scrollTop, scrollLeft }) => [scrollTop, scrollLeft]);
+  const places = [...node.querySelectorAll(SCROLLED)].map(({ scrollTop, scrollLeft }) => [
+    scrollTop,
+    scrollLeft,
+  ]);
   show(node, ...children);
   [...node.querySelectorAll(SCROLLED)].slice(0, places.length).forEach((each, index) => {
     [each.scrollTop, each.scrollLeft] = places[index];

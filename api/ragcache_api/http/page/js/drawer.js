@@ -10,8 +10,17 @@ import { fault, loading, plainTable, tierChip, tierChips } from "./parts.js";
 export function drawer(acts, closed) {
   const title = h("h2", {});
   const body = h("div", { class: "drawerbody" });
-  const close = h("button", { class: "ghost icon", "aria-label": "Close", onclick: () => node.close() }, icon("close"));
-  const node = h("dialog", { class: "drawer", "aria-label": "Module" }, h("header", {}, title, close), body);
+  const close = h(
+    "button",
+    { class: "ghost icon", "aria-label": "Close", onclick: () => node.close() },
+    icon("close"),
+  );
+  const node = h(
+    "dialog",
+    { class: "drawer", "aria-label": "Module" },
+    h("header", {}, title, close),
+    body,
+  );
   let current = null;
   node.addEventListener("close", () => {
     current = null;
@@ -46,11 +55,26 @@ export function drawer(acts, closed) {
 function content(module, acts) {
   const buttons = acts
     .filter(([, , , fits]) => fits(module))
-    .map(([label, kind, act]) => h("button", { class: kind, "data-act": label.toLowerCase().replace("…", ""), onclick: () => act(module) }, label));
+    .map(([label, kind, act]) =>
+      h(
+        "button",
+        {
+          class: kind,
+          "data-act": label.toLowerCase().replace("…", ""),
+          onclick: () => act(module),
+        },
+        label,
+      ),
+    );
   return [
     h("div", { class: "acts" }, buttons),
-    h("dl", { class: "facts" }, facts(module).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    Array.isArray(module.states) && module.states.length > 0 && [h("h3", {}, "States"), states(module.states)],
+    h(
+      "dl",
+      { class: "facts" },
+      facts(module).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+    ),
+    Array.isArray(module.states) &&
+      module.states.length > 0 && [h("h3", {}, "States"), states(module.states)],
     module.text && [h("h3", {}, "Text"), h("pre", { class: "text", tabindex: "0" }, module.text)],
   ];
 }
@@ -58,7 +82,20 @@ function content(module, acts) {
 function facts(module) {
   const attributes = Object.entries(module.attributes ?? module.metadata ?? {});
   return [
-    ["Document", h("a", { href: withQuery("#/modules", { collection: module.collection, document: module.document }), title: "All modules of this document" }, module.document)],
+    [
+      "Document",
+      h(
+        "a",
+        {
+          href: withQuery("#/modules", {
+            collection: module.collection,
+            document: module.document,
+          }),
+          title: "All modules of this document",
+        },
+        module.document,
+      ),
+    ],
     ["Collection", module.collection],
     ["Address", module.uri],
     ["Tokens", count(module.tokens)],
@@ -68,14 +105,21 @@ function facts(module) {
     ["Last use", lastUse(module.last_use)],
     ["Pinned", module.pinned ? "yes" : "no"],
     ["Expires", module.expires_at ? date(module.expires_at) : "never"],
-    ...attributes.map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value)]),
+    ...attributes.map(([name, value]) => [
+      name,
+      typeof value === "object" ? JSON.stringify(value) : String(value),
+    ]),
   ].filter(([, value]) => value !== undefined && value !== null && value !== "");
 }
 
 function states(all) {
   const columns = [
     { title: "Tier", cell: ({ tier }) => tierChip(tier) },
-    { title: "Key", wide: true, cell: ({ key }) => h("code", { title: key }, String(key ?? "").slice(0, 12)) },
+    {
+      title: "Key",
+      wide: true,
+      cell: ({ key }) => h("code", { title: key }, String(key ?? "").slice(0, 12)),
+    },
     { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
     { title: "Hits", num: true, cell: ({ hits }) => count(hits) },
   ];

@@ -10,7 +10,8 @@ export async function dropped(transfer) {
 async function within(entry, path) {
   const name = path + entry.name;
   if (entry.name.startsWith(".")) return [];
-  if (entry.isFile) return [{ file: await new Promise((found, failed) => entry.file(found, failed)), name }];
+  if (entry.isFile)
+    return [{ file: await new Promise((found, failed) => entry.file(found, failed)), name }];
   const children = await listed(entry.createReader());
   return (await Promise.all(children.map((child) => within(child, `${name}/`)))).flat();
 }

@@ -12,32 +12,70 @@ const LISTED = 200;
 
 /** Evicts modules, or all that their documents have. after(row) per module, or reload() once. */
 export async function evictModules(rows, { after, reload }) {
-  const documents = new Set(rows.map(({ collection, document }) => `${collection}/${document}`)).size;
+  const documents = new Set(rows.map(({ collection, document }) => `${collection}/${document}`))
+    .size;
   const one = rows.length === 1;
   const scopes = [
     ["modules", one ? `Only ${rows[0].name}` : `Only these ${count(rows.length)} modules`],
-    ["documents", one ? `All of document ${rows[0].document}` : `All of their ${plural(documents, "document")}`],
+    [
+      "documents",
+      one ? `All of document ${rows[0].document}` : `All of their ${plural(documents, "document")}`,
+    ],
   ];
-  const choices = scopes.map(([value, label], index) => h("label", { class: "choice" }, h("input", { type: "radio", name: "scope", value, checked: index === 0 }), label));
+  const choices = scopes.map(([value, label], index) =>
+    h(
+      "label",
+      { class: "choice" },
+      h("input", { type: "radio", name: "scope", value, checked: index === 0 }),
+      label,
+    ),
+  );
   const pinned = rows.filter((row) => row.pinned).length;
   const fields = [
-    h("p", {}, "States that leave are encoded again when a question needs them. The documents stay."),
-    pinned > 0 && h("p", { class: "caution" }, `${plural(pinned, "module")} of these ${pinned === 1 ? "is" : "are"} pinned.`),
+    h(
+      "p",
+      {},
+      "States that leave are encoded again when a question needs them. The documents stay.",
+    ),
+    pinned > 0 &&
+      h(
+        "p",
+        { class: "caution" },
+        `${plural(pinned, "module")} of these ${pinned === 1 ? "is" : "are"} pinned.`,
+      ),
     h("fieldset", { class: "scopes" }, h("legend", {}, "What goes"), choices),
     tierField(""),
   ];
   const whole = (form) => form.get("scope") === "documents";
-  const preview = (form) => told(whole(form) ? evict(ofDocuments(rows, form.get("tier")), true) : dropped(rows, form.get("tier")));
-  const form = await previewed(one ? "Evict module" : "Evict modules", fields, preview, { action: "Evict", danger: true });
+  const preview = (form) =>
+    told(
+      whole(form)
+        ? evict(ofDocuments(rows, form.get("tier")), true)
+        : dropped(rows, form.get("tier")),
+    );
+  const form = await previewed(one ? "Evict module" : "Evict modules", fields, preview, {
+    action: "Evict",
+    danger: true,
+  });
   if (form && whole(form)) await act(ofDocuments(rows, form.get("tier")), reload);
   else if (form) await drop(rows, form.get("tier"), after);
 }
 
 /** Evicts a whole collection, or a tier of it. */
 export async function evictCollection(collections, chosen, reload) {
-  const fields = h("div", { class: "fields" }, select("collection", "Collection", "Every collection", collections, chosen.collection), tierField(chosen.tier));
+  const fields = h(
+    "div",
+    { class: "fields" },
+    select("collection", "Collection", "Every collection", collections, chosen.collection),
+    tierField(chosen.tier),
+  );
   const scope = (form) => [given({ collection: form.get("collection"), tier: form.get("tier") })];
-  const form = await previewed("Evict states", fields, (current) => told(evict(scope(current), true)), { action: "Evict", danger: true });
+  const form = await previewed(
+    "Evict states",
+    fields,
+    (current) => told(evict(scope(current), true)),
+    { action: "Evict", danger: true },
+  );
   if (form) await act(scope(form), reload);
 }
 
@@ -45,18 +83,27 @@ const tierField = (current) => select("tier", "Tier", "Every tier", TIERS, curre
 
 function select(name, label, all, values, current) {
   const options = values.map((value) => h("option", { value, selected: value === current }, value));
-  return h("label", { class: "field" }, h("span", {}, label), h("select", { name }, h("option", { value: "" }, all), options));
+  return h(
+    "label",
+    { class: "field" },
+    h("span", {}, label),
+    h("select", { name }, h("option", { value: "" }, all), options),
+  );
 }
 
 const given = (scope) => Object.fromEntries(Object.entries(scope).filter(([, value]) => value));
 
 function ofDocuments(rows, tier) {
   const scopes = new Map();
-  for (const { collection, document } of rows) scopes.set(collection, (scopes.get(collection) ?? new Set()).add(document));
-  return [...scopes].map(([collection, documents]) => given({ collection, documents: [...documents], tier }));
+  for (const { collection, document } of rows)
+    scopes.set(collection, (scopes.get(collection) ?? new Set()).add(document));
+  return [...scopes].map(([collection, documents]) =>
+    given({ collection, documents: [...documents], tier }),
+  );
 }
 
-const evict = (scopes, dry) => Promise.all(scopes.map((scope) => post(dry ? "evict?dry_run=true" : "evict", scope)));
+const evict = (scopes, dry) =>
+  Promise.all(scopes.map((scope) => post(dry ? "evict?dry_run=true" : "evict", scope)));
 
 async function act(scopes, reload) {
   try {
@@ -69,14 +116,21 @@ async function act(scopes, reload) {
 }
 
 function summed(answers) {
-  return { changes: answers.flatMap((answer) => answer.changes), size: answers.reduce((sum, answer) => sum + answer.bytes, 0) };
+  return {
+    changes: answers.flatMap((answer) => answer.changes),
+    size: answers.reduce((sum, answer) => sum + answer.bytes, 0),
+  };
 }
 
 // What a preview shows of a dry run, and whether there is anything to do.
 async function told(answering) {
   try {
     const { changes, size } = summed(await answering);
-    if (!changes.length) return { nodes: h("p", {}, "No tier holds any of it: there is nothing to evict."), possible: false };
+    if (!changes.length)
+      return {
+        nodes: h("p", {}, "No tier holds any of it: there is nothing to evict."),
+        possible: false,
+      };
     return { nodes: account(changes, size), possible: true };
   } catch (error) {
     return { nodes: h("p", { class: "fault", role: "alert" }, error.message), possible: false };
@@ -86,15 +140,35 @@ async function told(answering) {
 function account(changes, size) {
   const columns = [
     { title: "Tier", cell: ({ tier }) => tierChip(tier) },
-    { title: "What happens", cell: ({ action, reason }) => (reason ? `${action}, ${reason}` : action) },
+    {
+      title: "What happens",
+      cell: ({ action, reason }) => (reason ? `${action}, ${reason}` : action),
+    },
     { title: "States", num: true, cell: ({ states }) => count(states) },
     { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
   ];
-  const keys = changes.slice(0, LISTED).map(({ key, tier, action }) => h("li", {}, h("code", {}, key), ` ${tier}, ${action}`));
+  const keys = changes
+    .slice(0, LISTED)
+    .map(({ key, tier, action }) => h("li", {}, h("code", {}, key), ` ${tier}, ${action}`));
   return [
-    h("p", { class: "sum" }, h("b", {}, `${plural(changes.length, "state")} would go`), `, ${bytes(size)} in all.`),
+    h(
+      "p",
+      { class: "sum" },
+      h("b", {}, `${plural(changes.length, "state")} would go`),
+      `, ${bytes(size)} in all.`,
+    ),
     plainTable(columns, grouped(changes), "What a dry run says"),
-    h("details", {}, h("summary", {}, "Keys"), h("ul", { class: "keys" }, keys, changes.length > LISTED && h("li", {}, `and ${count(changes.length - LISTED)} more`))),
+    h(
+      "details",
+      {},
+      h("summary", {}, "Keys"),
+      h(
+        "ul",
+        { class: "keys" },
+        keys,
+        changes.length > LISTED && h("li", {}, `and ${count(changes.length - LISTED)} more`),
+      ),
+    ),
   ];
 }
 

@@ -44,7 +44,12 @@ export function seconds(value) {
 
 /** Seconds, in the two largest units: 19.4 → "19 s", 90061 → "1 d 1 h" */
 export function span(value) {
-  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  const units = [
+    ["d", 86400],
+    ["h", 3600],
+    ["min", 60],
+    ["s", 1],
+  ];
   if (missing(value) || value < 1) return missing(value) ? NONE : "0 s";
   const first = units.findIndex(([, size]) => value >= size);
   const [name, size] = units[first];

@@ -13,7 +13,16 @@ const PAGE = 200;
  *  selection changes; blank: what to show where there is no row; failed(error) once some are
  *  shown. */
 export function grid(options) {
-  const state = { ...options, rows: [], total: 0, next: null, shown: new Map(), picked: new Map(), turn: 0, fetching: null };
+  const state = {
+    ...options,
+    rows: [],
+    total: 0,
+    next: null,
+    shown: new Map(),
+    picked: new Map(),
+    turn: 0,
+    fetching: null,
+  };
   state.sort ??= "id";
   state.descending ??= false;
   build(state);
@@ -28,19 +37,36 @@ export function grid(options) {
 
 function build(state) {
   const { columns, label } = state;
-  const all = h("input", { type: "checkbox", "aria-label": "Select every row that was fetched", onchange: () => pick(state, all.checked ? state.rows : [], all.checked) });
+  const all = h("input", {
+    type: "checkbox",
+    "aria-label": "Select every row that was fetched",
+    onchange: () => pick(state, all.checked ? state.rows : [], all.checked),
+  });
   state.all = all;
   state.heads = columns.map((column) => heading(state, column));
   state.above = h("tr", { class: "spacer", "aria-hidden": "true" }, h("td"));
   state.below = h("tr", { class: "spacer", "aria-hidden": "true" }, h("td"));
   state.body = h("tbody", {}, state.above, state.below);
-  const widths = h("colgroup", {}, h("col", { style: { width: "38px" } }), columns.map(({ id, width }) => h("col", { class: `c-${id}`, style: width ? { width } : {} })));
-  state.table = h("table", { class: "grid", "aria-label": label }, widths, h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "pick" }, all), state.heads)), state.body);
+  const widths = h(
+    "colgroup",
+    {},
+    h("col", { style: { width: "38px" } }),
+    columns.map(({ id, width }) => h("col", { class: `c-${id}`, style: width ? { width } : {} })),
+  );
+  state.table = h(
+    "table",
+    { class: "grid", "aria-label": label },
+    widths,
+    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "pick" }, all), state.heads)),
+    state.body,
+  );
   state.notice = h("div", { class: "notice" });
   state.view = h("div", { class: "gridview" }, state.table, state.notice);
   state.status = h("span", { class: "muted num", role: "status" });
   state.box = h("div", { class: "gridbox" }, state.view, h("footer", {}, state.status));
-  state.view.addEventListener("scroll", () => requestAnimationFrame(() => draw(state)), { passive: true });
+  state.view.addEventListener("scroll", () => requestAnimationFrame(() => draw(state)), {
+    passive: true,
+  });
   state.body.addEventListener("keydown", (event) => keyed(state, event));
   const watcher = new ResizeObserver(() => draw(state));
   watcher.observe(state.view);
@@ -56,7 +82,11 @@ function heading(state, { id, title, sort, num }) {
     state.sorted?.(state.sort, state.descending);
     reload(state);
   };
-  return h("th", { scope: "col", class: kind, "data-sort": id }, h("button", { class: "sort", onclick: turn }, title, h("span", { class: "arrow" })));
+  return h(
+    "th",
+    { scope: "col", class: kind, "data-sort": id },
+    h("button", { class: "sort", onclick: turn }, title, h("span", { class: "arrow" })),
+  );
 }
 
 function markSort({ heads, sort, descending }) {
@@ -88,8 +118,16 @@ async function fetchUntil(state, index) {
   const turn = state.turn;
   state.fetching = turn;
   try {
-    while (turn === state.turn && (!state.begun || (state.rows.length <= state.wanted && state.next))) {
-      const page = await state.load({ cursor: state.next, limit: PAGE, sort: state.sort, descending: state.descending });
+    while (
+      turn === state.turn &&
+      (!state.begun || (state.rows.length <= state.wanted && state.next))
+    ) {
+      const page = await state.load({
+        cursor: state.next,
+        limit: PAGE,
+        sort: state.sort,
+        descending: state.descending,
+      });
       if (turn !== state.turn) return;
       state.begun = true;
       state.rows.push(...page.items);
@@ -149,19 +187,38 @@ function draw(state) {
 
 function line(state, index) {
   const row = state.rows[index];
-  const box = h("input", { type: "checkbox", tabindex: "-1", "aria-label": `Select ${row.name}`, onchange: () => pick(state, [row], box.checked) });
+  const box = h("input", {
+    type: "checkbox",
+    tabindex: "-1",
+    "aria-label": `Select ${row.name}`,
+    onchange: () => pick(state, [row], box.checked),
+  });
   box.checked = state.picked.has(row.id);
   const open = ({ target }) => target.closest("button, input, a, .pick") || state.opened(row);
   return h(
     "tr",
-    { "aria-rowindex": index + 2, "data-id": row.id, "data-index": index, tabindex: index === 0 ? "0" : "-1", "aria-current": state.current === row.id ? "true" : null, onclick: open },
+    {
+      "aria-rowindex": index + 2,
+      "data-id": row.id,
+      "data-index": index,
+      tabindex: index === 0 ? "0" : "-1",
+      "aria-current": state.current === row.id ? "true" : null,
+      onclick: open,
+    },
     h("td", { class: "pick" }, box),
-    state.columns.map(({ id, cell, num }) => h("td", { class: `c-${id} ${num ? "num" : ""}` }, cell(row))),
+    state.columns.map(({ id, cell, num }) =>
+      h("td", { class: `c-${id} ${num ? "num" : ""}` }, cell(row)),
+    ),
   );
 }
 
 function waiting({ columns }, index) {
-  return h("tr", { class: "waiting", "aria-rowindex": index + 2, "aria-busy": "true" }, h("td"), columns.map(({ id }) => h("td", { class: `c-${id}` }, h("i", { class: "skeleton" }))));
+  return h(
+    "tr",
+    { class: "waiting", "aria-rowindex": index + 2, "aria-busy": "true" },
+    h("td"),
+    columns.map(({ id }) => h("td", { class: `c-${id}` }, h("i", { class: "skeleton" }))),
+  );
 }
 
 function replace(state, row) {
@@ -206,10 +263,18 @@ function keyed(state, event) {
   if (!node || event.target !== node) return;
   const index = Number(node.dataset.index);
   const page = Math.max(1, Math.floor(state.view.clientHeight / ROW) - 2);
-  const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -index, End: state.total };
+  const moves = {
+    ArrowDown: 1,
+    ArrowUp: -1,
+    PageDown: page,
+    PageUp: -page,
+    Home: -index,
+    End: state.total,
+  };
   if (event.key in moves) focusRow(state, index + moves[event.key]);
   else if (event.key === "Enter") state.opened(state.rows[index]);
-  else if (event.key === " ") pick(state, [state.rows[index]], !state.picked.has(state.rows[index].id));
+  else if (event.key === " ")
+    pick(state, [state.rows[index]], !state.picked.has(state.rows[index].id));
   else return;
   event.preventDefault();
 }
@@ -220,7 +285,8 @@ function focusRow(state, wanted) {
   const head = state.table.tHead.offsetHeight;
   const top = index * ROW;
   if (top < view.scrollTop) view.scrollTop = top;
-  else if (top + ROW + head > view.scrollTop + view.clientHeight) view.scrollTop = top + ROW + head - view.clientHeight;
+  else if (top + ROW + head > view.scrollTop + view.clientHeight)
+    view.scrollTop = top + ROW + head - view.clientHeight;
   draw(state);
   state.shown.get(index)?.focus();
 }

@@ -24,5 +24,9 @@ const PATHS = {
 };
 
 export function icon(name) {
-  return s("svg", { class: "glyph", viewBox: "0 0 16 16", "aria-hidden": "true" }, s("path", { d: PATHS[name] }));
+  return s(
+    "svg",
+    { class: "glyph", viewBox: "0 0 16 16", "aria-hidden": "true" },
+    s("path", { d: PATHS[name] }),
+  );
 }

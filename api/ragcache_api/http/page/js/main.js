@@ -28,7 +28,12 @@ function route() {
   const body = h("div", { class: `view ${view.id}` });
   show(
     main,
-    h("header", { class: "top" }, h("div", {}, h("h1", {}, view.title), h("p", { class: "muted" }, view.about)), actions),
+    h(
+      "header",
+      { class: "top" },
+      h("div", {}, h("h1", {}, view.title), h("p", { class: "muted" }, view.about)),
+      actions,
+    ),
     body,
   );
   document.title = `${view.title} · ragcache`;

@@ -17,7 +17,12 @@ export function rail(node, views) {
   const server = h("div", { class: "server", role: "status" });
   show(
     node,
-    h("div", { class: "brand" }, h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }), h("span", {}, "ragcache")),
+    h(
+      "div",
+      { class: "brand" },
+      h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }),
+      h("span", {}, "ragcache"),
+    ),
     h("nav", { "aria-label": "Views" }, links),
     server,
     h("div", { class: "settings" }, appearanceButton(), key),
@@ -44,7 +49,12 @@ function watched(server) {
     show(
       server,
       h("i", { class: `dot ${reachable ? "ok" : "bad"}` }),
-      h("span", {}, reachable ? h("strong", {}, stats?.model ?? "Connected") : h("strong", {}, "Not reachable"), reachable && stats && h("small", {}, `up ${span(stats.uptime)}`)),
+      h(
+        "span",
+        {},
+        reachable ? h("strong", {}, stats?.model ?? "Connected") : h("strong", {}, "Not reachable"),
+        reachable && stats && h("small", {}, `up ${span(stats.uptime)}`),
+      ),
     );
   const reached = (answered) => {
     if (answered === reachable) return;
@@ -63,7 +73,17 @@ function watched(server) {
 
 function appearanceButton() {
   const label = h("span", {}, NAMES[appearance()]);
-  const button = h("button", { class: "ghost", title: "Appearance", "data-action": "appearance", "aria-label": `Appearance: ${NAMES[appearance()]}` }, icon("theme"), label);
+  const button = h(
+    "button",
+    {
+      class: "ghost",
+      title: "Appearance",
+      "data-action": "appearance",
+      "aria-label": `Appearance: ${NAMES[appearance()]}`,
+    },
+    icon("theme"),
+    label,
+  );
   button.addEventListener("click", () => {
     const name = NAMES[nextAppearance()];
     show(label, name);
@@ -77,5 +97,17 @@ function keyButton() {
     forgetKey();
     location.reload();
   };
-  return h("button", { class: "ghost", hidden: !hasKey(), "data-action": "forget", title: "Forget the API key of this tab", "aria-label": "Forget the API key", onclick: forget }, icon("key"), h("span", {}, "Forget key"));
+  return h(
+    "button",
+    {
+      class: "ghost",
+      hidden: !hasKey(),
+      "data-action": "forget",
+      title: "Forget the API key of this tab",
+      "aria-label": "Forget the API key",
+      onclick: forget,
+    },
+    icon("key"),
+    h("span", {}, "Forget key"),
+  );
 }

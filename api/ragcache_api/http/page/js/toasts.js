@@ -6,7 +6,11 @@ const LASTING = { ok: 5000, error: 12000 };
 
 /** kind: `ok` or `error`. */
 export function toast(kind, title, detail = "") {
-  const close = h("button", { class: "ghost icon", "aria-label": "Dismiss", onclick: () => node.remove() }, icon("close"));
+  const close = h(
+    "button",
+    { class: "ghost icon", "aria-label": "Dismiss", onclick: () => node.remove() },
+    icon("close"),
+  );
   const node = h(
     "div",
     { class: `toast ${kind}`, role: kind === "error" ? "alert" : "status" },

@@ -25,16 +25,28 @@ function item(node, level, widest) {
   const open = level === 1 || (level === 2 && children.length <= FEW);
   const row = h(
     "div",
-    { class: "node", tabindex: "-1", role: "treeitem", "aria-level": level, "aria-expanded": children.length ? String(open) : null, "aria-label": `${node.kind} ${node.name}, ${count(node.tokens)} tokens` },
+    {
+      class: "node",
+      tabindex: "-1",
+      role: "treeitem",
+      "aria-level": level,
+      "aria-expanded": children.length ? String(open) : null,
+      "aria-label": `${node.kind} ${node.name}, ${count(node.tokens)} tokens`,
+    },
     h("span", { class: "fold" }, children.length > 0 && icon("right")),
     h("span", { class: `kind ${node.kind}` }, node.kind),
     h("span", { class: "name", title: node.name }, node.name),
-    h("span", { class: "track", "aria-hidden": "true" }, h("i", { style: { "--share": `${Math.min(100, (node.tokens / widest.tokens) * 100)}%` } })),
+    h(
+      "span",
+      { class: "track", "aria-hidden": "true" },
+      h("i", { style: { "--share": `${Math.min(100, (node.tokens / widest.tokens) * 100)}%` } }),
+    ),
     h("span", { class: "num muted" }, count(node.tokens)),
   );
   const group = h("ul", { role: "group", hidden: !open });
   if (open) grow(group, children, level, widest);
-  if (children.length) row.addEventListener("click", () => fold(row, group, children, level, widest));
+  if (children.length)
+    row.addEventListener("click", () => fold(row, group, children, level, widest));
   return h("li", { role: "none" }, row, children.length > 0 && group);
 }
 
@@ -47,10 +59,26 @@ function fold(row, group, children, level, widest) {
 
 // Children are made when they are first seen, PORTION at a time: a union may have thousands.
 function grow(group, children, level, widest, from = 0) {
-  group.append(...children.slice(from, from + PORTION).map((child) => item(child, level + 1, widest)));
+  group.append(
+    ...children.slice(from, from + PORTION).map((child) => item(child, level + 1, widest)),
+  );
   const left = children.length - from - PORTION;
   if (left <= 0) return;
-  const more = h("li", { role: "none" }, h("button", { class: "ghost more", onclick: () => { more.remove(); grow(group, children, level, widest, from + PORTION); } }, `Show more (${count(left)} left)`));
+  const more = h(
+    "li",
+    { role: "none" },
+    h(
+      "button",
+      {
+        class: "ghost more",
+        onclick: () => {
+          more.remove();
+          grow(group, children, level, widest, from + PORTION);
+        },
+      },
+      `Show more (${count(left)} left)`,
+    ),
+  );
   group.append(more);
 }
 

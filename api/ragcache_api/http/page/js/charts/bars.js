@@ -7,11 +7,18 @@ export function partsBar(parts, label) {
   const all = parts.reduce((sum, { value }) => sum + value, 0) || 1;
   return h(
     "div",
-    { class: "partsbar", role: "img", "aria-label": `${label}: ${parts.map((part) => `${part.label} ${count(part.value)}`).join(", ")}` },
+    {
+      class: "partsbar",
+      role: "img",
+      "aria-label": `${label}: ${parts.map((part) => `${part.label} ${count(part.value)}`).join(", ")}`,
+    },
     parts
       .filter(({ value }) => value > 0)
       .map((part) =>
-        h("span", { style: { "--fill": part.color, "--share": `${(part.value / all) * 100}%` }, title: `${part.label}: ${count(part.value)} (${percent(part.value / all)})` }),
+        h("span", {
+          style: { "--fill": part.color, "--share": `${(part.value / all) * 100}%` },
+          title: `${part.label}: ${count(part.value)} (${percent(part.value / all)})`,
+        }),
       ),
   );
 }
@@ -22,8 +29,18 @@ export function fillBar({ used, pinned, budget, color, label }) {
   const share = (value) => `${Math.min(100, (value / whole) * 100)}%`;
   return h(
     "div",
-    { class: "fillbar", role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": whole, "aria-valuenow": used },
-    h("span", { class: budget ? "used" : "used unbounded", style: { "--fill": color, "--share": share(used) } }),
+    {
+      class: "fillbar",
+      role: "meter",
+      "aria-label": label,
+      "aria-valuemin": 0,
+      "aria-valuemax": whole,
+      "aria-valuenow": used,
+    },
+    h("span", {
+      class: budget ? "used" : "used unbounded",
+      style: { "--fill": color, "--share": share(used) },
+    }),
     pinned > 0 && h("span", { class: "pinned", style: { "--share": share(pinned) } }),
   );
 }
@@ -36,10 +53,20 @@ export function tokenBars(gaps, { width, height = 72 }) {
   const step = Math.min(22, width / Math.max(seen.length, 24));
   return s(
     "svg",
-    { class: "tokenbars", width, height, role: "img", "aria-label": `Time of each of ${gaps.length} tokens, at most ${seconds(high)}` },
+    {
+      class: "tokenbars",
+      width,
+      height,
+      role: "img",
+      "aria-label": `Time of each of ${gaps.length} tokens, at most ${seconds(high)}`,
+    },
     seen.map((gap, index) => {
       const tall = Math.max(1, (gap / high) * (height - 2));
-      return s("rect", { x: index * step, y: height - tall, width: Math.max(1, step - 1), height: tall }, s("title", {}, `token ${gaps.length - seen.length + index + 1}: ${seconds(gap)}`));
+      return s(
+        "rect",
+        { x: index * step, y: height - tall, width: Math.max(1, step - 1), height: tall },
+        s("title", {}, `token ${gaps.length - seen.length + index + 1}: ${seconds(gap)}`),
+      );
     }),
   );
 }

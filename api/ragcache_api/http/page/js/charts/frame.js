@@ -44,7 +44,9 @@ function slotAt({ plot, spec }, event) {
   const box = plot.getBoundingClientRect();
   const inner = box.width - MARGIN.left - MARGIN.right;
   const share = (event.clientX - box.left - MARGIN.left) / inner;
-  return share < 0 || share > 1 ? null : Math.min(spec.times.length - 1, Math.floor(share * spec.times.length));
+  return share < 0 || share > 1
+    ? null
+    : Math.min(spec.times.length - 1, Math.floor(share * spec.times.length));
 }
 
 function draw(state) {
@@ -67,7 +69,12 @@ function draw(state) {
       grid(spec, y, width),
       hours(spec.times[0], end, x, width, height),
       s("g", {}, spec.marks(x, y)),
-      s("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" }),
+      s("line", {
+        class: "cursor",
+        y1: MARGIN.top,
+        y2: height - MARGIN.bottom,
+        visibility: "hidden",
+      }),
     ),
   );
   point(state, state.at);
@@ -75,8 +82,18 @@ function draw(state) {
 
 function grid(spec, y, width) {
   return spec.yTicks.map((tick) => [
-    s("line", { class: "gridline", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }),
-    s("text", { class: "tick", x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" }, spec.format(tick)),
+    s("line", {
+      class: "gridline",
+      x1: MARGIN.left,
+      x2: width - MARGIN.right,
+      y1: y(tick),
+      y2: y(tick),
+    }),
+    s(
+      "text",
+      { class: "tick", x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" },
+      spec.format(tick),
+    ),
   ]);
 }
 
@@ -84,7 +101,13 @@ function hours(from, to, x, width, height) {
   const withSeconds = to - from <= 120;
   return timeTicks(from, to, Math.max(2, Math.floor(width / 90)))
     .filter((at) => x(at) > MARGIN.left + 14 && x(at) < width - MARGIN.right - 14)
-    .map((at) => s("text", { class: "tick", x: x(at), y: height - 6, "text-anchor": "middle" }, clock(at, withSeconds)));
+    .map((at) =>
+      s(
+        "text",
+        { class: "tick", x: x(at), y: height - 6, "text-anchor": "middle" },
+        clock(at, withSeconds),
+      ),
+    );
 }
 
 function point(state, index) {
@@ -120,7 +143,14 @@ export function legend(entries) {
     "ul",
     { class: "legend" },
     entries.map(({ label, color, dashed }) =>
-      h("li", {}, dashed === undefined ? swatch(color) : h("i", { class: `stroke${dashed ? " dashed" : ""}`, style: { "--fill": color } }), label),
+      h(
+        "li",
+        {},
+        dashed === undefined
+          ? swatch(color)
+          : h("i", { class: `stroke${dashed ? " dashed" : ""}`, style: { "--fill": color } }),
+        label,
+      ),
     ),
   );
 }

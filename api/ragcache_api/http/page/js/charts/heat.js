@@ -32,7 +32,8 @@ export function level(number, most) {
 export function gathered({ modules, buckets, counts }) {
   const each = Math.ceil(buckets.length / COLUMNS);
   const starts = buckets.map((_, index) => index).filter((index) => index % each === 0);
-  const sums = (row) => starts.map((from) => row.slice(from, from + each).reduce((sum, number) => sum + number, 0));
+  const sums = (row) =>
+    starts.map((from) => row.slice(from, from + each).reduce((sum, number) => sum + number, 0));
   return { modules, buckets: starts.map((from) => buckets[from]), counts: counts.map(sums) };
 }
 
@@ -45,10 +46,20 @@ function draw(host, heat, chosen) {
   const cell = (width - label - 60) / buckets.length;
   const most = Math.max(...counts.flat());
   const height = TOP + modules.length * ROW + 4;
-  const rows = modules.map((name, row) => line({ name, row, label, cell, most, counts: counts[row], buckets, chosen }));
+  const rows = modules.map((name, row) =>
+    line({ name, row, label, cell, most, counts: counts[row], buckets, chosen }),
+  );
   const summary = `Reuse of ${modules.length} modules over ${buckets.length} slots of time; at most ${count(most)} in one`;
   const kept = host.contains(document.activeElement) ? document.activeElement.dataset.name : null;
-  show(host, s("svg", { width, height, class: "heat", role: "group", "aria-label": summary }, times(buckets, label, cell), rows));
+  show(
+    host,
+    s(
+      "svg",
+      { width, height, class: "heat", role: "group", "aria-label": summary },
+      times(buckets, label, cell),
+      rows,
+    ),
+  );
   if (kept) host.querySelector(`[data-name="${CSS.escape(kept)}"]`)?.focus();
 }
 
@@ -69,17 +80,39 @@ function line({ name, row, label, cell, most, counts, buckets, chosen }) {
   const shown = name.length > room ? `…${name.slice(1 - room)}` : name;
   const text = s(
     "text",
-    { class: "rowname", "data-name": name, x: label - 10, y: y + 14, "text-anchor": "end", tabindex: "0", role: "link", "aria-label": `${name}: ${count(all)} reuses`, onclick: pick, onkeydown: (event) => event.key === "Enter" && pick() },
+    {
+      class: "rowname",
+      "data-name": name,
+      x: label - 10,
+      y: y + 14,
+      "text-anchor": "end",
+      tabindex: "0",
+      role: "link",
+      "aria-label": `${name}: ${count(all)} reuses`,
+      onclick: pick,
+      onkeydown: (event) => event.key === "Enter" && pick(),
+    },
     shown,
     s("title", {}, name),
   );
   const cells = counts.map((number, column) =>
     s(
       "rect",
-      { class: `cell l${level(number, most)}`, x: label + column * cell + 0.5, y: y + 0.5, width: Math.max(1, cell - 1), height: ROW - 1, rx: 2 },
+      {
+        class: `cell l${level(number, most)}`,
+        x: label + column * cell + 0.5,
+        y: y + 0.5,
+        width: Math.max(1, cell - 1),
+        height: ROW - 1,
+        rx: 2,
+      },
       s("title", {}, `${name}, ${clock(buckets[column])}: ${count(number)}`),
     ),
   );
-  const sum = s("text", { class: "tick num", x: label + cell * counts.length + 52, y: y + 14, "text-anchor": "end" }, count(all));
+  const sum = s(
+    "text",
+    { class: "tick num", x: label + cell * counts.length + 52, y: y + 14, "text-anchor": "end" },
+    count(all),
+  );
   return s("g", {}, text, cells, sum);
 }

@@ -17,13 +17,17 @@ export function timesOver({ slot, filled }, lines, empty) {
     yTicks,
     scale: (range) => logarithmic([yTicks[0], yTicks.at(-1)], range),
     format: tick,
-    marks: (x, y) => lines.map((line, row) => runs(values[row]).map((run) => drawn(run, line, times, slot, x, y))),
-    readout: (index) => lines.map(({ label, color }, row) => ({ label, color, text: seconds(values[row][index]) })),
+    marks: (x, y) =>
+      lines.map((line, row) => runs(values[row]).map((run) => drawn(run, line, times, slot, x, y))),
+    readout: (index) =>
+      lines.map(({ label, color }, row) => ({ label, color, text: seconds(values[row][index]) })),
   };
 }
 
 function tick(value) {
-  return value < 1 ? `${Number((value * 1e3).toPrecision(2))} ms` : `${Number(value.toPrecision(2))} s`;
+  return value < 1
+    ? `${Number((value * 1e3).toPrecision(2))} ms`
+    : `${Number(value.toPrecision(2))} s`;
 }
 
 // Neighbouring known values as lists of [index, value].
@@ -38,6 +42,11 @@ function runs(values) {
 
 function drawn(run, { color, dashed }, times, slot, x, y) {
   const points = run.map(([index, value]) => [x(times[index] + slot / 2), y(value)]);
-  if (points.length === 1) return s("circle", { cx: points[0][0], cy: points[0][1], r: 2, style: { fill: color } });
-  return s("polyline", { class: `trend${dashed ? " dashed" : ""}`, points: points.join(" "), style: { stroke: color } });
+  if (points.length === 1)
+    return s("circle", { cx: points[0][0], cy: points[0][1], r: 2, style: { fill: color } });
+  return s("polyline", {
+    class: `trend${dashed ? " dashed" : ""}`,
+    points: points.join(" "),
+    style: { stroke: color },
+  });
 }

@@ -27,7 +27,8 @@ export function logTicks(low, high) {
   const to = Math.ceil(Math.log10(high));
   const within = to - from > 3 ? [1] : [1, 2, 5];
   const all = [];
-  for (let power = from; power <= to; power += 1) all.push(...within.map((each) => each * 10 ** power));
+  for (let power = from; power <= to; power += 1)
+    all.push(...within.map((each) => each * 10 ** power));
   const first = all.findLastIndex((each) => each <= low);
   const last = all.findIndex((each) => each >= high);
   return all.slice(Math.max(first, 0), last < 0 ? undefined : last + 1);
@@ -38,5 +39,8 @@ export function timeTicks(from, to, number) {
   const steps = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400];
   const step = steps.find((each) => (to - from) / each <= number) ?? 28800;
   const first = Math.ceil(from / step) * step;
-  return Array.from({ length: Math.floor((to - first) / step) + 1 }, (_, index) => first + index * step);
+  return Array.from(
+    { length: Math.floor((to - first) / step) + 1 },
+    (_, index) => first + index * step,
+  );
 }

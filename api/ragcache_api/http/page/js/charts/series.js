@@ -9,7 +9,10 @@ export function slots(series, minutes) {
   const slot = Math.max(5, (minutes * 60) / SLOTS);
   const end = Math.floor(now / slot) * slot + slot;
   const first = end - slot * SLOTS;
-  const filled = Array.from({ length: SLOTS }, (_, index) => ({ at: first + index * slot, points: [] }));
+  const filled = Array.from({ length: SLOTS }, (_, index) => ({
+    at: first + index * slot,
+    points: [],
+  }));
   for (const point of series) {
     const index = Math.floor((point.at - first) / slot);
     if (index >= 0 && index < SLOTS) filled[index].points.push(point);
@@ -21,7 +24,8 @@ export function slots(series, minutes) {
 export function tokensOf(points) {
   const total = {};
   for (const { tokens } of points) {
-    for (const [name, number] of Object.entries(tokens ?? {})) total[name] = (total[name] ?? 0) + number;
+    for (const [name, number] of Object.entries(tokens ?? {}))
+      total[name] = (total[name] ?? 0) + number;
   }
   return total;
 }

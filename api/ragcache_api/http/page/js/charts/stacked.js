@@ -22,10 +22,18 @@ export function stacked({ slot, filled }, empty) {
     marks: (x, y) =>
       times.map((at, index) => {
         const unfinished = index === times.length - 1;
-        return s("g", { class: unfinished && "unfinished" }, bar(totals[index], x(at) + 0.5, x(at + slot) - 0.5, y));
+        return s(
+          "g",
+          { class: unfinished && "unfinished" },
+          bar(totals[index], x(at) + 0.5, x(at + slot) - 0.5, y),
+        );
       }),
     readout: (index) => [
-      ...SOURCES.filter(({ id }) => totals[index][id]).map(({ id, label, color }) => ({ label, color, text: count(totals[index][id]) })),
+      ...SOURCES.filter(({ id }) => totals[index][id]).map(({ id, label, color }) => ({
+        label,
+        color,
+        text: count(totals[index][id]),
+      })),
       { label: "All", color: "transparent", text: count(sums[index]) },
     ],
   };
@@ -37,6 +45,12 @@ function bar(tokens, left, right, y) {
     const top = y(below + tokens[id]);
     const height = y(below) - top;
     below += tokens[id];
-    return s("rect", { x: left, y: top, width: Math.max(1, right - left), height, style: { fill: color } });
+    return s("rect", {
+      x: left,
+      y: top,
+      width: Math.max(1, right - left),
+      height,
+      style: { fill: color },
+    });
   });
 }

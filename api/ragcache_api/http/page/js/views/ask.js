@@ -14,13 +14,32 @@ const MODES = [
   ["exact", "exact: nothing reused"],
 ];
 
-export const ask = { id: "ask", title: "Ask", about: "A question, the modules its answer used, and where the time went.", mount };
+export const ask = {
+  id: "ask",
+  title: "Ask",
+  about: "A question, the modules its answer used, and where the time went.",
+  mount,
+};
 
 function mount({ body, signal, parameters }) {
-  const stage = h("div", { class: "stage" }, empty("Nothing was asked yet", "Ask twice: the second time, the states are there."));
-  const collection = h("select", { name: "collection", required: true }, h("option", { value: "" }, "Choose a collection"));
+  const stage = h(
+    "div",
+    { class: "stage" },
+    empty("Nothing was asked yet", "Ask twice: the second time, the states are there."),
+  );
+  const collection = h(
+    "select",
+    { name: "collection", required: true },
+    h("option", { value: "" }, "Choose a collection"),
+  );
   everything("../v1/collections", { signal })
-    .then((items) => offered(collection, items.map(({ name }) => name), parameters.get("collection")))
+    .then((items) =>
+      offered(
+        collection,
+        items.map(({ name }) => name),
+        parameters.get("collection"),
+      ),
+    )
     .catch(complain);
   show(body, form(collection, stage, signal), stage);
 }
@@ -32,13 +51,35 @@ function offered(select, names, wanted) {
 }
 
 function form(collection, stage, signal) {
-  const question = h("textarea", { name: "question", required: true, rows: 2, placeholder: "How long is the grace period?", "aria-label": "Question" });
+  const question = h("textarea", {
+    name: "question",
+    required: true,
+    rows: 2,
+    placeholder: "How long is the grace period?",
+    "aria-label": "Question",
+  });
   const k = h("input", { name: "k", type: "number", min: 1, max: 64, value: 4 });
-  const mode = h("select", { name: "mode" }, MODES.map(([value, label]) => h("option", { value }, label)));
+  const mode = h(
+    "select",
+    { name: "mode" },
+    MODES.map(([value, label]) => h("option", { value }, label)),
+  );
   const go = h("button", { type: "submit", class: "primary" }, "Ask");
   const stop = h("button", { type: "button", hidden: true }, icon("stop"), "Stop");
   const field = (label, control) => h("label", { class: "field" }, h("span", {}, label), control);
-  const node = h("form", { class: "askform panel" }, question, h("div", { class: "row" }, field("Collection", collection), field("Modules (k)", k), field("Mode", mode), h("span", { class: "buttons" }, stop, go)));
+  const node = h(
+    "form",
+    { class: "askform panel" },
+    question,
+    h(
+      "div",
+      { class: "row" },
+      field("Collection", collection),
+      field("Modules (k)", k),
+      field("Mode", mode),
+      h("span", { class: "buttons" }, stop, go),
+    ),
+  );
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey) return;
     event.preventDefault();
@@ -49,7 +90,17 @@ function form(collection, stage, signal) {
     const stopped = new AbortController();
     stop.onclick = () => stopped.abort();
     busy(go, stop, true);
-    await answered(stage, { question: question.value.trim(), collection: collection.value, k: Number(k.value), mode: mode.value, stream: true }, AbortSignal.any([signal, stopped.signal]));
+    await answered(
+      stage,
+      {
+        question: question.value.trim(),
+        collection: collection.value,
+        k: Number(k.value),
+        mode: mode.value,
+        stream: true,
+      },
+      AbortSignal.any([signal, stopped.signal]),
+    );
     busy(go, stop, false);
   });
   return node;
@@ -63,7 +114,11 @@ function busy(go, stop, on) {
 async function answered(stage, body, signal) {
   const shown = account(stage, body.question);
   try {
-    const response = await request("POST", "../v1/answers", { body, signal, headers: { Accept: "text/event-stream" } });
+    const response = await request("POST", "../v1/answers", {
+      body,
+      signal,
+      headers: { Accept: "text/event-stream" },
+    });
     for await (const { event, data } of events(response)) {
       if (event === "sources") shown.sources(data);
       else if (event === "token") shown.token(data);

@@ -11,11 +11,22 @@ const PERIOD = 1;
 const IDLE = { rows: 0, requests: 0, segments: [] };
 const SEGMENTS = 60;
 
-export const batch = { id: "batch", title: "Batch", about: "Requests that run now, and the segments whose states one read serves for several of them.", mount };
+export const batch = {
+  id: "batch",
+  title: "Batch",
+  about:
+    "Requests that run now, and the segments whose states one read serves for several of them.",
+  mount,
+};
 
 function mount({ body, signal }) {
   show(body, loading());
-  const nodes = { figures: h("dl", { class: "figures" }), segments: h("div"), running: h("div"), recent: h("div") };
+  const nodes = {
+    figures: h("dl", { class: "figures" }),
+    segments: h("div"),
+    running: h("div"),
+    recent: h("div"),
+  };
   let shown = false;
   const read = async () => {
     const requests = await get("requests", { signal });
@@ -24,7 +35,12 @@ function mount({ body, signal }) {
       show(
         body,
         nodes.figures,
-        h("div", { class: "panels" }, panel("Shared segments", { note: "requests that read each" }, nodes.segments), panel("Running", {}, nodes.running)),
+        h(
+          "div",
+          { class: "panels" },
+          panel("Shared segments", { note: "requests that read each" }, nodes.segments),
+          panel("Running", {}, nodes.running),
+        ),
         panel("Ended lately", { note: "the last 100" }, nodes.recent),
       );
       shown = true;
@@ -43,14 +59,24 @@ function figures({ batch: now }) {
   return [
     figure("Rows in the step", count(now.rows), "query rows of all requests", "rows"),
     figure("Requests in the step", count(now.requests), null, "batched"),
-    figure("Segments read", count(now.segments.length), `${plural(now.segments.filter((each) => each.requests > 1).length, "segment")} shared`),
-    figure("Reads saved by sharing", alone ? `${(alone / read).toFixed(1)} ×` : "–", alone ? `${count(alone - read)} tokens not read again` : "nothing is shared now"),
+    figure(
+      "Segments read",
+      count(now.segments.length),
+      `${plural(now.segments.filter((each) => each.requests > 1).length, "segment")} shared`,
+    ),
+    figure(
+      "Reads saved by sharing",
+      alone ? `${(alone / read).toFixed(1)} ×` : "–",
+      alone ? `${count(alone - read)} tokens not read again` : "nothing is shared now",
+    ),
   ];
 }
 
 function segments({ segments: all }) {
   if (!all.length) return empty("The engine is idle", "Segments appear here while requests run.");
-  const sorted = [...all].sort((a, b) => b.requests - a.requests || b.tokens - a.tokens).slice(0, SEGMENTS);
+  const sorted = [...all]
+    .sort((a, b) => b.requests - a.requests || b.tokens - a.tokens)
+    .slice(0, SEGMENTS);
   const most = sorted[0].requests;
   const lines = sorted.map((each) =>
     h(
@@ -58,7 +84,11 @@ function segments({ segments: all }) {
       { "data-segment": each.name },
       h("span", { class: "name", title: each.name }, each.name),
       h("span", { class: "num muted" }, `${count(each.tokens)} tokens`),
-      h("span", { class: "track", "aria-hidden": "true" }, h("i", { style: { "--share": `${(each.requests / most) * 100}%` } })),
+      h(
+        "span",
+        { class: "track", "aria-hidden": "true" },
+        h("i", { style: { "--share": `${(each.requests / most) * 100}%` } }),
+      ),
       h("b", { class: "num", title: plural(each.requests, "request") }, count(each.requests)),
     ),
   );
@@ -66,10 +96,14 @@ function segments({ segments: all }) {
 }
 
 function running(requests) {
-  if (!requests.length) return empty("No request is running", "Requests of every client appear here.");
+  if (!requests.length)
+    return empty("No request is running", "Requests of every client appear here.");
   const columns = [
     { title: "Request", cell: ({ id }) => h("code", { title: id }, short(id)) },
-    { title: "Collection", cell: ({ collection, kind }) => collection ?? h("span", { class: "muted" }, kind) },
+    {
+      title: "Collection",
+      cell: ({ collection, kind }) => collection ?? h("span", { class: "muted" }, kind),
+    },
     { title: "State", cell: ({ state }) => h("span", { class: `state ${state}` }, state) },
     { title: "Age", num: true, cell: ({ age }) => seconds(age) },
     { title: "Prompt", num: true, cell: ({ prompt_tokens: tokens }) => count(tokens) },
@@ -79,7 +113,11 @@ function running(requests) {
 }
 
 function recent(requests) {
-  if (!requests.length) return empty("No request has ended yet", "The last hundred are listed here, with what each reused.");
+  if (!requests.length)
+    return empty(
+      "No request has ended yet",
+      "The last hundred are listed here, with what each reused.",
+    );
   const columns = [
     { title: "Ended", cell: ({ at }) => h("span", { class: "num" }, clock(at, true)) },
     { title: "Kind", cell: ({ kind }) => kind },
@@ -103,7 +141,11 @@ function cost({ cached_tokens: cached, computed_tokens: computed }) {
 }
 
 function uses(modules) {
-  return h("span", { class: "uses" }, (modules ?? []).map(({ name, tier }) => h("span", { title: name }, tierChip(tier), ` ${name}`)));
+  return h(
+    "span",
+    { class: "uses" },
+    (modules ?? []).map(({ name, tier }) => h("span", { title: name }, tierChip(tier), ` ${name}`)),
+  );
 }
 
 const short = (id) => (id.length > 12 ? `${id.slice(0, 12)}…` : id);

@@ -15,14 +15,24 @@ const PORTION_FILES = 500;
 const WATCHED = 3; // streams at once: browsers open six connections to a server of HTTP/1.1
 const ENDED = ["done", "failed", "interrupted"];
 
-export const ingestion = { id: "ingestion", title: "Ingestion", about: "Documents are split into modules and encoded once, in the background.", mount };
+export const ingestion = {
+  id: "ingestion",
+  title: "Ingestion",
+  about: "Documents are split into modules and encoded once, in the background.",
+  mount,
+};
 
 function mount({ body, signal }) {
   const list = h("ul", { class: "jobs", "aria-label": "Jobs" }, h("li", {}, loading()));
   const jobs = { list, signal, lines: new Map(), watched: new Set() };
   show(
     body,
-    h("div", { class: "panels ingest" }, panel("Add documents", {}, form(jobs)), panel("Jobs", { note: "the newest first" }, list)),
+    h(
+      "div",
+      { class: "panels ingest" },
+      panel("Add documents", {}, form(jobs)),
+      panel("Jobs", { note: "the newest first" }, list),
+    ),
   );
   let read = false;
   poll(
@@ -40,8 +50,20 @@ function mount({ body, signal }) {
 function form(jobs) {
   const chosen = [];
   const names = h("datalist", { id: "collections" });
-  const collection = h("input", { name: "collection", required: true, list: "collections", autocomplete: "off", placeholder: "handbook" });
-  const files = h("input", { type: "file", multiple: true, id: "files", class: "unseen", onchange: () => add([...files.files].map((file) => ({ file, name: file.name }))) });
+  const collection = h("input", {
+    name: "collection",
+    required: true,
+    list: "collections",
+    autocomplete: "off",
+    placeholder: "handbook",
+  });
+  const files = h("input", {
+    type: "file",
+    multiple: true,
+    id: "files",
+    class: "unseen",
+    onchange: () => add([...files.files].map((file) => ({ file, name: file.name }))),
+  });
   const picked = h("ul", { class: "picked", "aria-label": "Files to ingest" });
   const send = h("button", { type: "submit", class: "primary", disabled: true }, "Ingest");
   const add = (more) => {
@@ -50,7 +72,10 @@ function form(jobs) {
     draw();
   };
   const draw = () => {
-    show(picked, chosen.map((each, index) => pickedLine(each, () => draw(chosen.splice(index, 1)))));
+    show(
+      picked,
+      chosen.map((each, index) => pickedLine(each, () => draw(chosen.splice(index, 1)))),
+    );
     send.disabled = chosen.length === 0;
     show(send, chosen.length ? `Ingest ${plural(chosen.length, "file")}` : "Ingest");
   };
@@ -60,8 +85,22 @@ function form(jobs) {
     await ingest(jobs, collection.value.trim(), chosen);
     draw();
   };
-  everything("../v1/collections", { signal: jobs.signal }).then((items) => show(names, items.map(({ name }) => h("option", { value: name })))).catch(complain);
-  return h("form", { class: "ingestform", onsubmit: submit }, h("label", { class: "field" }, h("span", {}, "Collection"), collection, names), dropZone(files, add), picked, send);
+  everything("../v1/collections", { signal: jobs.signal })
+    .then((items) =>
+      show(
+        names,
+        items.map(({ name }) => h("option", { value: name })),
+      ),
+    )
+    .catch(complain);
+  return h(
+    "form",
+    { class: "ingestform", onsubmit: submit },
+    h("label", { class: "field" }, h("span", {}, "Collection"), collection, names),
+    dropZone(files, add),
+    picked,
+    send,
+  );
 }
 
 function dropZone(files, add) {
@@ -71,7 +110,11 @@ function dropZone(files, add) {
     files,
     icon("ingestion"),
     h("strong", {}, "Drop files or folders here"),
-    h("span", { class: "muted" }, "or press to choose: text in UTF-8, such as Markdown, HTML or code"),
+    h(
+      "span",
+      { class: "muted" },
+      "or press to choose: text in UTF-8, such as Markdown, HTML or code",
+    ),
   );
   const over = (on) => (event) => {
     event.preventDefault();
@@ -87,7 +130,18 @@ function dropZone(files, add) {
 }
 
 function pickedLine({ file, name }, away) {
-  return h("li", {}, icon("file"), h("span", { class: "name", title: name }, name), h("span", { class: "num muted" }, bytes(file.size)), h("button", { type: "button", class: "ghost icon", "aria-label": `Remove ${name}`, onclick: away }, icon("close")));
+  return h(
+    "li",
+    {},
+    icon("file"),
+    h("span", { class: "name", title: name }, name),
+    h("span", { class: "num muted" }, bytes(file.size)),
+    h(
+      "button",
+      { type: "button", class: "ghost icon", "aria-label": `Remove ${name}`, onclick: away },
+      icon("close"),
+    ),
+  );
 }
 
 // A job each: a body has a limit, and work that was taken up is not lost with what was not.
@@ -117,7 +171,9 @@ async function handOver(jobs, collection, files) {
   const body = new FormData();
   for (const { file, name } of files) body.append("files", file, name);
   try {
-    const job = await post(`../v1/collections/${encodeURIComponent(collection)}/documents`, body, { headers: { "Idempotency-Key": randomKey() } });
+    const job = await post(`../v1/collections/${encodeURIComponent(collection)}/documents`, body, {
+      headers: { "Idempotency-Key": randomKey() },
+    });
     toast("ok", `${plural(files.length, "file")} handed over`, `Collection ${collection}`);
     listed(jobs, [job]);
     return true;
@@ -129,15 +185,23 @@ async function handOver(jobs, collection, files) {
 
 // crypto.randomUUID exists on secure origins only; an operator may come over plain HTTP.
 function randomKey() {
-  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) =>
+    byte.toString(16).padStart(2, "0"),
+  ).join("");
 }
 
 function listed(jobs, items) {
   const started = ({ started_at: at }) => at ?? Infinity;
   for (const job of items) update(jobs, job);
-  const newer = (a, b) => (started(a.job) === started(b.job) ? 0 : started(a.job) < started(b.job) ? 1 : -1);
+  const newer = (a, b) =>
+    started(a.job) === started(b.job) ? 0 : started(a.job) < started(b.job) ? 1 : -1;
   const sorted = [...jobs.lines.values()].sort(newer);
-  show(jobs.list, sorted.length ? sorted.map(({ node }) => node) : h("li", {}, empty("No jobs yet", "Drop a few files to begin.")));
+  show(
+    jobs.list,
+    sorted.length
+      ? sorted.map(({ node }) => node)
+      : h("li", {}, empty("No jobs yet", "Drop a few files to begin.")),
+  );
 }
 
 function update(jobs, job) {
@@ -149,13 +213,47 @@ function update(jobs, job) {
   if (!ENDED.includes(line.job.status) && jobs.watched.size < WATCHED) watch(jobs, job.id);
 }
 
-function jobLine({ id, target, status, done, total, error, started_at: started, finished_at: finished }) {
+function jobLine({
+  id,
+  target,
+  status,
+  done,
+  total,
+  error,
+  started_at: started,
+  finished_at: finished,
+}) {
   const share = total ? Math.min(1, done / total) : status === "done" ? 1 : 0;
-  const when = finished ? `took ${seconds(finished - started)} · ${ago(finished)}` : started ? `for ${seconds(Math.max(0, Date.now() / 1000 - started))}` : "waiting";
+  const when = finished
+    ? `took ${seconds(finished - started)} · ${ago(finished)}`
+    : started
+      ? `for ${seconds(Math.max(0, Date.now() / 1000 - started))}`
+      : "waiting";
   return [
-    h("div", { class: "line" }, h("strong", {}, target ?? id), h("span", { class: `state ${status}` }, status)),
-    h("div", { class: "progress", role: "progressbar", "aria-label": `Job of ${target ?? id}`, "aria-valuemin": 0, "aria-valuemax": total || 1, "aria-valuenow": done || 0 }, h("i", { style: { "--share": `${share * 100}%` } })),
-    h("div", { class: "line muted num" }, h("span", {}, total ? `${count(done)} of ${plural(total, "module")}` : "counting"), h("span", {}, when)),
+    h(
+      "div",
+      { class: "line" },
+      h("strong", {}, target ?? id),
+      h("span", { class: `state ${status}` }, status),
+    ),
+    h(
+      "div",
+      {
+        class: "progress",
+        role: "progressbar",
+        "aria-label": `Job of ${target ?? id}`,
+        "aria-valuemin": 0,
+        "aria-valuemax": total || 1,
+        "aria-valuenow": done || 0,
+      },
+      h("i", { style: { "--share": `${share * 100}%` } }),
+    ),
+    h(
+      "div",
+      { class: "line muted num" },
+      h("span", {}, total ? `${count(done)} of ${plural(total, "module")}` : "counting"),
+      h("span", {}, when),
+    ),
     error && h("p", { class: "fault" }, error),
   ];
 }
@@ -164,7 +262,10 @@ async function watch(jobs, id) {
   if (jobs.watched.has(id)) return;
   jobs.watched.add(id);
   try {
-    const response = await request("GET", `../v1/jobs/${encodeURIComponent(id)}`, { headers: { Accept: "text/event-stream" }, signal: jobs.signal });
+    const response = await request("GET", `../v1/jobs/${encodeURIComponent(id)}`, {
+      headers: { Accept: "text/event-stream" },
+      signal: jobs.signal,
+    });
     for await (const { event, data } of events(response)) {
       if (event === "progress") update(jobs, data);
     }

@@ -9,7 +9,12 @@ import { complain } from "../toasts.js";
 const PERIOD = 10;
 const MODULES = 40;
 
-export const reuse = { id: "reuse", title: "Reuse", about: "The most used modules over time: the darker, the more often a prompt reused them.", mount };
+export const reuse = {
+  id: "reuse",
+  title: "Reuse",
+  about: "The most used modules over time: the darker, the more often a prompt reused them.",
+  mount,
+};
 
 function mount({ body, actions, signal }) {
   const host = h("div", { class: "heathost" });
@@ -19,24 +24,60 @@ function mount({ body, actions, signal }) {
     const heat = await get(withQuery("heat", { minutes, modules: MODULES }), { signal });
     if (!heat.modules.length) {
       map = null;
-      show(body, empty("No module was reused in this time", "Modules appear here when questions use them.", h("a", { href: "#/ask", class: "button" }, "Ask a question")));
+      show(
+        body,
+        empty(
+          "No module was reused in this time",
+          "Modules appear here when questions use them.",
+          h("a", { href: "#/ask", class: "button" }, "Ask a question"),
+        ),
+      );
       return;
     }
     if (!map) {
-      show(body, panel("Module × time", { note: `the ${heat.modules.length} most used`, aside: scale() }, host));
-      map = heatMap(host, { signal, chosen: (name) => (location.hash = withQuery("#/modules", { search: name })) });
+      show(
+        body,
+        panel(
+          "Module × time",
+          { note: `the ${heat.modules.length} most used`, aside: scale() },
+          host,
+        ),
+      );
+      map = heatMap(host, {
+        signal,
+        chosen: (name) => (location.hash = withQuery("#/modules", { search: name })),
+      });
     }
     map.update(heat);
   };
   const failed = (error) => (map ? complain(error) : show(body, fault(error)));
-  show(actions, segmented("Time shown", [[15, "15 min"], [60, "1 h"], [360, "6 h"], [1440, "24 h"]], minutes, (value) => {
-    minutes = value;
-    read().catch(failed);
-  }));
+  show(
+    actions,
+    segmented(
+      "Time shown",
+      [
+        [15, "15 min"],
+        [60, "1 h"],
+        [360, "6 h"],
+        [1440, "24 h"],
+      ],
+      minutes,
+      (value) => {
+        minutes = value;
+        read().catch(failed);
+      },
+    ),
+  );
   show(body, loading());
   poll(signal, PERIOD, read, failed);
 }
 
 function scale() {
-  return h("span", { class: "heatscale", "aria-hidden": "true" }, "none", [0, 1, 2, 3, 4, 5].map((each) => h("i", { class: `cell l${each}` })), "most");
+  return h(
+    "span",
+    { class: "heatscale", "aria-hidden": "true" },
+    "none",
+    [0, 1, 2, 3, 4, 5].map((each) => h("i", { class: `cell l${each}` })),
+    "most",
+  );
 }
