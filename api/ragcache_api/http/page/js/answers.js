@@ -15,29 +15,11 @@ const STAGES = [
 
 /** Draws into `stage`; answers what takes the events of the stream. */
 export function account(stage, question) {
-  const nodes = {
-    text: h("div", { class: "said", "aria-live": "polite" }),
-    sources: h("div"),
-    cost: h("div"),
-    gaps: h("div", { class: "gaps" }),
-    times: h("div"),
-  };
+  const nodes = laidOut(stage, question);
   const cursor = h("i", { class: "caret" });
   const times = [];
   let frame = 0;
   show(nodes.text, cursor);
-  show(
-    stage,
-    panel("Answer", { kind: "answer" }, h("p", { class: "question" }, question), nodes.text),
-    h(
-      "div",
-      { class: "panels" },
-      panel("Modules used", {}, nodes.sources),
-      panel("Prompt tokens", {}, nodes.cost),
-      panel("Time of each token", {}, nodes.gaps),
-      panel("Where the time went", {}, nodes.times),
-    ),
-  );
   const drawGaps = () => {
     frame = 0;
     show(nodes.gaps, gapChart(times, nodes.gaps.clientWidth));
@@ -59,21 +41,33 @@ export function account(stage, question) {
       show(nodes.cost, cost(answer.reuse, answer.mode));
       show(nodes.times, waterfall(answer.timings));
     },
-    failed: ({ title, detail }) =>
-      nodes.text.append(
-        h(
-          "p",
-          { class: "fault", role: "alert" },
-          h("strong", {}, title ?? "Failed"),
-          ` ${detail ?? ""}`,
-        ),
-      ),
+    failed: (problem) => nodes.text.append(failure(problem)),
     stopped: () => nodes.text.append(h("p", { class: "muted" }, "Stopped.")),
     ended() {
       cursor.remove();
       if (!times.length) show(nodes.gaps, empty("No tokens", "Nothing was generated."));
     },
   };
+}
+
+function laidOut(stage, question) {
+  const text = h("div", { class: "said", "aria-live": "polite" });
+  const [sources, cost, times] = [h("div"), h("div"), h("div")];
+  const gaps = h("div", { class: "gaps" });
+  const panels = [
+    panel("Modules used", {}, sources),
+    panel("Prompt tokens", {}, cost),
+    panel("Time of each token", {}, gaps),
+    panel("Where the time went", {}, times),
+  ];
+  const answer = panel("Answer", { kind: "answer" }, h("p", { class: "question" }, question), text);
+  show(stage, answer, h("div", { class: "panels" }, panels));
+  return { text, sources, cost, gaps, times };
+}
+
+function failure({ title, detail }) {
+  const said = [h("strong", {}, title ?? "Failed"), ` ${detail ?? ""}`];
+  return h("p", { class: "fault", role: "alert" }, said);
 }
 
 function nothing({ finish_reason: reason }) {

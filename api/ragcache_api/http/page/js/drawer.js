@@ -5,6 +5,7 @@ import { h, show } from "./dom.js";
 import { bytes, count, date, lastUse } from "./format.js";
 import { icon } from "./icons.js";
 import { fault, loading, plainTable, tierChip, tierChips } from "./parts.js";
+import { TIERS } from "./sources.js";
 
 /** A drawer that stays beside the table. acts: [[label, kind, (row) → Promise, (row) → shown?]] */
 export function drawer(acts, closed) {
@@ -74,7 +75,10 @@ function content(module, acts) {
       facts(module).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
     ),
     Array.isArray(module.states) &&
-      module.states.length > 0 && [h("h3", {}, "States"), states(module.states)],
+      module.states.length > 0 && [
+        h("h3", {}, "States"),
+        states([...module.states].sort((a, b) => TIERS.indexOf(a.tier) - TIERS.indexOf(b.tier))),
+      ],
     module.text && [h("h3", {}, "Text"), h("pre", { class: "text", tabindex: "0" }, module.text)],
   ];
 }

@@ -12,53 +12,57 @@ const LISTED = 200;
 
 /** Evicts modules, or all that their documents have. after(row) per module, or reload() once. */
 export async function evictModules(rows, { after, reload }) {
-  const documents = new Set(rows.map(({ collection, document }) => `${collection}/${document}`))
-    .size;
+  const whole = (form) => form.get("scope") === "documents";
+  const preview = (form) => {
+    const tier = form.get("tier");
+    return told(whole(form) ? evict(ofDocuments(rows, tier), true) : dropped(rows, tier));
+  };
+  const title = rows.length === 1 ? "Evict module" : "Evict modules";
+  const options = { action: "Evict", danger: true };
+  const form = await previewed(title, scopeFields(rows), preview, options);
+  if (form && whole(form)) await act(ofDocuments(rows, form.get("tier")), reload);
+  else if (form) await drop(rows, form.get("tier"), after);
+}
+
+function scopeFields(rows) {
+  const [{ name, document }] = rows;
   const one = rows.length === 1;
-  const scopes = [
-    ["modules", one ? `Only ${rows[0].name}` : `Only these ${count(rows.length)} modules`],
-    [
-      "documents",
-      one ? `All of document ${rows[0].document}` : `All of their ${plural(documents, "document")}`,
-    ],
-  ];
-  const choices = scopes.map(([value, label], index) =>
-    h(
-      "label",
-      { class: "choice" },
-      h("input", { type: "radio", name: "scope", value, checked: index === 0 }),
-      label,
-    ),
-  );
+  const documents = new Set(rows.map((row) => `${row.collection}/${row.document}`)).size;
   const pinned = rows.filter((row) => row.pinned).length;
-  const fields = [
+  return [
     h(
       "p",
       {},
       "States that leave are encoded again when a question needs them. The documents stay.",
     ),
     pinned > 0 &&
-      h(
-        "p",
-        { class: "caution" },
-        `${plural(pinned, "module")} of these ${pinned === 1 ? "is" : "are"} pinned.`,
+      h("p", { class: "caution" }, one ? "It is pinned." : `${count(pinned)} of these are pinned.`),
+    h(
+      "fieldset",
+      { class: "scopes" },
+      h("legend", {}, "What goes"),
+      scopeChoice(
+        "modules",
+        one ? `Only ${name}` : `Only these ${count(rows.length)} modules`,
+        true,
       ),
-    h("fieldset", { class: "scopes" }, h("legend", {}, "What goes"), choices),
+      scopeChoice(
+        "documents",
+        one ? `All of document ${document}` : `All of their ${plural(documents, "document")}`,
+        false,
+      ),
+    ),
     tierField(""),
   ];
-  const whole = (form) => form.get("scope") === "documents";
-  const preview = (form) =>
-    told(
-      whole(form)
-        ? evict(ofDocuments(rows, form.get("tier")), true)
-        : dropped(rows, form.get("tier")),
-    );
-  const form = await previewed(one ? "Evict module" : "Evict modules", fields, preview, {
-    action: "Evict",
-    danger: true,
-  });
-  if (form && whole(form)) await act(ofDocuments(rows, form.get("tier")), reload);
-  else if (form) await drop(rows, form.get("tier"), after);
+}
+
+function scopeChoice(value, label, checked) {
+  return h(
+    "label",
+    { class: "choice" },
+    h("input", { type: "radio", name: "scope", value, checked }),
+    label,
+  );
 }
 
 /** Evicts a whole collection, or a tier of it. */

@@ -51,59 +51,64 @@ function offered(select, names, wanted) {
 }
 
 function form(collection, stage, signal) {
-  const question = h("textarea", {
-    name: "question",
-    required: true,
-    rows: 2,
-    placeholder: "How long is the grace period?",
-    "aria-label": "Question",
-  });
-  const k = h("input", { name: "k", type: "number", min: 1, max: 64, value: 4 });
-  const mode = h(
-    "select",
-    { name: "mode" },
-    MODES.map(([value, label]) => h("option", { value }, label)),
-  );
   const go = h("button", { type: "submit", class: "primary" }, "Ask");
   const stop = h("button", { type: "button", hidden: true }, icon("stop"), "Stop");
-  const field = (label, control) => h("label", { class: "field" }, h("span", {}, label), control);
   const node = h(
     "form",
     { class: "askform panel" },
-    question,
-    h(
-      "div",
-      { class: "row" },
-      field("Collection", collection),
-      field("Modules (k)", k),
-      field("Mode", mode),
-      h("span", { class: "buttons" }, stop, go),
-    ),
+    questionBox(go),
+    choices(collection, stop, go),
   );
-  question.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey) return;
-    event.preventDefault();
-    if (!go.disabled) node.requestSubmit();
-  });
   node.addEventListener("submit", async (event) => {
     event.preventDefault();
     const stopped = new AbortController();
     stop.onclick = () => stopped.abort();
     busy(go, stop, true);
-    await answered(
-      stage,
-      {
-        question: question.value.trim(),
-        collection: collection.value,
-        k: Number(k.value),
-        mode: mode.value,
-        stream: true,
-      },
-      AbortSignal.any([signal, stopped.signal]),
-    );
+    await answered(stage, asked(new FormData(node)), AbortSignal.any([signal, stopped.signal]));
     busy(go, stop, false);
   });
   return node;
+}
+
+function asked(form) {
+  return {
+    question: form.get("question").trim(),
+    collection: form.get("collection"),
+    k: Number(form.get("k")),
+    mode: form.get("mode"),
+    stream: true,
+  };
+}
+
+// Enter asks, with Shift it makes a new line.
+function questionBox(go) {
+  const onkeydown = (event) => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    if (!go.disabled) event.target.form.requestSubmit();
+  };
+  return h("textarea", {
+    name: "question",
+    required: true,
+    rows: 2,
+    placeholder: "How long is the grace period?",
+    "aria-label": "Question",
+    onkeydown,
+  });
+}
+
+function choices(collection, stop, go) {
+  const field = (label, control) => h("label", { class: "field" }, h("span", {}, label), control);
+  const k = h("input", { name: "k", type: "number", min: 1, max: 64, value: 4 });
+  const modes = MODES.map(([value, label]) => h("option", { value }, label));
+  return h(
+    "div",
+    { class: "row" },
+    field("Collection", collection),
+    field("Modules (k)", k),
+    field("Mode", h("select", { name: "mode" }, modes)),
+    h("span", { class: "buttons" }, stop, go),
+  );
 }
 
 function busy(go, stop, on) {

@@ -49,14 +49,7 @@ function mount({ body, signal }) {
 
 function form(jobs) {
   const chosen = [];
-  const names = h("datalist", { id: "collections" });
-  const collection = h("input", {
-    name: "collection",
-    required: true,
-    list: "collections",
-    autocomplete: "off",
-    placeholder: "handbook",
-  });
+  const collection = collectionField(jobs.signal);
   const files = h("input", {
     type: "file",
     multiple: true,
@@ -82,25 +75,33 @@ function form(jobs) {
   const submit = async (event) => {
     event.preventDefault();
     send.disabled = true;
-    await ingest(jobs, collection.value.trim(), chosen);
+    await ingest(jobs, event.target.elements.collection.value.trim(), chosen);
     draw();
   };
-  everything("../v1/collections", { signal: jobs.signal })
-    .then((items) =>
-      show(
-        names,
-        items.map(({ name }) => h("option", { value: name })),
-      ),
-    )
-    .catch(complain);
   return h(
     "form",
     { class: "ingestform", onsubmit: submit },
-    h("label", { class: "field" }, h("span", {}, "Collection"), collection, names),
+    collection,
     dropZone(files, add),
     picked,
     send,
   );
+}
+
+// Any name will do; those that exist are offered.
+function collectionField(signal) {
+  const names = h("datalist", { id: "collections" });
+  const input = h("input", {
+    name: "collection",
+    required: true,
+    list: "collections",
+    autocomplete: "off",
+    placeholder: "handbook",
+  });
+  everything("../v1/collections", { signal })
+    .then((items) => names.append(...items.map(({ name }) => h("option", { value: name }))))
+    .catch(complain);
+  return h("label", { class: "field" }, h("span", {}, "Collection"), input, names);
 }
 
 function dropZone(files, add) {

@@ -176,68 +176,76 @@ function columns(toggle) {
 }
 
 function filterBar(view) {
-  const { filters, signal } = view;
+  const { filters } = view;
   const changed = (name, value) => {
     filters[name] = value;
     remember(filters);
     view.table.reload();
   };
-  const typed = afterPause(PAUSE, (value) => changed("search", value));
-  const search = h("input", {
-    type: "search",
-    placeholder: "Search modules",
-    "aria-label": "Search modules",
-    value: filters.search,
-    oninput: () => typed(search.value.trim()),
-  });
-  const select = (name, label, all, values) =>
-    h(
-      "select",
-      { name, "aria-label": label, onchange: ({ target }) => changed(name, target.value) },
-      h("option", { value: "" }, all),
-      values.map((value) => h("option", { value, selected: value === filters[name] }, value)),
-    );
-  const collections = select(
-    "collection",
-    "Collection",
-    "Every collection",
-    filters.collection ? [filters.collection] : [],
-  );
-  everything("../v1/collections", { signal })
-    .then((items) => {
-      view.names = items.map(({ name }) => name);
-      const fresh = view.names.filter((name) => name !== filters.collection);
-      collections.append(...fresh.map((name) => h("option", { value: name }, name)));
-    })
-    .catch(complain);
   const pinned = h("input", {
     type: "checkbox",
     name: "pinned",
     checked: filters.pinned === "true",
     onchange: () => changed("pinned", pinned.checked ? "true" : ""),
   });
-  const document =
-    filters.document &&
-    h(
-      "button",
-      {
-        type: "button",
-        class: "only",
-        "aria-label": "Take away the filter by document",
-        onclick: () => changed("document", "", document.remove()),
-      },
-      filters.document,
-      icon("close"),
-    );
   return h(
     "form",
     { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-    h("span", { class: "searchbox" }, icon("search"), search),
-    collections,
-    select("tier", "Tier", "Every tier", TIERS),
+    searchBox(filters.search, (value) => changed("search", value)),
+    collectionFilter(view, (value) => changed("collection", value)),
+    filter("Tier", "Every tier", TIERS, filters.tier, (value) => changed("tier", value)),
     h("label", { class: "check" }, pinned, "Pinned only"),
-    document,
+    filters.document && onlyDocument(filters.document, () => changed("document", "")),
   );
+}
+
+function searchBox(value, found) {
+  const typed = afterPause(PAUSE, found);
+  const oninput = ({ target }) => typed(target.value.trim());
+  const label = "Search modules";
+  const input = h("input", {
+    type: "search",
+    placeholder: label,
+    "aria-label": label,
+    value,
+    oninput,
+  });
+  return h("span", { class: "searchbox" }, icon("search"), input);
+}
+
+function filter(label, all, values, current, chosen) {
+  const options = values.map((value) => h("option", { value, selected: value === current }, value));
+  const onchange = ({ target }) => chosen(target.value);
+  return h("select", { "aria-label": label, onchange }, h("option", { value: "" }, all), options);
+}
+
+// The chosen collection is offered at once, the others when the server has told them.
+function collectionFilter(view, chosen) {
+  const { collection: current } = view.filters;
+  const node = filter("Collection", "Every collection", current ? [current] : [], current, chosen);
+  everything("../v1/collections", { signal: view.signal })
+    .then((items) => {
+      view.names = items.map(({ name }) => name);
+      const others = view.names.filter((name) => name !== current);
+      node.append(...others.map((name) => h("option", { value: name }, name)));
+    })
+    .catch(complain);
+  return node;
+}
+
+function onlyDocument(name, away) {
+  const gone = () => {
+    node.remove();
+    away();
+  };
+  const label = "Take away the filter by document";
+  const node = h(
+    "button",
+    { type: "button", class: "only", "aria-label": label, onclick: gone },
+    name,
+    icon("close"),
+  );
+  return node;
 }
 
 // The address names the filters, so that it can be sent to somebody.

@@ -8,6 +8,12 @@ import { complain } from "../toasts.js";
 
 const PERIOD = 10;
 const MODULES = 40;
+const TIMES = [
+  [15, "15 min"],
+  [60, "1 h"],
+  [360, "6 h"],
+  [1440, "24 h"],
+];
 
 export const reuse = {
   id: "reuse",
@@ -17,59 +23,41 @@ export const reuse = {
 };
 
 function mount({ body, actions, signal }) {
-  const host = h("div", { class: "heathost" });
   let minutes = 60;
   let map = null;
   const read = async () => {
     const heat = await get(withQuery("heat", { minutes, modules: MODULES }), { signal });
-    if (!heat.modules.length) {
+    if (heat.modules.length) {
+      map ??= drawn(body, signal);
+      map.update(heat);
+    } else {
       map = null;
-      show(
-        body,
-        empty(
-          "No module was reused in this time",
-          "Modules appear here when questions use them.",
-          h("a", { href: "#/ask", class: "button" }, "Ask a question"),
-        ),
-      );
-      return;
+      show(body, unused());
     }
-    if (!map) {
-      show(
-        body,
-        panel(
-          "Module × time",
-          { note: `the ${heat.modules.length} most used`, aside: scale() },
-          host,
-        ),
-      );
-      map = heatMap(host, {
-        signal,
-        chosen: (name) => (location.hash = withQuery("#/modules", { search: name })),
-      });
-    }
-    map.update(heat);
   };
   const failed = (error) => (map ? complain(error) : show(body, fault(error)));
-  show(
-    actions,
-    segmented(
-      "Time shown",
-      [
-        [15, "15 min"],
-        [60, "1 h"],
-        [360, "6 h"],
-        [1440, "24 h"],
-      ],
-      minutes,
-      (value) => {
-        minutes = value;
-        read().catch(failed);
-      },
-    ),
-  );
+  const chosen = (value) => {
+    minutes = value;
+    read().catch(failed);
+  };
+  show(actions, segmented("Time shown", TIMES, minutes, chosen));
   show(body, loading());
   poll(signal, PERIOD, read, failed);
+}
+
+function drawn(body, signal) {
+  const host = h("div", { class: "heathost" });
+  show(body, panel("Module × time", { note: `at most ${MODULES}`, aside: scale() }, host));
+  const chosen = (name) => (location.hash = withQuery("#/modules", { search: name }));
+  return heatMap(host, { signal, chosen });
+}
+
+function unused() {
+  return empty(
+    "No module was reused in this time",
+    "Modules appear here when questions use them.",
+    h("a", { href: "#/ask", class: "button" }, "Ask a question"),
+  );
 }
 
 function scale() {
