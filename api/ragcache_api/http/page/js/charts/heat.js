@@ -1,4 +1,4 @@
-// Reuse of modules over time: a row a module, a column a slot of time, the darker the more.
+// Reuse of modules over time: a row a module, a column a slot of time, the stronger the more.
 import { s, show } from "../dom.js";
 import { clock, count } from "../format.js";
 import { timeTicks } from "./scales.js";
