@@ -11,9 +11,6 @@ from ragcache.engine.stop import check_stops
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 
-TENANT = "local"
-"""Whose requests share private states: all those of one open `RagCache`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:
