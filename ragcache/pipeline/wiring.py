@@ -13,6 +13,7 @@ from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
+from ragcache.pipeline.ingesting import IngestionJobs, Worker
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.prompting import PromptRunner
@@ -39,6 +40,7 @@ class Common:
     settings: Settings
     template: TemplateText
     keys: Keys
+    worker: Worker
     namespaces: dict[str, Parts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -54,6 +56,7 @@ class Parts:
     answerer: Answerer
     prompts: PromptRunner
     modules: Modules
+    jobs: IngestionJobs
 
     @classmethod
     def wire(
@@ -67,7 +70,16 @@ class Parts:
         )
         template = TemplateText(model)
         common = Common(
-            database, model, engine, store, Returned(), embedder, settings, template, Keys(database)
+            database,
+            model,
+            engine,
+            store,
+            Returned(),
+            embedder,
+            settings,
+            template,
+            Keys(database),
+            Worker(),
         )
         return _parts(common, NAMESPACE)
 
@@ -96,8 +108,12 @@ class Parts:
         return self.common.returned
 
     def close(self, *, drain: bool) -> None:
-        """Stops the engine, and closes store and ledger, for all namespaces."""
+        """Stops the engine, and closes store and ledger, for all namespaces. An ingestion in the
+        background is interrupted, also with `drain`: it may take hours, and goes on where it was.
+        """
+        self.common.worker.halt()
         self.engine.close(drain=drain)
+        self.common.worker.join()
         self.returned.release()
         self.common.keys.flush()
         self.store.close()
@@ -125,13 +141,16 @@ def _wire(common: Common, namespace: str) -> Parts:
     scopes = ScopeEncoder(model, common.template, store, encode, salt)
     submitter = Submitter(model, common.engine, common.returned, common.settings, namespace)
     tokens = ModuleTokens(catalogue, model)
+    ingestor = Ingestor(catalogue, store, encoder, retriever, common.settings)
+    rows = store.jobs.within(namespace)
     scaffolds = Scaffolds(ScaffoldRows(database, namespace), common.settings.scaffold_after)
     return Parts(
         namespace,
         common,
         catalogue,
-        Ingestor(catalogue, store, encoder, retriever, common.settings),
+        ingestor,
         Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
         PromptRunner(SchemaTexts(database, namespace), scopes, common.template, submitter),
         Modules(catalogue, store, encoder, tokens),
+        IngestionJobs(rows, ingestor, common.returned, common.worker),
     )
