@@ -1,6 +1,7 @@
 """What a `RagCache` does, by subject."""
 
+from ragcache.facade.administration import Administration
 from ragcache.facade.prompts import Prompts
 from ragcache.facade.questions import Questions
 
-__all__ = ["Prompts", "Questions"]
+__all__ = ["Administration", "Prompts", "Questions"]
