@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -124,7 +125,9 @@ class Answerer:
         draft = spelled.draft
         if draft is None:
             marks = Marks(call.called, call.retrieved, call.retrieved)
-            ready = Ready(spelled.selection.query, (), call.mode, 0, 0, {}, marks)
+            ready = Ready(
+                spelled.selection.query, (), call.mode, 0, 0, {}, marks, collection=call.collection
+            )
             return self.submitter.nothing_to_read(ready, call.retrieved)
         if call.mode == "exact":
             documents = (token for run in spelled.runs for token in run.token_ids)
@@ -159,22 +162,21 @@ def _encoded_as(mode: str) -> str:
 
 
 def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None = None) -> Ready:
-    cached = 0
+    tokens: Counter[str] = Counter()
     if lease is not None:
         again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
-        cached = sum(
-            states.length - count
-            for key, states, count in zip(lease.keys, lease.states, again, strict=True)
-            if lease.source[key] != "encoded"
-        )
+        for key, states, count in zip(lease.keys, lease.states, again, strict=True):
+            tokens[lease.source[key]] += states.length - count
     return Ready(
         question=spelled.selection.query,
         sources=_sources(spelled, lease),
         mode=call.mode,
         prompt_tokens=context.prompt_tokens,
-        cached_tokens=cached,
+        cached_tokens=tokens.total() - tokens["encoded"],
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(call.called, call.retrieved, time.perf_counter()),
+        collection=call.collection,
+        tokens=tokens,
     )
 
 

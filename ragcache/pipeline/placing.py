@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,10 +26,15 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A context, and how many of its tokens were in the store before."""
+    """A context, and how many of its tokens came from which tier, or were `encoded`."""
 
     context: Context
-    cached_tokens: int
+    tokens: Mapping[str, int]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those whose states were in the store before."""
+        return sum(n for source, n in self.tokens.items() if source != "encoded")
 
 
 def place(
@@ -55,12 +61,10 @@ def place(
     own.sort(key=lambda item: item[0])
     positions, tokens = zip(*own, strict=True)
     context = Context(tuple(segments), tokens, positions, max(length, positions[-1] + 1))
-    cached = sum(
-        segment.states.length
-        for segment, source in zip(segments, sources, strict=True)
-        if source != "encoded"
-    )
-    return Placed(context, cached)
+    tokens: Counter[str] = Counter()
+    for segment, source in zip(segments, sources, strict=True):
+        tokens[source] += segment.states.length
+    return Placed(context, tokens)
 
 
 def _segment(piece: Piece, owner: Owner) -> Segment:

@@ -16,6 +16,7 @@ from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingesting import IngestionJobs, Worker
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.modules import Modules
+from ragcache.pipeline.observing import Observing
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.pipeline.scope_states import ScopeEncoder
@@ -41,6 +42,7 @@ class Common:
     template: TemplateText
     keys: Keys
     worker: Worker
+    observing: Observing
     namespaces: dict[str, Parts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,6 +82,7 @@ class Parts:
             template,
             Keys(database),
             Worker(),
+            Observing(),
         )
         return _parts(common, NAMESPACE)
 
@@ -114,6 +117,7 @@ class Parts:
         self.common.worker.halt()
         self.engine.close(drain=drain)
         self.common.worker.join()
+        self.common.observing.close()
         self.returned.release()
         self.common.keys.flush()
         self.store.close()
@@ -139,7 +143,9 @@ def _wire(common: Common, namespace: str) -> Parts:
     retriever = Retriever(catalogue, common.embedder, vectors)
     encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
     scopes = ScopeEncoder(model, common.template, store, encode, salt)
-    submitter = Submitter(model, common.engine, common.returned, common.settings, namespace)
+    submitter = Submitter(
+        model, common.engine, common.returned, common.settings, namespace, common.observing
+    )
     tokens = ModuleTokens(catalogue, model)
     ingestor = Ingestor(catalogue, store, encoder, retriever, common.settings)
     rows = store.jobs.within(namespace)
