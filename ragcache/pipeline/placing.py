@@ -61,10 +61,10 @@ def place(
     own.sort(key=lambda item: item[0])
     positions, tokens = zip(*own, strict=True)
     context = Context(tuple(segments), tokens, positions, max(length, positions[-1] + 1))
-    tokens: Counter[str] = Counter()
+    by_source: Counter[str] = Counter()
     for segment, source in zip(segments, sources, strict=True):
-        tokens[source] += segment.states.length
-    return Placed(context, tokens)
+        by_source[source] += segment.states.length
+    return Placed(context, by_source)
 
 
 def _segment(piece: Piece, owner: Owner) -> Segment:
