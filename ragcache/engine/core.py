@@ -139,11 +139,9 @@ class EngineCore:
     def _publish(self, shares: list[_Share]) -> None:
         """Leaves a view of the step for whoever watches, unless it is as the last one was."""
         seen = [(id(share.runs), share.count) for share in shares]
-        if seen == self._seen:
-            return
-        self._seen = seen
-        works = [(share.work, isinstance(share.runs, Encoding)) for share in shares]
-        self.view = BatchView.of(works)
+        if seen != self._seen:
+            works = ((share.work, isinstance(share.runs, Encoding)) for share in shares)
+            self.view, self._seen = BatchView.of(works), seen
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with `error`, and takes all memory back."""
@@ -231,14 +229,17 @@ class EngineCore:
         if not asked:
             return
         forbidden = [sequence.forbidden() for sequence in asked]
-        chosen = choose(logits, [sequence.sampler for sequence in asked], forbidden)
+        masks = [sequence.mask() for sequence in asked]
+        chosen = choose(logits, [sequence.sampler for sequence in asked], forbidden, masks)
         for sequence, token in zip(asked, chosen, strict=True):
             if isinstance(token, UnusableLogits):
-                self._fail(sequence.group, token)
+                self._fail(sequence.group, sequence.failure or token)
                 continue
             if sequence.index == 0 and not sequence.generated:
                 self._fork(sequence)
             sequence.accept(token, now)
+            if sequence.failure is not None:
+                self._fail(sequence.group, sequence.failure)
         for sequence in [each for each in self._running if each.finished]:
             self._running.remove(sequence)
             self._release(sequence)

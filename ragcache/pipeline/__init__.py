@@ -3,6 +3,8 @@
 from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Asked, Returned
+from ragcache.pipeline.chat_text import ChatText, Message
+from ragcache.pipeline.chatting import ChatOptions, ChatRunner, Conversation
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import GREEDY, Generation
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
@@ -23,9 +25,14 @@ __all__ = [
     "Answerer",
     "Asked",
     "AsyncAnswerStream",
+    "ChatOptions",
+    "ChatRunner",
+    "ChatText",
+    "Conversation",
     "Generation",
     "Ingestion",
     "Ingestor",
+    "Message",
     "ModuleEncoder",
     "ModuleTokens",
     "Modules",

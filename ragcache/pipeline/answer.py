@@ -29,7 +29,8 @@ class Reuse:
 
     cached: their states were in the store. shared: tokens of the question itself whose states an
     earlier or concurrent request over the same documents had left in the engine. bytes_moved: by
-    tier, the bytes that were read from below the host tier.
+    tier, the bytes that were read from below the host tier. created: those of the computed whose
+    states were encoded for this request and kept.
     """
 
     prompt_tokens: int
@@ -37,6 +38,7 @@ class Reuse:
     computed_tokens: int
     shared_tokens: int = 0
     bytes_moved: Mapping[str, int] = field(default_factory=dict)
+    created_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Ready:
     cached_tokens: int
     bytes_moved: Mapping[str, int]
     marks: Marks
+    created_tokens: int = 0
     kind: str = "question"
     collection: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -116,6 +119,7 @@ class Ready:
                 computed_tokens=self.prompt_tokens - kept,
                 shared_tokens=completion.shared_tokens,
                 bytes_moved=self.bytes_moved,
+                created_tokens=self.created_tokens,
             ),
             timings=Timings(
                 retrieve=marks.retrieved - marks.called,

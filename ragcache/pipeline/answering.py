@@ -162,11 +162,8 @@ def _encoded_as(mode: str) -> str:
 
 
 def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None = None) -> Ready:
-    tokens: Counter[str] = Counter()
-    if lease is not None:
-        again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
-        for key, states, count in zip(lease.keys, lease.states, again, strict=True):
-            tokens[lease.source[key]] += states.length - count
+    again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
+    tokens: Counter[str] = Counter() if lease is None else read_tokens(lease, again)
     return Ready(
         question=spelled.selection.query,
         sources=_sources(spelled, lease),
@@ -175,9 +172,19 @@ def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None
         cached_tokens=tokens.total() - tokens["encoded"],
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(call.called, call.retrieved, time.perf_counter()),
+        created_tokens=tokens["encoded"],
         collection=call.collection,
         tokens=tokens,
     )
+
+
+def read_tokens(lease: Lease, again: Sequence[int]) -> Counter[str]:
+    """How many tokens of leased states a prompt reads, by the tier that they came from; `encoded`
+    for those that were made for it and kept. again: how many of each are computed all the same."""
+    tokens: Counter[str] = Counter()
+    for key, states, count in zip(lease.keys, lease.states, again, strict=True):
+        tokens[lease.source[key]] += states.length - count
+    return tokens
 
 
 def _sources(spelled: _Spelled, lease: Lease | None) -> tuple[Source, ...]:

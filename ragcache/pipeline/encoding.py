@@ -42,10 +42,16 @@ class ModuleEncoder:
         return self._key(token_ids, mode, self._first if start is None else start, root)
 
     def lease(
-        self, modules: Sequence[Sequence[int]], mode: str, origin: Origin = "question"
+        self,
+        modules: Sequence[Sequence[int]],
+        mode: str,
+        origin: Origin = "question",
+        starts: Sequence[int] | None = None,
     ) -> Lease:
-        """The states of the preamble and then of each module, encoded if need be."""
-        starts = self._starts(modules)
+        """The states of the preamble and then of each module, encoded if need be. starts: where
+        each stands in the prompt, for positions that cannot move; None is one after the other,
+        after the preamble."""
+        starts = self._starts(modules, starts)
         keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
         placed = dict(zip(keys, zip(modules, starts, strict=True), strict=True))
 
@@ -58,12 +64,19 @@ class ModuleEncoder:
 
         return self.store.lease([self.preamble_key, *keys], produce, self._wish(mode, origin))
 
-    def prefetch(self, modules: Sequence[Sequence[int]], mode: str) -> None:
+    def prefetch(
+        self, modules: Sequence[Sequence[int]], mode: str, starts: Sequence[int] | None = None
+    ) -> None:
         """Begins to bring states to memory that a lease will ask for soon; returns at once."""
-        keys = (
-            self.key(ids, mode, at) for ids, at in zip(modules, self._starts(modules), strict=True)
-        )
-        self.store.prefetch([self.preamble_key, *keys])
+        placed = zip(modules, self._starts(modules, starts), strict=True)
+        self.store.prefetch([self.preamble_key, *(self.key(ids, mode, at) for ids, at in placed)])
+
+    def may_stand(self, start: int, length: int, mode: str) -> bool:
+        """Whether a module of so many tokens can be encoded to stand from a position on."""
+        if self.model.causal.scheme.movable:
+            return True
+        first = 0 if mode == "isolated" else self._first
+        return first <= start and start + length <= self.model.causal.window
 
     def _wish(self, mode: str, origin: Origin) -> Wish:
         return Wish(origin, mode, self.preamble_key, self.model.causal.fingerprint)
@@ -73,11 +86,15 @@ class ModuleEncoder:
         """Where the first slot starts."""
         return len(self.preamble_ids)
 
-    def _starts(self, modules: Sequence[Sequence[int]]) -> list[int]:
+    def _starts(
+        self, modules: Sequence[Sequence[int]], wanted: Sequence[int] | None
+    ) -> Sequence[int]:
         """Where each module is encoded: in the first slot, or, with positions that cannot move,
         where this prompt wants it."""
         if self.model.causal.scheme.movable:
             return [self._first] * len(modules)
+        if wanted is not None:
+            return wanted
         lengths = [self._first, *map(len, modules)]
         return list(accumulate(lengths))[:-1]
 

@@ -36,6 +36,11 @@ class Placed:
         """Those whose states were in the store before."""
         return sum(n for source, n in self.tokens.items() if source != "encoded")
 
+    @property
+    def created_tokens(self) -> int:
+        """Those that were encoded for it and kept."""
+        return self.tokens.get("encoded", 0)
+
 
 def place(
     pieces: Sequence[Piece], owners: Mapping[Path, Owner], template: TemplateText, length: int

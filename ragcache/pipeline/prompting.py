@@ -201,6 +201,7 @@ def _ready(
         cached_tokens=placed.cached_tokens,
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(*times, time.perf_counter()),
+        created_tokens=placed.created_tokens,
         kind="prompt",
         collection=plan.schema,
         tokens=placed.tokens,

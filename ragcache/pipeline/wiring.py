@@ -12,9 +12,12 @@ from ragcache.engine import Engine, EngineSettings
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.chat_text import ChatText
+from ragcache.pipeline.chatting import ChatRunner
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingesting import IngestionJobs, Worker
 from ragcache.pipeline.ingestion import Ingestor
+from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.observing import Observing
 from ragcache.pipeline.prompting import PromptRunner
@@ -23,6 +26,7 @@ from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
+from ragcache.recognition import Recogniser
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import embedder_name
 from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts, Vectors
@@ -57,6 +61,7 @@ class Parts:
     ingestor: Ingestor
     answerer: Answerer
     prompts: PromptRunner
+    chats: ChatRunner
     modules: Modules
     jobs: IngestionJobs
 
@@ -157,6 +162,15 @@ def _wire(common: Common, namespace: str) -> Parts:
         ingestor,
         Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
         PromptRunner(SchemaTexts(database, namespace), scopes, common.template, submitter),
+        ChatRunner(
+            ChatText(model, common.template),
+            InsideText(model, common.template),
+            Recogniser(catalogue),
+            catalogue,
+            encoder,
+            tokens,
+            submitter,
+        ),
         Modules(catalogue, store, encoder, tokens),
         IngestionJobs(rows, ingestor, common.returned, common.worker),
     )

@@ -162,6 +162,13 @@ class Catalogue:
                 raise AssertionError("the collection appeared within one snapshot")
             return int(found[0]), int(found[1])
 
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """The stamps of all collections, by name."""
+        columns = select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
+        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self.namespace)
+        with self._database.reading() as session:
+            return {name: (number, revision) for name, number, revision in session.execute(joined)}
+
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""
         tokens = np.asarray(token_ids, dtype="<i4").tobytes()

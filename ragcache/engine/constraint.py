@@ -1,0 +1,122 @@
+"""What an answer's tokens must be: the hold of a grammar on the sampler.
+
+The engine asks for a mask before each token and tells which one came. It knows neither grammars nor
+the libraries that compile them, and a request without a constraint pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, pad
+
+from ragcache.errors import ConstraintFailed
+
+# What is added to the logits of eight tokens, for every byte of a mask: [256, 8].
+_OF_BYTE = torch.tensor(
+    [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)],
+    device="cpu",
+)
+_NONE_ALLOWED = torch.zeros(0, dtype=torch.int32, device="cpu")
+
+
+class Constraint(Protocol):
+    """The state of one answer under a constraint. Only the engine's thread uses it."""
+
+    def mask(self) -> Tensor | None:
+        """The tokens that may come next: on the CPU either packed, int32 [ceil(V / 32)] with token
+        t at bit t % 32 of word t // 32, or bool [V]; None where all may. Tokens beyond its end may
+        not. A stop token may come only where the answer may end. It is read before
+        this constraint is called again, so that one buffer may serve for every mask."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Takes the token that was chosen; never a stop token."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete and nothing but an end may follow."""
+        ...
+
+
+MakeConstraint = Callable[[], Constraint]
+"""Makes the constraint of one answer in its first state."""
+
+
+class Guarded:
+    """A constraint whose errors fail its own request.
+
+    failure: what went wrong; from then on it allows nothing. The state lives as long as the answer,
+    so that one that is pre-empted goes on where it was.
+    """
+
+    def __init__(self, make: MakeConstraint) -> None:
+        self.failure: ConstraintFailed | None = None
+        self._constraint: Constraint | None = None
+        try:
+            self._constraint = make()
+        except Exception as error:
+            self._fail("making it", error)
+
+    def mask(self) -> Tensor | None:
+        """See `Constraint.mask`."""
+        if self._constraint is None:
+            return _NONE_ALLOWED
+        try:
+            return self._constraint.mask()
+        except Exception as error:
+            self._fail("asking which tokens may follow", error)
+            return _NONE_ALLOWED
+
+    def accept(self, token: int) -> bool:
+        """Takes a token. Returns whether the answer is complete."""
+        if self._constraint is None:
+            return False
+        try:
+            self._constraint.accept(token)
+            return self._constraint.finished
+        except Exception as error:
+            self._fail(f"taking token {token}", error)
+            return False
+
+    def _fail(self, doing: str, error: Exception) -> None:
+        self._constraint = None
+        self.failure = ConstraintFailed(f"the request's constraint failed in {doing}: {error!r}")
+        self.failure.__cause__ = error
+
+
+def forbid(logits: Tensor, masks: Sequence[Tensor | None]) -> None:
+    """Sets what the masks do not allow to minus infinity. logits: float32 [R, V], overwritten."""
+    alike: dict[tuple[torch.dtype, int], list[int]] = {}
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            alike.setdefault((mask.dtype, len(mask)), []).append(row)
+    for (dtype, _), rows in alike.items():
+        stacked = torch.stack([mask for row in rows if (mask := masks[row]) is not None])
+        stacked = stacked.to(logits.device)  # packed, a thirty-second of what follows
+        added = penalties(stacked if dtype == torch.int32 else pack(stacked))
+        width = min(added.shape[-1], logits.shape[-1])
+        for row, penalty in zip(rows, added, strict=True):
+            logits[row, :width] += penalty[:width]
+            logits[row, width:] = -torch.inf
+
+
+def penalties(packed: Tensor) -> Tensor:
+    """What is added to the logits of each token: 0 where it is allowed, else minus infinity.
+
+    packed: int32 [R, W]; the result is float32 [R, 32 * W]. One look-up for eight tokens.
+    """
+    eights = packed.view(torch.uint8).int()  # [R, 4 * W], the lowest byte first
+    return embedding(eights, _OF_BYTE.to(packed.device)).flatten(1)
+
+
+def pack(allowed: Tensor) -> Tensor:
+    """bool [R, V] as packed masks, int32 [R, ceil(V / 32)]."""
+    words = pad(allowed, (0, -allowed.shape[-1] % 32)).view(len(allowed), -1, 4, 8)
+    weights = torch.tensor([1 << bit for bit in range(8)], device=allowed.device)
+    eights: Tensor = (words * weights).sum(-1).to(torch.uint8)  # [R, W, 4]
+    return eights.view(torch.int32).flatten(1)
