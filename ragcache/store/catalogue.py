@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.errors import DocumentError, UnknownCollection
@@ -261,7 +261,7 @@ class Catalogue:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
-            freed = _delete_documents(session, owner, names)
+            freed = delete_documents(session, owner, names)
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
             return len(names), retire(session, freed)
 
