@@ -215,3 +215,17 @@ def test_without_an_embedder_a_search_is_by_words(
         store.similarity_search_with_relevance_scores("keys")
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         store.similarity_search_by_vector([1.0])
+
+
+def test_tenants_do_not_see_each_others_documents(rag: RagCache) -> None:
+    embedding = DeterministicFakeEmbedding(size=6)
+    mine, theirs = (
+        RagCacheVectorStore(embedding, collection="notes", rag=rag.within(name))
+        for name in ("mine", "theirs")
+    )
+    mine.add_texts(["foo"], ids=["1"])
+    theirs.add_texts(["bar"], ids=["1"])
+    assert contents(mine.similarity_search("bar")) == ["foo"]
+    assert contents(theirs.get_by_ids(["1"])) == ["bar"]
+    theirs.delete()
+    assert contents(mine.get_by_ids(["1"])) == ["foo"]
