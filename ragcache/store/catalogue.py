@@ -10,11 +10,12 @@ import numpy as np
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from ragcache.errors import DocumentError, UnknownCollection
+from ragcache.errors import DocumentError
 from ragcache.states import KVKey
 from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
+from ragcache.store.lookup import collection_id
 from ragcache.store.ownership import retire
 from ragcache.store.removal import delete_documents
 from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
@@ -299,18 +300,3 @@ class Catalogue:
         raised = update(CollectionTable).where(chosen)
         session.execute(raised.values(revision=CollectionTable.revision + 1))
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
-
-
-def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
-    """Raises `UnknownCollection` and names those that exist."""
-    rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
-    found: dict[str, int] = {}
-    for collection, number in session.execute(rows.where(NamespaceTable.name == namespace)):
-        found[collection] = number
-    if name not in found:
-        known = ", ".join(map(repr, sorted(found))) or "none yet"
-        raise UnknownCollection(
-            f"there is no collection {name!r}; known: {known}. "
-            f"Make it with `ragcache ingest {name} PATH`"
-        )
-    return found[name]

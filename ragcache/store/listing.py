@@ -11,8 +11,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ragcache.errors import UnknownModule
-from ragcache.store.catalogue import collection_id
 from ragcache.store.database import Database
+from ragcache.store.lookup import collection_id
 from ragcache.store.statements import CHUNK
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,

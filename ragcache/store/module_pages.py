@@ -15,9 +15,9 @@ from sqlalchemy import Select, and_, exists, func, select, tuple_
 from sqlalchemy.orm import aliased
 
 from ragcache.errors import InvalidRequest
-from ragcache.store.catalogue import collection_id
 from ragcache.store.database import Database
 from ragcache.store.listing import ModuleListing, listings
+from ragcache.store.lookup import collection_id
 from ragcache.store.module_filters import Condition, Matching, ModuleFilter
 from ragcache.store.paging import Page, after, check_limit, cursor_of, cut
 from ragcache.store.tables import EncodingTable, ModuleTable, NamespaceTable, StateTable
