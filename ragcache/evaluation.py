@@ -1,4 +1,4 @@
-"""Answer quality: exact match and F1 after SQuAD's normalisation."""
+"""Answer quality: exact match and F1 after SQuAD's normalisation, and agreement of first tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import ConfigurationError
+from ragcache.pipeline import Message
 from ragcache.rag import RagCache
+
+Through = Literal["ask", "chat"]
+"""The way that a question takes: retrieval inside of a prompt of ragcache's own, or a chat into
+which someone else has pasted the modules that were retrieved."""
+
+PASTED = (
+    "Use the following pieces of context to answer the question at the end. Keep the answer as "
+    "short as possible.\n\n{documents}\n\nQuestion: {question}"
+)
+"""The user's message of a chat, which does not begin as the prompts that modules are encoded for."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -38,6 +49,7 @@ class Marked:
     exact_match: bool
     f1: float
     retrieved: bool
+    first_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +125,12 @@ def evaluate(
     *,
     mode: str,
     k: int = DEFAULT_K,
+    through: Through = "ask",
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Asks all questions through the real retriever and marks the answers.
+    """Asks all questions through the real retriever and marks the answers. Those of a chat have
+    the mode `chat:MODE`.
 
     Raises `ConfigurationError` where there are no questions.
     """
@@ -127,7 +141,10 @@ def evaluate(
     for start in range(0, len(questions), batch):
         part = questions[start : start + batch]
         asked = [question.question for question in part]
-        answers = rag.ask_batch(asked, collection=collection, k=k, mode=mode)
+        if through == "chat":
+            answers = rag.chat_batch([_pasted(rag, q, collection, k) for q in asked], mode=mode)
+        else:
+            answers = rag.ask_batch(asked, collection=collection, k=k, mode=mode)
         for question, answer in zip(part, answers, strict=True):
             computed += answer.reuse.computed_tokens
             found = any(source.document == question.document for source in answer.sources)
@@ -138,13 +155,14 @@ def evaluate(
                     exact_match(answer.text, question.answers),
                     f1(answer.text, question.answers),
                     found,
+                    next(iter(answer.choices[0].token_ids), None),
                 )
             )
         if progress is not None:
             progress(len(marked), len(questions))
     count = len(marked)
     return Report(
-        mode,
+        f"chat:{mode}" if through == "chat" else mode,
         count,
         exact_match=sum(m.exact_match for m in marked) / count,
         f1=sum(m.f1 for m in marked) / count,
@@ -152,3 +170,16 @@ def evaluate(
         computed_tokens=computed / count,
         marked=tuple(marked),
     )
+
+
+def first_tokens_agree(one: Report, other: Report) -> float:
+    """The share of the same questions whose answers begin with the same token in both."""
+    pairs = zip(one.marked, other.marked, strict=True)
+    return sum(a.first_token == b.first_token for a, b in pairs) / len(one.marked)
+
+
+def _pasted(rag: RagCache, question: str, collection: str, k: int) -> list[Message]:
+    """A chat with the texts of the retrieved modules, as any program would write it."""
+    hits = rag._parts.answerer.retriever.retrieve(question, collection, k).hits
+    documents = "\n\n".join(hit.module.text.strip() for hit in hits)
+    return [{"role": "user", "content": PASTED.format(documents=documents, question=question)}]

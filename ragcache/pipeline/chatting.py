@@ -77,8 +77,6 @@ class ChatRunner:
         `UnsupportedModel` or `PromptTooLong` before anything is computed."""
         called = time.perf_counter()
         spelled = [self._spell(each, options, generation) for each in conversations]
-        for later in spelled[1:]:
-            self._prefetch(later.script, options)
         asked: list[Asked] = []
         try:
             for each in spelled:
@@ -115,6 +113,8 @@ class ChatRunner:
         )
         own = len(script.own)
         draft = self.submitter.draft(own, script.length - own, generation, reuse=not exact)
+        if script.read:
+            self._announce(script, options)
         return _Spelled(_question(conversation), found, script, draft, recognised)
 
     def _found(self, text: str) -> list[Found]:
@@ -122,11 +122,12 @@ class ChatRunner:
         found = self.recogniser.find(text)
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
-    def _prefetch(self, script: Script, options: ChatOptions) -> None:
-        if script.read:
-            modules = [reading.token_ids for reading in script.read]
-            starts = [reading.first for reading in script.read]
-            self.encoder.prefetch(modules, options.encoded, starts)
+    def _announce(self, script: Script, options: ChatOptions) -> None:
+        """Notes that these modules stand in one prompt, and begins to bring their states."""
+        modules = [reading.module.id for reading in script.read]
+        self.encoder.store.ledger.notes.together(modules)
+        starts = [reading.first for reading in script.read]
+        self.encoder.prefetch([r.token_ids for r in script.read], options.encoded, starts)
 
     def _submit(self, spelled: _Spelled, options: ChatOptions, called: float) -> Asked:
         script = spelled.script

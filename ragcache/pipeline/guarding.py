@@ -37,7 +37,10 @@ class Guard:
         if isinstance(value, str):
             return self._hide(value)
         if isinstance(value, Mapping):
-            return {self.hide(key): self.hide(each) for key, each in value.items()}
+            return {
+                self._hide(key, ends=False) if isinstance(key, str) else key: self.hide(each)
+                for key, each in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.hide(each) for each in value]
         return value
@@ -46,7 +49,8 @@ class Guard:
         """The text as people wrote it."""
         return text.translate(self._revealed)
 
-    def _hide(self, text: str) -> str:
+    def _hide(self, text: str, *, ends: bool = True) -> str:
+        """ends: whether the template's text may stand right beside this one."""
         if found := MARK.search(text):
             raise InvalidRequest(
                 f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
@@ -54,7 +58,9 @@ class Guard:
             )
         if self._any is None:
             return text
-        places = {match.start() for match in self._any.finditer(text)} | self._edges(text)
+        places = {match.start() for match in self._any.finditer(text)}
+        if ends:
+            places |= self._edges(text)
         if not places:
             return text
         return "".join(self._hidden[c] if i in places else c for i, c in enumerate(text))
