@@ -33,6 +33,11 @@ class _Stream:
         return self._asked.ready.sources
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of the whole prompt, known before its first token."""
+        return self._asked.ready.prompt_tokens
+
+    @property
     def answer(self) -> Answer:
         """The whole answer, once it has ended. Raises `InvalidRequest` before, and what made the
         request fail."""

@@ -20,19 +20,18 @@ Tell = Callable[[Entry, AsyncAnswerStream], AsyncGenerator[bytes, None]]
 TellFault = Callable[[Fault], bytes]
 
 
-async def answered(call: Call, entry: Entry, opening: Opening) -> Answer:
-    """The whole answer, which is given up if the client goes away."""
+async def answered(call: Call, entry: Entry, *openings: Opening) -> list[Answer]:
+    """Whole answers, which are given up if the client goes away."""
 
-    async def open_and_wait() -> Answer:
-        stream = entry.attach(await opening())
-        return await stream
+    async def open_and_wait() -> list[Answer]:
+        streams = [entry.attach(await opening()) for opening in openings]
+        return [await stream for stream in streams]
 
     try:
-        answer = await unless_gone(call.request, open_and_wait())
+        entry.answers += await unless_gone(call.request, open_and_wait())
     except RequestCancelled as error:
         raise entry.running.named(error) from None
-    entry.answers.append(answer)
-    return answer
+    return entry.answers
 
 
 async def streamed(

@@ -13,31 +13,32 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from ragcache import errors
-from ragcache_schemas import PMLError
-
-STATUS: dict[type[Exception], int] = {
-    errors.ConfigurationError: 400,
-    errors.NoDocuments: 422,
-    errors.DocumentError: 422,
-    errors.MissingExtra: 501,
-    errors.ModelError: 500,
-    errors.DeadlineExceeded: 504,
-    errors.EngineClosed: 503,
-    errors.EngineFailed: 500,
-    errors.QueueFull: 429,
-    errors.RequestCancelled: 503,
-    errors.UnknownCollection: 404,
-    errors.UnknownSchema: 404,
-    errors.UnusableLogits: 500,
-    errors.RequestError: 400,
-    errors.LedgerUnavailable: 503,
-    errors.RemoteUnavailable: 503,
-    errors.StoreBudgetExceeded: 503,
-    errors.StoreFull: 507,
-    errors.StateMissing: 404,
-    errors.StoreError: 500,
-    PMLError: 422,
+STATUS = {
+    "ConfigurationError": 400,
+    "DocumentError": 422,
+    "UnsupportedModel": 400,  # what a request asks of the model
+    "MissingExtra": 501,
+    "ModelError": 500,
+    "DeadlineExceeded": 504,
+    "EngineClosed": 503,
+    "EngineFailed": 500,
+    "IdempotencyConflict": 409,
+    "QueueFull": 429,
+    "RequestCancelled": 503,
+    "UnknownCollection": 404,
+    "UnknownJob": 404,
+    "UnknownKey": 404,
+    "UnknownModule": 404,
+    "UnknownSchema": 404,
+    "UnusableLogits": 500,
+    "RequestError": 400,
+    "LedgerUnavailable": 503,
+    "RemoteUnavailable": 503,
+    "StoreBudgetExceeded": 503,
+    "StoreFull": 507,
+    "StateMissing": 404,
+    "StoreError": 500,
+    "PMLError": 422,
 }
 """The status of every named error: that of its class, or of the nearest one above it."""
 
@@ -117,7 +118,8 @@ def fault_of(error: BaseException) -> Fault | None:
     if isinstance(error, HTTPException):
         code = _TITLES.get(error.status_code, "error").lower().replace(" ", "-")
         return Fault(error.status_code, code, str(error.detail), dict(error.headers or {}))
-    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), None)
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    status = next((STATUS[kind] for kind in kinds if kind in STATUS), None)
     if status is None:
         return None
     headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}

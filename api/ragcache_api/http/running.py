@@ -49,6 +49,11 @@ class Entry:
             stream.close()
 
     @property
+    def prompt_tokens(self) -> int:
+        """As far as they are known: once the states are leased."""
+        return sum(stream.prompt_tokens for stream in self.streams)
+
+    @property
     def state(self) -> str:
         """`retrieving` until its states are leased, `waiting` until its first token, `running`."""
         if not self.streams:

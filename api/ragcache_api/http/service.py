@@ -14,9 +14,12 @@ from starlette.concurrency import run_in_threadpool
 from ragcache import RagCache
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import Refusal
+from ragcache_api.http.looking import Looking
+from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.recording import Recorder
 from ragcache_api.http.running import Running
 from ragcache_api.http.settings import ServiceSettings
+from ragcache_api.http.wire.openai_told import Spelling
 
 T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
@@ -31,7 +34,32 @@ class Service:
     running: Running = field(default_factory=Running)
     recorder: Recorder = field(default_factory=Recorder)
     started: float = field(default_factory=time)
+    looking: Looking = field(init=False)
+    metrics: Metrics = field(init=False)
     _within: dict[str, RagCache] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.looking = Looking.of(self.rag)
+        self.metrics = Metrics(self.looking, self.running)
+        self.running.ended += [self.recorder.ended, self.metrics.ended]
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is served."""
+        return self.looking.model.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model's weights and configuration, as OpenAI tells its own."""
+        return f"fp_{self.looking.model.causal.fingerprint[:10]}"
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.looking.model.tokenizer
+
+    @property
+    def spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
 
     def within(self, namespace: str) -> RagCache:
         """The collections, schemas and modules of a namespace."""
@@ -69,9 +97,14 @@ class Call:
             raise Refusal(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
         return min(asked, most)
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether the caller may see what all namespaces share."""
+        return self.caller.role == "admin" and self.caller.namespace == "default"
+
     def operator(self) -> None:
         """Raises `Refusal` (403) unless the caller may see what all namespaces share."""
-        if self.caller.role != "admin" or self.caller.namespace != "default":
+        if not self.is_operator:
             raise Refusal(
                 403, "forbidden",
                 "this concerns all namespaces: it takes a key of the role `admin` in `default`",

@@ -56,7 +56,7 @@ async def _respond(
         entry = running.begin(kind, call.caller.namespace, collection)
         return await streamed(call, entry, opening, _told, _told_fault)
     with running.entry(kind, call.caller.namespace, collection) as entry:
-        answer = await answered(call, entry, opening)
+        [answer] = await answered(call, entry, opening)
     return JSONResponse(told_answer(entry.id, answer))
 
 

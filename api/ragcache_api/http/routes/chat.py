@@ -16,7 +16,7 @@ from ragcache_api.http.routes.models import check_model
 from ragcache_api.http.routes.openai import Chunks, pieces_of, told_fault
 from ragcache_api.http.running import Entry
 from ragcache_api.http.service import Call, CallDep
-from ragcache_api.http.shaping import Shape
+from ragcache_api.http.shaping import Shape, joined
 from ragcache_api.http.wire.common import event_stream, openai_problems
 from ragcache_api.http.wire.openai import ChatRequest
 from ragcache_api.http.wire.openai_told import Head, OpenAICompletion, reason
@@ -32,7 +32,7 @@ async def complete(body: ChatRequest, call: CallDep) -> Response:
     """OpenAI's chat completion. With `collection`, the last message of the user is answered from
     the documents of that collection, and `sources` tells which modules were read."""
     check_model(call.service, body.model)
-    shape = Shape.of(body)
+    shape = Shape.of(body, call.service.tokenizer)
     generation = shape.apply(body.generation(call.deadline))
     rag = call.rag
     running, namespace = call.service.running, call.caller.namespace
@@ -45,7 +45,7 @@ async def complete(body: ChatRequest, call: CallDep) -> Response:
             )  # fmt: skip
         messages = [message.plain() for message in body.messages]
         return await rag.astream_chat(
-            messages, mode=body.mode, tools=shape.tools or None, generation=generation
+            messages, mode=body.mode, tools=shape.tools, generation=generation
         )
 
     if body.stream:
@@ -53,7 +53,7 @@ async def complete(body: ChatRequest, call: CallDep) -> Response:
         told = _Chat(call, body, shape, entry)
         return await streamed(call, entry, opening, told.chunks, told_fault)
     with running.entry("chat", namespace, body.collection or "") as entry:
-        answer = await answered(call, entry, opening)
+        [answer] = await answered(call, entry, opening)
         told = _Chat(call, body, shape, entry)
         choices = [told.choice(index) for index in range(len(answer.choices))]
         whole = told.head.completion(choices, entry.answers, sources=body.collection is not None)
@@ -68,13 +68,16 @@ class _Chat:
         self.head = Head.of(entry.id, service.model, service.fingerprint, chat=True)
         self._body, self._shape, self._entry = body, shape, entry
         self._spelling = service.spelling
-        self._begun: set[int] = set()
+        self._readers = [shape.reader() for _ in range(body.n or 1)]
 
     def choice(self, index: int) -> dict[str, Any]:
         """A choice of the answer that has ended."""
         choice = self._entry.answers[0].choices[index]
-        message, ending = self._shape.message(choice.text.lstrip(), reason(choice))
+        reader = self._readers[index]
+        deltas = [reader.feed(choice.text), reader.finish()]
+        message = {"role": "assistant", **joined(deltas)}
         logprobs = self._spelling.chat(choice.chosen) if self._body.logprobs else None
+        ending = reader.ending(reason(choice))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": ending}
 
     async def chunks(
@@ -82,44 +85,34 @@ class _Chat:
     ) -> AsyncGenerator[bytes, None]:  # fmt: skip
         """All events of the answer."""
         chunks = Chunks(self.head, self._body.with_usage, self._body.collection is not None)
-        for index in range(self._body.n or 1):
-            yield chunks.chunk(_delta(index, {"role": "assistant", "content": ""}))
+        yield chunks.chunk(
+            *(_delta(i, {"role": "assistant", "content": ""}) for i in range(self._body.n or 1))
+        )
         async with aclosing(pieces_of(entry, stream)) as pieces:
             async for piece in pieces:
-                delta = None if self._shape.whole else self._piece(piece)
+                delta = self._piece(piece)
                 if delta is not None:
                     yield chunks.chunk(delta)
-        endings = [self._ending(index) for index in range(len(entry.answers[0].choices))]
+        choices = entry.answers[0].choices
+        last = [_delta(index, self._readers[index].finish()) for index in range(len(choices))]
+        if any(each["delta"] for each in last):
+            yield chunks.chunk(*(each for each in last if each["delta"]))
+        endings = [
+            _delta(index, {}, self._readers[index].ending(reason(choice)))
+            for index, choice in enumerate(choices)
+        ]
         yield chunks.chunk(*endings, **chunks.extras(entry.answers))
         yield chunks.ending(entry.answers)
 
     def _piece(self, piece: Piece) -> dict[str, Any] | None:
-        text = piece.text if piece.choice in self._begun else piece.text.lstrip()
-        if text:
-            self._begun.add(piece.choice)
+        said = self._readers[piece.choice].feed(piece.text)
         told = self._body.logprobs and piece.chosen is not None
-        if not text and not told:
+        if not said and not told:
             return None
-        delta = _delta(piece.choice, {"content": text})
+        delta = _delta(piece.choice, said)
         if told and piece.chosen is not None:
             delta["logprobs"] = self._spelling.chat([piece.chosen])
         return delta
-
-    def _ending(self, index: int) -> dict[str, Any]:
-        """Tools are told when they are whole: half a call is of use to nobody."""
-        choice = self._entry.answers[0].choices[index]
-        if not self._shape.whole:
-            return _delta(index, {}, reason(choice))
-        message, ending = self._shape.message(choice.text.lstrip(), reason(choice))
-        del message["role"]
-        calls = [
-            {"index": number, **call} for number, call in enumerate(message.pop("tool_calls", []))
-        ]
-        delta = message | ({"tool_calls": calls} if calls else {})
-        told = _delta(index, delta, ending)
-        if self._body.logprobs:
-            told["logprobs"] = self._spelling.chat(choice.chosen)
-        return told
 
 
 def _delta(index: int, delta: dict[str, Any], ending: str | None = None) -> dict[str, Any]:
