@@ -36,8 +36,10 @@ class RagCache(Questions, Prompts, Chats):
     for an answer there, and cancelling the task gives the request up.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, closes: bool = True) -> None:
+        """closes: whether closing this object closes the folder."""
         self._parts = parts
+        self._closes = closes
 
     @classmethod
     def open(
@@ -92,8 +94,24 @@ class RagCache(Questions, Prompts, Chats):
 
     def close(self, *, drain: bool = False) -> None:
         """Stops the engine and closes the ledger. What still runs fails with `EngineClosed`, or is
-        waited for with `drain`. Everything that was stored is on disk already."""
-        self._parts.close(drain=drain)
+        waited for with `drain`. Everything that was stored is on disk already. One that `within`
+        made closes nothing."""
+        if self._closes:
+            self._parts.close(drain=drain)
+
+    @property
+    def namespace(self) -> str:
+        """Whose collections, schemas and modules these are."""
+        return self._parts.namespace
+
+    def within(self, namespace: str) -> RagCache:
+        """The same folder, model and engine for another tenant: its collections, schemas, modules
+        and states are its own, and nothing of others is seen or reused.
+
+        namespace: 1 to 64 letters, digits and `._-`; `default` is that of `open`. It is made with
+        its first document. Raises `ConfigurationError`.
+        """
+        return RagCache(self._parts.within(namespace), closes=False)
 
     def ingest(
         self, collection: str, sources: Iterable[Source] | Source, *,
@@ -112,6 +130,11 @@ class RagCache(Questions, Prompts, Chats):
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many."""
         return self._parts.ingestor.delete(collection, document_ids)
+
+    def delete_collection(self, collection: str) -> int:
+        """Deletes a collection with everything in it; returns how many documents there were.
+        Raises `UnknownCollection`."""
+        return self._parts.ingestor.delete_collection(collection)
 
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Encodes modules of a collection together, each seeing those before it (Prompt Cache
@@ -145,10 +168,11 @@ class RagCache(Questions, Prompts, Chats):
         """Every module with the size, tiers and hits of its states."""
         self._parts.returned.release()
         self._parts.store.ledger.flush()
-        return list_modules(self._parts.database, collection)
+        return list_modules(self._parts.database, collection, self._parts.namespace)
 
     def stats(self) -> Stats:
-        """What is kept and what happened since this process opened the folder."""
+        """What is kept and what happened since this process opened it. Collections are those
+        of the namespace, everything else is of the folder."""
         self._parts.returned.release()
         return Stats.of(self._parts)
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ragcache.config import Settings
+from ragcache.config import NAMESPACE, Settings
 from ragcache.engine import Context, Engine, Request, check_window
 from ragcache.engine.handle import Channel, Handle
 from ragcache.engine.request import Choice, Completion, Piece
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Ready
 from ragcache.pipeline.asked import Asked, Returned
-from ragcache.pipeline.generation import TENANT, Generation
+from ragcache.pipeline.generation import Generation
 from ragcache.store import Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
-    """Checks requests before anything is leased, and submits them."""
+    """Checks requests before anything is leased, and submits them. namespace: whose requests share
+    private states."""
 
     model: LoadedModel
     engine: Engine
     returned: Returned
     settings: Settings
+    namespace: str = NAMESPACE
 
     def draft(
         self, own: int, documents: int, generation: Generation, *,
@@ -38,7 +40,7 @@ class Submitter:
         computed = own + recomputed
         end = own + documents if end is None else end
         context = Context((), (0,) * computed, tuple(range(computed)), end)
-        tenant = TENANT if reuse else None
+        tenant = self.namespace if reuse else None
         request = generation.request(context, self.model, self.settings.max_new_tokens, tenant)
         check_window(
             documents,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
 from ragcache.store.ownership import retire
 from ragcache.store.scaffolds import delete_scaffolds
-from ragcache.store.statements import chunks, insert_for_module, insert_new
+from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
@@ -44,7 +45,7 @@ class Catalogue:
         self._database = database
         self._tokenizer = tokenizer
         self._embedder = embedder
-        self._namespace = namespace
+        self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
 
     def collections(self) -> dict[str, int]:
@@ -53,7 +54,7 @@ class Catalogue:
             select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
             .join(NamespaceTable)
             .outerjoin(DocumentTable)
-            .where(NamespaceTable.name == self._namespace)
+            .where(NamespaceTable.name == self.namespace)
             .group_by(CollectionTable.name)
             .order_by(CollectionTable.name)
         )
@@ -121,7 +122,7 @@ class Catalogue:
             .order_by(ModuleTable.id)
         )
         with self._database.reading() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             return [
                 ModuleRow(m.id, m.name, document, uri, m.text)
                 for m, document, uri in session.execute(self._within(statement, collection))
@@ -157,7 +158,7 @@ class Catalogue:
         with self._database.reading() as session:
             found = session.execute(statement).one_or_none()
             if found is None:
-                collection_id(session, collection, self._namespace)
+                collection_id(session, collection, self.namespace)
                 raise AssertionError("the collection appeared within one snapshot")
             return int(found[0]), int(found[1])
 
@@ -193,21 +194,32 @@ class Catalogue:
         if source_ids is not None:
             statement = statement.where(DocumentTable.source_id.in_(source_ids))
         with self._database.reading() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             return {KVKey(key): number for key, number in session.execute(statement)}
 
     def delete(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
         """Deletes documents with all that belongs to them; returns as `replace`."""
         with self._database.transaction() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
             return retire(session, _delete_documents(session, owner, source_ids))
+
+    def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
+        """Deletes a collection with all that belongs to it; the number of its documents, and keys
+        as `replace` returns them. Raises `UnknownCollection`."""
+        with self._database.transaction() as session:
+            owner = collection_id(session, collection, self.namespace)
+            rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
+            names = list(session.scalars(rows))
+            freed = _delete_documents(session, owner, names)
+            session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
+            return len(names), retire(session, freed)
 
     def rename(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
         `DocumentError` where there is no such document, or one of the new name already."""
         with self._database.transaction() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
             rows = select(DocumentTable).where(DocumentTable.collection_id == owner)
             row = session.scalar(rows.where(DocumentTable.source_id == source_id))
@@ -223,17 +235,15 @@ class Catalogue:
     def _within(self, statement: Any, collection: str) -> Any:
         joined = statement.join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
         return joined.where(
-            NamespaceTable.name == self._namespace, CollectionTable.name == collection
+            NamespaceTable.name == self.namespace, CollectionTable.name == collection
         )
 
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
         collection take turns."""
-        insert_new(session, NamespaceTable, {"name": self._namespace})
-        namespace = session.scalars(
-            select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
-        ).one()
-        row = {"name": name, "namespace_id": namespace, "revision": 0}
+        namespace = namespace_id(session, self.namespace)
+        # Ids of collections come again; a revision does not, so that no stamp does.
+        row = {"name": name, "namespace_id": namespace, "revision": time.time_ns() // 1000}
         insert_new(session, CollectionTable, row)
         chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)
         raised = update(CollectionTable).where(chosen)

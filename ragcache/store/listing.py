@@ -12,10 +12,12 @@ from sqlalchemy import select
 from ragcache.store.catalogue import collection_id
 from ragcache.store.database import Database
 from ragcache.store.tables import (
+    DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
     EncodingTable,
     ModuleTable,
+    NamespaceTable,
     StateTable,
 )
 
@@ -34,7 +36,9 @@ class ModuleListing:
     pinned: bool
 
 
-def list_modules(database: Database, collection: str | None = None) -> list[ModuleListing]:
+def list_modules(
+    database: Database, collection: str | None = None, namespace: str = DEFAULT_NAMESPACE
+) -> list[ModuleListing]:
     """Every module with the size, tiers and hits of its states."""
     statement = (
         select(
@@ -46,6 +50,8 @@ def list_modules(database: Database, collection: str | None = None) -> list[Modu
         )
         .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
         .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        .where(NamespaceTable.name == namespace)
         .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
         .outerjoin(StateTable, StateTable.key == EncodingTable.key)
         .order_by(CollectionTable.name, ModuleTable.id)
@@ -54,7 +60,7 @@ def list_modules(database: Database, collection: str | None = None) -> list[Modu
         statement = statement.where(CollectionTable.name == collection)
     with database.reading() as session:
         if collection is not None:
-            collection_id(session, collection)
+            collection_id(session, collection, namespace)
         rows = list(session.execute(statement))
     return [_listing(list(group)) for _, group in groupby(rows, key=itemgetter(0))]
 

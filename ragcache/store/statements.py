@@ -9,7 +9,7 @@ from sqlalchemy import Select, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from ragcache.store.tables import Base, ModuleTable
+from ragcache.store.tables import Base, ModuleTable, NamespaceTable
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
 
@@ -20,6 +20,19 @@ def insert_new(session: Session, table: type[Base], rows: Rows) -> None:
     """Inserts rows; those whose key or unique name is there already are left as they are."""
     if rows:
         session.execute(_insert(session, table).on_conflict_do_nothing(), rows)
+
+
+def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]) -> int | None:
+    """Inserts a row; its id, or None where its key or unique name is there already."""
+    statement = _insert(session, table).on_conflict_do_nothing()
+    number: int | None = session.scalar(statement.values(row).returning(table.__table__.c.id))
+    return number
+
+
+def namespace_id(session: Session, name: str) -> int:
+    """The id of a namespace, made if need be."""
+    insert_new(session, NamespaceTable, {"name": name})
+    return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
 
 
 def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[str]) -> None:

@@ -20,7 +20,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-DEFAULT_NAMESPACE = "default"
+from ragcache.config import NAMESPACE
+
+DEFAULT_NAMESPACE = NAMESPACE
 SHARED = ""  # the place of a tier of which the ledger knows one alone
 
 Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up integers alone
@@ -190,17 +192,30 @@ class CoRetrievalTable(Base):
 
 
 class JobTable(Base):
-    """An ingestion. status: running, done, failed or interrupted; times in Unix seconds."""
+    """An ingestion. status: queued, running, done, failed or interrupted; times in Unix seconds;
+    done: of its modules. idempotency_key: by which a caller knows a request again, whose content
+    is `request_digest`."""
 
     __tablename__ = "ingestion_jobs"
+    __table_args__ = (
+        Index("jobs_by_namespace", "namespace", "id"),
+        Index("jobs_by_request", "namespace", "idempotency_key", unique=True),
+    )
     id: Mapped[int] = mapped_column(primary_key=True)
     target: Mapped[str]  # `collection NAME` or `schema NAME`
     session: Mapped[str]
     status: Mapped[str]
-    started_at: Mapped[float]
+    started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
     modules: Mapped[int]
     error: Mapped[str] = mapped_column(default="")
+    namespace: Mapped[str] = mapped_column(
+        default=DEFAULT_NAMESPACE, server_default=DEFAULT_NAMESPACE
+    )
+    created_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    done: Mapped[int] = mapped_column(default=0, server_default="0")
+    idempotency_key: Mapped[str | None]
+    request_digest: Mapped[str] = mapped_column(default="", server_default="")
 
 
 class JobStateTable(Base):
@@ -211,6 +226,22 @@ class JobStateTable(Base):
         ForeignKey("ingestion_jobs.id", ondelete="CASCADE"), primary_key=True
     )
     key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class ApiKeyTable(Base):
+    """A key of the HTTP service. digest: SHA-256 of the secret, which is kept nowhere; prefix: its
+    first characters, for people. Times in Unix seconds."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    role: Mapped[str]
+    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    prefix: Mapped[str]
+    digest: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[float]
+    last_used: Mapped[float | None]
+    revoked_at: Mapped[float | None]
 
 
 class EvictionTable(Base):
