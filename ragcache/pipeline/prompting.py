@@ -70,6 +70,10 @@ class PromptRunner:
         self._schemas[schema.name] = loaded
         return schema
 
+    def forget(self, name: str) -> None:
+        """Reads a schema anew when it is next wanted."""
+        self._schemas.pop(name, None)
+
     def start(
         self, text: str, mode: str, generation: Generation, source: str = "<string>"
     ) -> Asked:

@@ -165,7 +165,7 @@ class Catalogue:
     def stamps(self) -> dict[str, tuple[int, int]]:
         """The stamps of all collections, by name."""
         columns = select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
-        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self._namespace)
+        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self.namespace)
         with self._database.reading() as session:
             return {name: (number, revision) for name, number, revision in session.execute(joined)}
 
