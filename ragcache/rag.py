@@ -19,6 +19,7 @@ from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval.embedders import MiniLM
 from ragcache.store import (
     Database,
+    Keys,
     KVStore,
     ModuleListing,
     TierOptions,
@@ -163,6 +164,11 @@ class RagCache(Questions, Prompts, Chats):
     def modules(self) -> Modules:
         """Warming, pinning, moving and evicting the states of documents."""
         return self._parts.modules
+
+    @property
+    def keys(self) -> Keys:
+        """The API keys of the service, of all namespaces."""
+        return self._parts.common.keys
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """Every module with the size, tiers and hits of its states."""

@@ -27,7 +27,7 @@ from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.recognition import Recogniser
 from ragcache.retrieval import Retriever
 from ragcache.retrieval.embedders import embedder_name
-from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts, Vectors
+from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts, Vectors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +42,7 @@ class Common:
     embedder: Embeddings | None
     settings: Settings
     template: TemplateText
+    keys: Keys
     namespaces: dict[str, Parts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -70,7 +71,9 @@ class Parts:
             model.causal, EngineSettings(pool_bytes=settings.private_bytes, queue=settings.queue)
         )
         template = TemplateText(model)
-        common = Common(database, model, engine, store, Returned(), embedder, settings, template)
+        common = Common(
+            database, model, engine, store, Returned(), embedder, settings, template, Keys(database)
+        )
         return _parts(common, NAMESPACE)
 
     def within(self, namespace: str) -> Parts:
@@ -101,6 +104,7 @@ class Parts:
         """Stops the engine, and closes store and ledger, for all namespaces."""
         self.engine.close(drain=drain)
         self.returned.release()
+        self.common.keys.flush()
         self.store.close()
         self.database.close()
 

@@ -6,11 +6,13 @@ from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument, NewModule
 from ragcache.store.entries import KVEntry
 from ragcache.store.filling import Wish
-from ragcache.store.jobs import Jobs
+from ragcache.store.jobs import JobRow, Jobs
+from ragcache.store.keys import KeyRow, Keys
 from ragcache.store.lease import Lease
 from ragcache.store.ledger import Ledger
 from ragcache.store.listing import ModuleListing, list_modules
 from ragcache.store.options import TierOptions, open_tiers
+from ragcache.store.paging import Page
 from ragcache.store.policy import choose_victims
 from ragcache.store.scaffolds import Members, ScaffoldRows
 from ragcache.store.schemas import SchemaText, SchemaTexts
@@ -25,9 +27,12 @@ __all__ = [
     "DiskTier",
     "DocumentRow",
     "HostTier",
+    "JobRow",
     "Jobs",
     "KVEntry",
     "KVStore",
+    "KeyRow",
+    "Keys",
     "Lease",
     "Ledger",
     "Members",
@@ -36,6 +41,7 @@ __all__ = [
     "NewDocument",
     "NewModule",
     "Origin",
+    "Page",
     "RemoteTier",
     "ScaffoldRows",
     "SchemaText",

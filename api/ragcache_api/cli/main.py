@@ -14,6 +14,7 @@ from ragcache_api.cli import (
     doctor,
     evaluate,
     ingest,
+    keys,
     modules,
     plan,
     prompt,
@@ -41,6 +42,7 @@ app.command("stats")(stats.stats)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.add_typer(modules.app, name="modules")
+app.add_typer(keys.app, name="keys")
 app.add_typer(schema.app, name="schema")
 app.add_typer(bench.app, name="bench")
 
