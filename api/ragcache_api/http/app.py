@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.staticfiles import StaticFiles
 
 from ragcache import RagCache, __version__
@@ -53,13 +54,13 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     service = Service(rag, settings)
     app = FastAPI(
         title="ragcache", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None,
-        telemetry=telemetry(settings.telemetry), generate_unique_id_function=lambda r: r.name,
+        telemetry=telemetry(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip
     app.state.service = service
     page = PAGE if settings.page and PAGE.is_dir() else None
     app.add_middleware(
         Gate,
-        doorkeeper=Doorkeeper(rag.keys, settings.key_seconds),
+        doorkeeper=Doorkeeper(rag.keys),
         rate=RateLimit(settings.rate),
         body_bytes=settings.body_bytes,
         upload_bytes=settings.upload_bytes,
@@ -93,6 +94,11 @@ async def _tick(service: Service) -> None:
     while True:
         service.recorder.tick(service.running.entries.values())
         await asyncio.sleep(POINT_SECONDS)
+
+
+def _operation_id(route: APIRoute) -> str:
+    """Names of routes are those of functions, which two files may have in common."""
+    return f"{route.endpoint.__module__.rpartition('.')[2]}.{route.name}"
 
 
 def _open_paths(page: Path | None) -> frozenset[str]:

@@ -136,6 +136,8 @@ def _code(name: str) -> str:
 
 def _invalid(error: RequestValidationError) -> Fault:
     """Says where and what, and repeats nothing that was sent."""
+    if any(each["type"] == "json_invalid" for each in error.errors()):
+        return Fault(422, "invalid-json", "the body is no JSON")
     problems = tuple(
         {"loc": [str(part) for part in each["loc"]], "msg": str(each["msg"])}
         for each in error.errors()[:20]

@@ -97,14 +97,9 @@ class Call:
             raise Refusal(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
         return min(asked, most)
 
-    @property
-    def is_operator(self) -> bool:
-        """Whether the caller may see what all namespaces share."""
-        return self.caller.role == "admin" and self.caller.namespace == "default"
-
     def operator(self) -> None:
         """Raises `Refusal` (403) unless the caller may see what all namespaces share."""
-        if not self.is_operator:
+        if not self.caller.is_operator:
             raise Refusal(
                 403, "forbidden",
                 "this concerns all namespaces: it takes a key of the role `admin` in `default`",

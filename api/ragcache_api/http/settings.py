@@ -55,9 +55,6 @@ class ServiceSettings(BaseSettings):
     body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
     upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")
     rate: str | None = Field(None, description="Requests of a key or address, as `100/minute`.")
-    key_seconds: float = Field(
-        2.0, ge=0, description="For how long a key's check is believed; a revoked key ends so late."
-    )
     allowed_hosts: list[str] = Field(
         default=["localhost", "127.0.0.1", "::1"],
         description="Names by which a service without keys may be called.",

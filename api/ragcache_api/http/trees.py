@@ -43,7 +43,10 @@ def _node(node: object, spans: Iterator[Span]) -> dict[str, Any]:
         case _:
             raise TypeError(f"a schema holds no {type(node).__name__}")
     children = _nodes(below, spans)
-    return {"name": name, "kind": kind, "tokens": span.length, "children": children}
+    # where modules close up a slot has no length of its own
+    below_it = [0, *(child["tokens"] for child in children)]
+    tokens = span.length or (max(below_it) if kind == "union" else sum(below_it))
+    return {"name": name, "kind": kind, "tokens": tokens, "children": children}
 
 
 def _flat(nodes: Sequence[object]) -> Iterator[object]:

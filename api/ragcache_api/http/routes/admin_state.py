@@ -32,7 +32,7 @@ async def stats(call: CallDep) -> StatsTold:
     service = call.service
     record = service.recorder.of(call.caller.namespace)
     states = [entry.state for entry in _mine(call)]
-    operator = call.is_operator
+    operator = call.caller.is_operator
     evictions = told.evictions if operator else {}
     return StatsTold(
         model=service.model,
@@ -75,7 +75,7 @@ async def evictions(
 @router.get("/requests")
 async def requests(call: CallDep) -> dict[str, Any]:
     """Requests that run, the engine's batch, and the last that ended."""
-    batch = call.service.looking.batch() if call.is_operator else None
+    batch = call.service.looking.batch() if call.caller.is_operator else None
     record = call.service.recorder.of(call.caller.namespace)
     return {
         "running": [_told(entry) for entry in _mine(call)],
