@@ -15,6 +15,7 @@ from ragcache.errors import ConfigurationError, StoreUnwritable
 from ragcache.facade import Chats, Prompts, Questions
 from ragcache.models import LoadedModel, load_model
 from ragcache.pipeline import Ingestion, Modules, Parts, Stats, generated_schema, members
+from ragcache.pipeline.ingesting import IngestionJobs
 from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval.embedders import MiniLM
 from ragcache.store import (
@@ -164,6 +165,11 @@ class RagCache(Questions, Prompts, Chats):
     def modules(self) -> Modules:
         """Warming, pinning, moving and evicting the states of documents."""
         return self._parts.modules
+
+    @property
+    def jobs(self) -> IngestionJobs:
+        """Ingestion in the background, and what became of every ingestion."""
+        return self._parts.jobs
 
     @property
     def keys(self) -> Keys:

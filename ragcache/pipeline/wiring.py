@@ -15,6 +15,7 @@ from ragcache.pipeline.asked import Returned
 from ragcache.pipeline.chat_text import ChatText
 from ragcache.pipeline.chatting import ChatRunner
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
+from ragcache.pipeline.ingesting import IngestionJobs, Worker
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.modules import Modules
@@ -43,6 +44,7 @@ class Common:
     settings: Settings
     template: TemplateText
     keys: Keys
+    worker: Worker
     namespaces: dict[str, Parts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -59,6 +61,7 @@ class Parts:
     prompts: PromptRunner
     chats: ChatRunner
     modules: Modules
+    jobs: IngestionJobs
 
     @classmethod
     def wire(
@@ -72,7 +75,16 @@ class Parts:
         )
         template = TemplateText(model)
         common = Common(
-            database, model, engine, store, Returned(), embedder, settings, template, Keys(database)
+            database,
+            model,
+            engine,
+            store,
+            Returned(),
+            embedder,
+            settings,
+            template,
+            Keys(database),
+            Worker(),
         )
         return _parts(common, NAMESPACE)
 
@@ -101,8 +113,12 @@ class Parts:
         return self.common.returned
 
     def close(self, *, drain: bool) -> None:
-        """Stops the engine, and closes store and ledger, for all namespaces."""
+        """Stops the engine, and closes store and ledger, for all namespaces. An ingestion in the
+        background is interrupted, also with `drain`: it may take hours, and goes on where it was.
+        """
+        self.common.worker.halt()
         self.engine.close(drain=drain)
+        self.common.worker.join()
         self.returned.release()
         self.common.keys.flush()
         self.store.close()
@@ -130,12 +146,14 @@ def _wire(common: Common, namespace: str) -> Parts:
     scopes = ScopeEncoder(model, common.template, store, encode, salt)
     submitter = Submitter(model, common.engine, common.returned, common.settings, namespace)
     tokens = ModuleTokens(catalogue, model)
+    ingestor = Ingestor(catalogue, store, encoder, retriever, common.settings)
+    rows = store.jobs.within(namespace)
     scaffolds = Scaffolds(ScaffoldRows(database, namespace), common.settings.scaffold_after)
     return Parts(
         namespace,
         common,
         catalogue,
-        Ingestor(catalogue, store, encoder, retriever, common.settings),
+        ingestor,
         Answerer(catalogue, encoder, tokens, retriever, scaffolds, submitter),
         PromptRunner(SchemaTexts(database, namespace), scopes, common.template, submitter),
         ChatRunner(
@@ -148,4 +166,5 @@ def _wire(common: Common, namespace: str) -> Parts:
             submitter,
         ),
         Modules(catalogue, store, encoder, tokens),
+        IngestionJobs(rows, ingestor, common.returned, common.worker),
     )

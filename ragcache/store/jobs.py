@@ -91,11 +91,6 @@ class Jobs:
                 )
             return found.id, False
 
-    def withdraw(self, job: int) -> None:
-        """Takes back a job that was queued."""
-        with self.database.transaction() as session:
-            session.execute(delete(JobTable).where(JobTable.id == job))
-
     @contextmanager
     def running(self, target: str, modules: int, job: int | None = None) -> Iterator[int]:
         """A job for as long as the block runs, a new one or one that was queued; one that ends with
