@@ -58,6 +58,15 @@ class Looking:
                 for shelf in holdings.every
             ]
 
+    def leased(self) -> int:
+        """States that requests are reading."""
+        self.rag._parts.returned.release()
+        holdings = self.store.holdings
+        with holdings.lock:
+            return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
+                shelf.entries for shelf in holdings.every
+            ))  # fmt: skip
+
     def work(self) -> dict[str, float]:
         """What the engine did since it began."""
         tally = self.engine.tally

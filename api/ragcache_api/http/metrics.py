@@ -120,5 +120,7 @@ class Standing(Collector):
         for state, number in (("running", engine.core.running), ("waiting", engine.core.waiting)):
             text = f"Requests that are {state} in the engine."
             yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)
+        leased = "States that requests are reading."
+        yield GaugeMetricFamily("ragcache_leased_states", leased, value=self._looking.leased())
         text = "Requests that the service holds."
         yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._running.entries))
