@@ -3,5 +3,6 @@
 from ragcache.facade.chats import Chats
 from ragcache.facade.prompts import Prompts
 from ragcache.facade.questions import Questions
+from ragcache.facade.retrieval import Retrieval
 
-__all__ = ["Chats", "Prompts", "Questions"]
+__all__ = ["Chats", "Prompts", "Questions", "Retrieval"]

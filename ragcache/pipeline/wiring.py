@@ -62,6 +62,7 @@ class Parts:
     chats: ChatRunner
     modules: Modules
     jobs: IngestionJobs
+    retriever: Retriever
 
     @classmethod
     def wire(
@@ -111,6 +112,13 @@ class Parts:
     @property
     def returned(self) -> Returned:
         return self.common.returned
+
+    def retriever_by(self, embedder: Embeddings | None) -> Retriever:
+        """The retriever, or one with another embedder over the same catalogue."""
+        if embedder is None or embedder is self.retriever.embedder:
+            return self.retriever
+        vectors = Vectors(self.database, embedder_name(embedder), self.namespace)
+        return Retriever(self.catalogue, embedder, vectors)
 
     def close(self, *, drain: bool) -> None:
         """Stops the engine, and closes store and ledger, for all namespaces. An ingestion in the
@@ -167,4 +175,5 @@ def _wire(common: Common, namespace: str) -> Parts:
         ),
         Modules(catalogue, store, encoder, tokens),
         IngestionJobs(rows, ingestor, common.returned, common.worker),
+        retriever,
     )

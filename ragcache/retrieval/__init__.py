@@ -1,7 +1,19 @@
 """Finding modules for a question: words, meaning, and the fusion of both."""
 
+from ragcache.retrieval.criteria import Criteria, SearchKind
+from ragcache.retrieval.filters import Filters, compile_filters
 from ragcache.retrieval.fusion import fuse
 from ragcache.retrieval.index import CollectionIndex
 from ragcache.retrieval.retriever import Hit, Retriever, Selection
 
-__all__ = ["CollectionIndex", "Hit", "Retriever", "Selection", "fuse"]
+__all__ = [
+    "CollectionIndex",
+    "Criteria",
+    "Filters",
+    "Hit",
+    "Retriever",
+    "SearchKind",
+    "Selection",
+    "compile_filters",
+    "fuse",
+]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.errors import DocumentError, UnknownCollection
@@ -63,10 +63,16 @@ class Catalogue:
 
     def documents(self, collection: str) -> dict[str, DocumentRow]:
         """The documents of a collection by source id; empty where it does not exist yet."""
-        statement = self._within(select(DocumentTable).join(CollectionTable), collection)
+        modules = func.count(ModuleTable.id)
+        rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
+        statement = self._within(rows, collection).group_by(DocumentTable.id)
         with self._database.reading() as session:
-            rows = session.scalars(statement)
-            return {r.source_id: DocumentRow(r.id, r.source_id, r.uri, r.digest) for r in rows}
+            return {
+                row.source_id: DocumentRow(
+                    row.id, row.source_id, row.uri, row.digest, row.attributes, count
+                )
+                for row, count in session.execute(statement.order_by(DocumentTable.id))
+            }
 
     def replace(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None
@@ -113,19 +119,29 @@ class Catalogue:
                     VectorTable(module_id=stored.id, embedder=self._embedder, vector=vector)
                 )
 
-    def modules(self, collection: str) -> list[ModuleRow]:
-        """All modules of a collection, in the order of ids. Raises `UnknownCollection`."""
+    def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
+        """All modules of a collection, in the order of ids, or those of the names that there are,
+        in the order of the names. Raises `UnknownCollection`."""
+        if names is None:
+            return self._modules(collection)
+        found: dict[str, ModuleRow] = {}
+        for chunk in chunks(dict.fromkeys(names)):
+            found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
+        return [found[name] for name in names if name in found]
+
+    def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
         statement = (
-            select(ModuleTable, DocumentTable.source_id, DocumentTable.uri)
+            select(ModuleTable, DocumentTable)
             .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
             .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+            .where(*chosen)
             .order_by(ModuleTable.id)
         )
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
             return [
-                ModuleRow(m.id, m.name, document, uri, m.text)
-                for m, document, uri in session.execute(self._within(statement, collection))
+                ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
+                for m, d in session.execute(self._within(statement, collection))
             ]
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -35,20 +35,23 @@ class NewDocument:
 
 @dataclass(frozen=True, slots=True)
 class DocumentRow:
-    """A stored document."""
+    """A stored document. attributes: its metadata; modules: how many it has."""
 
     id: int
     source_id: str
     uri: str
     digest: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    modules: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """A stored module, with its document's name and what its states were last seen to be."""
+    """A stored module, with its document's name, address and metadata (`attributes`)."""
 
     id: int
     name: str
     document: str
     uri: str
     text: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)

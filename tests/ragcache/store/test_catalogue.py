@@ -276,6 +276,6 @@ def test_stored_vectors_are_found_by_their_modules(
     catalogue: Catalogue, database: Database
 ) -> None:
     catalogue.replace("notes", [document("a", 7)])
-    ids, vectors = Vectors(database, "embedder").of("notes")
-    assert ids.tolist() == [catalogue.modules("notes")[0].id]
-    assert vectors.tolist() == [[7.0, 0.5]]
+    [(number, vector)] = Vectors(database, "embedder").of("notes").items()
+    assert number == catalogue.modules("notes")[0].id
+    assert vector.tolist() == [7.0, 0.5]
