@@ -153,7 +153,7 @@ def test_an_error_after_the_beginning_is_an_event(client: TestClient) -> None:
         "/v1/chat/completions",
         json={
             "model": MODEL, "messages": [{"role": "user", "content": LEAVE}], "stream": True,
-            "max_tokens": 2000, "logprobs": False, "temperature": 2.0, "seed": 2,
+            "max_tokens": 2000, "logprobs": False, "temperature": 100, "seed": 2,
         },
         headers={"X-Request-Timeout": "0.05"},
     )  # fmt: skip

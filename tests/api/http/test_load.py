@@ -62,7 +62,7 @@ def check_nothing_left(server: Started) -> None:
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "ragcache_open_requests 0.0" in metrics
     assert "ragcache_engine_waiting 0.0" in metrics
-    leased = re.search(r"ragcache_leased_states (\S+)", metrics)
+    leased = re.search(r"^ragcache_leased_states (\S+)", metrics, re.MULTILINE)
     assert leased is not None
     assert float(leased[1]) == 0
     failed = httpx.get(f"{server.url}/admin/stats").json()["requests"]

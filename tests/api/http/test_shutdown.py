@@ -20,7 +20,7 @@ from tests.api.http.events import events
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 LONG = {
     "question": LEAVE, "collection": "notes", "stream": True, "max_tokens": 2500,
-    "temperature": 2.0,
+    "temperature": 100,
 }  # fmt: skip
 
 
