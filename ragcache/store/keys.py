@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, select, update
+from sqlalchemy import select, update
 
 from ragcache.config import NAMESPACE, check_namespace
 from ragcache.errors import ConfigurationError, StoreError, UnknownKey
@@ -171,7 +171,7 @@ def _find(known: _Known, digest: str) -> KeyRow | None:
     return found
 
 
-def _select() -> Select[Any]:
+def _select() -> Any:
     joined = select(ApiKeyTable, NamespaceTable.name).join(NamespaceTable)
     return joined.order_by(ApiKeyTable.id)
 

@@ -17,6 +17,7 @@ from sqlalchemy import (
     LargeBinary,
     UniqueConstraint,
     false,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -72,6 +73,7 @@ class ModuleTable(Base):
     __tablename__ = "modules"
     __table_args__ = (
         UniqueConstraint("document_id", "ordinal"),
+        Index("modules_by_name", "name", "id"),
         {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -113,7 +115,14 @@ class StateTable(Base):
     """
 
     __tablename__ = "states"
-    __table_args__ = (Index("states_by_tier", "tier", "key"),)
+    __table_args__ = (
+        Index("states_by_tier", "tier", "key"),
+        Index("states_by_size", "nbytes", "key"),
+        Index("states_by_hits", "hits", "key"),
+        Index("states_by_last_use", "last_use", "key"),
+        Index("states_pinned", "key", sqlite_where=text("pinned = 1"),
+              postgresql_where=text("pinned")),
+    )  # fmt: skip
     key: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
     place: Mapped[str] = mapped_column(primary_key=True, default=SHARED, server_default=SHARED)

@@ -1,4 +1,4 @@
-"""Jobs in the ledger: queued once a request, listed page by page, interrupted with their session."""
+"""Jobs in the ledger: queued once a request, listed in pages, interrupted with their session."""
 
 from __future__ import annotations
 

@@ -39,6 +39,14 @@ def upgrade() -> None:
     op.create_index(
         "jobs_by_request", "ingestion_jobs", ["namespace", "idempotency_key"], unique=True
     )
+    op.create_index("modules_by_name", "modules", ["name", "id"])
+    op.create_index("states_by_size", "states", ["nbytes", "key"])
+    op.create_index("states_by_hits", "states", ["hits", "key"])
+    op.create_index("states_by_last_use", "states", ["last_use", "key"])
+    op.create_index(
+        "states_pinned", "states", ["key"], sqlite_where=sa.text("pinned = 1"),
+        postgresql_where=sa.text("pinned"),
+    )  # fmt: skip
 
 
 def _text(name: str, default: str) -> sa.Column[str]:
