@@ -113,6 +113,8 @@ class Asking(OpenAIWire):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
     k: Annotated[int, Field(ge=1, le=1000)] = DEFAULT_K
     mode: Annotated[str, Field(max_length=20)] = "rooted"
@@ -125,6 +127,7 @@ class Asking(OpenAIWire):
             "max_new_tokens": self.max_tokens, "temperature": self.temperature,
             "top_p": self.top_p, "n": self.n, "stop": self.stop or None, "seed": self.seed,
             "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
+            "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
             "timeout": deadline,
         }  # fmt: skip
 
