@@ -12,25 +12,16 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import DEFAULT_K, Settings, parse_bytes
 from ragcache.documents.source import Source
 from ragcache.errors import ConfigurationError, StoreUnwritable
-from ragcache.facade import Chats, Prompts, Questions, Retrieval
+from ragcache.facade import Administration, Chats, Prompts, Questions, Retrieval
 from ragcache.models import LoadedModel, load_model
-from ragcache.pipeline import Ingestion, Modules, Parts, Stats, generated_schema, members
-from ragcache.pipeline.ingesting import IngestionJobs
+from ragcache.pipeline import Ingestion, Parts, generated_schema, members
 from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval.embedders import MiniLM
-from ragcache.store import (
-    Database,
-    Keys,
-    KVStore,
-    ModuleListing,
-    TierOptions,
-    list_modules,
-    open_tiers,
-)
+from ragcache.store import Database, KVStore, TierOptions, open_tiers
 from ragcache_schemas import Schema, expand
 
 
-class RagCache(Questions, Prompts, Chats, Retrieval):
+class RagCache(Questions, Prompts, Chats, Retrieval, Administration):
     """An open state folder with a model. Make one with `RagCache.open`.
 
     Calls from any number of threads and tasks run together: the engine computes what is new of all
@@ -160,33 +151,6 @@ class RagCache(Questions, Prompts, Chats, Retrieval):
         modules = self._parts.catalogue.modules(collection)
         schema = generated_schema(collection, self._parts.answerer.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
-
-    @property
-    def modules(self) -> Modules:
-        """Warming, pinning, moving and evicting the states of documents."""
-        return self._parts.modules
-
-    @property
-    def jobs(self) -> IngestionJobs:
-        """Ingestion in the background, and what became of every ingestion."""
-        return self._parts.jobs
-
-    @property
-    def keys(self) -> Keys:
-        """The API keys of the service, of all namespaces."""
-        return self._parts.common.keys
-
-    def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
-        """Every module with the size, tiers and hits of its states."""
-        self._parts.returned.release()
-        self._parts.store.ledger.flush()
-        return list_modules(self._parts.database, collection, self._parts.namespace)
-
-    def stats(self) -> Stats:
-        """What is kept and what happened since this process opened it. Collections are those
-        of the namespace, everything else is of the folder."""
-        self._parts.returned.release()
-        return Stats.of(self._parts)
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:

@@ -197,9 +197,14 @@ class Catalogue:
         with self._database.transaction() as session:
             insert_for_module(session, EncodingTable, module_id, key=str(key))
 
-    def keys(self, collection: str, source_ids: Sequence[str] | None = None) -> dict[KVKey, int]:
-        """The keys of all states of a collection's modules, or of some documents', with a module
-        each. Raises `UnknownCollection`."""
+    def keys(
+        self,
+        collection: str,
+        source_ids: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> dict[KVKey, int]:
+        """The keys of all states of a collection's modules, or of some documents', or of those of
+        some names, with a module each. Raises `UnknownCollection`."""
         statement = self._within(
             select(EncodingTable.key, ModuleTable.id)
             .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
@@ -209,6 +214,8 @@ class Catalogue:
         )
         if source_ids is not None:
             statement = statement.where(DocumentTable.source_id.in_(source_ids))
+        if names is not None:
+            statement = statement.where(ModuleTable.name.in_(names))
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
             return {KVKey(key): number for key, number in session.execute(statement)}

@@ -17,7 +17,7 @@ from ragcache.planning.advice import advise, machine_memory
 from ragcache.store import KVStore, SchemaTexts
 from ragcache.store.verify import Report, verify
 from ragcache_api.http.trees import tree
-from ragcache_api.http.wire.admin import PlanSent, TierTold
+from ragcache_api.http.wire.admin import PlanSent
 from ragcache_api.http.wire.documents import SchemaTold
 from ragcache_schemas import lay_out, spell_schema
 
@@ -40,23 +40,6 @@ class Looking:
     def is_open(self) -> bool:
         """Whether the engine takes requests."""
         return self.engine.is_open
-
-    def tiers(self) -> list[TierTold]:
-        """Every tier, the fastest first."""
-        holdings, hits = self.store.holdings, self.store.counters.hits
-        with holdings.lock:
-            return [
-                TierTold(
-                    name=shelf.name,
-                    used_bytes=shelf.entries.used_bytes,
-                    budget_bytes=shelf.tier.budget_bytes,
-                    pinned_bytes=int(_pinned(shelf.entries)),
-                    states=len(shelf.entries),
-                    hits=hits[shelf.name],
-                    persistent=shelf.tier.persistent,
-                )
-                for shelf in holdings.every
-            ]
 
     def leased(self) -> int:
         """States that requests are reading."""
@@ -164,7 +147,3 @@ class Looking:
 
     def _texts(self, namespace: str) -> SchemaTexts:
         return SchemaTexts(self.store.ledger.database, namespace)
-
-
-def _pinned(entries: Any) -> Any:
-    return entries["nbytes"][entries["resident"] & entries["pinned"]].sum()

@@ -74,7 +74,7 @@ class Standing(Collector):
         yield from self._engine()
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._looking.tiers()
+        tiers = self._looking.rag.tiers()
         for name, text in (
             ("used_bytes", "Bytes that a tier holds."),
             ("pinned_bytes", "Bytes of it that are pinned."),

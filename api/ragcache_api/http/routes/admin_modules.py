@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
@@ -39,7 +40,11 @@ async def list_modules(
 @router.get("/modules/{number}")
 async def get_module(number: Number, call: CallDep) -> ModuleTextTold:
     """A module with its text."""
-    return ModuleTextTold.model_validate(await off_loop(call.rag.modules.get, number))
+    detail = await off_loop(call.rag.modules.get, number)
+    return ModuleTextTold(
+        **asdict(detail.listing), text=detail.text, uri=detail.uri,
+        metadata=dict(detail.attributes), states=[asdict(state) for state in detail.states],
+    )  # fmt: skip
 
 
 @router.delete("/modules/{number}")
@@ -87,7 +92,7 @@ def _one(
     call: Call, number: int, action: str, dry_run: bool, *, tier: str | None = None
 ) -> ChangesTold:
     modules = call.rag.modules
-    row = modules.get(number)
+    row = modules.get(number).listing
     more = {"tier": tier} if tier is not None else {}
     act = getattr(modules, action)
     changes = act(row.collection, names=[row.name], dry_run=dry_run, **more)

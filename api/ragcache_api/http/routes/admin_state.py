@@ -59,8 +59,8 @@ async def stats(call: CallDep) -> StatsTold:
 async def tiers(call: CallDep) -> PageOf[TierTold]:
     """Every tier with its fill, which all namespaces share."""
     call.operator()
-    listed = await off_loop(call.service.looking.tiers)
-    return PageOf(items=listed, total=len(listed))
+    listed = await off_loop(call.rag.tiers)
+    return PageOf(items=[TierTold.model_validate(each) for each in listed], total=len(listed))
 
 
 @router.get("/evictions")

@@ -32,6 +32,7 @@ class ModuleTextTold(ModuleTold):
 
     text: str
     uri: str
+    metadata: dict[str, Any]
     states: list[dict[str, Any]]
 
 
