@@ -96,6 +96,7 @@ def _one(
     more = {"tier": tier} if tier is not None else {}
     act = getattr(modules, action)
     changes = act(row.collection, names=[row.name], dry_run=dry_run, **more)
+    call.service.looking.flush()  # the next listing shows it
     return ChangesTold.of(changes, dry_run=dry_run)
 
 
@@ -107,4 +108,5 @@ def _evict(call: Call, body: EvictSent, dry_run: bool) -> ChangesTold:
         for name in names
         for change in rag.modules.evict(name, body.documents, tier=body.tier, dry_run=dry_run)
     ]
+    call.service.looking.flush()
     return ChangesTold.of(changes, dry_run=dry_run)
