@@ -153,9 +153,7 @@ def _chat(rag: RagCache, question: str, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def _called_streams(
-    rag: RagCache, questions: list[str], tokens: int
-) -> tuple[int, float]:
+async def _called_streams(rag: RagCache, questions: list[str], tokens: int) -> tuple[int, float]:
     async def run(question: str) -> int:
         generation = Generation(max_new_tokens=tokens, ignore_eos=True)
         stream = await rag.astream(question, collection=_COLLECTION, generation=generation)

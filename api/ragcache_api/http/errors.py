@@ -144,6 +144,4 @@ def _invalid(error: RequestValidationError) -> Fault:
     )
     first = problems[0] if problems else {"loc": [], "msg": "the request cannot be read"}
     place = ".".join(first["loc"][1:]) or "body"
-    return Fault(
-        422, "invalid-request", f"{place}: {first['msg']}", param=place, problems=problems
-    )
+    return Fault(422, "invalid-request", f"{place}: {first['msg']}", param=place, problems=problems)

@@ -36,7 +36,9 @@ class ServiceSettings(BaseSettings):
     embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
     module_tokens: Positive = Field(384, description="The most tokens of a module.")
     max_new_tokens: Positive = Field(64, description="Tokens of an answer unless a request says.")
-    scaffold_after: Positive | None = Field(None, description="Retrievals until a scaffold is made.")
+    scaffold_after: Positive | None = Field(
+        None, description="Retrievals until a scaffold is made."
+    )
     queue: Positive = Field(1024, description="Requests that wait; one more gets 429.")
     host_bytes: Size = Field("2GiB", description="Budget of the host tier.")
     private_bytes: Size = Field("512MiB", description="Room for questions' own states.")
@@ -87,10 +89,12 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource, env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource, file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        **_: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Options, then the environment, then the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 

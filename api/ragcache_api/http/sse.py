@@ -29,7 +29,7 @@ class Events(EventSourceResponse):
         self._events, self._close = events, close
         self._sent_at = 0.0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
             start = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **start})
@@ -49,10 +49,10 @@ class Events(EventSourceResponse):
             self._sent_at = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _until_gone(self, receive: Receive, scope: anyio.CancelScope) -> None:
+    async def _until_gone(self, receive: Receive, cancel: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        scope.cancel()
+        cancel.cancel()
 
     async def _ping(self, send: Send) -> None:
         while True:

@@ -25,9 +25,7 @@ async def sent_documents(request: Request) -> list[SourceDocument]:
         return await _files(request)
     if kind == "application/json":
         return [each.source() for each in (await _json(request)).documents]
-    raise Refusal(
-        415, "unsupported-media-type", "send application/json or multipart/form-data"
-    )
+    raise Refusal(415, "unsupported-media-type", "send application/json or multipart/form-data")
 
 
 async def _json(request: Request) -> DocumentsSent:

@@ -15,5 +15,7 @@ def events(text: str) -> list[tuple[str, Any]]:
             continue
         names = [line[7:] for line in lines if line.startswith("event: ")]
         told = "\n".join(line[6:] for line in lines if line.startswith("data: "))
-        found.append((names[0] if names else "message", told if told == "[DONE]" else json.loads(told)))
+        found.append(
+            (names[0] if names else "message", told if told == "[DONE]" else json.loads(told))
+        )
     return found

@@ -108,7 +108,9 @@ def test_tiers_tell_their_fill(client: TestClient, rag: RagCache) -> None:
 
 
 def test_schemas_are_shown_as_trees(client: TestClient) -> None:
-    text = '<schema name="t"><module name="a">One two.</module><module name="b">Six.</module></schema>'
+    text = (
+        '<schema name="t"><module name="a">One two.</module><module name="b">Six.</module></schema>'
+    )
     assert client.post("/v1/schemas", json={"text": text}).status_code == 201
     listed = {each["id"] for each in client.get("/admin/schemas").json()["items"]}
     assert {"schema:t", "collection:notes"} <= listed

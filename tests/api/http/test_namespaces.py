@@ -37,8 +37,8 @@ def test_lists_of_one_are_empty_for_the_other(
     two: tuple[TestClient, dict[str, str], dict[str, str]],
 ) -> None:
     client, red, blue = two
-    client.post("/v1/schemas", json={"text": "<schema name='s'><module name='a'>b</module></schema>"},
-                headers=red)  # fmt: skip
+    text = "<schema name='s'><module name='a'>b</module></schema>"
+    client.post("/v1/schemas", json={"text": text}, headers=red)
     client.post("/v1/answers", json={"question": LEAVE, "collection": "notes"}, headers=red)
     for path in ("/v1/collections", "/v1/schemas", "/admin/modules", "/admin/schemas", "/v1/jobs"):
         assert client.get(path, headers=red).json()["items"], path

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
-from schemathesis.checks import not_a_server_error
 from starlette.testclient import TestClient
 
 CHECKS = (
@@ -44,9 +44,7 @@ def check(client: TestClient, operation: Any, examples: int) -> None:
     )  # fmt: skip
     def run(case: Any) -> None:
         _shorten(case.body)
-        case.call_and_validate(
-            checks=CHECKS, headers={**(case.headers or {}), "Host": "localhost"}
-        )
+        case.call_and_validate(checks=CHECKS, headers={**(case.headers or {}), "Host": "localhost"})
 
     run()
 

@@ -95,9 +95,7 @@ async def heat(
 
 
 @router.get("/schemas")
-async def schemas(
-    call: CallDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[SchemaListed]:
+async def schemas(call: CallDep, cursor: Cursor = None, limit: Limit = 100) -> PageOf[SchemaListed]:
     """Hand-written schemas, and those of collections."""
     listed = await off_loop(_schemas, call)
     return page_of(listed, lambda s: s.id, lambda s: s, cursor, limit)

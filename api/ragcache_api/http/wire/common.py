@@ -94,7 +94,7 @@ def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
 def _documented(
     more: tuple[int, ...], media_type: str, schema: dict[str, Any]
 ) -> dict[int | str, dict[str, Any]]:
-    told = {**_STATUSES, **{status: "The service failed" for status in more}}
+    told = {**_STATUSES, **dict.fromkeys(more, "The service failed")}
     return {
         status: {"description": text, "content": {media_type: {"schema": schema}}}
         for status, text in told.items()
