@@ -37,7 +37,7 @@ from ragcache_api.http.tracing import telemetry
 
 PAGE = Path(__file__).parent / "page"
 _THREADS = 64  # that wait for retrieval and leases; the engine computes in its own
-_ROUTERS = (
+ROUTERS = (
     health.router, models.router, chat.router, completions.router, answers.router,
     schemas.router, documents.router, jobs.router, admin_modules.router, admin_state.router,
     admin_work.router,
@@ -68,7 +68,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         open_paths=_open_paths(page),
     )
     faults.install(app)
-    for router in _ROUTERS:
+    for router in ROUTERS:
         app.include_router(router)
     if page is not None:
         app.mount("/admin", StaticFiles(directory=page, html=True), name="page")
