@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ragcache.pipeline import Modules, Parts, Stats
+from ragcache.pipeline.batches import Batch, batch_of
 from ragcache.pipeline.ingesting import IngestionJobs
+from ragcache.pipeline.observing import Observer, RunningRequest
 from ragcache.store import (
     EvictionRow,
     Keys,
@@ -51,6 +55,19 @@ class Administration:
     def tiers(self) -> list[TierStatus]:
         """How full each tier is, the fastest first; of the folder, not of the namespace alone."""
         return tier_status(self._parts.store)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Calls `observer(record)` with every request of all namespaces that ends from now on, in
+        a thread of its own; calling the result ends that."""
+        return self._parts.common.observing.observe(observer)
+
+    def running(self) -> list[RunningRequest]:
+        """The requests of the namespace that are under way, the oldest first."""
+        return self._parts.common.observing.running(self._parts.namespace)
+
+    def batch(self) -> Batch:
+        """What the engine computes now."""
+        return batch_of(self._parts.engine.core.view, self._parts.database, self._parts.namespace)
 
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
         """States that left a tier, the newest first; those of the last second may lack. Raises

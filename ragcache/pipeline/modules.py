@@ -25,6 +25,15 @@ from ragcache.store.changes import Change
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A module's tokens, and the first tier that holds its states; None where none does, and they
+    are encoded when a question needs them."""
+
+    tokens: int
+    tier: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Modules:
     """The modules of one namespace. `documents` names documents of a collection, `names` modules;
     None is all, and of both given both count.
@@ -119,6 +128,16 @@ class Modules:
     @property
     def _database(self) -> Database:
         return self.store.ledger.database
+
+    def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
+        """Length and tier of each module's states, encoded after the preamble."""
+        shelves = self.store.holdings.every
+        found = []
+        for ids in self.tokens.of(modules):
+            key = self.encoder.key(ids, "rooted")
+            holding = (shelf.name for shelf in shelves if key in shelf.entries)
+            found.append(Placed(len(ids), next(holding, None)))
+        return found
 
     @property
     def _first(self) -> str:

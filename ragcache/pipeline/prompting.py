@@ -70,10 +70,6 @@ class PromptRunner:
         self._schemas[schema.name] = loaded
         return schema
 
-    def forget(self, name: str) -> None:
-        """Reads a schema anew when it is next wanted."""
-        self._schemas.pop(name, None)
-
     def start(
         self, text: str, mode: str, generation: Generation, source: str = "<string>"
     ) -> Asked:
@@ -206,4 +202,7 @@ def _ready(
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(*times, time.perf_counter()),
         created_tokens=placed.created_tokens,
+        kind="prompt",
+        collection=plan.schema,
+        tokens=placed.tokens,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ragcache.config import NAMESPACE, Settings
 from ragcache.engine import Context, Engine, Request, check_window
@@ -12,6 +12,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Ready
 from ragcache.pipeline.asked import Asked, Returned
 from ragcache.pipeline.generation import Generation
+from ragcache.pipeline.observing import Observing
 from ragcache.store import Lease
 
 
@@ -25,6 +26,7 @@ class Submitter:
     returned: Returned
     settings: Settings
     namespace: str = NAMESPACE
+    observing: Observing = field(default_factory=Observing)
 
     def draft(
         self, own: int, documents: int, generation: Generation, *,
@@ -55,10 +57,13 @@ class Submitter:
         """Queues the request. Raises `QueueFull` or `EngineClosed`; the lease is the caller's
         until this returns."""
         handle = self.engine.submit(replace(draft, context=context))
-        return Asked(ready, handle, lease, self.returned)
+        asked = Asked(ready, handle, lease, self.returned)
+        self.observing.begin(self.namespace, ready, handle.channel)
+        return asked
 
     def nothing_to_read(self, ready: Ready, now: float) -> Asked:
         """Retrieval found no module that shares anything with the question: nothing is made up."""
         channel = Channel[Piece, Completion](lambda: None)
         channel.finish(Completion((Choice((), "", "no_documents"),), 0, now, now, now, now))
+        self.observing.begin(self.namespace, ready, channel)
         return Asked(ready, Handle(channel), None, self.returned)

@@ -19,6 +19,7 @@ from ragcache.pipeline.ingesting import IngestionJobs, Worker
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.modules import Modules
+from ragcache.pipeline.observing import Observing
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.scaffolds import Scaffolds
 from ragcache.pipeline.scope_states import ScopeEncoder
@@ -26,9 +27,9 @@ from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.recognition import Recogniser
-from ragcache.retrieval import Retriever
+from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embedders import embedder_name
-from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts, Vectors
+from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +46,7 @@ class Common:
     template: TemplateText
     keys: Keys
     worker: Worker
+    observing: Observing
     namespaces: dict[str, Parts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,8 +63,8 @@ class Parts:
     prompts: PromptRunner
     chats: ChatRunner
     modules: Modules
+    retrievers: Retrievers
     jobs: IngestionJobs
-    retriever: Retriever
 
     @classmethod
     def wire(
@@ -86,6 +88,7 @@ class Parts:
             template,
             Keys(database),
             Worker(),
+            Observing(),
         )
         return _parts(common, NAMESPACE)
 
@@ -113,13 +116,6 @@ class Parts:
     def returned(self) -> Returned:
         return self.common.returned
 
-    def retriever_by(self, embedder: Embeddings | None) -> Retriever:
-        """The retriever, or one with another embedder over the same catalogue."""
-        if embedder is None or embedder is self.retriever.embedder:
-            return self.retriever
-        vectors = Vectors(self.database, embedder_name(embedder), self.namespace)
-        return Retriever(self.catalogue, embedder, vectors)
-
     def close(self, *, drain: bool) -> None:
         """Stops the engine, and closes store and ledger, for all namespaces. An ingestion in the
         background is interrupted, also with `drain`: it may take hours, and goes on where it was.
@@ -127,6 +123,7 @@ class Parts:
         self.common.worker.halt()
         self.engine.close(drain=drain)
         self.common.worker.join()
+        self.common.observing.close()
         self.returned.release()
         self.common.keys.flush()
         self.store.close()
@@ -148,11 +145,13 @@ def _wire(common: Common, namespace: str) -> Parts:
     salt, encode = salt_of(namespace), common.engine.encode
     name = embedder_name(common.embedder) if common.embedder is not None else None
     catalogue = Catalogue(database, model.tokenizer_fingerprint, name, namespace)
-    vectors = Vectors(database, name, namespace) if name is not None else None
-    retriever = Retriever(catalogue, common.embedder, vectors)
+    retrievers = Retrievers(catalogue, database, common.embedder)
+    retriever = retrievers.of()
     encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
     scopes = ScopeEncoder(model, common.template, store, encode, salt)
-    submitter = Submitter(model, common.engine, common.returned, common.settings, namespace)
+    submitter = Submitter(
+        model, common.engine, common.returned, common.settings, namespace, common.observing
+    )
     tokens = ModuleTokens(catalogue, model)
     ingestor = Ingestor(catalogue, store, encoder, retriever, common.settings)
     rows = store.jobs.within(namespace)
@@ -174,6 +173,6 @@ def _wire(common: Common, namespace: str) -> Parts:
             submitter,
         ),
         Modules(catalogue, store, encoder, tokens),
+        retrievers,
         IngestionJobs(rows, ingestor, common.returned, common.worker),
-        retriever,
     )

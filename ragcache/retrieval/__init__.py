@@ -5,6 +5,7 @@ from ragcache.retrieval.filters import Filters, compile_filters
 from ragcache.retrieval.fusion import fuse
 from ragcache.retrieval.index import CollectionIndex
 from ragcache.retrieval.retriever import Hit, Retriever, Selection
+from ragcache.retrieval.retrievers import Retrievers
 
 __all__ = [
     "CollectionIndex",
@@ -12,6 +13,7 @@ __all__ = [
     "Filters",
     "Hit",
     "Retriever",
+    "Retrievers",
     "SearchKind",
     "Selection",
     "compile_filters",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import bm25s
@@ -17,24 +18,22 @@ Ranking = list[tuple[int, float]]
 class CollectionIndex:
     """BM25 over the modules' words and, given vectors, FAISS over their meaning.
 
-    ids: [N] int64, the modules; vectors: [N, D] float32 or None. Nothing changes after it is made,
-    but for `with_vectors`, which makes another: threads may share it. Chinese, Japanese and Korean
-    characters have a BM25 of their own, for questions in which one stands alone; so the lengths of
-    texts stay those of their words.
+    ids: [N] int64, the modules; vectors: [N, D] float32 or None. Threads may share it. Chinese,
+    Japanese and Korean characters have a BM25 of their own, for questions in which one stands
+    alone; so the lengths of texts stay those of their words.
     """
 
     def __init__(
         self, ids: np.ndarray, texts: Sequence[str], vectors: np.ndarray | None = None
     ) -> None:
         self.ids = ids
-        self._words = _bm25(texts, terms)
-        self._characters = _bm25(texts, characters)
+        self._words = _Words(texts)
         self._dense = None if vectors is None else _flat_index(ids, vectors)
 
     def with_vectors(self, vectors: np.ndarray) -> CollectionIndex:
         """The same words with other vectors, [N, D] float32."""
         other = CollectionIndex.__new__(CollectionIndex)
-        other.ids, other._words, other._characters = self.ids, self._words, self._characters
+        other.ids, other._words = self.ids, self._words
         other._dense = _flat_index(self.ids, vectors)
         return other
 
@@ -48,13 +47,7 @@ class CollectionIndex:
 
         allowed: [N] bool, which of them may be named; None for all.
         """
-        scores = np.zeros(len(self.ids), dtype=np.float32)
-        for index, words in (
-            (self._words, terms(query)),
-            (self._characters, lone_characters(query)),
-        ):
-            if index is not None and words:
-                scores += index.get_scores(words)
+        scores = self._words.scores(query)
         if allowed is not None:
             scores[~allowed] = 0.0
         best = np.argsort(-scores, kind="stable")[:limit]
@@ -71,8 +64,9 @@ class CollectionIndex:
             return []
         parameters = None
         if allowed is not None:
-            chosen = np.ascontiguousarray(self.ids[allowed])
-            parameters = faiss.SearchParameters(sel=faiss.IDSelectorBatch(chosen))
+            selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
+            parameters = faiss.SearchParameters()
+            parameters.sel = selector  # a pointer: the name keeps what it points to
         scores, found = self._dense.search(
             _unit(vector[None]), min(limit, len(self.ids)), params=parameters
         )
@@ -86,6 +80,26 @@ class CollectionIndex:
             return None
         rows: np.ndarray = self._dense.reconstruct_batch(np.asarray(ids, dtype=np.int64))
         return rows
+
+
+class _Words:
+    """BM25 over texts, made when a question first needs it. Threads that need it at once wait."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+        self._made: tuple[bm25s.BM25 | None, bm25s.BM25 | None] | None = None
+        self._making = threading.Lock()
+
+    def scores(self, query: str) -> np.ndarray:
+        """Of every text, [N] float32; 0 where it shares no word with the query."""
+        with self._making:
+            if self._made is None:
+                self._made = _bm25(self._texts, terms), _bm25(self._texts, characters)
+        scores = np.zeros(len(self._texts), dtype=np.float32)
+        for index, words in zip(self._made, (terms(query), lone_characters(query)), strict=True):
+            if index is not None and words:
+                scores += index.get_scores(words)
+        return scores
 
 
 def _bm25(texts: Sequence[str], spell: Callable[[str], list[str]]) -> bm25s.BM25 | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,21 +64,33 @@ class Retriever:
         self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()  # of `_building` alone
 
+    def using(self, embedder: Embeddings) -> Retriever:
+        """One with another embedder of the same name, over the same vectors and indexes."""
+        other = copy(self)
+        other.embedder = embedder
+        return other
+
     def retrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
         """The modules of a collection that meet the criteria. Raises `UnknownCollection`,
         `InvalidRequest` for `meaning` without an embedder, or `ConfigurationError` for an embedder
         whose vectors are of several lengths."""
         self._catalogue.stamp(collection)  # a collection that is unknown costs no embedding
-        vector = None
-        if criteria.search == "meaning" or (criteria.search == "hybrid" and self.embedder):
-            vector = self._embed_query(query)
+        embedder = self._embedder_for(criteria)
+        vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, criteria)
+
+    async def aretrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
+        """As `retrieve`: the embedder is awaited, and the search runs in a thread."""
+        await asyncio.to_thread(self._catalogue.stamp, collection)
+        embedder = self._embedder_for(criteria)
+        vector = None if embedder is None else _vector(await embedder.aembed_query(query))
+        return await asyncio.to_thread(self._select, query, vector, collection, criteria)
 
     def near(self, vector: Sequence[float], collection: str, criteria: Criteria) -> Selection:
         """As `retrieve` by meaning, for a vector [D] of the embedder. Raises also
         `ConfigurationError` for a vector of another length."""
         self._check_embedder()
-        return self._select("", np.asarray(vector, dtype=np.float32), collection, criteria)
+        return self._select("", _vector(vector), collection, criteria)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray | None:
         """Vectors of module texts, without the space around them, [N, D] float32; None without an
@@ -89,8 +103,10 @@ class Retriever:
             rows += self.embedder.embed_documents(stripped[start : start + _EMBED_BATCH])
         return np.asarray(rows, dtype=np.float32)
 
-    def _embed_query(self, query: str) -> np.ndarray:
-        return np.asarray(self._check_embedder().embed_query(query), dtype=np.float32)
+    def _embedder_for(self, criteria: Criteria) -> Embeddings | None:
+        if criteria.search == "words":
+            return None
+        return self.embedder if criteria.search == "hybrid" else self._check_embedder()
 
     def _check_embedder(self) -> Embeddings:
         if self.embedder is None:
@@ -164,6 +180,10 @@ class Retriever:
                 self._vectors.add(missing, made)
             by_id.update(zip(missing, made, strict=True))
         return np.stack([by_id[number] for number in modules])
+
+
+def _vector(numbers: Sequence[float]) -> np.ndarray:
+    return np.asarray(numbers, dtype=np.float32)
 
 
 def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) -> bool:

@@ -23,11 +23,13 @@ from ragcache.store.module_pages import module_page
 from ragcache.store.options import TierOptions, open_tiers
 from ragcache.store.paging import Page
 from ragcache.store.policy import choose_victims
+from ragcache.store.records import Records
 from ragcache.store.scaffolds import Members, ScaffoldRows
 from ragcache.store.schemas import SchemaText, SchemaTexts
 from ragcache.store.status import TierStatus, tier_status
 from ragcache.store.store import KVStore
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
+from ragcache.store.values import Values
 from ragcache.store.vectors import Vectors
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "NewModule",
     "Origin",
     "Page",
+    "Records",
     "RemoteTier",
     "ScaffoldRows",
     "SchemaText",
@@ -63,6 +66,7 @@ __all__ = [
     "Tier",
     "TierOptions",
     "TierStatus",
+    "Values",
     "Vectors",
     "Wish",
     "choose_victims",

@@ -22,6 +22,7 @@ from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
+    DocumentTextTable,
     EncodingTable,
     ModuleTable,
     NamespaceTable,
@@ -61,18 +62,25 @@ class Catalogue:
         with self._database.reading() as session:
             return {row.name: row.documents for row in session.execute(statement)}
 
-    def documents(self, collection: str) -> dict[str, DocumentRow]:
-        """The documents of a collection by source id; empty where it does not exist yet."""
+    def documents(
+        self, collection: str, source_ids: Sequence[str] | None = None
+    ) -> dict[str, DocumentRow]:
+        """The documents of a collection by source id, or those of the ids that there are; empty
+        where it does not exist yet."""
         modules = func.count(ModuleTable.id)
         rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
-        statement = self._within(rows, collection).group_by(DocumentTable.id)
+        every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
+        statements = [every]
+        if source_ids is not None:
+            portions = chunks(dict.fromkeys(source_ids))
+            statements = [every.where(DocumentTable.source_id.in_(each)) for each in portions]
+        found: dict[str, DocumentRow] = {}
         with self._database.reading() as session:
-            return {
-                row.source_id: DocumentRow(
-                    row.id, row.source_id, row.uri, row.digest, row.attributes, count
-                )
-                for row, count in session.execute(statement.order_by(DocumentTable.id))
-            }
+            for statement in statements:
+                for d, count in session.execute(statement):
+                    row = DocumentRow(d.id, d.source_id, d.uri, d.digest, d.attributes, count)
+                    found[d.source_id] = row
+        return found
 
     def replace(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None
@@ -101,6 +109,7 @@ class Catalogue:
         )
         session.add(row)
         session.flush()
+        session.add(DocumentTextTable(document_id=row.id, text=document.text))
         modules = [
             ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
             for i, m in enumerate(document.modules)
@@ -124,6 +133,7 @@ class Catalogue:
         in the order of the names. Raises `UnknownCollection`."""
         if names is None:
             return self._modules(collection)
+        self.stamp(collection)
         found: dict[str, ModuleRow] = {}
         for chunk in chunks(dict.fromkeys(names)):
             found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
@@ -143,6 +153,23 @@ class Catalogue:
                 ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
                 for m, d in session.execute(self._within(statement, collection))
             ]
+
+    def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
+        """The texts of those documents that there are, by source id. Of one that was stored before
+        texts were, its modules' texts. Raises `UnknownCollection`."""
+        found: dict[str, str] = {}
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            for chunk in chunks(dict.fromkeys(source_ids)):
+                rows = select(DocumentTable.source_id, DocumentTextTable.text)
+                joined = rows.join(DocumentTextTable).join(CollectionTable)
+                statement = self._within(joined, collection)
+                chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
+                found |= {row.source_id: row.text for row in chosen}
+        for chunk in chunks(each for each in source_ids if each not in found):
+            for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
+                found[module.document] = found.get(module.document, "") + module.text
+        return found
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Token ids under this catalogue's tokenizer, of the modules that have them."""

@@ -24,13 +24,15 @@ class NewModule:
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document to store in place of an earlier one of the same `source_id`."""
+    """A document to store in place of an earlier one of the same `source_id`. text: the whole, to
+    give it back; modules may repeat headings and leave out space."""
 
     source_id: str
     uri: str
     digest: str
     modules: Sequence[NewModule]
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

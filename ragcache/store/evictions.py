@@ -65,15 +65,13 @@ def eviction_page(
 
 def module_names(session: Session, keys: list[str], namespace: str) -> dict[str, str]:
     """A module of the namespace for each of the keys that have one."""
-    statement = (
-        _owners(EncodingTable.key, ModuleTable.name)
-        .join(NamespaceTable, NamespaceTable.id == CollectionTable.namespace_id)
-        .where(EncodingTable.key.in_(keys), NamespaceTable.name == namespace)
-        .order_by(EncodingTable.module_id.desc())
-    )
+    own = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
+    found = _owners(EncodingTable.key, ModuleTable.name, CollectionTable.namespace_id)
+    statement = found.where(EncodingTable.key.in_(keys)).order_by(EncodingTable.module_id.desc())
     names: dict[str, str] = {}
-    for key, name in session.execute(statement):
-        names[key] = name
+    for key, name, owner in session.execute(statement):
+        if owner == own:
+            names[key] = name
     return names
 
 
@@ -88,11 +86,14 @@ def _owners(*columns: Any) -> Any:
 
 
 def _visible(namespace: str) -> ColumnElement[bool]:
-    """The owners of each key are read, and compared then, as in `module_filters`."""
+    """The owners of each key are read, and compared then: of the sum, unlike of the column, SQLite
+    has no index by which it would rather begin with all that the namespace holds."""
     number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
-    modules = _owners(CollectionTable.namespace_id).where(EncodingTable.key == EvictionTable.key)
+    modules = _owners(CollectionTable.namespace_id + 0).where(
+        EncodingTable.key == EvictionTable.key
+    )
     schemas = (
-        select(SchemaTable.namespace_id)
+        select(SchemaTable.namespace_id + 0)
         .join(SchemaStateTable, SchemaStateTable.schema_id == SchemaTable.id)
         .where(SchemaStateTable.key == EvictionTable.key)
     )

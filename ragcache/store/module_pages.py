@@ -100,7 +100,7 @@ class _Walk:
             count = matching.members(func.count())
         else:
             return None
-        return matching.session.scalar(count)
+        return int(matching.session.scalar(count))
 
     def _named(self, last: Place | None) -> list[Place]:
         columns = (ModuleTable.id,) if self.sort == "id" else (ModuleTable.name, ModuleTable.id)

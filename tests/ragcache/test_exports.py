@@ -18,9 +18,11 @@ PACKAGES = (
     "ragcache.engine",
     "ragcache.models",
     "ragcache.pipeline",
+    "ragcache.recognition",
     "ragcache.retrieval",
     "ragcache.states",
     "ragcache.store",
+    "ragcache.structured",
 )
 
 
@@ -61,7 +63,8 @@ def test_another_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_has_what_it_exports(package: str) -> None:
     module = import_module(package)
-    assert module.__all__ == sorted(module.__all__)
+    constants_first = sorted(module.__all__, key=lambda name: (not name.isupper(), name))
+    assert module.__all__ == constants_first
     for name in module.__all__:
         assert hasattr(module, name), name
 
@@ -95,6 +98,11 @@ def test_attention_models_and_engine_run_without_the_stores_libraries() -> None:
         "rich",
     )
     assert loaded_by(program, (*forbidden, "torch")) == ["torch"]
+
+
+def test_grammars_are_compiled_only_where_they_are_used() -> None:
+    program = "import ragcache.structured, ragcache.pipeline"
+    assert loaded_by(program, ("xgrammar", "torch")) == ["torch"]
 
 
 def test_the_command_line_starts_without_torch_and_transformers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,25 +60,6 @@ class Looking:
             "preempted": tally.preempted,
         }
 
-    def batch(self) -> dict[str, Any]:
-        """Who runs in the engine now, and the runs of states that they read."""
-        sequences = list(self.engine.core._running)
-        readers: Counter[str] = Counter()
-        tokens: dict[str, int] = {}
-        for sequence in sequences:
-            for segment in sequence.request.context.segments:
-                name = segment.name or "unnamed"
-                readers[name] += 1
-                tokens[name] = segment.states.length
-        return {
-            "rows": len(sequences),
-            "requests": len({id(sequence.group) for sequence in sequences}),
-            "segments": [
-                {"name": name, "module": None, "tokens": tokens[name], "requests": number}
-                for name, number in readers.most_common(100)
-            ],
-        }
-
     def flush(self) -> None:
         """Writes to the ledger what has happened."""
         self.store.ledger.flush(force=True)
@@ -104,11 +84,6 @@ class Looking:
         if found is None:
             raise UnknownSchema(f"there is no schema {name!r}")
         return SchemaTold(name=name, placement=found.placement, text=found.text)
-
-    def delete_schema(self, namespace: str, name: str) -> None:
-        """Deletes a hand-written schema, with what nothing else needs. Raises `UnknownSchema`."""
-        self.store.discard(self._texts(namespace).delete(name))
-        self.rag.within(namespace)._parts.prompts.forget(name)
 
     def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
         """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
 from ragcache_api.http.looking import Looking
-from ragcache_api.http.recording import tokens_by_source
+from ragcache_api.http.recording import with_tokens
 from ragcache_api.http.running import Entry, Running
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -45,8 +45,8 @@ class Metrics:
     def ended(self, entry: Entry) -> None:
         """Takes a request that has ended."""
         self._requests.labels(entry.kind, entry.outcome).inc()
-        for answer in entry.answers:
-            for source, number in tokens_by_source(answer).items():
+        for answer, counts in with_tokens(entry):
+            for source, number in counts.items():
                 self._tokens.labels(source).inc(number)
             if answer.reuse.prompt_tokens:
                 kind = "hit" if answer.reuse.cached_tokens else "miss"

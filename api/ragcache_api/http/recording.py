@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,13 +73,12 @@ class Record:
     def ended(self, entry: Entry) -> None:
         """Takes a request that has ended."""
         self.outcomes[entry.outcome] += 1
-        for answer in entry.answers:
-            self._note(answer)
+        for answer, counts in with_tokens(entry):
+            self._note(answer, counts)
         self.recent.append(_told(entry, self._clock()))
 
-    def _note(self, answer: Answer) -> None:
+    def _note(self, answer: Answer, counts: dict[str, int]) -> None:
         span = self.span()
-        counts = tokens_by_source(answer)
         self.tokens.update(counts)
         span.tokens.update(counts)
         if answer.choices and answer.reuse.prompt_tokens:
@@ -141,14 +140,19 @@ class Recorder:
             span.waiting = len(mine) - span.running
 
 
-def tokens_by_source(answer: Answer) -> dict[str, int]:
-    """The tokens of a prompt by where they came from."""
+def tokens_by_source(answer: Answer, read: Mapping[str, int]) -> dict[str, int]:
+    """The tokens of a prompt by where they came from. read: by tier, and `encoded` for it."""
     reuse = answer.reuse
-    counts = dict.fromkeys(SOURCES, 0)
+    counts = dict(read)
     counts["shared"] = reuse.shared_tokens
-    counts["computed"] = reuse.computed_tokens
-    counts["host"] = reuse.cached_tokens
-    return {source: number for source, number in counts.items() if number}
+    counts["computed"] = reuse.computed_tokens - counts.get("encoded", 0)
+    return {source: number for source, number in counts.items() if number > 0}
+
+
+def with_tokens(entry: Entry) -> Iterator[tuple[Answer, dict[str, int]]]:
+    """The answers of a request, each with the tokens of its prompt by source."""
+    for answer, read in zip(entry.answers, entry.read_tokens, strict=True):
+        yield answer, tokens_by_source(answer, read)
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:

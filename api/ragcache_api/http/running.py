@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -47,6 +47,11 @@ class Entry:
     def give_up(self) -> None:
         for stream in self.streams:
             stream.close()
+
+    @property
+    def read_tokens(self) -> list[Mapping[str, int]]:
+        """Of each answer's prompt, the tokens whose states were read, by tier."""
+        return [stream.read_tokens for stream in self.streams[: len(self.answers)]]
 
     @property
     def prompt_tokens(self) -> int:

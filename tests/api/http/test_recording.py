@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ragcache import Answer, Reuse, Source, Timings
+from types import SimpleNamespace
+from typing import cast
+
+from ragcache import Answer, AsyncAnswerStream, Reuse, Source, Timings
 from ragcache.engine import Choice
 from ragcache_api.http.recording import POINT_SECONDS, POINTS, Record, Recorder, percentile
 from ragcache_api.http.running import Entry, Running
@@ -20,6 +23,10 @@ def answer(module: str, cached: int, first_token: float) -> Answer:
 def entry(namespace: str, *answers: Answer, outcome: str = "finished") -> Entry:
     made = Entry("id", "answer", namespace, "notes", Running())
     made.answers += answers
+    made.streams += [
+        cast("AsyncAnswerStream", SimpleNamespace(read_tokens={"host": each.reuse.cached_tokens}))
+        for each in answers
+    ]
     made.outcome = outcome
     return made
 

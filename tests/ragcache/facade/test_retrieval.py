@@ -75,6 +75,7 @@ def test_documents_are_listed_with_metadata_and_modules(rag: RagCache) -> None:
     keys, locks = rag.documents("notes")
     assert (keys.source_id, keys.modules, keys.attributes["team"]) == ("keys", 1, "quay")
     assert (locks.source_id, locks.attributes) == ("locks", {"year": 2024})
+    assert rag.documents("notes", ["locks", "nowhere"]) == [locks]
     assert locks.modules == len(rag.list_modules("notes")) - 1 > 1
     with pytest.raises(UnknownCollection):
         rag.documents("recipes")

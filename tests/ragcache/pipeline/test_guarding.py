@@ -24,7 +24,9 @@ def test_no_control_token_is_left_and_the_text_comes_back(text: str) -> None:
     assert guard.reveal(hidden) == text
 
 
-@given(TEXTS, st.sampled_from(["", "|>", "nd|>", ">", "c"]), st.sampled_from(["", "<|us", "<", "a"]))
+@given(
+    TEXTS, st.sampled_from(["", "|>", "nd|>", ">", "c"]), st.sampled_from(["", "<|us", "<", "a"])
+)
 def test_the_templates_text_completes_no_control_token(text: str, after: str, before: str) -> None:
     hidden = Guard(CONTROL).hide(text)
     for spelled in (hidden, hidden.strip()):

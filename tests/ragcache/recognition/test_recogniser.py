@@ -28,7 +28,7 @@ class Reading(Catalogue):
         super().__init__(database, "tokens", None, namespace)
         self.read: list[str] = []
 
-    def modules(self, collection: str):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def modules(self, collection: str):  # type: ignore[no-untyped-def]
         self.read.append(collection)
         return super().modules(collection)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -54,7 +55,9 @@ def trimmed(found: list[Found], text: str) -> list[tuple[int, int, int]]:
 
 
 LETTERS = st.text(st.sampled_from("ab \n"), min_size=20, max_size=50)
-MODULES = st.lists(st.builds("{}{}{}".format, st.sampled_from(["", HEAD]), LETTERS, LETTERS), max_size=6)
+MODULES = st.lists(
+    st.builds("{}{}{}".format, st.sampled_from(["", HEAD]), LETTERS, LETTERS), max_size=6
+)
 
 
 @given(MODULES, st.data())
@@ -68,7 +71,7 @@ def test_it_finds_what_a_naive_search_finds(texts: list[str], data: st.DataObjec
         text = "".join(data.draw(st.lists(part, max_size=8)))
     found = find(text, table_of(texts))
     assert trimmed(found, text) == naive(text, texts)
-    for each, after in zip(found, found[1:], strict=False):
+    for each, after in pairwise(found):
         assert each.end <= after.begin
     for each in found:
         assert each.whole == (text[each.begin : each.end] == each.module.text)
@@ -86,7 +89,10 @@ def test_outer_whitespace_belongs_to_a_module_where_it_stands() -> None:
 
 
 def test_whitespace_that_two_modules_claim_goes_to_the_first() -> None:
-    one, other = "The first of two modules that meet.\n\n", "\n\nThe second one of them, which follows."
+    one, other = (
+        "The first of two modules that meet.\n\n",
+        "\n\nThe second one of them, which follows.",
+    )
     text = one + other.lstrip()
     first, second = find(text, table_of([one, other]))
     assert (first.end, first.whole) == (len(one), True)
@@ -113,11 +119,21 @@ def test_hashes_that_agree_by_chance_find_nothing() -> None:
     assert find(text, Table(other)) == []
 
 
-def test_many_modules_of_one_beginning_are_compared_in_portions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prints, "_PAIRS", 16)
+def test_many_modules_of_one_beginning_are_told_apart() -> None:
     texts = [f"{HEAD}The boat of berth {n} is moored at the north quay." for n in range(40)]
     text = "".join(reversed(texts))
     assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
     assert len(find(text, table_of(texts))) == 40
+
+
+def test_a_text_that_repeats_itself_is_searched_only_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = ["a" * (WINDOW + n) for n in range(20)]
+    text = "a" * 400 + "b" + "a" * 60
+    assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
+    monkeypatch.setattr(prints, "_PAIRS", 50 * len(texts))
+    found = find(text, table_of(texts))
+    assert [each.begin for each in found] == [0], "of the first 50 places"
+    monkeypatch.setattr(prints, "_PAIRS", len(texts) - 1)
+    assert find(text, table_of(texts)) == []

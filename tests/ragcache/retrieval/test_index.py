@@ -116,3 +116,18 @@ def test_vectors_may_be_given_later_and_the_first_index_stays() -> None:
     assert rows is not None
     assert rows.tolist() == [[0, 1, 0], [1, 0, 0]]
     assert both.by_words("quay", 5) == words.by_words("quay", 5) != []
+
+
+def test_words_are_counted_when_a_question_first_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(
+        "ragcache.retrieval.index.terms", lambda text: (counted.append(text), text.split())[1]
+    )
+    index = CollectionIndex(IDS, TEXTS, VECTORS)
+    index.by_meaning(np.ones(3, dtype=np.float32), 2)
+    assert counted == []
+    for _ in range(2):
+        index.by_words("quay.", 2)
+    assert sorted(counted) == sorted([*TEXTS, "quay.", "quay."])

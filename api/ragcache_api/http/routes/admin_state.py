@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
@@ -75,7 +76,7 @@ async def evictions(
 @router.get("/requests")
 async def requests(call: CallDep) -> dict[str, Any]:
     """Requests that run, the engine's batch, and the last that ended."""
-    batch = call.service.looking.batch() if call.caller.is_operator else None
+    batch = asdict(await off_loop(call.rag.batch)) if call.caller.is_operator else None
     record = call.service.recorder.of(call.caller.namespace)
     return {
         "running": [_told(entry) for entry in _mine(call)],
@@ -116,8 +117,7 @@ async def schema_tree(
 
 
 def _schemas(call: Call) -> list[SchemaListed]:
-    written = [s.name for s in call.service.looking.schemas(call.caller.namespace)]
-    named = [("schema", name) for name in written]
+    named = [("schema", name) for name in call.rag.schemas()]
     named += [("collection", name) for name in call.rag.stats().collections]
     return [SchemaListed(id=f"{kind}:{name}", name=name, kind=kind) for kind, name in named]
 

@@ -42,5 +42,5 @@ async def get_schema(name: Name, call: CallDep) -> SchemaTold:
 @router.delete("/{name}")
 async def delete_schema(name: Name, call: CallDep) -> Deleted:
     """Deletes a schema; states that nothing else needs go with it."""
-    await off_loop(call.service.looking.delete_schema, call.caller.namespace, name)
+    await off_loop(call.rag.delete_schema, name)
     return Deleted(deleted=1)

@@ -1,0 +1,225 @@
+"""Chats: what is computed, what is read, and that both are what they would be by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache.engine import Context, EncodeJob, Segment, complete, encode
+from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
+from ragcache.models import LoadedModel
+from ragcache.models.loading import patched
+from tests.conftest import tiny_model
+
+BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
+KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
+DOCUMENTS = [SourceDocument("boats", BOATS), SourceDocument("keys", KEYS)]
+FREE = Generation(max_new_tokens=8, ignore_eos=True)
+
+
+def user(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+PASTED = user(f"Use these notes.\n\n{KEYS}\n\n{BOATS}\n\nWhere is the key?")
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
+
+
+def tokens(answer: Answer) -> list[int]:
+    return list(answer.choices[0].token_ids)
+
+
+def test_a_plain_chat_generates_what_hugging_face_does(rag: RagCache, model: LoadedModel) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Where is the key?"},
+        {"role": "assistant", "content": "In the cupboard."},
+        {"role": "user", "content": "In which?"},
+    ]
+    ids = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    plain = tiny_model("llama", vocab_size=len(model.tokenizer))
+    out = plain.generate(
+        ids["input_ids"], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    expected = out[0, ids["input_ids"].shape[1] :].tolist()
+    for options in ({"recognise": False}, {"mode": "exact"}, {}):
+        answer = rag.chat(chat, generation=FREE, **options)  # type: ignore[arg-type]
+        assert tokens(answer) == expected
+        assert (answer.mode, answer.sources) == ("exact", ())
+        assert answer.question == "In which?"
+        assert answer.reuse.prompt_tokens == ids["input_ids"].shape[1]
+
+
+@pytest.mark.parametrize("mode", ["rooted", "isolated"])
+def test_a_recognised_chat_reads_the_context_that_is_built_by_hand(
+    rag: RagCache, model: LoadedModel, mode: str
+) -> None:
+    """The notes' states after the preamble of a question, or alone, at their places in the chat."""
+    encoder = rag._parts.answerer.encoder
+    [root] = encode(model.causal, [EncodeJob(encoder.preamble_ids)])
+    seen, start = (Segment(root, 0) if mode == "rooted" else None), len(encoder.preamble_ids)
+    outside = model.encode_untrusted
+    segments: list[Segment] = []
+    own = [model.tokenizer.convert_tokens_to_ids("<|user|>"), *outside("Use these notes.\n\n")]
+    placed, at = list(enumerate(own)), len(own)
+    for text in (KEYS, BOATS):
+        [states] = encode(model.causal, [EncodeJob(outside(f"{text}\n\n"), start, seen)])
+        segments.append(Segment(states, at))
+        at = segments[-1].end
+    end = [*outside("Where is the key?"), model.tokenizer.convert_tokens_to_ids("<|assistant|>")]
+    placed += enumerate(end, at)
+    positions, token_ids = zip(*placed, strict=True)
+    context = Context(tuple(segments), token_ids, positions, positions[-1] + 1)
+    request = FREE.request(context, model, 8, None)
+    [expected] = complete(model.causal, [request])
+    answer = rag.chat(PASTED, mode=mode, generation=FREE)
+    assert tokens(answer) == list(expected.token_ids)
+    assert answer.mode == f"recognised:{mode}"
+    assert [source.module for source in answer.sources] == ["keys#1", "boats#1"]
+    assert {source.score for source in answer.sources} == {1.0}
+    assert answer.reuse.prompt_tokens == context.prompt_tokens
+
+
+def test_a_module_at_the_place_that_it_was_encoded_for_costs_nothing(
+    rag: RagCache, model: LoadedModel
+) -> None:
+    """A chat that begins as a question's prompt does reads states that fit exactly."""
+    frame = rag._parts.answerer.encoder.frame
+    asked = user(f"{frame.preamble.removeprefix('<|user|>')}{KEYS}\n\nQuestion: Where?")
+    rooted = rag.chat(asked, generation=FREE)
+    assert tokens(rooted) == tokens(rag.chat(asked, mode="exact", generation=FREE))
+    assert rooted.mode == "recognised:rooted"
+
+
+def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
+    kept = rag.chat(PASTED)
+    assert (kept.reuse.created_tokens, {s.tier for s in kept.sources}) == (0, {"host"})
+    first, again = rag.chat(PASTED, mode="isolated"), rag.chat(PASTED, mode="isolated")
+    assert {source.tier for source in first.sources} == {"encoded"}
+    assert first.reuse.cached_tokens == 0
+    assert first.reuse.created_tokens == again.reuse.cached_tokens == kept.reuse.cached_tokens
+    assert first.reuse.created_tokens <= first.reuse.computed_tokens
+    exact = rag.chat(PASTED, mode="exact")
+    assert (exact.mode, exact.reuse.cached_tokens) == ("exact", 0)
+    assert [source.tier for source in exact.sources] == ["computed", "computed"]
+    plain = rag.chat(PASTED, recognise=False)
+    assert (plain.mode, plain.sources, plain.reuse.cached_tokens) == ("exact", (), 0)
+    linked = rag.chat(PASTED, mode="linked:4")
+    assert linked.mode == "recognised:linked:4"
+    assert linked.reuse.cached_tokens == kept.reuse.cached_tokens - 8
+    assert tokens(rag.chat(PASTED, mode="linked:400")) == tokens(exact)
+
+
+def test_states_that_were_made_for_a_chat_belong_to_their_modules(rag: RagCache) -> None:
+    rag.chat(PASTED, mode="isolated")
+    keys = rag._parts.catalogue.keys("notes")
+    assert len(keys) == 4, "both modules, rooted and isolated"
+    assert rag.delete("notes", ["boats", "keys"]) == 2
+    gone = rag.chat(PASTED)
+    assert (gone.mode, gone.sources) == ("exact", ())
+
+
+def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
+    first = rag.ask("Where is the key?", collection="notes", mode="isolated").reuse
+    again = rag.ask("Where is the key?", collection="notes", mode="isolated").reuse
+    assert again.created_tokens == 0
+    assert first.created_tokens == again.cached_tokens - first.cached_tokens > 0
+    rag.add_schema(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
+    asked = '<prompt schema="s"><m/>Where?</prompt>'
+    assert rag.prompt(asked).reuse.created_tokens == 0
+    host = rag._parts.store.holdings.shelves[0].entries
+    rag._parts.store.evict([entry.key for entry in host])
+    made = rag.prompt(asked).reuse
+    assert made.created_tokens > 0
+    assert made.cached_tokens == 0
+
+
+def test_the_same_module_twice_is_read_twice(rag: RagCache) -> None:
+    asked = [*user(f"{KEYS}\n\nWhere?"), {"role": "assistant", "content": "?"}, *user(KEYS)]
+    answer = rag.chat(asked, generation=FREE)
+    assert [source.module for source in answer.sources] == ["keys#1", "keys#1"]
+    assert answer.reuse.cached_tokens > len(rag._parts.model.encode(KEYS))
+
+
+def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:
+    ids = model.encode_untrusted(f"{KEYS} So the key")
+    context = Context((), tuple(ids), tuple(range(len(ids))), len(ids))
+    [expected] = complete(model.causal, [FREE.request(context, model, 8, None)])
+    text = f"{KEYS} So the key"
+    assert tokens(rag.chat(text, mode="exact", generation=FREE)) == list(expected.token_ids)
+    recognised = rag.chat(text, generation=FREE)
+    assert (recognised.mode, recognised.question) == ("recognised:rooted", text)
+    assert rag.chat(f"{KEYS}\n\n", generation=FREE).reuse.computed_tokens == 1
+    with pytest.raises(InvalidRequest, match="no place for tools; give messages"):
+        rag.chat(text, tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_positions_that_cannot_move_are_encoded_where_they_stand(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    size = len(reader.tokenizer)
+    causal = patched(tiny_model("gpt2", vocab_size=size))
+    model = LoadedModel("tiny", causal, reader.tokenizer)
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
+        rag.ingest("notes", DOCUMENTS)
+        first = rag.chat(PASTED, mode="isolated", generation=FREE)
+        assert [source.tier for source in first.sources] == ["encoded", "encoded"]
+        script = [*model.encode_untrusted("Use these notes.\n\n")]
+        at = 1 + len(script)
+        [states] = encode(causal, [EncodeJob(model.encode_untrusted(f"{KEYS}\n\n"), at)])
+        key = rag._parts.answerer.encoder.key(model.encode_untrusted(f"{KEYS}\n\n"), "isolated", at)
+        with rag._parts.store.borrow([key]) as lease:
+            torch.testing.assert_close(lease.found[key].keys, states.keys)
+        early = rag.chat(PASTED, generation=FREE)
+        assert early.sources[0].tier == "computed", "it would stand within the preamble"
+        assert rag.chat(PASTED, mode="isolated", generation=FREE).choices == first.choices
+
+
+def test_a_chat_over_the_window_is_refused_before_anything_is_encoded(rag: RagCache) -> None:
+    encoded = rag.stats().encoded
+    for options in ({}, {"mode": "isolated"}, {"recognise": False}):
+        with pytest.raises(PromptTooLong, match="window holds 512"):
+            rag.chat_batch([PASTED, user(KEYS + " key" * 600)], **options)  # type: ignore[arg-type]
+    assert rag.stats().encoded == encoded
+
+
+def test_bad_arguments_are_refused(rag: RagCache) -> None:
+    with pytest.raises(ConfigurationError, match="unknown mode"):
+        rag.chat(PASTED, mode="fast")
+    with pytest.raises(InvalidRequest, match="no messages"):
+        rag.chat([])
+    assert rag.chat_batch([]) == []
+
+
+def test_private_characters_of_a_module_are_no_marks(tmp_path: Path, model: LoadedModel) -> None:
+    text = "\U00100000 hangs in the red cupboard of the boathouse, as ever."
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as rag:
+        rag.ingest("notes", [SourceDocument("a", text)])
+        with pytest.raises(InvalidRequest, match="private character"):
+            rag.chat(user(text))
+
+
+def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    [host] = rag._parts.store.holdings.shelves
+    with monkeypatch.context() as patched_engine:
+        patched_engine.setattr(type(rag._parts.engine), "submit", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rag.chat_batch([PASTED, PASTED])
+    assert not any(entry.leased for entry in host.entries)
+    rag.chat(PASTED)
+    rag.stats()
+    assert not any(entry.leased for entry in host.entries)
