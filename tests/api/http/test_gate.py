@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,9 +63,23 @@ def test_errors_of_the_gate_have_the_shape_of_their_path(
 def test_a_users_key_opens_nothing_of_the_operators(locked: tuple[TestClient, RagCache]) -> None:
     client, rag = locked
     _, secret = rag.keys.create("me")
-    for path in ("/admin/stats", "/admin/modules", "/metrics", "/admin/"):
+    for path in ("/admin/stats", "/admin/modules", "/metrics", "/admin/other"):
         assert client.get(path, headers=bearer(secret)).status_code == 403, path
     assert client.get("/v1/collections", headers=bearer(secret)).status_code == 200
+
+
+def test_the_files_of_the_page_are_open_and_nothing_beside_them(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    client, rag = locked
+    rag.keys.create("me", role="admin")
+    page = client.get("/admin/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    for linked in re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text):
+        assert client.get(f"/admin/{linked}").status_code == 200, linked
+    for path in ("/admin/../stats", "/admin/%2e%2e/app.py", "/admin/stats"):
+        assert client.get(path).status_code == 401, path
 
 
 def test_an_administrator_of_one_namespace_sees_nothing_that_all_share(

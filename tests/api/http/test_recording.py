@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
@@ -57,7 +58,7 @@ def test_the_series_holds_one_hour() -> None:
         clock.now += POINT_SECONDS
     series = record.series()
     assert len(series) == POINTS
-    assert {b["at"] - a["at"] for a, b in zip(series, series[1:], strict=False)} == {POINT_SECONDS}
+    assert {b["at"] - a["at"] for a, b in pairwise(series)} == {POINT_SECONDS}
     assert series[0]["tokens"]["computed"] == 10
 
 

@@ -77,6 +77,5 @@ def test_a_model_without_tools_refuses_them() -> None:
 
 
 def test_templates_get_what_they_know() -> None:
-    assert shape(tools=[TOOL]).tools == [
-        {"type": "function", "function": {k: v for k, v in TOOL["function"].items() if k != "strict"}}  # type: ignore[attr-defined]
-    ]  # fmt: skip
+    [tool] = shape(tools=[TOOL]).tools or []
+    assert set(tool["function"]) == {"name", "parameters"}

@@ -69,7 +69,8 @@ def test_what_runs_has_time_to_finish(start: Start, state: Path) -> None:
     async def ask_and_stop() -> str:
         async with httpx.AsyncClient(timeout=60) as client:
             asked = asyncio.create_task(ask(client, server.url, body))
-            await asyncio.sleep(0.3)
+            while not (await client.get(f"{server.url}/admin/requests")).json()["running"]:
+                await asyncio.sleep(0.02)
             server.process.terminate()
             return await asked
 
