@@ -132,13 +132,12 @@ def _throughput(rag: RagCache, port: int, setting: HttpSetting, progress: Report
     called, served = [], []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as clients:
-        calls = lambda: asyncio.run(_called_streams(rag, questions, setting.tokens))  # noqa: E731
         clients.submit(run_streams, port, bodies).result()
-        calls()
+        asyncio.run(_called_streams(rag, questions, setting.tokens))
         for _ in range(setting.rounds):
             count, seconds = clients.submit(run_streams, port, bodies).result()
             served.append(count / seconds)
-            count, seconds = calls()
+            count, seconds = asyncio.run(_called_streams(rag, questions, setting.tokens))
             called.append(count / seconds)
     rates = statistics.median(called), statistics.median(served)
     return {
