@@ -52,8 +52,9 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     app = create_app(rag, settings)
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level=settings.log_level,
-        timeout_graceful_shutdown=int(settings.grace + _TOLD_SECONDS) or 1, server_header=False, timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(settings.grace + _TOLD_SECONDS) or 1, server_header=False,
         access_log=settings.log_level == "debug", lifespan="on",
+        timeout_keep_alive=75,  # clients that keep connections must not meet their end
     )  # fmt: skip
     # uvicorn raises the signal once more when it has ended: the folder is to be closed after that
     before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
