@@ -19,6 +19,7 @@ from ragcache_api.cli import (
     plan,
     prompt,
     schema,
+    serve,
     stats,
     verify,
 )
@@ -38,6 +39,7 @@ app.command("ask")(ask.ask)
 app.command("prompt")(prompt.prompt)
 app.command("eval")(evaluate.evaluate_command)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
