@@ -26,6 +26,12 @@ class Administration:
     _parts: Parts
 
     @property
+    def parts(self) -> Parts:
+        """What the folder is made of, for services and tools that look inside: store, engine, model
+        and the parts of the namespace. Their lifetime is this object's."""
+        return self._parts
+
+    @property
     def modules(self) -> Modules:
         """Listing, warming, pinning, moving and evicting the states of documents."""
         return self._parts.modules

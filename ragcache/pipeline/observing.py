@@ -114,7 +114,7 @@ class Observing:
             RunningRequest(
                 each.id, namespace, each.ready.kind, each.ready.collection,
                 now - each.ready.marks.called, each.ready.prompt_tokens, each.channel.count,
-                _state(each.channel),
+                state_of(each.channel),
             )
             for each in found
         ]  # fmt: skip
@@ -146,7 +146,8 @@ class Observing:
                     logger.exception("an observer failed")
 
 
-def _state(channel: Channel[Piece, Completion]) -> str:
+def state_of(channel: Channel[Piece, Completion]) -> str:
+    """`waiting` in the queue, `computing` the prompt, or `generating`."""
     if channel.count:
         return "generating"
     return "computing" if channel.started else "waiting"

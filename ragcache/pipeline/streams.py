@@ -11,6 +11,7 @@ from ragcache.engine import Piece
 from ragcache.errors import InvalidRequest
 from ragcache.pipeline.answer import Answer, Source
 from ragcache.pipeline.asked import Asked
+from ragcache.pipeline.observing import state_of
 
 
 class _Stream:
@@ -42,6 +43,16 @@ class _Stream:
         """Tokens of the prompt whose states were read, by the tier that they came from, or
         `encoded` for it."""
         return self._asked.ready.tokens
+
+    @property
+    def state(self) -> str:
+        """`waiting` in the engine's queue, `computing` the prompt, or `generating`."""
+        return state_of(self._asked.handle.channel)
+
+    @property
+    def generated(self) -> int:
+        """How many pieces the engine has generated so far, whether or not anybody reads them."""
+        return self._asked.handle.channel.count
 
     @property
     def answer(self) -> Answer:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from starlette.staticfiles import StaticFiles
 
 from ragcache import RagCache, __version__
 from ragcache_api.http import faults
 from ragcache_api.http.auth import Doorkeeper
+from ragcache_api.http.files import PageFiles
 from ragcache_api.http.gate import Gate
 from ragcache_api.http.limits import RateLimit
 from ragcache_api.http.recording import POINT_SECONDS
@@ -71,7 +71,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     for router in ROUTERS:
         app.include_router(router)
     if page is not None:
-        app.mount("/admin", StaticFiles(directory=page, html=True), name="page")
+        app.mount("/admin", PageFiles(directory=page, html=True), name="page")
     return app
 
 

@@ -32,7 +32,7 @@ class Looking:
 
     @classmethod
     def of(cls, rag: RagCache) -> Looking:
-        parts = rag._parts
+        parts = rag.parts
         return cls(rag, parts.model, parts.engine, parts.store)
 
     @property
@@ -42,7 +42,7 @@ class Looking:
 
     def leased(self) -> int:
         """States that requests are reading."""
-        self.rag._parts.returned.release()
+        self.rag.parts.returned.release()
         holdings = self.store.holdings
         with holdings.lock:
             return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
@@ -87,7 +87,7 @@ class Looking:
 
     def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
         """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
-        prompts = self.rag.within(namespace)._parts.prompts
+        prompts = self.rag.within(namespace).parts.prompts
         schema = spell_schema(prompts.load(name).schema, prompts.template.render)
         return tree(schema, lay_out(schema, prompts.template.count))
 
@@ -113,7 +113,7 @@ class Looking:
         if wanted.texts is not None:
             texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
             return corpus_of_sources(self.model, texts, module_tokens, lambda *_: None)
-        catalogue = self.rag.within(namespace)._parts.catalogue
+        catalogue = self.rag.within(namespace).parts.catalogue
         rows = catalogue.modules(wanted.collection or "")
         return Corpus(
             len({row.document for row in rows}),

@@ -134,9 +134,9 @@ class Recorder:
         """Notes how many requests of each namespace run and wait now."""
         alive = list(entries)
         for namespace, record in self._records.items():
-            mine = [entry.state for entry in alive if entry.namespace == namespace]
+            mine = [entry.computes for entry in alive if entry.namespace == namespace]
             span = record.span()
-            span.running = mine.count("running")
+            span.running = sum(mine)
             span.waiting = len(mine) - span.running
 
 
@@ -168,7 +168,7 @@ def _told(entry: Entry, now: float) -> dict[str, Any]:
         "kind": entry.kind,
         "collection": entry.collection,
         "at": now,
-        "ttft": first.timings.first_token if first else None,
+        "ttft": first.timings.first_token if first and first.reuse.prompt_tokens else None,
         "total": time.monotonic() - entry.started,
         "cached_tokens": sum(answer.reuse.cached_tokens for answer in entry.answers),
         "computed_tokens": sum(answer.reuse.computed_tokens for answer in entry.answers),

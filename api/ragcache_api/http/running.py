@@ -17,6 +17,7 @@ from ragcache.errors import RequestCancelled
 from ragcache_api.http.errors import Refusal
 
 T = TypeVar("T")
+_STATES = ("generating", "computing", "waiting")
 
 
 @dataclass(slots=True)
@@ -31,7 +32,6 @@ class Entry:
     running: Running
     started: float = field(default_factory=time.monotonic)
     streams: list[AsyncAnswerStream] = field(default_factory=list)
-    generated: int = 0
     answers: list[Answer] = field(default_factory=list)
     outcome: str = ""
 
@@ -59,11 +59,21 @@ class Entry:
         return sum(stream.prompt_tokens for stream in self.streams)
 
     @property
+    def generated(self) -> int:
+        """Pieces of text of all answers so far."""
+        return sum(stream.generated for stream in self.streams)
+
+    @property
     def state(self) -> str:
-        """`retrieving` until its states are leased, `waiting` until its first token, `running`."""
-        if not self.streams:
-            return "retrieving"
-        return "running" if self.generated else "waiting"
+        """`retrieving` until its states are leased, then what the engine does with it: `waiting`,
+        `computing` its prompt, or `generating`. Of several answers, the furthest."""
+        states = {stream.state for stream in self.streams}
+        return next((each for each in _STATES if each in states), "retrieving")
+
+    @property
+    def computes(self) -> bool:
+        """Whether the engine has begun with it."""
+        return self.state in ("computing", "generating")
 
 
 class Running:

@@ -1,7 +1,8 @@
 """OpenTelemetry, by FastAPI's own support.
 
-The exporter is that of the environment (`OTEL_EXPORTER_OTLP_ENDPOINT` and its kin). Health checks
-and metrics are left out.
+Spans go where the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and its kin), over OTLP by HTTP,
+and to the tracer provider that the process has, if it has one. Health checks and
+metrics are left out.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ def telemetry(on: bool) -> TelemetryConfig:
     if not on:
         return {"tracing": False, "metrics": False, "logs": False}
     try:
-        import opentelemetry.sdk.trace  # noqa: F401
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
     except ImportError:
         raise MissingExtra(
             "traces need OpenTelemetry's exporters: pip install 'ragcache[otel]'"
         ) from None
-    return {"tracing": True, "auto_configure": True, "exclude": _unwatched}
+    return {
+        "tracing": True, "metrics": False, "logs": False, "auto_configure": True,
+        "exclude": _unwatched,
+    }  # fmt: skip
 
 
 def _unwatched(scope: MutableMapping[str, Any]) -> bool:

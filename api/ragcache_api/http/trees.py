@@ -31,7 +31,7 @@ def _node(node: object, spans: Iterator[Span]) -> dict[str, Any]:
     below: Sequence[object] = ()
     match node:
         case Text():
-            kind, name = "text", " ".join(node.text[:PREVIEW].split())
+            kind, name = "text", _preview(node.text)
         case Parameter():
             kind, name = "param", node.name
         case Slot():
@@ -47,6 +47,11 @@ def _node(node: object, spans: Iterator[Span]) -> dict[str, Any]:
     below_it = [0, *(child["tokens"] for child in children)]
     tokens = span.length or (max(below_it) if kind == "union" else sum(below_it))
     return {"name": name, "kind": kind, "tokens": tokens, "children": children}
+
+
+def _preview(text: str) -> str:
+    told = " ".join(text.split())
+    return told if len(told) <= PREVIEW else f"{told[: PREVIEW - 1]}…"
 
 
 def _flat(nodes: Sequence[object]) -> Iterator[object]:

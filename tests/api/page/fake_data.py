@@ -37,7 +37,7 @@ def _module(index: int, number: int, choose: random.Random) -> dict[str, Any]:
         "nbytes": tokens * 28672,
         "tiers": tiers if choose.random() > 0.03 else [],
         "hits": hits,
-        "last_use": time.time() - choose.expovariate(1 / 4000) if hits else None,
+        "last_use": choose.randrange(1, 50_000) if hits else 0,
         "pinned": choose.random() < (0.3 if hits > 2000 else 0.04),
         "expires_at": None,
     }
@@ -141,7 +141,7 @@ def requests(items: list[dict[str, Any]], now: float) -> dict[str, Any]:
         {
             "id": f"req-{choose.getrandbits(48):012x}", "kind": "answer", "collection": "handbook",
             "age": choose.uniform(0.05, 3), "prompt_tokens": choose.randrange(700, 1500),
-            "generated": choose.randrange(0, 60), "state": "prefill" if index == 5 else "decode",
+            "generated": choose.randrange(0, 60), "state": "computing" if index == 5 else "generating",
         }
         for index in range(6 * bool(items))
     ]  # fmt: skip

@@ -32,7 +32,7 @@ async def stats(call: CallDep) -> StatsTold:
     told = await off_loop(call.rag.stats)
     service = call.service
     record = service.recorder.of(call.caller.namespace)
-    states = [entry.state for entry in _mine(call)]
+    computing = [entry.computes for entry in _mine(call)]
     operator = call.caller.is_operator
     evictions = told.evictions if operator else {}
     return StatsTold(
@@ -40,8 +40,8 @@ async def stats(call: CallDep) -> StatsTold:
         uptime=time.time() - service.started,
         collections=told.collections,
         requests={
-            "running": states.count("running"),
-            "waiting": len(states) - states.count("running"),
+            "running": sum(computing),
+            "waiting": len(computing) - sum(computing),
             **{name: record.outcomes[name] for name in ("finished", "failed", "cancelled")},
         },
         tokens=dict(record.tokens),

@@ -64,7 +64,6 @@ async def _told(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[bytes
     yield event([asdict(source) for source in stream.sources], "sources")
     async with aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
-            entry.generated += piece.chosen is not None
             if piece.text:
                 yield event({"text": piece.text, "at": monotonic() - entry.started}, "token")
     entry.answers.append(stream.answer)

@@ -51,10 +51,9 @@ class Chunks:
 
 
 async def pieces_of(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[Piece, None]:
-    """The stream's pieces, counted; the entry has the answer afterwards."""
+    """The stream's pieces; the entry has the answer afterwards."""
     async with aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
-            entry.generated += piece.chosen is not None
             yield piece
     entry.answers.append(stream.answer)
 

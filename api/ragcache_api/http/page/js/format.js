@@ -71,10 +71,9 @@ export function ago(at, now = Date.now() / 1000) {
   return `${Math.floor(age / 86400)} d ago`;
 }
 
-/** A last use: Unix seconds → "3 min ago"; a count of a logical clock → "#1,234" */
+/** A last use, by the store's logical clock: 1234 → "#1,234", 0 → never used */
 export function lastUse(value) {
-  if (missing(value) || value === 0) return NONE;
-  return value > 1e9 ? ago(value) : `#${count(value)}`;
+  return missing(value) || value === 0 ? NONE : `#${count(value)}`;
 }
 
 /** Unix seconds → "14:05", with seconds if asked for */

@@ -73,7 +73,7 @@ function build(state) {
   state.signal.addEventListener("abort", () => watcher.disconnect());
 }
 
-function heading(state, { id, title, sort, num }) {
+function heading(state, { id, title, hint, sort, num }) {
   const kind = `c-${id} ${num ? "num" : ""}`;
   if (!sort) return h("th", { scope: "col", class: kind }, title);
   const turn = () => {
@@ -84,7 +84,7 @@ function heading(state, { id, title, sort, num }) {
   };
   return h(
     "th",
-    { scope: "col", class: kind, "data-sort": id },
+    { scope: "col", class: kind, "data-sort": id, title: hint },
     h("button", { class: "sort", onclick: turn }, title, h("span", { class: "arrow" })),
   );
 }

@@ -8,7 +8,7 @@ import { poll } from "../polling.js";
 import { complain } from "../toasts.js";
 
 const PERIOD = 1;
-const IDLE = { rows: 0, requests: 0, segments: [] };
+const IDLE = { rows: 0, requests: 0, encodings: 0, segments: [] };
 const SEGMENTS = 60;
 
 export const batch = {
@@ -58,7 +58,7 @@ function figures({ batch: now }) {
   const alone = now.segments.reduce((sum, each) => sum + each.tokens * each.requests, 0);
   return [
     figure("Rows in the step", count(now.rows), "query rows of all requests", "rows"),
-    figure("Requests in the step", count(now.requests), null, "batched"),
+    figure("Requests in the step", count(now.requests), encoding(now.encodings), "batched"),
     figure(
       "Segments read",
       count(now.segments.length),
@@ -82,7 +82,7 @@ function segments({ segments: all }) {
     h(
       "li",
       { "data-segment": each.name },
-      h("span", { class: "name", title: each.name }, each.name),
+      h("span", { class: "name", title: `States ${each.name}` }, named(each)),
       h("span", { class: "num muted" }, `${count(each.tokens)} tokens`),
       h(
         "span",
@@ -93,6 +93,12 @@ function segments({ segments: all }) {
     ),
   );
   return h("ul", { class: "segments" }, lines);
+}
+
+// What is no module is told by the digest of its states.
+function named({ name, module }) {
+  if (module) return module;
+  return [h("code", {}, name.slice(0, 8)), h("span", { class: "muted" }, " no module: preamble, scaffold or schema")];
 }
 
 function running(requests) {
@@ -148,4 +154,5 @@ function uses(modules) {
   );
 }
 
+const encoding = (number) => (number ? `and ${plural(number, "module")} being encoded` : "");
 const short = (id) => (id.length > 12 ? `${id.slice(0, 12)}…` : id);
