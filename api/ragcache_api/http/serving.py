@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import signal
 from socket import socket
 from types import FrameType
@@ -16,6 +17,7 @@ from ragcache_api.http.app import create_app
 from ragcache_api.http.running import Running
 from ragcache_api.settings import ServiceSettings
 
+logger = logging.getLogger("uvicorn.error")  # beside the server's own line of its address
 _TOLD_SECONDS = 5.0  # for the last events of those that were given up
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -27,9 +29,19 @@ class KeyNeeded(ConfigurationError):
 class GracefulServer(uvicorn.Server):
     """Stops accepting on SIGTERM, gives what runs `grace` seconds, then tells it to end."""
 
-    def __init__(self, config: uvicorn.Config, running: Running, grace: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, running: Running, grace: float, *, page: bool
+    ) -> None:
         super().__init__(config)
-        self._running, self._grace = running, grace
+        self._running, self._grace, self._page = running, grace, page
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        """Listens, and tells where the operator's page is."""
+        await super().startup(sockets)
+        if self._page and self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            name = f"[{host}]" if ":" in host else host
+            logger.info("operator's page: http://%s:%d/admin/", name, port)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Ends what runs, and then the server."""
@@ -59,7 +71,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     # uvicorn raises the signal once more when it has ended: the folder is to be closed after that
     before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
     try:
-        GracefulServer(config, app.state.service.running, settings.grace).run()
+        GracefulServer(config, app.state.service.running, settings.grace, page=settings.page).run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

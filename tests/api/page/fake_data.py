@@ -133,6 +133,17 @@ def tiers(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+def evictions(items: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": each["id"], "key": f"{each['id']:064x}", "module": each["name"], "tier": "host",
+            "reason": "pressure", "nbytes": each["nbytes"], "at": now - 40 * number,
+            "fetched_again": False,
+        }
+        for number, each in enumerate(items[:200])
+    ]  # fmt: skip
+
+
 def requests(items: list[dict[str, Any]], now: float) -> dict[str, Any]:
     """GET /admin/requests: six requests over shared segments, and forty that ended."""
     choose = random.Random(3)

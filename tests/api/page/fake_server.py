@@ -82,6 +82,7 @@ class FakeServer:
             Route(one + "/warm", self.warm, methods=["POST"]),
             Route(one + "/move", self.move, methods=["POST"]),
             Route("/admin/evict", self.evict, methods=["POST"]),
+            Route("/admin/evictions", self.evictions),
             Route("/admin/requests", self.requests),
             Route("/admin/heat", self.heat),
             Route("/admin/schemas", self.schemas),
@@ -171,6 +172,9 @@ class FakeServer:
         return JSONResponse(
             self._evicted(found, tiers, dry=request.query_params.get("dry_run") == "true")
         )
+
+    async def evictions(self, request: Request) -> Response:
+        return paged(fake_data.evictions(self._items(), time.time()), request)
 
     def _evicted(
         self, found: list[dict[str, Any]], tiers: list[str], *, dry: bool

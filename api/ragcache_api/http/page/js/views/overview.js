@@ -1,19 +1,20 @@
 // The state of the server at a glance.
-import { get } from "../api.js";
+import { get, withQuery } from "../api.js";
 import { timeChart, legend } from "../charts/frame.js";
 import { fillBar } from "../charts/bars.js";
 import { timesOver } from "../charts/lines.js";
 import { slots } from "../charts/series.js";
 import { stacked } from "../charts/stacked.js";
 import { h, show } from "../dom.js";
+import { evictions } from "../evicted.js";
 import { bytes, compact, count, percent, plural, seconds, span } from "../format.js";
-import { empty, fault, figure, loading, panel, plainTable, segmented } from "../parts.js";
+import { empty, fault, figure, loading, panel, segmented } from "../parts.js";
 import { poll } from "../polling.js";
 import { SOURCES, keptShare, source } from "../sources.js";
 import { complain } from "../toasts.js";
 
 const PERIOD = 5;
-const REASONS = ["pressure", "ttl", "manual", "superseded", "corrupt"];
+const EVICTIONS = 6; // listed one by one
 const LINES = [
   { name: "ttft_hit_p50", label: "Hit p50", color: "var(--device)", dashed: false },
   { name: "ttft_hit_p95", label: "Hit p95", color: "var(--device)", dashed: true },
@@ -47,9 +48,10 @@ function mount({ body, actions, signal }) {
     }),
   );
   const read = async () => {
-    const [next, tiers] = await Promise.all([
+    const [next, tiers, gone] = await Promise.all([
       get("stats", { signal }),
       get("tiers", { signal }).catch(unlessForbidden),
+      get(withQuery("evictions", { limit: EVICTIONS }), { signal }),
     ]);
     stats = next;
     parts ??= skeleton(body, signal);
@@ -63,7 +65,7 @@ function mount({ body, actions, signal }) {
             "All namespaces share the tiers: an admin key of the default one shows them.",
           ),
     );
-    show(parts.evictions, evictions(stats));
+    show(parts.evictions, evictions(stats, gone.items));
     show(parts.counters, counters(stats));
     draw();
   };
@@ -189,49 +191,6 @@ function tierLine(tier) {
       h("span", {}, `${plural(tier.states, "state")} · ${bytes(tier.pinned_bytes)} pinned`),
       h("span", {}, plural(tier.hits, "hit"), tier.persistent ? " · kept over restarts" : ""),
     ),
-  );
-}
-
-function evictions({ evictions: byTier, refetched }) {
-  const tiers = Object.keys(byTier).filter((tier) => Object.values(byTier[tier]).some(Boolean));
-  if (!tiers.length)
-    return empty(
-      "Nothing was evicted",
-      "States leave a tier under pressure, when their time is over, or by hand.",
-    );
-  const known = new Set([...REASONS, ...tiers.flatMap((tier) => Object.keys(byTier[tier]))]);
-  const reasons = [...known].filter((reason) => tiers.some((tier) => byTier[tier][reason]));
-  const most = Math.max(...tiers.flatMap((tier) => Object.values(byTier[tier])));
-  const columns = [
-    { title: "Tier", cell: (tier) => source(tier).label },
-    ...reasons.map((reason) => ({
-      title: reason,
-      num: true,
-      cell: (tier) => amount(byTier[tier][reason] ?? 0, most, source(tier).color),
-    })),
-  ];
-  return [
-    plainTable(columns, tiers, "Evictions by tier and reason"),
-    h(
-      "p",
-      { class: "muted" },
-      refetched
-        ? `${plural(refetched, "state")} fetched again after eviction: a larger tier would have kept them.`
-        : "No evicted state was needed again.",
-    ),
-  ];
-}
-
-function amount(number, most, color) {
-  const bar = h("i", {
-    class: "amount",
-    style: { "--fill": color, "--share": `${(number / most) * 100}%` },
-  });
-  return h(
-    "span",
-    { class: "withbar" },
-    number ? bar : null,
-    h("span", { class: number ? "" : "faint" }, count(number)),
   );
 }
 

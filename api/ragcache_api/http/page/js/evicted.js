@@ -1,0 +1,66 @@
+// States that left a tier: how many and why, and the latest one by one.
+import { h } from "./dom.js";
+import { ago, bytes, count, plural } from "./format.js";
+import { empty, plainTable, tierChip } from "./parts.js";
+import { source } from "./sources.js";
+
+const REASONS = ["pressure", "ttl", "manual", "superseded", "corrupt"];
+const LATEST = [
+  { title: "Module", wide: true, cell: moduleOf },
+  { title: "Left", cell: ({ tier }) => tierChip(tier) },
+  { title: "Why", cell: ({ reason }) => reason },
+  { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
+  { title: "When", num: true, cell: ({ at }) => ago(at) },
+];
+
+/** By tier and reason, and the latest one by one. stats: of the server; latest: newest first. */
+export function evictions({ evictions: byTier, refetched }, latest) {
+  const tiers = Object.keys(byTier).filter((tier) => Object.values(byTier[tier]).some(Boolean));
+  if (!tiers.length && !latest.length)
+    return empty(
+      "Nothing was evicted",
+      "States leave a tier under pressure, when their time is over, or by hand.",
+    );
+  const known = new Set([...REASONS, ...tiers.flatMap((tier) => Object.keys(byTier[tier]))]);
+  const reasons = [...known].filter((reason) => tiers.some((tier) => byTier[tier][reason]));
+  const most = Math.max(...tiers.flatMap((tier) => Object.values(byTier[tier])));
+  const columns = [
+    { title: "Tier", cell: (tier) => source(tier).label },
+    ...reasons.map((reason) => ({
+      title: reason,
+      num: true,
+      cell: (tier) => amount(byTier[tier][reason] ?? 0, most, source(tier).color),
+    })),
+  ];
+  return [
+    tiers.length > 0 && [
+      plainTable(columns, tiers, "Evictions by tier and reason"),
+      h(
+        "p",
+        { class: "muted" },
+        refetched
+          ? `${plural(refetched, "state")} fetched again after eviction: a larger tier would have kept them.`
+          : "No evicted state was needed again.",
+      ),
+    ],
+    latest.length > 0 && plainTable(LATEST, latest, "Latest evictions"),
+  ];
+}
+
+function amount(number, most, color) {
+  const bar = h("i", {
+    class: "amount",
+    style: { "--fill": color, "--share": `${(number / most) * 100}%` },
+  });
+  return h(
+    "span",
+    { class: "withbar" },
+    number ? bar : null,
+    h("span", { class: number ? "" : "faint" }, count(number)),
+  );
+}
+
+function moduleOf({ module, key }) {
+  if (module) return h("span", { class: "name", title: module }, module);
+  return h("code", { title: "States of no module: preamble, scaffold or schema" }, key.slice(0, 12));
+}

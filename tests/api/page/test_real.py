@@ -1,0 +1,244 @@
+"""The operator's page in headless Chromium, against a server that answers from real documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from tests.api.http.conftest import Started, start_server
+from tests.api.page.conftest import Page
+from tests.conftest import write_notes
+
+pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
+Opened = Callable[[str], Page]
+VIEWS = ["overview", "modules", "reuse", "batch", "schemas", "ingestion", "ask"]
+QUESTION = "How many days of leave does everybody have?"
+
+
+@pytest.fixture(scope="module")
+def served(
+    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Started, str]]:
+    """A server over three documents, and its page's address as it tells it."""
+    folder = tmp_path_factory.mktemp("console")
+    with RagCache.open(folder / "state", reader) as opened:
+        opened.ingest("notes", write_notes(folder / "notes"))
+    started = start_server(folder / "state", "--set", "max_new_tokens=12")
+    yield started, f"{started.url}/admin/"
+    started.stop()
+
+
+@pytest.fixture
+def server(served: tuple[Started, str]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[0].url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def page(served: tuple[Started, str], opened: Opened) -> Page:
+    return opened(served[1])
+
+
+def get(server: httpx.Client, path: str, **parameters: Any) -> Any:
+    response = server.get(path, params=parameters)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def tier(server: httpx.Client, name: str) -> dict[str, Any]:
+    [found] = [each for each in get(server, "/admin/tiers")["items"] if each["name"] == name]
+    return dict(found)
+
+
+def module(server: httpx.Client, document: str) -> dict[str, Any]:
+    [found] = get(server, "/admin/modules", document=document)["items"]
+    return dict(found)
+
+
+def asked(page: Page, question: str, collection: str) -> None:
+    """Asks through the form and waits until the answer has ended."""
+    page.open("ask")
+    page.find(f"[name=collection] option[value={collection}]").click()
+    page.find("[name=question]").send_keys(question, Keys.ENTER)
+    page.find(".askform [type=submit]:disabled")
+    page.find(".askform [type=submit]:enabled")
+
+
+def drop(page: Page, *files: Path) -> None:
+    """Drags files from outside the browser into the zone, as the browser itself sees it."""
+    zone = page.find(".drop").rect
+    where = {"x": zone["x"] + zone["width"] / 2, "y": zone["y"] + zone["height"] / 2}
+    held = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        page.window.execute_cdp_cmd(
+            "Input.dispatchDragEvent", {"type": kind, "data": held, **where}
+        )
+
+
+def test_dropped_files_become_documents(page: Page, server: httpx.Client, tmp_path: Path) -> None:
+    texts = {
+        "tide.md": "# Tide\n\nThe tide table hangs beside the door of the harbour office.",
+        "radio.md": "# Radio\n\nThe harbour listens on channel 12 from seven in the morning.",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    page.open("ingestion")
+    page.find("[name=collection]").send_keys("harbour")
+    drop(page, *(tmp_path / name for name in texts))
+    page.click(".ingestform [type=submit]", "Ingest 2 files")
+    assert "2 of 2" in page.find(".job[data-status=done]", "harbour").text
+    documents = get(server, "/v1/collections/harbour/documents")["items"]
+    assert {each["id"] for each in documents} == set(texts)
+    page.open("modules?collection=harbour&sort=name&descending=false")
+    page.find(".gridbox footer", "2 in all")
+    listed = get(server, "/admin/modules", collection="harbour", sort="name")["items"]
+    assert page.names() == [each["name"] for each in listed]
+    page.click(".grid tr[data-id] .name")
+    assert page.find(".drawer pre").text.split() == texts[listed[0]["document"]].split()
+
+
+def test_an_answer_streams_and_is_accounted_for(page: Page, server: httpx.Client) -> None:
+    before = get(server, "/admin/stats")
+    asked(page, QUESTION, "notes")
+    last = get(server, "/admin/requests")["recent"][0]
+    shown = page.find("[aria-label='Modules used']").find_elements(By.CSS_SELECTOR, "tbody tr")
+    cells = [[each.text for each in row.find_elements(By.CSS_SELECTOR, "td")] for row in shown]
+    assert [
+        {"name": name, "tier": tiers.split()[0].lower()} for name, tiers, _ in cells
+    ] == last["modules"]
+    tokens = last["cached_tokens"] + last["computed_tokens"]
+    assert page.find(".headline").text.endswith("tokens not computed")
+    assert f"{last['cached_tokens']:,}" in page.find(".panel", "Prompt tokens").text
+    pieces = int(page.find("[data-figure=tokens]").text.split()[0])
+    assert 1 < pieces <= 12
+    assert len(page.all(".tokenbars rect")) == pieces - 1
+    assert "first token" in page.find(".waterfall + p").text
+    after = get(server, "/admin/stats")
+    assert sum(after["tokens"].values()) - sum(before["tokens"].values()) >= tokens
+    assert after["ttft"]["hit"]["count"] == before["ttft"]["hit"]["count"] + 1
+    assert after["ttft"]["miss"] == before["ttft"]["miss"]
+    assert page.find(".said").text
+
+
+def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
+    before = get(server, "/admin/stats")["ttft"]
+    asked(page, "zzqx wvvk", "notes")
+    assert page.find(".said").text == "Nothing in this collection fits the question."
+    assert get(server, "/admin/stats")["ttft"] == before
+    assert get(server, "/admin/requests")["recent"][0]["ttft"] is None
+
+
+def test_a_pin_is_marked_and_shades_its_tier(page: Page, server: httpx.Client) -> None:
+    number = module(server, "boats.md")["id"]
+    page.open("modules?search=boats")
+    page.click(f".grid tr[data-id='{number}'] .pinbox[aria-pressed=false]")
+    page.find(f".grid tr[data-id='{number}'] .pinbox[aria-pressed=true]")
+    assert module(server, "boats.md")["pinned"]
+    disk = tier(server, "disk")
+    assert 0 < disk["pinned_bytes"] < disk["used_bytes"]
+    page.open("overview")
+    bar = page.find("[data-tier=disk] .fillbar")
+    assert bar.find_element(By.CSS_SELECTOR, ".pinned").rect["width"] > 1
+    assert "0 B pinned" not in bar.get_attribute("aria-label")
+    page.open("modules?pinned=true")
+    page.find(".gridbox footer", "1 in all")
+    page.click(f".grid tr[data-id='{number}'] .pinbox[aria-pressed=true]")
+    page.until(lambda: not module(server, "boats.md")["pinned"])
+    assert tier(server, "disk")["pinned_bytes"] == 0
+
+
+def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client) -> None:
+    row = module(server, "keys.md")
+    page.open("modules?search=keys")
+    page.click(f".grid tr[data-id='{row['id']}'] .name")
+    page.click(".drawer [data-act=evict]")
+    would = server.delete(f"/admin/modules/{row['id']}", params={"dry_run": True}).json()["changes"]
+    assert f"{len(would)} state" in page.find(".modal .sum").text
+    assert module(server, "keys.md")["tiers"] == row["tiers"]
+    page.click(".modal [type=submit]", "Evict")
+    page.find(f".grid tr[data-id='{row['id']}'] .chips", "none")
+    assert module(server, "keys.md")["tiers"] == []
+    listed = get(server, "/admin/evictions")["items"]
+    gone = [(each["tier"], each["reason"]) for each in listed if each["module"] == row["name"]]
+    assert ("disk", "manual") in gone
+    page.open("overview")
+    assert "Disk" in page.find("[aria-label='Evictions by tier and reason']").text
+    latest = page.find("[aria-label='Latest evictions'] tbody tr")
+    assert row["name"] in latest.text
+
+
+def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> None:
+    number = module(server, "keys.md")["id"]
+    assert server.delete(f"/admin/modules/{number}").status_code == 200
+    before = get(server, "/admin/stats")["tokens"].get("encoded", 0)
+    asked(page, "Where does the spare key of the boathouse hang?", "notes")
+    assert "encoded" in page.find("[aria-label='Modules used']").text.lower()
+    assert get(server, "/admin/stats")["tokens"]["encoded"] > before
+    assert module(server, "keys.md")["tiers"]
+
+
+def test_reuse_and_schema_tell_of_the_same_modules(page: Page, server: httpx.Client) -> None:
+    server.post("/v1/answers", json={"question": QUESTION, "collection": "notes", "max_tokens": 1})
+    name = module(server, "leave.md")["name"]
+    heat = get(server, "/admin/heat")
+    assert sum(heat["counts"][heat["modules"].index(name)]) >= 1
+    page.open("reuse")
+    page.until(lambda: name in page.find(".heathost").text)
+    page.open("schemas?id=collection:notes")
+    told = get(server, "/admin/schemas/collection:notes/tree")
+    assert f"{told['tokens']:,} tokens" in page.find(".stage .panel").text
+    page.find(".tree [role=treeitem]", name)
+
+
+def test_every_view_opens_without_a_fault(page: Page) -> None:
+    for view in VIEWS:
+        page.open(view)
+        shown = page.find(f".view.{view}")
+        page.until(lambda shown=shown: shown.text and not page.all(".loading"))
+        assert page.all(".fault") == []
+    assert page.faults() == []
+
+
+def test_the_page_is_told_to_trust_nobody_else(server: httpx.Client) -> None:
+    for path in ("/admin/", "/admin/js/main.js", "/admin/parts.css"):
+        headers = server.get(path).headers
+        policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == "'self'"
+        assert policy["frame-ancestors"] == "'none'"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_page_works_with_the_key_it_asked_for(
+    reader: LoadedModel, opened: Opened, tmp_path: Path
+) -> None:
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        rag.ingest("notes", write_notes(tmp_path / "notes"))
+        _, secret = rag.keys.create("me", role="admin")
+    started = start_server(tmp_path / "state")
+    try:
+        assert httpx.get(f"{started.url}/admin/stats").status_code == 401
+        page = opened(f"{started.url}/admin/")
+        page.open("overview")
+        page.find("[name=key]").send_keys("rk-wrong", Keys.ENTER)
+        page.find(".modal .fault", "did not accept")
+        page.find("[name=key]").send_keys(secret, Keys.ENTER)
+        assert page.find("[data-figure=documents] dd").text == "3"
+        page.open("modules")
+        page.find(".grid tr[data-id]")
+        assert page.all(".modal") == []
+    finally:
+        started.stop()
+
+
+def test_the_address_of_the_page_is_told_at_the_start(served: tuple[Started, str]) -> None:
+    started, address = served
+    assert f"operator's page: {address}" in "".join(started.log)
