@@ -32,7 +32,7 @@ from ragcache_api.http.routes import (
     schemas,
 )
 from ragcache_api.http.service import Service
-from ragcache_api.http.tracing import telemetry
+from ragcache_api.http.tracing import telemetry, trace_answers
 from ragcache_api.settings import ServiceSettings
 
 PAGE = Path(__file__).parent / "page"
@@ -57,6 +57,8 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         telemetry=telemetry(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip
     app.state.service = service
+    if settings.telemetry:
+        service.running.ended.append(trace_answers)
     page = PAGE if settings.page and PAGE.is_dir() else None
     app.add_middleware(
         Gate,

@@ -81,8 +81,7 @@ class Record:
         span = self.span()
         self.tokens.update(counts)
         span.tokens.update(counts)
-        if answer.choices and answer.reuse.prompt_tokens:
-            kind = "hit" if answer.reuse.cached_tokens else "miss"
+        if kind := hit_or_miss(answer):
             getattr(self, kind).append(answer.timings.first_token)
             getattr(span, kind).append(answer.timings.first_token)
             self.counts[kind] += 1
@@ -92,7 +91,7 @@ class Record:
         self._heat.setdefault(minute, Counter()).update(each.module for each in answer.sources)
 
     def ttft(self) -> dict[str, dict[str, float | int | None]]:
-        """Seconds to the first token: the prompt read states from the cache, or none."""
+        """Seconds to the first token of hits and of misses."""
         return {
             kind: {
                 "p50": percentile(times, 0.5),
@@ -147,6 +146,17 @@ def tokens_by_source(answer: Answer, read: Mapping[str, int]) -> dict[str, int]:
     counts["shared"] = reuse.shared_tokens
     counts["computed"] = reuse.computed_tokens - counts.get("encoded", 0)
     return {source: number for source, number in counts.items() if number > 0}
+
+
+def hit_or_miss(answer: Answer) -> str:
+    """`hit` where the prompt read states from the cache, `miss` where it held documents and read
+    none. "" of prompts without documents, which would make misses look fast."""
+    reuse = answer.reuse
+    if not answer.choices or not reuse.prompt_tokens:
+        return ""
+    if reuse.cached_tokens:
+        return "hit"
+    return "miss" if answer.sources or reuse.created_tokens else ""
 
 
 def with_tokens(entry: Entry) -> Iterator[tuple[Answer, dict[str, int]]]:

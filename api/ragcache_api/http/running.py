@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TypeVar
 from uuid import uuid4
@@ -23,7 +24,7 @@ _STATES = ("generating", "computing", "waiting")
 @dataclass(slots=True)
 class Entry:
     """A request that runs. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
-    `cancelled` once it has ended, "" before."""
+    `cancelled` once it has ended, "" before. context: of the call that made it."""
 
     id: str
     kind: str
@@ -34,6 +35,7 @@ class Entry:
     streams: list[AsyncAnswerStream] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     outcome: str = ""
+    context: Context = field(default_factory=copy_context)
 
     def attach(self, stream: AsyncAnswerStream) -> AsyncAnswerStream:
         """Takes a stream, to be given up if the request is. Raises `Refusal` (503) where the

@@ -1,18 +1,26 @@
 """OpenTelemetry, by FastAPI's own support.
 
 Spans go where the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and its kin), over OTLP by HTTP,
-and to the tracer provider that the process has, if it has one. Health checks and
-metrics are left out.
+and to the tracer provider that the process has, if it has one. Health checks and metrics are left
+out. Below the span of its call every answer has one of its own, `ragcache.answer`, and below that its
+times: `ragcache.retrieve`, `assemble`, `queue`, `prefill` (to the first token) and `decode`.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from fastapi.telemetry import TelemetryConfig
+from opentelemetry import trace
+from opentelemetry.trace import Tracer
 
+from ragcache import Answer, Timings
 from ragcache.errors import MissingExtra
+from ragcache_api.http.running import Entry
+
+_SECOND = 1_000_000_000  # in the nanoseconds of OpenTelemetry
 
 
 def telemetry(on: bool) -> TelemetryConfig:
@@ -29,6 +37,46 @@ def telemetry(on: bool) -> TelemetryConfig:
         "tracing": True, "metrics": False, "logs": False, "auto_configure": True,
         "exclude": _unwatched,
     }  # fmt: skip
+
+
+def trace_answers(entry: Entry) -> None:
+    """Spans of what a request did, in the trace of its call. For `Running.ended`."""
+    began = time.time_ns() - int((time.monotonic() - entry.started) * _SECOND)
+    for answer in entry.answers:
+        entry.context.run(_trace, trace.get_tracer("ragcache"), answer, began)
+
+
+def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
+    end = began + int(answer.timings.total * _SECOND)
+    span = tracer.start_span("ragcache.answer", start_time=began, attributes=_told(answer))
+    with trace.use_span(span, end_on_exit=False):
+        for name, at, until in _stages(answer.timings):
+            part = tracer.start_span(f"ragcache.{name}", start_time=began + int(at * _SECOND))
+            part.end(began + int(until * _SECOND))
+    span.end(end)
+
+
+def _stages(timings: Timings) -> Iterator[tuple[str, float, float]]:
+    """Name, begin and end of what an answer waited for, in seconds since its call."""
+    assembled = timings.retrieve + timings.assemble
+    admitted = min(assembled + timings.queued, timings.first_token)
+    marks = (0.0, timings.retrieve, assembled, admitted, timings.first_token, timings.total)
+    names = ("retrieve", "assemble", "queue", "prefill", "decode")
+    for name, at, until in zip(names, marks, marks[1:], strict=False):
+        yield name, at, max(at, until)
+
+
+def _told(answer: Answer) -> dict[str, str | int]:
+    reuse = answer.reuse
+    return {
+        "ragcache.mode": answer.mode,
+        "ragcache.finish_reason": answer.finish_reason,
+        "ragcache.modules": len(answer.sources),
+        "ragcache.prompt_tokens": reuse.prompt_tokens,
+        "ragcache.cached_tokens": reuse.cached_tokens,
+        "ragcache.shared_tokens": reuse.shared_tokens,
+        "ragcache.computed_tokens": reuse.computed_tokens,
+    }
 
 
 def _unwatched(scope: MutableMapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
@@ -48,6 +49,17 @@ def test_first_tokens_are_told_apart_by_what_the_cache_had() -> None:
     assert told["hit"] == {"p50": 0.1, "p95": 0.1, "count": 1}
     assert told["miss"] == {"p50": 0.9, "p95": 0.9, "count": 1}
     assert record.tokens == {"host": 90, "computed": 20}
+
+
+def test_prompts_without_documents_are_neither_hit_nor_miss() -> None:
+    record = Record(Clock())
+    plain = replace(answer("m", 0, 0.01), sources=())
+    record.ended(entry("a", plain))
+    assert {kind: told["count"] for kind, told in record.ttft().items()} == {"hit": 0, "miss": 0}
+    assert record.series()[-1]["ttft_miss_p50"] is None
+    pasted = replace(plain, reuse=Reuse(40, 0, 40, created_tokens=30))
+    record.ended(entry("a", pasted))
+    assert record.ttft()["miss"]["count"] == 1
 
 
 def test_the_series_holds_one_hour() -> None:

@@ -68,7 +68,8 @@ def asked(page: Page, question: str, collection: str) -> None:
     page.open("ask")
     page.find(f"[name=collection] option[value={collection}]").click()
     page.find("[name=question]").send_keys(question, Keys.ENTER)
-    page.find(".askform [type=submit]:disabled")
+    page.find(".question", question)
+    page.until(lambda: not page.all(".said .caret"))
     page.find(".askform [type=submit]:enabled")
 
 
@@ -111,9 +112,9 @@ def test_an_answer_streams_and_is_accounted_for(page: Page, server: httpx.Client
     last = get(server, "/admin/requests")["recent"][0]
     shown = page.find("[aria-label='Modules used']").find_elements(By.CSS_SELECTOR, "tbody tr")
     cells = [[each.text for each in row.find_elements(By.CSS_SELECTOR, "td")] for row in shown]
-    assert [
-        {"name": name, "tier": tiers.split()[0].lower()} for name, tiers, _ in cells
-    ] == last["modules"]
+    assert [{"name": name, "tier": tiers.split()[0].lower()} for name, tiers, _ in cells] == last[
+        "modules"
+    ]
     tokens = last["cached_tokens"] + last["computed_tokens"]
     assert page.find(".headline").text.endswith("tokens not computed")
     assert f"{last['cached_tokens']:,}" in page.find(".panel", "Prompt tokens").text
@@ -195,7 +196,9 @@ def test_reuse_and_schema_tell_of_the_same_modules(page: Page, server: httpx.Cli
     page.open("schemas?id=collection:notes")
     told = get(server, "/admin/schemas/collection:notes/tree")
     assert f"{told['tokens']:,} tokens" in page.find(".stage .panel").text
-    page.find(".tree [role=treeitem]", name)
+    page.click(".tree [role=treeitem]", "of 3")
+    for each in get(server, "/admin/modules", collection="notes")["items"]:
+        page.find(".tree [role=treeitem]", each["document"])
 
 
 def test_every_view_opens_without_a_fault(page: Page) -> None:
