@@ -2,8 +2,8 @@
 
 Spans go where the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and its kin), over OTLP by HTTP,
 and to the tracer provider that the process has, if it has one. Health checks and metrics are left
-out. Below the span of its call every answer has one of its own, `ragcache.answer`, and below that its
-times: `ragcache.retrieve`, `assemble`, `queue`, `prefill` (to the first token) and `decode`.
+out. Below the span of its call every answer has one, `ragcache.answer`, and below that its times:
+`ragcache.retrieve`, `assemble`, `queue`, `prefill` (to the first token) and `decode`.
 """
 
 from __future__ import annotations

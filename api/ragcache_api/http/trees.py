@@ -14,11 +14,20 @@ def tree(schema: Schema, layout: Layout) -> dict[str, Any]:
     """name, kind, tokens and children of everything, in the order of the schema. layout: of the
     same schema."""
     children = _nodes(schema.children, iter(layout.spans))
-    return {"name": schema.name, "kind": "schema", "tokens": layout.length, "children": children}
+    # where modules close up the layout counts no slot
+    tokens = max(layout.length, sum(child["tokens"] for child in children))
+    return _told(schema.name, "schema", tokens, children)
+
+
+def _told(name: str, kind: str, tokens: int, children: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "tokens": tokens, "children": _few(children)}
 
 
 def _nodes(nodes: Sequence[object], spans: Iterator[Span]) -> list[dict[str, Any]]:
-    told = [_node(node, spans) for node in _flat(nodes)]
+    return [_node(node, spans) for node in _flat(nodes)]
+
+
+def _few(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
     left = len(told) - MOST
     if left > 0:
         rest = {"name": f"{left:,} more", "kind": "rest", "tokens": 0, "children": []}
@@ -46,7 +55,7 @@ def _node(node: object, spans: Iterator[Span]) -> dict[str, Any]:
     # where modules close up a slot has no length of its own
     below_it = [0, *(child["tokens"] for child in children)]
     tokens = span.length or (max(below_it) if kind == "union" else sum(below_it))
-    return {"name": name, "kind": kind, "tokens": tokens, "children": children}
+    return _told(name, kind, tokens, children)
 
 
 def _preview(text: str) -> str:

@@ -119,6 +119,7 @@ def test_schemas_are_shown_as_trees(client: TestClient) -> None:
     assert tree["tokens"] == sum(child["tokens"] for child in tree["children"])
     generated = client.get("/admin/schemas/collection:notes/tree").json()
     assert "leave.md" in str(generated)
+    assert generated["tokens"] == sum(child["tokens"] for child in generated["children"])
     assert client.get("/v1/schemas/t").json()["text"] == text
     assert client.delete("/v1/schemas/t").json() == {"deleted": 1}
     assert client.delete("/v1/schemas/t").status_code == 404

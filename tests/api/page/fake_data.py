@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 TEXT = "An invoice is due thirty days after it was sent. The grace period is fourteen days."
@@ -152,7 +151,8 @@ def requests(items: list[dict[str, Any]], now: float) -> dict[str, Any]:
         {
             "id": f"req-{choose.getrandbits(48):012x}", "kind": "answer", "collection": "handbook",
             "age": choose.uniform(0.05, 3), "prompt_tokens": choose.randrange(700, 1500),
-            "generated": choose.randrange(0, 60), "state": "computing" if index == 5 else "generating",
+            "generated": choose.randrange(0, 60),
+            "state": "computing" if index == 5 else "generating",
         }
         for index in range(6 * bool(items))
     ]  # fmt: skip

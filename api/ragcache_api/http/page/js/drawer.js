@@ -125,7 +125,7 @@ function states(all) {
       cell: ({ key }) => h("code", { title: key }, String(key ?? "").slice(0, 12)),
     },
     { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
-    { title: "Hits", num: true, cell: ({ hits }) => count(hits) },
+    { title: "Uses", num: true, cell: ({ hits }) => count(hits) }, // from whichever tier
   ];
   return plainTable(columns, all, "States of the module");
 }

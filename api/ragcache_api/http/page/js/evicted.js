@@ -1,7 +1,7 @@
 // States that left a tier: how many and why, and the latest one by one.
 import { h } from "./dom.js";
 import { ago, bytes, count, plural } from "./format.js";
-import { empty, plainTable, tierChip } from "./parts.js";
+import { empty, moduleName, plainTable, tierChip } from "./parts.js";
 import { source } from "./sources.js";
 
 const REASONS = ["pressure", "ttl", "manual", "superseded", "corrupt"];
@@ -61,6 +61,6 @@ function amount(number, most, color) {
 }
 
 function moduleOf({ module, key }) {
-  if (module) return h("span", { class: "name", title: module }, module);
+  if (module) return moduleName(module);
   return h("code", { title: "States of no module: preamble, scaffold or schema" }, key.slice(0, 12));
 }

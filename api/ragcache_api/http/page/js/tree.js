@@ -41,7 +41,7 @@ function item(node, level, widest) {
       { class: "track", "aria-hidden": "true" },
       h("i", { style: { "--share": `${Math.min(100, (node.tokens / widest.tokens) * 100)}%` } }),
     ),
-    h("span", { class: "num muted" }, count(node.tokens)),
+    h("span", { class: "num muted" }, node.kind === "rest" ? "" : count(node.tokens)),
   );
   const group = h("ul", { role: "group", hidden: !open });
   if (open) grow(group, children, level, widest);

@@ -3,7 +3,7 @@ import { get } from "../api.js";
 import { partsBar } from "../charts/bars.js";
 import { h, renew, show } from "../dom.js";
 import { clock, count, plural, seconds } from "../format.js";
-import { empty, fault, figure, loading, panel, plainTable, tierChip } from "../parts.js";
+import { empty, fault, figure, loading, moduleName, panel, plainTable, tierChip } from "../parts.js";
 import { poll } from "../polling.js";
 import { complain } from "../toasts.js";
 
@@ -38,7 +38,7 @@ function mount({ body, signal }) {
         h(
           "div",
           { class: "panels" },
-          panel("Shared segments", { note: "requests that read each" }, nodes.segments),
+          panel("Segments", { note: "by how many requests read each" }, nodes.segments),
           panel("Running", {}, nodes.running),
         ),
         panel("Ended lately", { note: "the last 100" }, nodes.recent),
@@ -66,7 +66,7 @@ function figures({ batch: now }) {
     ),
     figure(
       "Reads saved by sharing",
-      alone ? `${(alone / read).toFixed(1)} ×` : "–",
+      alone ? `${(alone / read).toFixed(2)} ×` : "–",
       alone ? `${count(alone - read)} tokens not read again` : "nothing is shared now",
     ),
   ];
@@ -82,7 +82,7 @@ function segments({ segments: all }) {
     h(
       "li",
       { "data-segment": each.name },
-      h("span", { class: "name", title: `States ${each.name}` }, named(each)),
+      named(each),
       h("span", { class: "num muted" }, `${count(each.tokens)} tokens`),
       h(
         "span",
@@ -97,8 +97,13 @@ function segments({ segments: all }) {
 
 // What is no module is told by the digest of its states.
 function named({ name, module }) {
-  if (module) return module;
-  return [h("code", {}, name.slice(0, 8)), h("span", { class: "muted" }, " no module: preamble, scaffold or schema")];
+  if (module) return moduleName(module, `${module}, states ${name}`);
+  return h(
+    "span",
+    { class: "name", title: `States ${name} of a preamble, a scaffold or a schema` },
+    h("code", {}, name.slice(0, 8)),
+    h("span", { class: "muted" }, " not a module"),
+  );
 }
 
 function running(requests) {

@@ -7,7 +7,7 @@ import { evictCollection, evictModules } from "../evicting.js";
 import { bytes, count, lastUse } from "../format.js";
 import { grid } from "../grid.js";
 import { icon } from "../icons.js";
-import { empty, pinMark, tierChips } from "../parts.js";
+import { empty, moduleName, pinMark, tierChips } from "../parts.js";
 import { TIERS } from "../sources.js";
 import { complain } from "../toasts.js";
 
@@ -103,7 +103,7 @@ function columns(toggle) {
       id: "name",
       title: "Module",
       sort: true,
-      cell: ({ name }) => h("span", { class: "name", title: name }, name),
+      cell: ({ name }) => moduleName(name),
     },
     {
       id: "document",

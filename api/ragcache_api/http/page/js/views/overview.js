@@ -97,7 +97,7 @@ function skeleton(body, signal) {
       panel("Prompt tokens by source", { aside: legend(SOURCES) }, tokens),
       panel("Time to first token", { aside: legend(LINES) }, times),
       panel("Tiers", { note: "hatched: pinned" }, parts.tiers),
-      panel("Evictions by reason", {}, parts.evictions),
+      panel("Evictions by reason", { note: "of all time" }, parts.evictions),
     ),
     panel("Engine and requests", {}, parts.counters),
   );
@@ -132,10 +132,6 @@ function drawSeries(parts, stats, minutes) {
 function figures(stats) {
   const { hit, miss } = stats.ttft;
   const documents = Object.values(stats.collections).reduce((sum, number) => sum + number, 0);
-  const faster =
-    hit.p50 && miss.p50
-      ? `${(miss.p50 / hit.p50).toFixed(1)} × faster than a miss`
-      : "no misses to compare with";
   return [
     figure(
       "Tokens not computed",
@@ -143,7 +139,7 @@ function figures(stats) {
       `of ${compact(Object.values(stats.tokens).reduce((sum, number) => sum + number, 0))} tokens`,
       "kept",
     ),
-    figure("First token, hit (p50)", seconds(hit.p50), hit.count ? faster : "no hits yet"),
+    figure("First token, hit (p50)", seconds(hit.p50), compared(hit, miss)),
     figure(
       "First token, miss (p50)",
       seconds(miss.p50),
@@ -162,6 +158,14 @@ function figures(stats) {
       "documents",
     ),
   ];
+}
+
+function compared(hit, miss) {
+  if (!hit.count) return "no hits yet";
+  if (!hit.p50 || !miss.p50) return "no misses to compare with";
+  const [times, word] =
+    hit.p50 <= miss.p50 ? [miss.p50 / hit.p50, "faster"] : [hit.p50 / miss.p50, "slower"];
+  return `${times.toFixed(1)} × ${word} than a miss`;
 }
 
 function tierLine(tier) {

@@ -1,7 +1,7 @@
 // Schemas as trees of modules, unions and parameters.
 import { everything, get } from "../api.js";
 import { h, show } from "../dom.js";
-import { count, plural } from "../format.js";
+import { plural } from "../format.js";
 import { empty, fault, loading, panel } from "../parts.js";
 import { tree } from "../tree.js";
 
@@ -71,12 +71,9 @@ const split = (id) => {
 };
 
 function drawn(id, root) {
-  const size = nodes(root);
   return panel(
     split(id)[1],
-    { note: `${plural(size, "node")} · ${count(root.tokens)} tokens` },
+    { note: `at most ${plural(root.tokens, "token")}` },
     tree(root, `Schema ${id}`),
   );
 }
-
-const nodes = (node) => 1 + (node.children ?? []).reduce((sum, child) => sum + nodes(child), 0);
