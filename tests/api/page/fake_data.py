@@ -156,17 +156,17 @@ def requests(items: list[dict[str, Any]], now: float) -> dict[str, Any]:
         }
         for index in range(6 * bool(items))
     ]  # fmt: skip
-    segments = [{"name": "preamble of handbook", "module": None, "tokens": 42, "requests": 6}]
+    segments = [{"name": "f" * 64, "module": None, "tokens": 42, "requests": 6, "rows": 123}]
     segments += [
         {
-            "name": each["name"], "module": each["id"], "tokens": each["tokens"],
-            "requests": max(1, 5 - index),
+            "name": f"{each['id']:064x}", "module": each["name"], "tokens": each["tokens"],
+            "requests": max(1, 5 - index), "rows": 1 + 20 * max(1, 5 - index),
         }
         for index, each in enumerate(popular)
     ]  # fmt: skip
     recent = [_ended(index, popular, now, choose) for index in range(40 * bool(popular))]
-    batch = {"rows": 5 + 118, "requests": 6, "segments": segments}
-    idle: dict[str, Any] = {"rows": 0, "requests": 0, "segments": []}
+    batch = {"rows": 5 + 118, "requests": 6, "encodings": 1, "segments": segments}
+    idle: dict[str, Any] = {"rows": 0, "requests": 0, "encodings": 0, "segments": []}
     return {"running": running, "batch": batch if running else idle, "recent": recent}
 
 

@@ -38,7 +38,7 @@ function mount({ body, signal }) {
         h(
           "div",
           { class: "panels" },
-          panel("Segments", { note: "by how many requests read each" }, nodes.segments),
+          panel("Segments", { note: "how many requests read each, with how many rows" }, nodes.segments),
           panel("Running", {}, nodes.running),
         ),
         panel("Ended lately", { note: "the last 100" }, nodes.recent),
@@ -90,6 +90,7 @@ function segments({ segments: all }) {
         h("i", { style: { "--share": `${(each.requests / most) * 100}%` } }),
       ),
       h("b", { class: "num", title: plural(each.requests, "request") }, count(each.requests)),
+      h("span", { class: "num muted" }, plural(each.rows, "row")),
     ),
   );
   return h("ul", { class: "segments" }, lines);
