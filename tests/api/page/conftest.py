@@ -7,12 +7,18 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from tests.api.http.conftest import Started, start_server
+from tests.conftest import write_notes
 
 SECONDS = 20
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
@@ -100,3 +106,27 @@ def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
 
     yield open_page
     chromium.get("about:blank")
+
+
+@pytest.fixture(scope="session")
+def served(
+    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Started, str]]:
+    """A server over three documents, and its page's address as it tells it."""
+    folder = tmp_path_factory.mktemp("console")
+    with RagCache.open(folder / "state", reader) as opened:
+        opened.ingest("notes", write_notes(folder / "notes"))
+    started = start_server(folder / "state", "--set", "max_new_tokens=12")
+    yield started, f"{started.url}/admin/"
+    started.stop()
+
+
+@pytest.fixture
+def server(served: tuple[Started, str]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[0].url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def page(served: tuple[Started, str], opened: Callable[[str], Page]) -> Page:
+    return opened(served[1])

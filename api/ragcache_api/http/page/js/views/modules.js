@@ -114,7 +114,7 @@ function columns(toggle) {
     {
       id: "collection",
       title: "Collection",
-      width: "104px",
+      width: "120px",
       cell: ({ collection }) => h("span", { class: "muted", title: collection }, collection),
     },
     {
