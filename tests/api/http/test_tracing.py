@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
+import httpx
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -13,7 +17,7 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache_api.http.tracing import telemetry
-from tests.api.http.conftest import LEAVE, client_of
+from tests.api.http.conftest import LEAVE, Start, client_of
 
 STAGES = ["retrieve", "assemble", "queue", "prefill", "decode"]
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
@@ -81,3 +85,32 @@ def test_a_service_without_telemetry_leaves_no_trace(
     with client_of(rag) as client:
         assert client.post("/v1/answers", json=ASK).status_code == 200
     assert exporter.get_finished_spans() == ()
+
+
+@pytest.mark.enable_socket
+@pytest.mark.allow_hosts(["127.0.0.1"])
+def test_spans_go_where_the_environment_says(start: Start, state: Path) -> None:
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            received.append((self.path, self.rfile.read(length)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nothing of it belongs into the output of the tests."""
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        server = start(
+            state, "--set", "telemetry=true",
+            OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{collector.server_port}",
+            OTEL_EXPORTER_OTLP_COMPRESSION="none",
+        )  # fmt: skip
+        assert httpx.post(f"{server.url}/v1/answers", json=ASK, timeout=60).status_code == 200
+        assert server.stop() == 0
+        collector.shutdown()
+    assert {path for path, _ in received} == {"/v1/traces"}
+    assert b"ragcache.prefill" in b"".join(body for _, body in received)
