@@ -142,6 +142,7 @@ def test_the_page_works_with_the_key_it_asked_for(
     with RagCache.open(tmp_path / "state", reader) as rag:
         rag.ingest("notes", write_notes(tmp_path / "notes"))
         _, secret = rag.keys.create("me", role="admin")
+        _, theirs = rag.keys.create("them", role="admin", namespace="them")
     started = start_server(tmp_path / "state")
     try:
         assert httpx.get(f"{started.url}/admin/stats").status_code == 401
@@ -154,6 +155,14 @@ def test_the_page_works_with_the_key_it_asked_for(
         page.open("modules")
         page.find(".grid tr[data-id]")
         assert page.all(".modal") == []
+        page = opened(f"{started.url}/admin/")
+        page.open("overview")
+        page.find("[name=key]").send_keys(theirs, Keys.ENTER)
+        assert page.find("[data-figure=documents] dd").text == "0"
+        page.find(".tiers .empty", "Not for this key")
+        page.open("batch")
+        page.find(".empty", "Not for this key")
+        assert page.all("[data-figure=rows]") == []
     finally:
         started.stop()
 

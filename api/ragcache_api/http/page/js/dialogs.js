@@ -95,7 +95,7 @@ async function keyForm(refused) {
       "p",
       { class: "muted" },
       "Make one with ",
-      h("code", {}, "ragcache keys create --role admin"),
+      h("code", {}, "ragcache keys create NAME --role admin"),
       ".",
     ),
   ];

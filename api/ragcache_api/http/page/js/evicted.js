@@ -14,11 +14,11 @@ const LATEST = [
 ];
 
 /** By tier and reason, and the latest one by one. stats: of the server; latest: newest first. */
-export function evictions({ evictions: byTier, refetched }, latest) {
+export function evictions({ evictions: byTier, refetched, engine }, latest) {
   const tiers = Object.keys(byTier).filter((tier) => Object.values(byTier[tier]).some(Boolean));
   if (!tiers.length && !latest.length)
     return empty(
-      "Nothing was evicted",
+      isOperator(engine) ? "Nothing was evicted" : "Nothing of this namespace was evicted",
       "States leave a tier under pressure, when their time is over, or by hand.",
     );
   const known = new Set([...REASONS, ...tiers.flatMap((tier) => Object.keys(byTier[tier]))]);
@@ -39,13 +39,16 @@ export function evictions({ evictions: byTier, refetched }, latest) {
         "p",
         { class: "muted" },
         refetched
-          ? `${plural(refetched, "state")} fetched again after eviction: a larger tier would have kept them.`
+          ? `${plural(refetched, "state")} fetched again. What left for pressure a larger tier would have kept.`
           : "No evicted state was needed again.",
       ),
     ],
     latest.length > 0 && plainTable(LATEST, latest, "Latest evictions"),
   ];
 }
+
+// The server tells what all namespaces share, counts of evictions too, to the operator alone.
+const isOperator = (engine) => Object.keys(engine).length > 0;
 
 function amount(number, most, color) {
   const bar = h("i", {

@@ -25,6 +25,14 @@ export function empty(title, advice, action) {
   return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, advice), action);
 }
 
+/** In place of what a key of one namespace may not see: what all of them share. */
+export function withheld(what) {
+  return empty(
+    "Not for this key",
+    `All namespaces share the ${what}, which admin keys of the default one may see.`,
+  );
+}
+
 export function loading(what = "Loading…") {
   return h("div", { class: "loading", role: "status" }, h("i", { class: "spinner" }), what);
 }

@@ -3,12 +3,21 @@ import { get } from "../api.js";
 import { partsBar } from "../charts/bars.js";
 import { h, renew, show } from "../dom.js";
 import { clock, count, plural, seconds } from "../format.js";
-import { empty, fault, figure, loading, moduleName, panel, plainTable, tierChip } from "../parts.js";
+import {
+  empty,
+  fault,
+  figure,
+  loading,
+  moduleName,
+  panel,
+  plainTable,
+  tierChip,
+  withheld,
+} from "../parts.js";
 import { poll } from "../polling.js";
 import { complain } from "../toasts.js";
 
 const PERIOD = 1;
-const IDLE = { rows: 0, requests: 0, encodings: 0, segments: [] };
 const SEGMENTS = 60;
 
 export const batch = {
@@ -30,7 +39,6 @@ function mount({ body, signal }) {
   let shown = false;
   const read = async () => {
     const requests = await get("requests", { signal });
-    requests.batch ??= IDLE; // what all namespaces share is shown to the operator alone
     if (!shown) {
       show(
         body,
@@ -45,8 +53,10 @@ function mount({ body, signal }) {
       );
       shown = true;
     }
-    show(nodes.figures, figures(requests));
-    renew(nodes.segments, segments(requests.batch));
+    // what all namespaces share is told to the operator alone
+    nodes.figures.hidden = !requests.batch;
+    if (requests.batch) show(nodes.figures, figures(requests));
+    renew(nodes.segments, requests.batch ? segments(requests.batch) : withheld("batch"));
     renew(nodes.running, running(requests.running));
     renew(nodes.recent, recent(requests.recent));
   };

@@ -8,7 +8,7 @@ import { stacked } from "../charts/stacked.js";
 import { h, show } from "../dom.js";
 import { evictions } from "../evicted.js";
 import { bytes, compact, count, percent, plural, seconds, span } from "../format.js";
-import { empty, fault, figure, loading, panel, segmented } from "../parts.js";
+import { empty, fault, figure, loading, panel, segmented, withheld } from "../parts.js";
 import { poll } from "../polling.js";
 import { SOURCES, keptShare, source } from "../sources.js";
 import { complain } from "../toasts.js";
@@ -58,12 +58,7 @@ function mount({ body, actions, signal }) {
     show(parts.figures, figures(stats));
     show(
       parts.tiers,
-      tiers
-        ? tiers.items.map(tierLine)
-        : empty(
-            "Not for this key",
-            "All namespaces share the tiers: an admin key of the default one shows them.",
-          ),
+      tiers ? tiers.items.map(tierLine) : withheld("tiers"),
     );
     show(parts.evictions, evictions(stats, gone.items));
     show(parts.counters, counters(stats));
