@@ -10,6 +10,7 @@
     │   ├── UnsupportedModel        an architecture, position scheme or window not served
     │   └── MissingExtra            an optional dependency is not installed
     ├── RequestError
+    │   ├── ConstraintFailed        what constrains the request's tokens failed
     │   ├── DeadlineExceeded        the request's time was over before it ended
     │   ├── EmptyQuestion
     │   ├── EngineClosed            the engine takes no requests any longer
@@ -78,6 +79,10 @@ class MissingExtra(ModelError, ImportError):
 
 class RequestError(RagCacheError):
     """A request cannot be answered."""
+
+
+class ConstraintFailed(RequestError):
+    """What constrains the request's tokens failed while it ran."""
 
 
 class DeadlineExceeded(RequestError, TimeoutError):

@@ -1,5 +1,6 @@
 """The engine: contexts of segments, ragged continuous batches, encoding and generation."""
 
+from ragcache.engine.constraint import Constraint, MakeConstraint
 from ragcache.engine.context import Context, Segment, assemble, check_window
 from ragcache.engine.encoder import EncodeJob
 from ragcache.engine.handle import Handle
@@ -15,11 +16,13 @@ __all__ = [
     "Choice",
     "Chosen",
     "Completion",
+    "Constraint",
     "Context",
     "EncodeJob",
     "Engine",
     "EngineSettings",
     "Handle",
+    "MakeConstraint",
     "Piece",
     "Request",
     "Sampling",

@@ -215,14 +215,17 @@ class EngineCore:
         if not asked:
             return
         forbidden = [sequence.forbidden() for sequence in asked]
-        chosen = choose(logits, [sequence.sampler for sequence in asked], forbidden)
+        masks = [sequence.mask() for sequence in asked]
+        chosen = choose(logits, [sequence.sampler for sequence in asked], forbidden, masks)
         for sequence, token in zip(asked, chosen, strict=True):
             if isinstance(token, UnusableLogits):
-                self._fail(sequence.group, token)
+                self._fail(sequence.group, sequence.failure or token)
                 continue
             if sequence.index == 0 and not sequence.generated:
                 self._fork(sequence)
             sequence.accept(token, now)
+            if sequence.failure is not None:
+                self._fail(sequence.group, sequence.failure)
         for sequence in [each for each in self._running if each.finished]:
             self._running.remove(sequence)
             self._release(sequence)

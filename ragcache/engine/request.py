@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from ragcache.engine.constraint import MakeConstraint
 from ragcache.engine.context import Context
 from ragcache.engine.sampler import Chosen
 from ragcache.engine.sampling import Sampling
@@ -29,6 +30,9 @@ class Request:
     tenant: whose requests may share private states with this one; None shares with nobody.
     priority: each level counts as `AGEING` seconds of waiting; higher comes sooner.
     timeout: seconds from submission after which the request fails with `DeadlineExceeded`.
+    constraint: makes what holds each answer's tokens to a form; called once an answer. An answer
+    that it says is finished ends with `stop`, though `min_new_tokens` are not reached; under it
+    stop tokens are never chosen where `ignore_eos`.
 
     Raises `InvalidRequest`.
     """
@@ -45,6 +49,7 @@ class Request:
     tenant: Hashable = None
     priority: int = 0
     timeout: float | None = None
+    constraint: MakeConstraint | None = None
 
     def __post_init__(self) -> None:
         if not self.context.token_ids:
@@ -88,7 +93,7 @@ class Piece:
 class Choice:
     """One answer. token_ids: without the stop token; where a string stopped it, with the tokens
     that spelled it. text: "" where the request has no `text`. finish_reason: `stop` or `length`.
-    stopped_by: the token id or string that ended it. chosen: the tokens with their
+    stopped_by: the token id or string that ended it; None where a limit or its constraint did. chosen: the tokens with their
     log-probabilities, if they were asked for."""
 
     token_ids: tuple[int, ...]

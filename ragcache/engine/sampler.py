@@ -11,6 +11,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from ragcache.engine.constraint import forbid
 from ragcache.engine.draw import draw, keep_likeliest, shares_of
 from ragcache.engine.penalties import Tally, penalise
 from ragcache.engine.sampling import MAX_LOGPROBS, Sampling
@@ -74,17 +75,21 @@ class Chosen:
 
 @torch.inference_mode()
 def choose(
-    logits: Tensor, states: Sequence[SamplerState], forbidden: Sequence[Collection[int]]
+    logits: Tensor,
+    states: Sequence[SamplerState],
+    forbidden: Sequence[Collection[int]],
+    masks: Sequence[Tensor | None] | None = None,
 ) -> list[Chosen | UnusableLogits]:
     """Chooses the next token of every row and records it in the row's state.
 
     logits: [R, V] of any floating type, left as they are; the arithmetic is float32.
-    forbidden: for each row the token ids that may not be chosen now.
+    forbidden: for each row the token ids that may not be chosen now. masks: for each row those that
+    its constraint allows (see `Constraint.mask`); None: no row has one.
 
     A row whose largest allowed logit is not finite, or which holds NaN, gives an UnusableLogits
     that was not raised, and its state stays as it was; the other rows are not affected.
     """
-    tokens = _tokens(logits, states, forbidden)
+    tokens = _tokens(logits, states, forbidden, masks or [None] * len(states))
     asked = [i for i, s in enumerate(states) if s.sampling.logprobs is not None and tokens[i] >= 0]
     reported: dict[int, Chosen] = {}
     for rows in _portions(asked, logits):
@@ -112,13 +117,17 @@ def _unusable(state: SamplerState) -> UnusableLogits:
 
 
 def _tokens(
-    logits: Tensor, states: Sequence[SamplerState], forbidden: Sequence[Collection[int]]
+    logits: Tensor,
+    states: Sequence[SamplerState],
+    forbidden: Sequence[Collection[int]],
+    masks: Sequence[Tensor | None],
 ) -> list[int]:
     """The token of each row; -1 where none can be chosen."""
     plain: list[int] = []
     others: list[int] = []
-    for row, (state, banned) in enumerate(zip(states, forbidden, strict=True)):
-        simple = state.sampling.greedy and state.tally is None and not banned
+    for row, (state, banned, mask) in enumerate(zip(states, forbidden, masks, strict=True)):
+        free = not banned and mask is None
+        simple = free and state.sampling.greedy and state.tally is None
         (plain if simple else others).append(row)
     if not others:
         return _likeliest(logits).tolist()
@@ -127,7 +136,10 @@ def _tokens(
         tokens[plain] = _likeliest(logits[plain])
     for rows in _portions(others, logits):
         tokens[rows] = _adjusted(
-            logits[rows].float(), [states[i] for i in rows], [forbidden[i] for i in rows]
+            logits[rows].float(),
+            [states[i] for i in rows],
+            [forbidden[i] for i in rows],
+            [masks[i] for i in rows],
         )
     return tokens.tolist()
 
@@ -144,7 +156,10 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 
 def _adjusted(
-    logits: Tensor, states: Sequence[SamplerState], forbidden: Sequence[Collection[int]]
+    logits: Tensor,
+    states: Sequence[SamplerState],
+    forbidden: Sequence[Collection[int]],
+    masks: Sequence[Tensor | None],
 ) -> Tensor:
     """The tokens of rows that are not plainly greedy. logits: float32 [R, V], overwritten."""
     penalised = [(row, s, s.tally) for row, s in enumerate(states) if s.tally is not None]
@@ -161,6 +176,7 @@ def _adjusted(
     if places:
         where = torch.tensor(places, device=logits.device)
         logits[where[:, 0], where[:, 1]] = -torch.inf
+    forbid(logits, masks)
     tokens = _likeliest(logits)
     random = [row for row, s in enumerate(states) if not s.sampling.greedy]
     if random:

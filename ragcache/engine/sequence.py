@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 
+from torch import Tensor
+
+from ragcache.engine.constraint import Guarded
 from ragcache.engine.handle import Channel
 from ragcache.engine.layout import Work
 from ragcache.engine.prefix import Fleeting, Path
@@ -11,6 +14,7 @@ from ragcache.engine.private import Pages
 from ragcache.engine.request import Choice, Completion, Piece, Request
 from ragcache.engine.sampler import Chosen, SamplerState
 from ragcache.engine.schedule import AGEING, Candidate
+from ragcache.errors import ConstraintFailed
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -78,6 +82,8 @@ class Sequence:
         self.positions = list(request.context.position_ids)
         self.sampler = SamplerState.start(request.sampling, self.tokens, index)
         self.text = None if request.text is None else request.text(request.stop)
+        make = request.constraint
+        self.constraint = None if make is None else Guarded(make)
         self.private: Pages | None = None
         self.path: Path | None = None
         self.shown: list[str] = []
@@ -120,15 +126,30 @@ class Sequence:
 
     def forbidden(self) -> Collection[int]:
         """The tokens that may not come next."""
-        early = self.generated < self.request.min_new_tokens
-        return self.request.stop_ids if early else NOTHING
+        request = self.request
+        early = self.generated < request.min_new_tokens
+        # after a stop token that ends nothing, a constraint has nothing more to say
+        endless = request.ignore_eos and self.constraint is not None
+        return request.stop_ids if early or endless else NOTHING
+
+    def mask(self) -> Tensor | None:
+        """The tokens that its constraint allows next. See `Constraint.mask`."""
+        return None if self.constraint is None else self.constraint.mask()
+
+    @property
+    def failure(self) -> ConstraintFailed | None:
+        return None if self.constraint is None else self.constraint.failure
 
     def accept(self, chosen: Chosen, now: float) -> None:
-        """Takes the next token, tells the caller, and closes the answer where it ends."""
+        """Takes the next token, tells the caller, and closes the answer where it ends. Does
+        nothing where its constraint fails."""
         self.group.first_token_at = self.group.first_token_at or now
         request = self.request
         if chosen.token in request.stop_ids and not request.ignore_eos:
             self._close("stop", chosen.token, now)
+            return
+        complete = self.constraint is not None and self.constraint.accept(chosen.token)
+        if self.failure is not None:
             return
         self.tokens.append(chosen.token)
         self.positions.append(request.context.next_position + self.generated - 1)
@@ -138,6 +159,8 @@ class Sequence:
         self._show(chosen, text)
         if self.text is not None and self.text.stopped is not None:
             self._close("stop", self.text.stopped, now)
+        elif complete:
+            self._close("stop", None, now)
         elif self.generated == request.max_new_tokens:
             self._close("length", None, now)
 

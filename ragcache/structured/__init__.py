@@ -1,0 +1,22 @@
+"""Answers of a given form: grammars that decoding keeps to, and the tool calls of chat models."""
+
+from ragcache.structured.call_reader import TextDelta, ToolCallDelta
+from ragcache.structured.call_scan import InvalidToolCall, ToolCall
+from ragcache.structured.grammar import Grammar
+from ragcache.structured.matching import constraint_of
+from ragcache.structured.tool_calls import ToolCallStream, parse_tool_calls
+from ragcache.structured.tools import ToolStyle, tool_call_grammar, tool_style
+
+__all__ = [
+    "Grammar",
+    "InvalidToolCall",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallStream",
+    "ToolStyle",
+    "constraint_of",
+    "parse_tool_calls",
+    "tool_call_grammar",
+    "tool_style",
+]

@@ -1,0 +1,66 @@
+"""A compiled grammar as the engine's constraint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ragcache.engine import MakeConstraint
+from ragcache.models import LoadedModel
+from ragcache.structured.compiling import compiler_of
+from ragcache.structured.grammar import Grammar
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarMatcher
+
+
+def constraint_of(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
+    """Compiles the grammar for the model's vocabulary.
+
+    Raises `InvalidRequest` where it cannot be compiled, `MissingExtra` without `structured`.
+    """
+    compiler = compiler_of(model)
+    compiled = compiler.compile(grammar)
+    stops = torch.zeros(-(-compiler.width // 32) * 32, dtype=torch.bool, device="cpu")
+    stops[compiler.stop_ids] = True
+    return lambda: GrammarConstraint(compiled, _packed(stops))
+
+
+class GrammarConstraint:
+    """One answer's place in its grammar. stops: the stop tokens as a packed mask, int32 [W]."""
+
+    def __init__(self, compiled: CompiledGrammar, stops: Tensor) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher: GrammarMatcher = GrammarMatcher(compiled)
+        self._others = ~stops
+        self._mask = torch.empty((1, len(stops)), dtype=torch.int32, device="cpu")
+        self._filled = False
+        self.finished = False
+
+    def mask(self) -> Tensor | None:
+        """See `Constraint.mask`."""
+        if not self._filled:
+            self._fill()
+        return self._mask[0]
+
+    def accept(self, token: int) -> None:
+        """See `Constraint.accept`. Raises `ValueError` for a token that the grammar refuses."""
+        if not self._matcher.accept_token(token):
+            raise ValueError(f"the grammar does not allow token {token} here")
+        self._filled = False
+        if self._matcher.is_completed():
+            self._fill()
+            self.finished = not bool((self._mask[0] & self._others).any())
+
+    def _fill(self) -> None:
+        self._matcher.fill_next_token_bitmask(self._mask)
+        self._filled = True
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """bool [32 * W] as int32 [W]: bit t % 32 of word t // 32 is token t."""
+    weights = torch.tensor([1 << n for n in range(31)] + [-(1 << 31)], device="cpu")
+    return (bits.view(-1, 32) * weights).sum(-1).to(torch.int32)

@@ -1,0 +1,158 @@
+"""Tools in a chat model's own notation: which one its template has, and a grammar for the calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from ragcache.errors import InvalidRequest
+from ragcache.structured.grammar import Grammar
+from ragcache.structured.json_schema import check_schema
+
+Format = dict[str, Any]
+"""A part of a structural tag, the compiler's description of text with marked stretches."""
+
+
+class ToolStyle(StrEnum):
+    """How a model writes calls.
+
+    hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen). llama: the
+    whole answer is `{"name": ..., "parameters": {...}}` (Llama 3.x). mistral:
+    `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`.
+    """
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+
+    @property
+    def special(self) -> bool:
+        """Whether its markers may be control tokens, so that its text is read with
+        `Generation(skip_special_tokens=False)`."""
+        return self is not ToolStyle.HERMES
+
+
+def tool_style(tokenizer: Any) -> ToolStyle | None:
+    """The style of the tokenizer's chat template; None where it takes no tools, or writes calls in
+    a way that is not read here."""
+    templates = getattr(tokenizer, "chat_template", None)
+    if isinstance(templates, Mapping):
+        templates = templates.get("tool_use", templates.get("default"))
+    if not isinstance(templates, str) or "tools" not in templates:
+        return None
+    if "[TOOL_CALLS]" in templates:
+        return ToolStyle.MISTRAL
+    if "<tool_call>" in templates:
+        # Qwen3-Coder and others put XML between the same markers
+        return None if "<function=" in templates or "<arg_key>" in templates else ToolStyle.HERMES
+    if '"parameters"' in templates and ("<|python_tag|>" in templates or '{"name"' in templates):
+        return ToolStyle.LLAMA
+    return None
+
+
+def tool_call_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str = "auto",
+    *,
+    style: ToolStyle | str = ToolStyle.HERMES,
+    parallel: bool = True,
+) -> Grammar:
+    """A grammar in which every call names a tool and its arguments keep to the tool's schema.
+
+    tools: `{"type": "function", "function": {"name", "parameters", ...}}` or that function alone.
+    choice: "auto": text, calls, or both (llama: one of them); "required": calls and nothing else;
+    a tool's name: one call of it and nothing else. parallel: whether several calls may come.
+    Raises `InvalidRequest`.
+    """
+    style, functions = known_style(style), _functions(tools)
+    if choice not in ("auto", "required"):
+        if choice not in functions:
+            raise InvalidRequest(
+                f"tool_choice is {choice!r:.80}; it must be auto, required or one of "
+                f"{', '.join(functions)}"
+            )
+        functions, parallel = {choice: functions[choice]}, False
+    opening, closing, key, separator = _NOTATION[style]
+    tags = [
+        {
+            "begin": f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ',
+            "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1},
+            "end": "}" + closing,
+        }
+        for name, schema in functions.items()
+    ]
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    described = _with_text(style, tags, calls) if choice == "auto" else _calls_alone(style, calls)
+    text = json.dumps({"type": "structural_tag", "format": described}, ensure_ascii=False)
+    return Grammar("structural_tag", text)
+
+
+# What stands before and after each call, the name of its arguments, and what separates calls.
+_NOTATION = {
+    ToolStyle.HERMES: ("<tool_call>\n", "\n</tool_call>", "arguments", "\n"),
+    ToolStyle.LLAMA: ("", "", "parameters", "; "),
+    ToolStyle.MISTRAL: ("", "", "arguments", ", "),
+}
+
+
+def _calls_alone(style: ToolStyle, calls: Format) -> Format:
+    if style is not ToolStyle.MISTRAL:
+        return calls
+    begin, end = ({"type": "const_string", "value": value} for value in ("[TOOL_CALLS][", "]"))
+    return {"type": "sequence", "elements": [begin, calls, end]}
+
+
+def _with_text(style: ToolStyle, tags: list[Format], calls: Format) -> Format:
+    """Calls, or text, or where the style has markers text and then calls."""
+    if style is ToolStyle.LLAMA:
+        text = {"type": "any_text", "excludes": ['{"name"']}
+        return {"type": "or", "elements": [calls, text]}
+    trigger = "<tool_call>"
+    if style is ToolStyle.MISTRAL:
+        trigger = "[TOOL_CALLS]"
+        tags = [{"begin": "[TOOL_CALLS][", "content": calls, "end": "]"}]
+    once = calls["stop_after_first"] or style is ToolStyle.MISTRAL
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": tags,
+        "stop_after_first": once,
+    }
+
+
+def known_style(style: str) -> ToolStyle:
+    """The style of this name. Raises `InvalidRequest`."""
+    try:
+        return ToolStyle(style)
+    except ValueError:
+        known = ", ".join(ToolStyle)
+        raise InvalidRequest(f"{style!r:.80} is no style of tool calls; styles: {known}") from None
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schema of the arguments of every tool, by its name."""
+    functions: dict[str, Any] = {}
+    for number, tool in enumerate(tools, start=1):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"tool {number} has no name")
+        if name in functions:
+            raise InvalidRequest(f"two tools are named {name!r}")
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        try:
+            check_schema(schema)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the parameters of tool {name!r}: {error}") from error
+        functions[name] = schema
+    if not functions:
+        raise InvalidRequest("there are no tools to call")
+    return functions
