@@ -13,7 +13,10 @@ class Stats:
     and how many of them were fetched again.
 
     encoded: modules encoded since this process opened the state folder; corrupt: blobs that failed
-    their checksum and were encoded again; host_evictions: states that left memory for lack of room.
+    their checksum or vanished, and were encoded again; unreadable: times that a tier or the ledger
+    could not be read or written when it was wanted; unclaimed: states that were encoded for one
+    question because the ledger did not answer; host_evictions: states that left memory for lack of
+    room.
     """
 
     model: str
@@ -23,6 +26,8 @@ class Stats:
     host_budget_bytes: int
     encoded: int
     corrupt: int
+    unreadable: int
+    unclaimed: int
     host_evictions: int
 
     @classmethod
@@ -37,5 +42,7 @@ class Stats:
             host_budget_bytes=store.host.budget_bytes or 0,
             encoded=store.counters.encoded,
             corrupt=store.counters.corrupt,
+            unreadable=store.counters.unreadable,
+            unclaimed=store.counters.unclaimed,
             host_evictions=store.counters.evictions["host", "pressure"],
         )

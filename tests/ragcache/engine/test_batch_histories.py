@@ -19,8 +19,10 @@ from ragcache.engine.layout import Work
 from ragcache.engine.pool import ChunkPool
 from ragcache.engine.private import Pages, Room
 from ragcache.states import KVStates
+from tests.conftest import DEVICE
 from tests.ragcache.attention.dense import Seen, definition, frequencies, moved
 
+BACKENDS = (Reference(), Products()) if DEVICE == "cpu" else (Reference(),)
 HEADS, KV_HEADS, DIM, SMALL, SCALE = 4, 2, 6, 2, 0.4
 
 
@@ -52,7 +54,7 @@ class History:
         keys, values = self.normal(1, KV_HEADS, 400), self.normal(1, KV_HEADS, 400)
         self.pool = ChunkPool(keys, values, SMALL)
         self.modules = [self.module() for _ in range(3)]
-        model: Any = SimpleNamespace(scheme=scheme, device=torch.device("cpu"))
+        model: Any = SimpleNamespace(scheme=scheme, device=torch.get_default_device())
         self.builder = StepBuilder(model)
         self.requests = [self.request() for _ in range(self.draw(st.integers(1, 3)))]
 
@@ -96,7 +98,7 @@ class History:
             here = slice(begin, begin + len(work.token_ids))
             expected += known.sees(self.scheme, work, query[:, here], key[:, here], value[:, here])
             begin = here.stop
-        for backend in (Reference(), Products()):
+        for backend in BACKENDS:
             out = backend.attend(plan, 0, query, key, value, scale=SCALE)
             torch.testing.assert_close(out, torch.stack(expected), rtol=1e-10, atol=1e-10)
 

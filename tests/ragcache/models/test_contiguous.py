@@ -120,7 +120,7 @@ def test_the_layers_turn_by_their_own_frequencies() -> None:
     local, everything, again = gemma.scheme.layers
     assert again is local
     assert not torch.equal(local.inverse_frequency, everything.inverse_frequency)
-    assert everything.inverse_frequency[0] == pytest.approx(1 / 8)
+    assert everything.inverse_frequency[0].item() == pytest.approx(1 / 8)
     assert gemma.scheme.name == "rotary:default:8+rotary:linear:8"
 
 

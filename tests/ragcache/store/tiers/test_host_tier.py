@@ -35,7 +35,7 @@ def test_states_from_elsewhere_are_copied_and_do_not_change_with_them() -> None:
 
 
 def test_part_of_a_block_is_copied_so_that_the_rest_can_go() -> None:
-    host = HostTier(10**6)
+    host = HostTier(10**6, pinned=False)
     host.put(make_key(1), make_states(1, 1000))
     states = host.get(make_key(1))
     assert isinstance(states, KVStates)
@@ -46,7 +46,7 @@ def test_part_of_a_block_is_copied_so_that_the_rest_can_go() -> None:
 
 
 def test_deleted_states_are_counted_until_their_reader_lets_go() -> None:
-    host = HostTier(10_000)
+    host = HostTier(10_000, pinned=False)
     nbytes = host.put(make_key(1), make_states(1, 100))
     held = host.get(make_key(1)).keys
     host.delete(make_key(1))
@@ -70,7 +70,7 @@ def test_memory_that_nothing_was_loaded_into_is_given_back(tmp_path: Path) -> No
 
 
 def test_blocks_begin_at_cache_lines_and_are_counted_with_what_that_adds() -> None:
-    host = HostTier(10**6)
+    host = HostTier(10**6, pinned=False)
     blocks = [host.allocate(nbytes) for nbytes in (1, 63, 64, 65, 1000)]
     assert all(block.data_ptr() % 64 == 0 for block in blocks)
     assert host.used_bytes == sum((128, 128, 128, 192, 1088))
