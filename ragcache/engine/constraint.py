@@ -1,4 +1,4 @@
-"""What an answer's tokens must be: a grammar's hold on the sampler, known to the engine by a Protocol.
+"""What an answer's tokens must be: the hold of a grammar on the sampler.
 
 The engine asks for a mask before each token and tells which one came. It knows neither grammars nor
 the libraries that compile them, and a request without a constraint pays nothing.

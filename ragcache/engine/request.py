@@ -93,8 +93,8 @@ class Piece:
 class Choice:
     """One answer. token_ids: without the stop token; where a string stopped it, with the tokens
     that spelled it. text: "" where the request has no `text`. finish_reason: `stop` or `length`.
-    stopped_by: the token id or string that ended it; None where a limit or its constraint did. chosen: the tokens with their
-    log-probabilities, if they were asked for."""
+    stopped_by: the token id or string that ended it; None where a limit or its constraint did.
+    chosen: the tokens with their log-probabilities, if they were asked for."""
 
     token_ids: tuple[int, ...]
     text: str

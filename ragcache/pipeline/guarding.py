@@ -16,6 +16,7 @@ from ragcache.errors import InvalidRequest
 from ragcache.pipeline.template_text import MARK
 
 _FIRST = 0x10F000  # above the marks of control tokens
+_GUARD = re.compile("[\U0010f000-\U0010fffd]")
 
 
 class Guard:
@@ -25,8 +26,10 @@ class Guard:
         """control: the tokenizer's control tokens."""
         letters = sorted({letter for token in control for letter in token})
         self._hidden = {letter: chr(_FIRST + i) for i, letter in enumerate(letters)}
-        self._revealed = {ord(guard): letter for letter, guard in self._hidden.items()}
-        self._any = re.compile(f"(?=(?:{'|'.join(map(re.escape, control))}))") if control else None
+        self._revealed = {guard: letter for letter, guard in self._hidden.items()}
+        firsts = re.escape("".join({token[0] for token in control}))
+        self._firsts = re.compile(f"[{firsts}]" if control else "(?!)")
+        self._any = re.compile("|".join(map(re.escape, control)))
         self._begins = {token[:i] for token in control for i in range(1, len(token))}
         self._ends = {token[i:] for token in control for i in range(1, len(token))}
         self._longest = max(map(len, control), default=0)
@@ -47,7 +50,7 @@ class Guard:
 
     def reveal(self, text: str) -> str:
         """The text as people wrote it."""
-        return text.translate(self._revealed)
+        return _GUARD.sub(lambda match: self._revealed[match[0]], text)
 
     def _hide(self, text: str, *, ends: bool = True) -> str:
         """ends: whether the template's text may stand right beside this one."""
@@ -56,9 +59,8 @@ class Guard:
                 f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
                 "for control tokens; remove it"
             )
-        if self._any is None:
-            return text
-        places = {match.start() for match in self._any.finditer(text)}
+        begins = (match.start() for match in self._firsts.finditer(text))
+        places = {at for at in begins if self._any.match(text, at)}
         if ends:
             places |= self._edges(text)
         if not places:

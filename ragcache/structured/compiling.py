@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ragcache.errors import InvalidRequest, MissingExtra
 from ragcache.models import LoadedModel
 from ragcache.structured.grammar import Grammar
+from ragcache.structured.schema_rules import schema_rules
 from ragcache.structured.vocabulary import token_bytes
 
 if TYPE_CHECKING:
@@ -59,13 +61,23 @@ class Compiler:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         compiler, text = self._compiler, grammar.text
         if grammar.kind == "json_schema":
-            # Free white space would let a model write it for ever.
-            return compiler.compile_json_schema(text, any_whitespace=False)
+            return compiler.compile_grammar(schema_rules(json.loads(text)))
         if grammar.kind == "regex":
             return compiler.compile_regex(text)
         if grammar.kind == "ebnf":
             return compiler.compile_grammar(text)
-        return compiler.compile_structural_tag(text)
+        return compiler.compile_structural_tag(json.dumps(_with_rules(json.loads(text))))
+
+
+def _with_rules(described: Any) -> Any:
+    """A structural tag in which every JSON schema is replaced by its rules."""
+    if isinstance(described, list):
+        return [_with_rules(each) for each in described]
+    if not isinstance(described, dict):
+        return described
+    if described.get("type") == "json_schema":
+        return {"type": "grammar", "grammar": schema_rules(described["json_schema"])}
+    return {key: _with_rules(each) for key, each in described.items()}
 
 
 _compilers: WeakKeyDictionary[LoadedModel, Compiler] = WeakKeyDictionary()
@@ -82,7 +94,7 @@ def compiler_of(model: LoadedModel) -> Compiler:
         return compiler
 
 
-def _library():  # type: ignore[no-untyped-def]
+def _library() -> Any:
     try:
         import xgrammar
     except ImportError as error:

@@ -7,6 +7,7 @@ schema refuses. Those are refused here, with the place where they stand.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from ragcache.errors import InvalidRequest
 
@@ -15,12 +16,24 @@ DEEPEST = 64
 
 _NOT_HELD = frozenset(
     "contains dependencies dependentRequired dependentSchemas if not then else uniqueItems "
-    "unevaluatedItems unevaluatedProperties $dynamicRef $recursiveRef".split()
+    "additionalItems $dynamicRef $recursiveRef".split()
 )
-_ANNOTATIONS = frozenset("title description default examples deprecated readOnly writeOnly".split())
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "propertyNames")
+_LENGTHS = frozenset(("minLength", "maxLength"))
+_NUMBERS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split())
+_ASSERTING = (
+    frozenset(
+        "type enum const properties patternProperties additionalProperties propertyNames required "
+        "minProperties maxProperties items prefixItems minItems maxItems pattern format".split()
+    )
+    | _LENGTHS
+    | _NUMBERS
+)
+# Only the first of these is read; what else the same schema asks for is passed over.
+_JOINING = ("$ref", "anyOf", "oneOf", "allOf")
+# Where schemas stand within a schema: in an object by name, in a list, or alone.
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE = ("items", "additionalProperties")
 
 
 def check_schema(schema: object) -> None:
@@ -37,47 +50,79 @@ def _check(schema: object, place: str, depth: int) -> None:
         raise InvalidRequest(f"the JSON schema has {schema!r:.60} at {place}, which is no schema")
     if depth > DEEPEST:
         raise InvalidRequest(f"the JSON schema nests deeper than {DEEPEST} levels at {place:.80}")
-    # `"uniqueItems": false` asks for nothing
-    if found := sorted(key for key in schema if key in _NOT_HELD and schema[key] is not False):
-        raise InvalidRequest(
-            f"the JSON schema uses {found[0]!r} at {place}, which constrained decoding cannot "
-            "hold to; leave it out and check the answer"
-        )
-    _check_references(schema, place)
+    found = sorted(schema.keys() & _NOT_HELD)
+    if found and (found != ["uniqueItems"] or schema["uniqueItems"]):
+        _refuse(found[0], "", place)
+    _check_joined(schema, place)
+    _check_combined(schema, place)
     for name, inner in _inner(schema, place):
         _check(inner, f"{place}/{name}", depth + 1)
 
 
-def _check_references(schema: dict[str, object], place: str) -> None:
-    reference = schema.get("$ref")
-    if reference is not None and not (isinstance(reference, str) and reference.startswith("#")):
+def _check_joined(schema: dict[str, object], place: str) -> None:
+    """References and choices stand alone: no other keyword narrows them."""
+    joining = [key for key in _JOINING if key in schema]
+    if not joining:
+        return
+    reference = schema.get("$ref", "#")
+    if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         raise InvalidRequest(
-            f"the JSON schema refers to {reference!r:.80} at {place}; only references within it, "
-            "which begin with #, can be followed"
+            f"the JSON schema refers to {reference!r:.80} at {place}; only places within it can "
+            "be referred to, as in '#/$defs/name'"
         )
-    every = schema.get("allOf")
-    beside = schema.keys() - _ANNOTATIONS - {"allOf", "$defs", "definitions", "$schema", "$id"}
-    if isinstance(every, list) and (len(every) > 1 or beside):
-        raise InvalidRequest(
-            f"the JSON schema joins several schemas with 'allOf' at {place}, which constrained "
-            "decoding cannot hold to; write them as one"
-        )
+    branches = schema[joining[0]] if joining[0] != "$ref" else []
+    if not isinstance(branches, list):
+        raise InvalidRequest(f"the JSON schema's {joining[0]!r} at {place} is no list")
+    beside = [*joining[1:], *sorted(schema.keys() & _ASSERTING)]
+    if beside == ["type"] and all(_type(each) == schema["type"] for each in branches) and branches:
+        beside = []  # says what each of them says
+    if beside or (joining[0] == "allOf" and len(branches) > 1):
+        _refuse(beside[0] if beside else "several schemas", f" beside {joining[0]!r}", place)
+
+
+def _type(schema: object) -> object:
+    return schema.get("type") if isinstance(schema, dict) else None
+
+
+def _check_combined(schema: dict[str, object], place: str) -> None:
+    """Keywords that are read only with a type, or only without one another."""
+    kinds = schema.keys()
+    if not kinds & {"type", "enum", "const"}:
+        if untyped := sorted(kinds & (_LENGTHS | _NUMBERS | {"pattern"})):
+            _refuse(untyped[0], " without 'type'", place)
+    if "multipleOf" in kinds and schema.get("type") != "integer":
+        _refuse("multipleOf", " of what is no integer", place)
+    if "multipleOf" in kinds and (ranged := sorted(kinds & _NUMBERS - {"multipleOf"})):
+        _refuse(ranged[0], " beside 'multipleOf'", place)
+    names = schema.get("propertyNames", {})
+    if not isinstance(names, dict) or names.keys() - {"type", "pattern"}:
+        _refuse("propertyNames", " with more than a pattern", place)
+    texts = [key for key in ("pattern", "format", "minLength", "maxLength") if key in kinds]
+    if len(texts) > 1 and texts[0] in ("pattern", "format"):
+        _refuse(texts[1], f" beside {texts[0]!r}", place)
+
+
+def _refuse(keyword: str, where: str, place: str) -> NoReturn:
+    raise InvalidRequest(
+        f"the JSON schema uses {keyword!r}{where} at {place:.200}, which constrained decoding "
+        "cannot hold to; leave it out and check the answer"
+    )
 
 
 def _inner(schema: dict[str, object], place: str) -> Iterator[tuple[str, object]]:
     """The schemas within a schema, with their paths."""
-    for key in _MAPS:
+    for key in MAPS:
         named = schema.get(key, {})
         if not isinstance(named, dict):
             raise InvalidRequest(f"the JSON schema's {key!r} at {place} is no object")
         for name, inner in named.items():
             yield f"{key}/{name}", inner
-    for key in _LISTS:
+    for key in LISTS:
         listed = schema.get(key, [])
         if not isinstance(listed, list):
             raise InvalidRequest(f"the JSON schema's {key!r} at {place} is no list")
         for place_in_list, inner in enumerate(listed):
             yield f"{key}/{place_in_list}", inner
-    for key in _SINGLE:
+    for key in SINGLE:
         if key in schema:
             yield key, schema[key]

@@ -78,7 +78,7 @@ def tool_call_grammar(
     tags = [
         {
             "begin": f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ',
-            "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1},
+            "content": {"type": "json_schema", "json_schema": schema},
             "end": "}" + closing,
         }
         for name, schema in functions.items()

@@ -159,6 +159,19 @@ def test_eval_marks_every_mode(run: Run, ingested: Path, questions: Path) -> Non
         assert report["marked"][0]["question"]["id"] == "key"
 
 
+def test_eval_asks_through_a_chat_and_tells_how_many_agree(
+    run: Run, ingested: Path, questions: Path
+) -> None:
+    chat = ("eval", "notes", questions, "--through", "chat")
+    status, out, _ = run(*chat, "--modes", "rooted,exact")
+    assert status == 0
+    assert "chat:exact" in out
+    assert out.splitlines()[-1].split()[-1] == "100.0%"
+    assert run(*chat, "--modes", "rooted")[1].splitlines()[-1].split()[-1] == "-"
+    wrong = run("eval", "notes", questions, "--through", "mail")
+    assert "--through is 'mail'" in failed(wrong, "ConfigurationError")
+
+
 def test_eval_lists_wrong_answers_on_request(run: Run, ingested: Path, questions: Path) -> None:
     status, out, _ = run("eval", "notes", questions, "--modes", "rooted", "--wrong")
     assert status == 0

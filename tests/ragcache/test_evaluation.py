@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ragcache.evaluation import (
     evaluate,
     exact_match,
     f1,
+    first_tokens_agree,
     load_questions,
     normalise,
 )
@@ -141,6 +143,23 @@ def test_answers_to_the_notes_are_marked(rag: RagCache, mode: str) -> None:
         assert getattr(report, name) == pytest.approx(
             sum(getattr(m, name) for m in report.marked) / 3
         )
+
+
+def test_questions_through_a_chat_paste_what_was_retrieved(rag: RagCache) -> None:
+    reports = {
+        mode: evaluate(rag, "notes", ASKED, mode=mode, k=2, through="chat")
+        for mode in ("rooted", "linked:400", "exact")
+    }
+    rooted, linked, exact = reports.values()
+    assert [report.mode for report in reports.values()] == [f"chat:{mode}" for mode in reports]
+    assert rooted.computed_tokens < exact.computed_tokens
+    assert rooted.retrieved == exact.retrieved == pytest.approx(2 / 3), "sources were recognised"
+    assert [m.given for m in linked.marked] == [m.given for m in exact.marked]
+    assert first_tokens_agree(linked, exact) == first_tokens_agree(rooted, rooted) == 1.0
+    assert all(m.first_token is not None for m in rooted.marked)
+    [first, *rest] = exact.marked
+    other = replace(exact, marked=(replace(first, first_token=-1), *rest))
+    assert first_tokens_agree(other, exact) == pytest.approx(2 / 3)
 
 
 def test_an_evaluation_needs_questions(rag: RagCache) -> None:

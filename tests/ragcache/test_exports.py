@@ -18,6 +18,7 @@ PACKAGES = (
     "ragcache.engine",
     "ragcache.models",
     "ragcache.pipeline",
+    "ragcache.recognition",
     "ragcache.retrieval",
     "ragcache.states",
     "ragcache.store",
@@ -61,7 +62,8 @@ def test_another_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_has_what_it_exports(package: str) -> None:
     module = import_module(package)
-    assert module.__all__ == sorted(module.__all__)
+    constants_first = sorted(module.__all__, key=lambda name: (not name.isupper(), name))
+    assert module.__all__ == constants_first
     for name in module.__all__:
         assert hasattr(module, name), name
 

@@ -1,0 +1,229 @@
+"""Constraints: masks beside penalties and sampling, their state over pre-emption, their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragcache.engine import Completion, Request, Sampling
+from ragcache.engine.constraint import forbid, unpack
+from ragcache.engine.core import EngineCore
+from ragcache.engine.sampler import Chosen, SamplerState, choose
+from ragcache.errors import ConstraintFailed, UnusableLogits
+from ragcache.models import CausalLM
+from tests.conftest import DEVICE, VOCABULARY, random_tokens
+from tests.ragcache.engine.engines import (
+    check_whole,
+    core_of,
+    drain,
+    plain,
+    run,
+    settings_of,
+    submit,
+)
+
+STOP = 5
+PROMPT = random_tokens(9, seed=2)
+Tokens = tuple[int, ...]
+
+
+def packed(tokens: Collection[int], width: int = VOCABULARY) -> Tensor:
+    """The mask that allows these tokens, int32 [ceil(width / 32)]."""
+    words = [0] * -(-width // 32)
+    for token in tokens:
+        words[token // 32] |= 1 << token % 32
+    signed = [word - (1 << 32) if word >= 1 << 31 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int32, device="cpu")
+
+
+class Rising:
+    """Every token is above the last, by at most `step`. Remembers what it was told."""
+
+    def __init__(self, step: int = 10, length: int | None = None) -> None:
+        self.step, self.length = step, length
+        self.taken: list[int] = []
+
+    def mask(self) -> Tensor | None:
+        low = self.taken[-1] + 1 if self.taken else 20
+        return packed(range(low, low + self.step))
+
+    def accept(self, token: int) -> None:
+        assert token != STOP
+        self.taken.append(token)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.taken) == self.length
+
+
+class Either(Rising):
+    """Allows a token or the end of the answer; bool masks."""
+
+    def mask(self) -> Tensor | None:
+        allowed = torch.zeros(VOCABULARY, dtype=torch.bool, device="cpu")
+        allowed[[STOP, 40]] = True
+        return allowed
+
+
+class Broken(Rising):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        if where == "make":
+            raise RuntimeError("broken")
+
+    def mask(self) -> Tensor | None:
+        if self.where == "mask" and len(self.taken) == 2:
+            raise RuntimeError("broken")
+        return super().mask()
+
+    def accept(self, token: int) -> None:
+        if self.where == "accept" and len(self.taken) == 2:
+            raise RuntimeError("broken")
+        super().accept(token)
+
+
+@pytest.fixture
+def core(causal: CausalLM) -> EngineCore:
+    return core_of(causal)
+
+
+def one(core: EngineCore, tokens: int = 8, **changes: object) -> Completion:
+    [completion] = run(core, Request(plain(PROMPT), tokens, **changes))  # type: ignore[arg-type]
+    return completion
+
+
+def rises(tokens: Tokens) -> bool:
+    return 20 <= tokens[0] < 30 and all(0 < b - a <= 10 for a, b in pairwise(tokens))
+
+
+@given(st.sets(st.integers(0, 95)))
+def test_a_packed_mask_names_the_tokens_that_are_allowed(tokens: set[int]) -> None:
+    assert set(unpack(packed(tokens, 96)).nonzero().flatten().tolist()) == tokens
+
+
+@pytest.mark.parametrize("width", [64, 70, 96, 128])
+def test_tokens_beyond_a_masks_end_are_forbidden(width: int) -> None:
+    logits = torch.zeros(2, 96, device=DEVICE)
+    everything = torch.full((-(-width // 32),), -1, dtype=torch.int32, device="cpu")
+    forbid(logits, [None, everything])
+    assert logits[0].isfinite().all()
+    assert logits[1].isfinite().sum() == min(96, -(-width // 32) * 32)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3, top_k=5)])
+def test_every_token_is_one_that_the_constraint_allows(
+    core: EngineCore, sampling: Sampling
+) -> None:
+    completion = one(core, sampling=sampling, constraint=Rising, n=3 if sampling.seed else 1)
+    for choice in completion.choices:
+        assert rises(choice.token_ids)
+        assert len(choice.token_ids) == 8
+    check_whole(core)
+
+
+def test_the_likeliest_allowed_token_is_chosen_and_the_others_rows_are_free(
+    causal: CausalLM,
+) -> None:
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    states = [SamplerState.start(Sampling(repetition_penalty=1.3), [30]) for _ in range(3)]
+    free = choose(logits, states[:1], [()])
+    allowed = [30, 31, 300]
+    chosen = choose(logits, states[:3], [(), {300}, ()], [None, packed(allowed), packed(allowed)])
+    assert all(isinstance(each, Chosen) for each in (*free, *chosen))
+    assert chosen[1].token in (30, 31)  # type: ignore[union-attr]
+    assert chosen[2].token in allowed  # type: ignore[union-attr]
+
+
+def test_log_probabilities_are_those_of_the_model(core: EngineCore) -> None:
+    free = one(core, 1, sampling=Sampling(logprobs=20)).choices[0].chosen[0]
+    held = one(core, 1, sampling=Sampling(logprobs=20), constraint=Rising).choices[0].chosen[0]
+    assert held.alternatives == free.alternatives
+    assert held.logprob is not None
+    assert held.logprob <= free.alternatives[0][1]
+
+
+def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
+    logits = torch.zeros(2, VOCABULARY, device=DEVICE)
+    states = [SamplerState.start(Sampling(), ()) for _ in range(2)]
+    first, second = choose(logits, states, [(), ()], [packed(()), None])
+    assert isinstance(first, UnusableLogits)
+    assert isinstance(second, Chosen)
+
+
+def test_a_finished_constraint_ends_the_answer(core: EngineCore) -> None:
+    [choice] = one(core, constraint=lambda: Rising(length=3), min_new_tokens=6).choices
+    assert (len(choice.token_ids), choice.finish_reason, choice.stopped_by) == (3, "stop", None)
+
+
+def test_a_stop_token_ends_where_the_constraint_allows_it(core: EngineCore) -> None:
+    stops = frozenset({STOP})
+    sampling = Sampling(temperature=100, seed=1)
+    completion = one(core, 40, stop_ids=stops, sampling=sampling, constraint=Either, n=4)
+    for choice in completion.choices:
+        assert set(choice.token_ids) <= {40}
+        assert choice.stopped_by == STOP
+    [late] = one(core, 9, stop_ids=stops, min_new_tokens=9, constraint=Either).choices
+    assert late.token_ids == (40,) * 9
+    [endless] = one(core, 9, stop_ids=stops, ignore_eos=True, constraint=Either).choices
+    assert endless.token_ids == (40,) * 9
+
+
+@pytest.mark.parametrize("where", ["make", "mask", "accept"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_constraint_that_fails_ends_its_own_request_only(
+    core: EngineCore, where: str, n: int
+) -> None:
+    broken = submit(core, Request(plain(PROMPT), 8, n=n, constraint=lambda: Broken(where)))
+    fine = submit(core, Request(plain(PROMPT), 8, constraint=Rising))
+    drain(core)
+    assert rises(fine.result(0).token_ids)
+    with pytest.raises(ConstraintFailed, match="broken") as caught:
+        broken.result(0)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    check_whole(core)
+
+
+def test_a_constraint_goes_on_where_it_was_after_a_pre_emption(causal: CausalLM) -> None:
+    made: list[Rising] = []
+
+    def make() -> Rising:
+        made.append(Rising())
+        return made[-1]
+
+    def ask(core: EngineCore) -> list[Completion]:
+        sampling = Sampling(temperature=1.0, seed=4)
+        requests = [
+            Request(plain(random_tokens(6, seed=n)), 12, sampling=sampling, n=2, constraint=make)
+            for n in range(3)
+        ]
+        return run(core, *requests)
+
+    roomy = [each.choices for each in ask(core_of(causal))]
+    assert len(made) == 6  # one for each answer
+    tight = core_of(causal, settings_of(causal, chunks=9))
+    narrow = [each.choices for each in ask(tight)]
+    assert tight.tally.preempted > 0
+    assert narrow == roomy
+    assert len(made) == 12
+    assert sorted(tuple(each.taken) for each in made[6:]) == sorted(
+        choice.token_ids for choices in narrow for choice in choices
+    )
+    check_whole(tight)
+
+
+def test_requests_without_a_constraint_are_served_as_before(causal: CausalLM) -> None:
+    alone = one(core_of(causal))
+    core = core_of(causal)
+    free, _ = run(
+        core, Request(plain(PROMPT), 8), Request(plain(PROMPT), 8, n=2, constraint=Rising)
+    )
+    assert free.choices == alone.choices
+
+

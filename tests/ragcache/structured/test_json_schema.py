@@ -1,0 +1,102 @@
+"""Schemas that decoding cannot hold to are refused; what is let through is held."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ragcache.errors import InvalidRequest
+from ragcache.structured import Grammar
+from ragcache.structured.compiling import compiler_of
+from ragcache.structured.json_schema import DEEPEST, check_schema
+from tests.ragcache.structured.tiny import tiny
+
+def allows(schema: dict[str, Any], text: str) -> bool:
+    from xgrammar import GrammarMatcher
+
+    matcher = GrammarMatcher(compiler_of(tiny()).compile(Grammar.json_schema(schema)))
+    return bool(matcher.accept_string(text) and matcher.is_completed())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "array", "uniqueItems": True}, "'uniqueItems' at #,"),
+    ({"properties": {"a": {"not": {"type": "string"}}}}, "'not' at #/properties/a,"),
+    ({"if": {}, "then": False}, "'if'"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "'several schemas' beside 'allOf'"),
+    ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}}, r"'minimum' beside '\$ref'"),
+    ({"type": "integer", "anyOf": [{"minimum": 3}]}, "'type' beside 'anyOf'"),
+    ({"$ref": "http://example.org/schema"}, "only places within it"),
+    ({"type": "string", "pattern": "a+", "maxLength": 3}, "'maxLength' beside 'pattern'"),
+    ({"type": "string", "format": "email", "maxLength": 3}, "'maxLength' beside 'format'"),
+    ({"type": "number", "multipleOf": 0.5}, "'multipleOf' of what is no integer"),
+    ({"type": "integer", "multipleOf": 5, "minimum": 3}, "'minimum' beside 'multipleOf'"),
+    ({"items": {"minimum": 3}}, "'minimum' without 'type' at #/items,"),
+    ({"properties": []}, "is no object"),
+    ({"anyOf": {}}, "is no list"),
+    ({"items": "string"}, "'string' at #/items, which is no schema"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED)
+def test_what_decoding_cannot_hold_to_is_refused(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        check_schema(schema)
+
+
+def test_a_schema_nests_so_deep_and_no_deeper() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(DEEPEST):
+        schema = {"type": "array", "items": schema}
+    check_schema(schema)
+    with pytest.raises(InvalidRequest, match="deeper"):
+        check_schema({"type": "array", "items": schema})
+
+
+@pytest.mark.parametrize("text", ['"\x01b"', '"a\nb"', '"a""', '"\\x"', '"a\\"'])
+@pytest.mark.parametrize(
+    "schema", [{"minLength": 2}, {"maxLength": 9}, {"pattern": "^.*$"}, {"pattern": "[^x]*"}, {}]
+)
+def test_a_string_is_json(schema: dict[str, Any], text: str) -> None:
+    assert not allows({"type": "string", **schema}, text)
+    assert not allows({"properties": {"a": {"type": "string", **schema}}}, f'{{"a": {text}}}')
+
+
+def test_properties_may_have_the_names_of_keywords() -> None:
+    check_schema({"type": "object", "properties": {"not": {"type": "string"}, "if": True}})
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "object"}, [{}, {"a": 1}], [3, []]),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}}, [{}, {"a": 1}], [{"b": 1}]),
+    ({"properties": {"a": {"const": 1}}, "required": ["a"]}, [{"a": 1}], [{}, {"a": 2}]),
+    ({"type": "integer", "multipleOf": 5}, [10, 15, 0], [6, 1.5]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.5, 1], [0, 1.5]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é☕x", '"\\', "\n\x01"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a+$"}, ["aa"], ["", "ab"]),
+    ({"type": "string", "pattern": r"\d\.\S[^b]é?"}, ["1.xyé", "1.xy"], ["1.xb", "1-xy", 'a"']),
+    ({"type": ["string", "null"], "minLength": 1}, ["a" * 99, None], [""]),
+    ({"type": "array", "minItems": 2}, [[1, "a"]], [[1], []]),
+    ({"type": "object", "minProperties": 1, "title": "x"}, [{"a": {}}], [{}, []]),
+    ({"type": "object", "properties": {"a": {"type": "object", "title": "x"}}}, [{"a": {"b": 1}}],
+     [{"a": 1}]),
+    ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, [{"a": 1}], [{"b": 1}]),
+    ({"propertyNames": {"pattern": "^a$"}, "type": "object"}, [{"a": "x"}], [{"b": 1}]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["monday"]),
+    ({"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2}, [["a", 1], [None]],
+     [["b"], ["a", "a", "a"]]),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}], "description": "x"}, [3, None], ["a"]),
+    ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, [{"next": {"next": {}}}], [{"next": 3}]),
+    ({"type": "array", "uniqueItems": False}, [[1, 1]], [{}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), HELD)
+def test_what_is_let_through_is_held_to(
+    schema: dict[str, Any], right: list[Any], wrong: list[Any]
+) -> None:
+    texts = [json.dumps(value, ensure_ascii=False) for value in (*right, *wrong)]
+    allowed = [allows(schema, text) for text in texts]
+    assert allowed == [True] * len(right) + [False] * len(wrong), texts

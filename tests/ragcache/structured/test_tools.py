@@ -1,0 +1,152 @@
+"""Grammars of tool calls, and the style of a chat template."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragcache.engine import Sampling
+from ragcache.errors import InvalidRequest
+from ragcache.models import LoadedModel
+from ragcache.pipeline import Generation
+from ragcache.structured import (
+    Grammar,
+    ToolCall,
+    ToolStyle,
+    parse_tool_calls,
+    tool_call_grammar,
+    tool_style,
+)
+from ragcache.structured.compiling import compiler_of
+from tests.ragcache.engine.engines import core_of, plain, run, settings_of
+from tests.ragcache.structured.tiny import tiny
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/small"}, "note": {"enum": ["x", "</tool_call>"]}},
+    "required": ["a"],
+    "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}},
+    {"name": "now"},
+]
+CALL = {
+    ToolStyle.HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    ToolStyle.LLAMA: '{"name": "add", "parameters": {"a": 1}}',
+    ToolStyle.MISTRAL: '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+}
+TWO = {
+    ToolStyle.HERMES: CALL[ToolStyle.HERMES]
+    + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ToolStyle.LLAMA: CALL[ToolStyle.LLAMA] + '; {"name": "now", "parameters": {}}',
+    ToolStyle.MISTRAL: CALL[ToolStyle.MISTRAL][:-1] + ', {"name": "now", "arguments": {}}]',
+}
+styles = pytest.mark.parametrize("style", list(ToolStyle))
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    from xgrammar import GrammarMatcher
+
+    matcher = GrammarMatcher(compiler_of(tiny()).compile(grammar))
+    return matcher.accept_string(text) and matcher.is_completed()
+
+
+@styles
+def test_required_calls_and_nothing_else(style: ToolStyle) -> None:
+    grammar = tool_call_grammar(TOOLS, "required", style=style)
+    assert allows(grammar, CALL[style])
+    assert allows(grammar, TWO[style])
+    assert not allows(grammar, "Hello.")
+    assert not allows(grammar, "Hello. " + CALL[style])
+    assert not allows(grammar, CALL[style].replace("add", "subtract"))
+    assert not allows(grammar, CALL[style].replace("1", "11"))
+    assert not allows(tool_call_grammar(TOOLS, "required", style=style, parallel=False), TWO[style])
+
+
+@styles
+def test_a_tool_by_its_name(style: ToolStyle) -> None:
+    assert allows(tool_call_grammar(TOOLS, "add", style=style), CALL[style])
+    assert not allows(tool_call_grammar(TOOLS, "add", style=style), TWO[style])
+    assert not allows(tool_call_grammar(TOOLS, "now", style=style), CALL[style])
+
+
+@styles
+def test_text_or_calls_as_the_model_likes(style: ToolStyle) -> None:
+    grammar = tool_call_grammar(TOOLS, style=style)
+    for text in ("Hello {you} <b>.", CALL[style], TWO[style]):
+        assert allows(grammar, text)
+    assert allows(grammar, "Hello. " + CALL[style]) is (style is not ToolStyle.LLAMA)
+    assert not allows(grammar, CALL[style].replace("add", "subtract"))
+    assert not allows(tool_call_grammar(TOOLS, style=style, parallel=False), TWO[style])
+
+
+@styles
+@pytest.mark.parametrize("choice", ["required", "add"])
+def test_a_random_model_calls_tools(style: ToolStyle, choice: str) -> None:
+    grammar = tool_call_grammar(TOOLS, choice, style=style, parallel=False)
+    generation = Generation(
+        Sampling(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
+    )
+    request = generation.request(plain([1, 2, 3]), tiny(), 150, "local")
+    [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 256)), request)
+    for choice_ in completion.choices:
+        text, [call] = parse_tool_calls(choice_.text, style)
+        assert text == ""
+        assert isinstance(call, ToolCall)
+        assert call.name in (("add", "now") if choice == "required" else ("add",))
+        if call.name == "add":
+            assert 0 <= call.arguments["a"] <= 9
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "reason"),
+    [
+        ([], "auto", "no tools"),
+        ([{"type": "function"}], "auto", "tool 1 has no name"),
+        (["add"], "auto", "tool 1 has no name"),
+        ([{"name": "a"}, {"name": "a"}], "auto", "two tools are named 'a'"),
+        ([{"name": "a"}], "b", "tool_choice is 'b'; it must be auto, required or one of a"),
+        ([{"name": "a", "parameters": {"not": {}}}], "auto", "the parameters of tool 'a': .*'not'"),
+        ([{"name": "a", "parameters": [1]}], "auto", "the parameters of tool 'a'"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(tools: Any, choice: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        tool_call_grammar(tools, choice)
+
+
+def test_an_unknown_style_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="styles: hermes, llama, mistral"):
+        tool_call_grammar(TOOLS, style="smoke")
+    with pytest.raises(InvalidRequest, match="'smoke' is no style"):
+        parse_tool_calls("", "smoke")
+
+
+HERMES = '{% if tools %}<tools>{{ tools | tojson }}</tools> <tool_call>{"name": ...{% endif %}'
+LLAMA = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}'
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        (HERMES, ToolStyle.HERMES),
+        (LLAMA, ToolStyle.LLAMA),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", ToolStyle.MISTRAL),
+        (HERMES + "<function=name><parameter=a>", None),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
+        ("{% if tools %}Use them.{% endif %}", None),
+        ({"default": "{{ messages }}", "tool_use": HERMES}, ToolStyle.HERMES),
+        ({"default": "{{ messages }}"}, None),
+        (None, None),
+    ],
+)
+def test_the_style_of_a_template(template: Any, style: ToolStyle | None) -> None:
+    assert tool_style(SimpleNamespace(chat_template=template)) is style
+
+
+def test_the_embedded_reader_takes_no_tools(reader: LoadedModel) -> None:
+    assert tool_style(reader.tokenizer) is None
+    assert [style.special for style in ToolStyle] == [False, True, True]
