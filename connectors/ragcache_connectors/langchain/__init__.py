@@ -1,5 +1,33 @@
-"""LangChain: schemas from its prompt templates."""
+"""LangChain: a chat model over a `RagCache`, and schemas from prompt templates. Names are loaded on
+first use."""
 
-from ragcache_connectors.langchain.templates import TemplateSchema, template_schema
+from __future__ import annotations
 
-__all__ = ["TemplateSchema", "template_schema"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ragcache_connectors.langchain.chat_model import ChatRagCache
+    from ragcache_connectors.langchain.opening import close_shared, shared_rag
+    from ragcache_connectors.langchain.templates import TemplateSchema, template_schema
+
+__all__ = ["ChatRagCache", "TemplateSchema", "close_shared", "shared_rag", "template_schema"]
+
+_HOMES = {
+    "ChatRagCache": "chat_model",
+    "TemplateSchema": "templates",
+    "close_shared": "opening",
+    "shared_rag": "opening",
+    "template_schema": "templates",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
