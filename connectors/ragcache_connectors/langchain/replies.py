@@ -153,10 +153,10 @@ def _unparsable(text: str) -> str:
     from langchain_core.utils.json import parse_partial_json
 
     try:
-        parsed = parse_partial_json(text)
+        parsed = parse_partial_json(text or "{}")
     except ValueError:
         return text
-    return json.dumps(text) if isinstance(parsed, dict) or not text else text
+    return json.dumps(text) if isinstance(parsed, dict) else text
 
 
 def _chunk(text: str) -> ChatGenerationChunk:
