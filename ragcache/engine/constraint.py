@@ -11,9 +11,15 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, pad
 
 from ragcache.errors import ConstraintFailed
 
+# What is added to the logits of eight tokens, for every byte of a mask: [256, 8].
+_OF_BYTE = torch.tensor(
+    [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)],
+    device="cpu",
+)
 _NONE_ALLOWED = torch.zeros(0, dtype=torch.int32, device="cpu")
 
 
@@ -84,20 +90,33 @@ class Guarded:
 
 
 def forbid(logits: Tensor, masks: Sequence[Tensor | None]) -> None:
-    """Sets what the masks do not allow to minus infinity. logits: [R, V], overwritten."""
-    held = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
-    if not held:
-        return
-    allowed = torch.zeros((len(held), logits.shape[-1]), dtype=torch.bool, device="cpu")
-    for place, (_, mask) in enumerate(held):
-        bits = mask if mask.dtype == torch.bool else unpack(mask)
-        width = min(len(bits), allowed.shape[-1])
-        allowed[place, :width] = bits[:width]
-    rows = torch.tensor([row for row, _ in held], device=logits.device)
-    logits[rows] = logits[rows].masked_fill(~allowed.to(logits.device), -torch.inf)
+    """Sets what the masks do not allow to minus infinity. logits: float32 [R, V], overwritten."""
+    alike: dict[tuple[torch.dtype, int], list[int]] = {}
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            alike.setdefault((mask.dtype, len(mask)), []).append(row)
+    for (dtype, _), rows in alike.items():
+        stacked = torch.stack([mask for row in rows if (mask := masks[row]) is not None])
+        stacked = stacked.to(logits.device)  # packed, a thirty-second of what follows
+        added = penalties(stacked if dtype == torch.int32 else pack(stacked))
+        width = min(added.shape[-1], logits.shape[-1])
+        for row, penalty in zip(rows, added, strict=True):
+            logits[row, :width] += penalty[:width]
+            logits[row, width:] = -torch.inf
 
 
-def unpack(mask: Tensor) -> Tensor:
-    """A packed mask, int32 [W], as bool [32 * W]."""
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    return ((mask[:, None] >> shifts) & 1).bool().flatten()  # [W, 32]
+def penalties(packed: Tensor) -> Tensor:
+    """What is added to the logits of each token: 0 where it is allowed, else minus infinity.
+
+    packed: int32 [R, W]; the result is float32 [R, 32 * W]. One look-up for eight tokens.
+    """
+    eights = packed.view(torch.uint8).int()  # [R, 4 * W], the lowest byte first
+    return embedding(eights, _OF_BYTE.to(packed.device)).flatten(1)
+
+
+def pack(allowed: Tensor) -> Tensor:
+    """bool [R, V] as packed masks, int32 [R, ceil(V / 32)]."""
+    words = pad(allowed, (0, -allowed.shape[-1] % 32)).view(len(allowed), -1, 4, 8)
+    weights = torch.tensor([1 << bit for bit in range(8)], device=allowed.device)
+    eights: Tensor = (words * weights).sum(-1).to(torch.uint8)  # [R, W, 4]
+    return eights.view(torch.int32).flatten(1)

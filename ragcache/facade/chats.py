@@ -42,11 +42,13 @@ class Chats:
 
         recognise: texts of ingested modules that stand in the prompt are read from their kept
         states, whichever collection they belong to; `answer.sources` lists them in the order of the
-        prompt. Their states were encoded after the preamble of the collections' prompts (mode
-        `rooted`) or alone (`isolated`), and stand here after another beginning: the answer may
-        differ from that of `exact`, which computes everything. `linked:N` computes the first N
-        tokens of each again. `answer.mode` is `recognised:MODE` where states were reused, else
-        `exact`.
+        prompt. A text may lack the module's outer whitespace, but must agree with it inside; those
+        under 32 characters are not looked for.
+
+        mode: how they were encoded: `rooted`, after the preamble of the collections' prompts, or
+        `isolated`. In a chat they stand after another beginning, so the answer may differ from that
+        of `exact`, which computes everything. `linked:N` computes the first N tokens of each again.
+        `answer.mode` is `recognised:MODE` where states were reused, else `exact`.
         """
         return self.stream_chat(
             messages, mode=mode, recognise=recognise, tools=tools, generation=generation

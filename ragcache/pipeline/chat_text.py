@@ -70,7 +70,7 @@ class ChatText:
             text: str = self._tokenizer.apply_chat_template(
                 chat, tools=tools or None, tokenize=False, add_generation_prompt=True
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {error}"
             ) from error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ragcache.store import ModuleRow
 
 _BATCH = 512  # modules whose texts are hashed as one
 _FILTER_BITS = 20  # a table of 1 MiB says of most windows that no module begins so
-_PAIRS = 1 << 20  # a window and a module that may begin there, compared at once
+_PAIRS = 1 << 20  # of a window and a module that may begin there: what one text may cost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,23 +59,27 @@ class Table:
         self._filter = np.zeros(1 << _FILTER_BITS, dtype=np.bool_)
         self._filter[_filtered(prints.firsts)] = True
 
-    def candidates(self, text: str) -> Iterator[tuple[Numbers, Numbers]]:
+    def candidates(self, text: str) -> tuple[Numbers, Numbers]:
         """Where a module seems to stand in the text: places, and numbers of modules. Hashes of
-        their whole texts agree; the texts may yet differ."""
+        their whole texts agree; the texts may yet differ.
+
+        A text that repeats itself, among modules that do, could have a pair for every window and
+        module: places are looked at in order until there are `_PAIRS`.
+        """
+        nothing = np.empty(0, dtype=np.int64)
         if len(text) < WINDOW or not self.prints.modules:
-            return
+            return nothing, nothing
         rolling = Rolling(text)
         windows = rolling.windows(WINDOW)
         places = np.flatnonzero(self._filter[_filtered(windows)])
         low = np.searchsorted(self._sorted, windows[places], "left")
         counts = np.searchsorted(self._sorted, windows[places], "right") - low
-        for begin, end in _portions(counts):
-            at = np.repeat(places[begin:end], counts[begin:end])
-            ranks = np.arange(len(at)) + np.repeat(
-                low[begin:end] - np.cumsum(counts[begin:end]) + counts[begin:end],
-                counts[begin:end],
-            )
-            yield self._agreeing(rolling, at, self._order[ranks], len(text))
+        ends = np.cumsum(counts)
+        some = int(np.searchsorted(ends, _PAIRS, "right"))
+        ranks = np.arange(int(ends[some - 1]) if some else 0)
+        ranks += np.repeat((low - ends + counts)[:some], counts[:some])
+        at = np.repeat(places[:some], counts[:some])
+        return self._agreeing(rolling, at, self._order[ranks], len(text))
 
     def _agreeing(
         self, rolling: Rolling, at: Numbers, numbers: Numbers, size: int
@@ -99,15 +103,3 @@ def _hashed(rows: Sequence[ModuleRow]) -> Prints:
 
 def _filtered(hashes: Hashes) -> Hashes:
     return hashes >> np.uint64(64 - _FILTER_BITS)
-
-
-def _portions(counts: Numbers) -> Iterator[tuple[int, int]]:
-    """Runs of places of at most `_PAIRS` pairs, or one place."""
-    begin, ends = 0, list(accumulate(counts.tolist()))
-    done = 0
-    for number, end in enumerate(ends):
-        if end - done > _PAIRS and number > begin:
-            yield begin, number
-            begin, done = number, ends[number - 1]
-    if begin < len(ends):
-        yield begin, len(ends)

@@ -55,7 +55,7 @@ class Compiler:
         try:
             return self._compile(grammar)
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = _ORIGIN.sub("", str(error)).strip() or repr(error)
+            reason = _ORIGIN.sub("", str(error)).strip(" :\n") or "it is too large"
             raise InvalidRequest(f"the {grammar.kind} cannot be compiled: {reason}") from error
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:

@@ -55,6 +55,7 @@ def _check(schema: object, place: str, depth: int) -> None:
         _refuse(found[0], "", place)
     _check_joined(schema, place)
     _check_combined(schema, place)
+    _check_patterns(schema, place)
     for name, inner in _inner(schema, place):
         _check(inner, f"{place}/{name}", depth + 1)
 
@@ -87,19 +88,34 @@ def _type(schema: object) -> object:
 def _check_combined(schema: dict[str, object], place: str) -> None:
     """Keywords that are read only with a type, or only without one another."""
     kinds = schema.keys()
-    if not kinds & {"type", "enum", "const"}:
-        if untyped := sorted(kinds & (_LENGTHS | _NUMBERS | {"pattern"})):
-            _refuse(untyped[0], " without 'type'", place)
+    untyped = sorted(kinds & (_LENGTHS | _NUMBERS | {"pattern"}))
+    if untyped and not kinds & {"type", "enum", "const"}:
+        _refuse(untyped[0], " without 'type'", place)
     if "multipleOf" in kinds and schema.get("type") != "integer":
         _refuse("multipleOf", " of what is no integer", place)
     if "multipleOf" in kinds and (ranged := sorted(kinds & _NUMBERS - {"multipleOf"})):
         _refuse(ranged[0], " beside 'multipleOf'", place)
+    for key in sorted(kinds & _LENGTHS):
+        length = schema[key]
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise InvalidRequest(f"the JSON schema's {key!r} at {place} is no number of characters")
     names = schema.get("propertyNames", {})
     if not isinstance(names, dict) or names.keys() - {"type", "pattern"}:
         _refuse("propertyNames", " with more than a pattern", place)
+    _check_patterns(names, f"{place}/propertyNames")
     texts = [key for key in ("pattern", "format", "minLength", "maxLength") if key in kinds]
     if len(texts) > 1 and texts[0] in ("pattern", "format"):
         _refuse(texts[1], f" beside {texts[0]!r}", place)
+
+
+def _check_patterns(schema: dict[str, object], place: str) -> None:
+    """The compiler refuses what it cannot hold to in a pattern, but passes over look-ahead."""
+    named = schema.get("patternProperties")
+    for pattern in (schema.get("pattern", ""), *(named if isinstance(named, dict) else ())):
+        if not isinstance(pattern, str):
+            raise InvalidRequest(f"the JSON schema's 'pattern' at {place} is no text")
+        if "(?=" in pattern or "(?!" in pattern:
+            _refuse("pattern", " with look-ahead", place)
 
 
 def _refuse(keyword: str, where: str, place: str) -> NoReturn:

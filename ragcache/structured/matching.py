@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import MakeConstraint
+from ragcache.engine.constraint import pack
 from ragcache.models import LoadedModel
 from ragcache.structured.compiling import compiler_of
 from ragcache.structured.grammar import Grammar
@@ -23,9 +24,10 @@ def constraint_of(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
     """
     compiler = compiler_of(model)
     compiled = compiler.compile(grammar)
-    stops = torch.zeros(-(-compiler.width // 32) * 32, dtype=torch.bool, device="cpu")
-    stops[compiler.stop_ids] = True
-    return lambda: GrammarConstraint(compiled, _packed(stops))
+    stops = torch.zeros(1, compiler.width, dtype=torch.bool, device="cpu")
+    stops[0, compiler.stop_ids] = True
+    [packed] = pack(stops)
+    return lambda: GrammarConstraint(compiled, packed)
 
 
 class GrammarConstraint:
@@ -58,9 +60,3 @@ class GrammarConstraint:
     def _fill(self) -> None:
         self._matcher.fill_next_token_bitmask(self._mask)
         self._filled = True
-
-
-def _packed(bits: Tensor) -> Tensor:
-    """bool [32 * W] as int32 [W]: bit t % 32 of word t // 32 is token t."""
-    weights = torch.tensor([1 << n for n in range(31)] + [-(1 << 31)], device="cpu")
-    return (bits.view(-1, 32) * weights).sum(-1).to(torch.int32)

@@ -13,9 +13,12 @@ from typing import Any
 
 from ragcache.structured.json_schema import LISTS, MAPS, SINGLE
 
+# No half of a surrogate pair, which is no character.
 _CHARACTER = r"""
 ragcache_character ::= [^\0-\x1f"\\] | "\\" ragcache_escape
-ragcache_escape ::= ["\\/bfnrt] | "u" [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F]
+ragcache_escape ::= ["\\/bfnrt] | "u" ragcache_plane ragcache_hex ragcache_hex
+ragcache_plane ::= [0-9a-ce-fA-CE-F] ragcache_hex | [dD] [0-7]
+ragcache_hex ::= [0-9a-fA-F]
 """
 _MEMBERS = frozenset("properties patternProperties additionalProperties propertyNames".split())
 

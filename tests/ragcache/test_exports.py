@@ -22,6 +22,7 @@ PACKAGES = (
     "ragcache.retrieval",
     "ragcache.states",
     "ragcache.store",
+    "ragcache.structured",
 )
 
 
@@ -97,6 +98,11 @@ def test_attention_models_and_engine_run_without_the_stores_libraries() -> None:
         "rich",
     )
     assert loaded_by(program, (*forbidden, "torch")) == ["torch"]
+
+
+def test_grammars_are_compiled_only_where_they_are_used() -> None:
+    program = "import ragcache.structured, ragcache.pipeline"
+    assert loaded_by(program, ("xgrammar", "torch")) == ["torch"]
 
 
 def test_the_command_line_starts_without_torch_and_transformers() -> None:

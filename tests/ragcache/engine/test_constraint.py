@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache.engine import Completion, Request, Sampling
-from ragcache.engine.constraint import forbid, unpack
+from ragcache.engine.constraint import forbid, pack, penalties
 from ragcache.engine.core import EngineCore
 from ragcache.engine.sampler import Chosen, SamplerState, choose
 from ragcache.errors import ConstraintFailed, UnusableLogits
@@ -105,7 +105,11 @@ def rises(tokens: Tokens) -> bool:
 
 @given(st.sets(st.integers(0, 95)))
 def test_a_packed_mask_names_the_tokens_that_are_allowed(tokens: set[int]) -> None:
-    assert set(unpack(packed(tokens, 96)).nonzero().flatten().tolist()) == tokens
+    mask = packed(tokens, 96)[None]
+    assert set((penalties(mask)[0] == 0).nonzero().flatten().tolist()) == tokens
+    bits = torch.zeros(1, 96, dtype=torch.bool, device="cpu")
+    bits[0, sorted(tokens)] = True
+    assert torch.equal(pack(bits), mask)
 
 
 @pytest.mark.parametrize("width", [64, 70, 96, 128])
@@ -225,5 +229,3 @@ def test_requests_without_a_constraint_are_served_as_before(causal: CausalLM) ->
         core, Request(plain(PROMPT), 8), Request(plain(PROMPT), 8, n=2, constraint=Rising)
     )
     assert free.choices == alone.choices
-
-

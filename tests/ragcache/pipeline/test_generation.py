@@ -10,6 +10,7 @@ from ragcache.engine import Context, Sampling
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Generation
+from ragcache.structured import Grammar
 
 CONTEXT = Context((), (1, 2), (0, 1), 2)
 
@@ -57,3 +58,36 @@ def test_the_default_is_greedy_and_as_long_as_the_setting(model: LoadedModel) ->
         "local",
         None,
     )
+
+
+def test_grammars_by_their_plain_names() -> None:
+    schema = {"type": "integer"}
+    assert Generation.of(json_schema=schema).grammar == Grammar.json_schema(schema)
+    assert Generation.of(json_object=True).grammar == Grammar.json_object()
+    assert Generation.of(regex="a+").grammar == Grammar.regex("a+")
+    assert Generation.of(ebnf='root ::= "a"').grammar == Grammar.ebnf('root ::= "a"')
+    assert Generation.of(grammar=Grammar.regex("a")).grammar == Grammar.regex("a")
+    assert Generation.of(json_object=False, regex=None) == Generation()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json_object": True, "regex": "a"},
+        {"grammar": Grammar.regex("a"), "regex": "a"},
+        {"json_schema": "{"},
+        {"regex": ""},
+    ],
+)
+def test_one_grammar_and_a_sound_one(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        Generation.of(**options)
+
+
+def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
+    made = Generation.of(regex="[ab]+").request(CONTEXT, model, 4, "local").constraint
+    assert made is not None
+    assert made() is not made()
+    assert Generation().request(CONTEXT, model, 4, "local").constraint is None
+    with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
+        Generation.of(regex="[a").request(CONTEXT, model, 4, "local")

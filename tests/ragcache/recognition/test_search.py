@@ -119,11 +119,21 @@ def test_hashes_that_agree_by_chance_find_nothing() -> None:
     assert find(text, Table(other)) == []
 
 
-def test_many_modules_of_one_beginning_are_compared_in_portions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prints, "_PAIRS", 16)
+def test_many_modules_of_one_beginning_are_told_apart() -> None:
     texts = [f"{HEAD}The boat of berth {n} is moored at the north quay." for n in range(40)]
     text = "".join(reversed(texts))
     assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
     assert len(find(text, table_of(texts))) == 40
+
+
+def test_a_text_that_repeats_itself_is_searched_only_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = ["a" * (WINDOW + n) for n in range(20)]
+    text = "a" * 400 + "b" + "a" * 60
+    assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
+    monkeypatch.setattr(prints, "_PAIRS", 50 * len(texts))
+    found = find(text, table_of(texts))
+    assert [each.begin for each in found] == [0], "of the first 50 places"
+    monkeypatch.setattr(prints, "_PAIRS", len(texts) - 1)
+    assert find(text, table_of(texts)) == []

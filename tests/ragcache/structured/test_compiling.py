@@ -26,6 +26,10 @@ from tests.ragcache.structured.tiny import SPECIAL, TEXTS, tiny, tokenizer
         (Grammar.regex("[a"), "^the regex cannot be compiled: .*Unclosed '\\['"),
         (Grammar.regex("(?=a)b"), "Lookahead"),
         (Grammar.regex("(" * 9999), "regex"),
+        (
+            Grammar.json_schema({"type": "string", "pattern": "(.{1000}){1000}"}),
+            "compiled: it is too large$",
+        ),
         (Grammar.ebnf("root ::= x"), '^the ebnf cannot be compiled: .*"x" is not defined'),
         (Grammar.ebnf('top ::= "a"'), "root"),
         (Grammar.json_schema({"type": "thing"}), 'Unsupported type "thing"'),

@@ -13,6 +13,7 @@ from ragcache.structured.compiling import compiler_of
 from ragcache.structured.json_schema import DEEPEST, check_schema
 from tests.ragcache.structured.tiny import tiny
 
+
 def allows(schema: dict[str, Any], text: str) -> bool:
     from xgrammar import GrammarMatcher
 
@@ -34,6 +35,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "multipleOf": 5, "minimum": 3}, "'minimum' beside 'multipleOf'"),
     ({"items": {"minimum": 3}}, "'minimum' without 'type' at #/items,"),
     ({"properties": []}, "is no object"),
+    ({"type": "string", "pattern": "(?!a)b"}, "'pattern' with look-ahead at #,"),
+    ({"patternProperties": {"(?=a)": {}}}, "'pattern' with look-ahead"),
+    ({"propertyNames": {"pattern": "(?=a)"}}, "look-ahead at #/propertyNames"),
+    ({"type": "string", "pattern": 3}, "is no text"),
+    ({"type": "string", "minLength": "1} | x"}, "'minLength' at # is no number"),
+    ({"type": "string", "maxLength": -1}, "'maxLength' at # is no number"),
+    ({"propertyNames": {"maxLength": 3}}, "'propertyNames' with more than a pattern"),
     ({"anyOf": {}}, "is no list"),
     ({"items": "string"}, "'string' at #/items, which is no schema"),
 ]
@@ -63,6 +71,12 @@ def test_a_string_is_json(schema: dict[str, Any], text: str) -> None:
     assert not allows({"properties": {"a": {"type": "string", **schema}}}, f'{{"a": {text}}}')
 
 
+def test_a_character_may_be_escaped() -> None:
+    short = {"type": "string", "maxLength": 1}
+    allowed = [allows(short, f'"\\u{code}"') for code in ("00e9", "D7ff", "d800", "DFFF", "12g4")]
+    assert allowed == [True, True, False, False, False]
+
+
 def test_properties_may_have_the_names_of_keywords() -> None:
     check_schema({"type": "object", "properties": {"not": {"type": "string"}, "if": True}})
 
@@ -74,7 +88,8 @@ HELD: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"properties": {"a": {"const": 1}}, "required": ["a"]}, [{"a": 1}], [{}, {"a": 2}]),
     ({"type": "integer", "multipleOf": 5}, [10, 15, 0], [6, 1.5]),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.5, 1], [0, 1.5]),
-    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é☕x", '"\\', "\n\x01"], ["a", "abcd"]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é☕x", '"\\', "\n\x01"],
+     ["a", "abcd"]),
     ({"type": "string", "pattern": "^a+$"}, ["aa"], ["", "ab"]),
     ({"type": "string", "pattern": r"\d\.\S[^b]é?"}, ["1.xyé", "1.xy"], ["1.xb", "1-xy", 'a"']),
     ({"type": ["string", "null"], "minLength": 1}, ["a" * 99, None], [""]),

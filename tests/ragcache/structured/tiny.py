@@ -1,4 +1,4 @@
-"""A tiny random model with a small byte-level tokenizer, so that a grammar has something to hold."""
+"""A tiny random model with a small byte-level tokenizer, for grammars to hold."""
 
 from __future__ import annotations
 
