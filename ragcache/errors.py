@@ -4,7 +4,8 @@
     ├── ConfigurationError          a setting or an argument that cannot be used
     ├── DocumentError
     │   ├── NoDocuments             nothing to ingest
-    │   └── UnreadableDocument      a file that is missing, binary or not UTF-8
+    │   ├── UnreadableDocument      a file that is missing, binary or not UTF-8
+    │   └── UnstorableMetadata      metadata that JSON cannot hold
     ├── ModelError
     │   ├── ModelNotFound           no such model folder or hub name
     │   ├── UnsupportedModel        an architecture, position scheme or window not served
@@ -59,6 +60,10 @@ class NoDocuments(DocumentError, ValueError):
 
 class UnreadableDocument(DocumentError, ValueError):
     """A file is missing, binary or not UTF-8."""
+
+
+class UnstorableMetadata(DocumentError, ValueError):
+    """Metadata of a document holds what JSON cannot."""
 
 
 class ModelError(RagCacheError):

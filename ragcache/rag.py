@@ -12,7 +12,7 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import DEFAULT_K, Settings, parse_bytes
 from ragcache.documents.source import Source
 from ragcache.errors import ConfigurationError, StoreUnwritable
-from ragcache.facade import Chats, Prompts, Questions
+from ragcache.facade import Chats, Keeping, Prompts, Questions, Retrieval
 from ragcache.models import LoadedModel, load_model
 from ragcache.pipeline import Ingestion, Modules, Parts, Stats, generated_schema, members
 from ragcache.pipeline.ingestion import Progress
@@ -28,7 +28,7 @@ from ragcache.store import (
 from ragcache_schemas import Schema, expand
 
 
-class RagCache(Questions, Prompts, Chats):
+class RagCache(Questions, Prompts, Chats, Retrieval, Keeping):
     """An open state folder with a model. Make one with `RagCache.open`.
 
     Calls from any number of threads and tasks run together: the engine computes what is new of all

@@ -21,17 +21,20 @@ TEXT_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SourceDocument:
-    """A document as it came. `id` names it within its collection."""
+    """A document as it came. `id` names it within its collection. parts: its text where somebody
+    has cut it already; each becomes a module, or several where it is too long for one."""
 
     id: str
     text: str
     uri: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
-        """A digest of the text."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """A digest of the text, and of where it is cut."""
+        cuts = "".join(f"|{len(part)}" for part in self.parts)
+        return hashlib.sha256(f"{self.text}{cuts}".encode()).hexdigest()
 
 
 Source = str | Path | SourceDocument | Document
@@ -126,7 +129,10 @@ def _carried(document: SourceDocument) -> SourceDocument:
         raise UnreadableDocument(f"{document.id}: an empty document")
     if not text.strip():
         raise UnreadableDocument(f"{document.id}: control characters and nothing else")
-    return document if text == document.text else replace(document, text=text)
+    parts = tuple(kept for part in document.parts if (kept := carried_text(part)).strip())
+    if text == document.text and parts == document.parts:
+        return document
+    return replace(document, text=text, parts=parts)
 
 
 def _from_langchain(document: Document) -> SourceDocument:

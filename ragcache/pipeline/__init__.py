@@ -8,7 +8,7 @@ from ragcache.pipeline.chatting import ChatOptions, ChatRunner, Conversation
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import GREEDY, Generation
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
-from ragcache.pipeline.modules import Modules
+from ragcache.pipeline.modules import Modules, Placed
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.schema import generated_schema, members
 from ragcache.pipeline.scope_states import ScopeEncoder
@@ -37,6 +37,7 @@ __all__ = [
     "ModuleTokens",
     "Modules",
     "Parts",
+    "Placed",
     "PromptRunner",
     "Returned",
     "Reuse",

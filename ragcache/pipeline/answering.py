@@ -17,7 +17,7 @@ from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.linking import Run, link, recomputed
 from ragcache.pipeline.scaffolds import Scaffolds, scaffold_modules
 from ragcache.pipeline.submitting import Submitter
-from ragcache.retrieval import Retriever, Selection
+from ragcache.retrieval import Criteria, Retriever, Selection
 from ragcache.store import Catalogue, Lease
 
 
@@ -56,7 +56,7 @@ class Answerer:
         self,
         questions: Sequence[str],
         collection: str,
-        k: int,
+        criteria: Criteria,
         mode: str,
         generation: Generation,
     ) -> list[Asked]:
@@ -66,7 +66,7 @@ class Answerer:
         for question in questions:
             if not question.strip():
                 raise EmptyQuestion("the question is empty; write what you want to know")
-        selections = [self.retriever.retrieve(q, collection, k) for q in questions]
+        selections = [self.retriever.retrieve(q, collection, criteria) for q in questions]
         call = _Call(collection, mode, called, time.perf_counter())
         spelled = [self._spell(selection, call, generation) for selection in selections]
         asked: list[Asked] = []

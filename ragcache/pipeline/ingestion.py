@@ -57,7 +57,7 @@ class Ingestor:
         change in one transaction: no answer mixes old and new."""
         loaded = load_sources(sources)
         documents = loaded.documents
-        known = self.catalogue.documents(collection)
+        known = self.catalogue.documents(collection, [d.id for d in documents])
         changed = [
             d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
         ]
@@ -79,9 +79,9 @@ class Ingestor:
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
-        known = self.catalogue.documents(collection)
+        known = self.catalogue.documents(collection, document_ids)
         self.store.discard(self.catalogue.delete(collection, document_ids))
-        return len(known.keys() & set(document_ids))
+        return len(known)
 
     def rename(self, collection: str, document_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
@@ -119,7 +119,9 @@ class Ingestor:
     def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
         tokenize = self.encoder.model.encode_untrusted
         count = lambda text: len(tokenize(text))  # noqa: E731
-        texts = split_text(document.text, self.settings.module_tokens, count)
+        limit = self.settings.module_tokens
+        parts = document.parts or (document.text,)
+        texts = [text for part in parts for text in split_text(part, limit, count)]
         return [(text, tokenize(text)) for text in texts]
 
     def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
@@ -145,5 +147,10 @@ class Ingestor:
             for number, (text, ids) in enumerate(modules)
         ]
         return NewDocument(
-            document.id, document.uri, self._digest(document), rows, document.metadata
+            document.id,
+            document.uri,
+            self._digest(document),
+            rows,
+            document.metadata,
+            document.text,
         )

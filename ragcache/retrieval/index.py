@@ -2,49 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import bm25s
 import faiss
 import numpy as np
 
-from ragcache.retrieval.terms import terms
+from ragcache.retrieval.terms import characters, lone_characters, terms
+
+Ranking = list[tuple[int, float]]
+"""Ids of modules with their scores, best first."""
 
 
 class CollectionIndex:
     """BM25 over the modules' words and, given vectors, FAISS over their meaning.
 
-    ids: [N] int64, the modules; vectors: [N, D] float32 or None.
+    ids: [N] int64, the modules; vectors: [N, D] float32 or None. Threads may share it. Chinese,
+    Japanese and Korean characters have a BM25 of their own, for questions in which one stands
+    alone; so the lengths of texts stay those of their words.
     """
 
     def __init__(
         self, ids: np.ndarray, texts: Sequence[str], vectors: np.ndarray | None = None
     ) -> None:
         self.ids = ids
-        self._bm25 = _bm25(texts) if texts else None
+        self._words = _Words(texts)
         self._dense = None if vectors is None else _flat_index(ids, vectors)
 
-    def by_words(self, query: str, limit: int) -> list[int]:
-        """Ids of modules that share a word with the query, best first."""
-        words = terms(query)
-        if self._bm25 is None or not words:
-            return []
-        scores = self._bm25.get_scores(words)
-        best = np.argsort(-scores, kind="stable")[:limit]
-        return [int(self.ids[i]) for i in best if scores[i] > 0]
+    def with_vectors(self, vectors: np.ndarray) -> CollectionIndex:
+        """The same words with other vectors, [N, D] float32."""
+        other = CollectionIndex.__new__(CollectionIndex)
+        other.ids, other._words = self.ids, self._words
+        other._dense = _flat_index(self.ids, vectors)
+        return other
 
-    def by_meaning(self, vector: np.ndarray, limit: int) -> list[int]:
-        """Ids by cosine similarity to a query vector [D]; none where there are no vectors."""
+    @property
+    def dimension(self) -> int | None:
+        """D of the vectors; None without."""
+        return None if self._dense is None else int(self._dense.d)
+
+    def by_words(self, query: str, limit: int, allowed: np.ndarray | None = None) -> Ranking:
+        """Modules that share a word with the query, with their BM25 scores.
+
+        allowed: [N] bool, which of them may be named; None for all.
+        """
+        scores = self._words.scores(query)
+        if allowed is not None:
+            scores[~allowed] = 0.0
+        best = np.argsort(-scores, kind="stable")[:limit]
+        return [(int(self.ids[i]), float(scores[i])) for i in best if scores[i] > 0]
+
+    def by_meaning(
+        self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None
+    ) -> Ranking:
+        """Modules by cosine similarity to a query vector [D]; none where there are no vectors.
+
+        allowed: as in `by_words`.
+        """
         if self._dense is None:
             return []
-        _, found = self._dense.search(_unit(vector[None]), min(limit, len(self.ids)))
-        return [int(number) for number in found[0] if number >= 0]
+        parameters = None
+        if allowed is not None:
+            selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
+            parameters = faiss.SearchParameters()
+            parameters.sel = selector  # a pointer: the name keeps what it points to
+        scores, found = self._dense.search(
+            _unit(vector[None]), min(limit, len(self.ids)), params=parameters
+        )
+        cosines = np.clip(scores[0], -1.0, 1.0)  # rounding may take them beyond
+        pairs = zip(found[0].tolist(), cosines.tolist(), strict=True)
+        return [(number, score) for number, score in pairs if number >= 0]
+
+    def vectors(self, ids: Sequence[int]) -> np.ndarray | None:
+        """Unit vectors [N, D] of modules; None without vectors."""
+        if self._dense is None:
+            return None
+        rows: np.ndarray = self._dense.reconstruct_batch(np.asarray(ids, dtype=np.int64))
+        return rows
 
 
-def _bm25(texts: Sequence[str]) -> bm25s.BM25:
+class _Words:
+    """BM25 over texts, made when a question first needs it. Threads that need it at once wait."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+        self._made: tuple[bm25s.BM25 | None, bm25s.BM25 | None] | None = None
+        self._making = threading.Lock()
+
+    def scores(self, query: str) -> np.ndarray:
+        """Of every text, [N] float32; 0 where it shares no word with the query."""
+        with self._making:
+            if self._made is None:
+                self._made = _bm25(self._texts, terms), _bm25(self._texts, characters)
+        scores = np.zeros(len(self._texts), dtype=np.float32)
+        for index, words in zip(self._made, (terms(query), lone_characters(query)), strict=True):
+            if index is not None and words:
+                scores += index.get_scores(words)
+        return scores
+
+
+def _bm25(texts: Sequence[str], spell: Callable[[str], list[str]]) -> bm25s.BM25 | None:
+    """None where no text has a word."""
+    corpus = [spell(text) for text in texts]
+    if not any(corpus):
+        return None
     index = bm25s.BM25()
-    corpus = [terms(text) or ["\0"] for text in texts]  # bm25s needs a word in every text
-    index.index(corpus, show_progress=False)
+    spelled = [words or ["\0"] for words in corpus]  # bm25s needs a word in every text
+    index.index(spelled, show_progress=False)
     return index
 
 

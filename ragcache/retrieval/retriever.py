@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 from langchain_core.embeddings import Embeddings
 
+from ragcache.errors import ConfigurationError, InvalidRequest
+from ragcache.retrieval.criteria import Criteria
+from ragcache.retrieval.diversity import cosines, most_diverse, overlaps
+from ragcache.retrieval.filters import Test
 from ragcache.retrieval.fusion import fuse
-from ragcache.retrieval.index import CollectionIndex
+from ragcache.retrieval.index import CollectionIndex, Ranking
+from ragcache.retrieval.terms import terms
 from ragcache.store import Catalogue, ModuleRow, Vectors
 
-CANDIDATES = 50  # modules that each ranking hands to the fusion
 _EMBED_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A module that was selected, with its fused score."""
+    """A module that was selected. score: as `Criteria.threshold` says."""
 
     module: ModuleRow
     score: float
@@ -27,7 +34,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules for a query, best first."""
+    """The modules for a query, best first; with `diversity`, in the order of being picked."""
 
     query: str
     hits: tuple[Hit, ...]
@@ -41,7 +48,8 @@ class _Indexed:
 
 
 class Retriever:
-    """BM25 alone or, with an embedder, fused with FAISS by reciprocal rank. Thread-safe."""
+    """BM25, FAISS over an embedder's vectors, or both fused by reciprocal rank. Thread-safe:
+    searches run side by side, and threads that need the same new index wait for one."""
 
     def __init__(
         self,
@@ -49,63 +57,172 @@ class Retriever:
         embedder: Embeddings | None = None,
         vectors: Vectors | None = None,
     ) -> None:
+        self.embedder = embedder
         self._catalogue = catalogue
-        self._embedder = embedder
         self._vectors = vectors
         self._indexed: dict[str, _Indexed] = {}
-        self._building = threading.Lock()
+        self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._guard = threading.Lock()  # of `_building` alone
 
-    def retrieve(self, query: str, collection: str, k: int) -> Selection:
-        """At most `k` modules. Raises `UnknownCollection`."""
-        indexed = self._current(collection)
-        if not indexed.modules:
-            return Selection(query, ())
-        rankings = [indexed.index.by_words(query, CANDIDATES)]
-        if self._embedder is not None:
-            vector = np.asarray(self._embedder.embed_query(query), dtype=np.float32)
-            rankings.append(indexed.index.by_meaning(vector, CANDIDATES))
-        best = fuse(rankings)[:k]
-        return Selection(query, tuple(Hit(indexed.modules[n], score) for n, score in best))
+    def using(self, embedder: Embeddings) -> Retriever:
+        """One with another embedder of the same name, over the same vectors and indexes."""
+        other = copy(self)
+        other.embedder = embedder
+        return other
+
+    def retrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
+        """The modules of a collection that meet the criteria. Raises `UnknownCollection`,
+        `InvalidRequest` for `meaning` without an embedder, or `ConfigurationError` for an embedder
+        whose vectors are of several lengths."""
+        self._catalogue.stamp(collection)  # a collection that is unknown costs no embedding
+        embedder = self._embedder_for(criteria)
+        vector = None if embedder is None else _vector(embedder.embed_query(query))
+        return self._select(query, vector, collection, criteria)
+
+    async def aretrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
+        """As `retrieve`: the embedder is awaited, and the search runs in a thread."""
+        await asyncio.to_thread(self._catalogue.stamp, collection)
+        embedder = self._embedder_for(criteria)
+        vector = None if embedder is None else _vector(await embedder.aembed_query(query))
+        return await asyncio.to_thread(self._select, query, vector, collection, criteria)
+
+    def near(self, vector: Sequence[float], collection: str, criteria: Criteria) -> Selection:
+        """As `retrieve` by meaning, for a vector [D] of the embedder. Raises also
+        `ConfigurationError` for a vector of another length."""
+        self._check_embedder()
+        return self._select("", _vector(vector), collection, criteria)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray | None:
-        """Vectors of module texts, [N, D] float32; None without an embedder."""
-        if self._embedder is None:
+        """Vectors of module texts, without the space around them, [N, D] float32; None without an
+        embedder."""
+        if self.embedder is None:
             return None
         rows: list[list[float]] = []
+        stripped = [text.strip() for text in texts]
         for start in range(0, len(texts), _EMBED_BATCH):
-            rows += self._embedder.embed_documents(list(texts[start : start + _EMBED_BATCH]))
+            rows += self.embedder.embed_documents(stripped[start : start + _EMBED_BATCH])
         return np.asarray(rows, dtype=np.float32)
 
-    def _current(self, collection: str) -> _Indexed:
-        """The index over what the collection holds now, whoever changed it."""
+    def _embedder_for(self, criteria: Criteria) -> Embeddings | None:
+        if criteria.search == "words":
+            return None
+        return self.embedder if criteria.search == "hybrid" else self._check_embedder()
+
+    def _check_embedder(self) -> Embeddings:
+        if self.embedder is None:
+            raise InvalidRequest(
+                "a search by meaning needs an embedder; open with embedding='minilm' or with a "
+                "LangChain Embeddings object, or search by words"
+            )
+        return self.embedder
+
+    def _select(
+        self, query: str, vector: np.ndarray | None, collection: str, criteria: Criteria
+    ) -> Selection:
+        indexed = self._current(collection, None if vector is None else len(vector))
+        if not indexed.modules:
+            return Selection(query, ())
+        ranking = _rank(query, vector, indexed, criteria)
+        if criteria.threshold is not None:
+            ranking = [(n, score) for n, score in ranking if score >= criteria.threshold]
+        if criteria.diversity is not None:
+            ranking = _diversified(ranking[: criteria.depth], indexed, criteria)
+        hits = (Hit(indexed.modules[n], score) for n, score in ranking[: criteria.k])
+        return Selection(query, tuple(hits))
+
+    def _current(self, collection: str, dimension: int | None) -> _Indexed:
+        """The index over what the collection holds now, whoever changed it, with vectors of a
+        dimension where one is given."""
         indexed = self._indexed.get(collection)
-        if indexed is not None and indexed.stamp == self._catalogue.stamp(collection):
+        stamp = self._catalogue.stamp(collection)
+        if indexed is not None and _serves(indexed, stamp, dimension):
             return indexed
-        with self._building:  # threads that ask at once wait for one index
+        with self._guard:
+            building = self._building[collection]
+        with building:
             stamp = self._catalogue.stamp(collection)
             indexed = self._indexed.get(collection)
             if indexed is None or indexed.stamp != stamp:
-                indexed = self._indexed[collection] = self._build(collection, stamp)
+                indexed = self._build(collection, stamp)
+            if not _serves(indexed, stamp, dimension):
+                assert dimension is not None
+                vectors = self._vectors_of(collection, indexed.modules, dimension)
+                index = indexed.index.with_vectors(vectors)
+                indexed = _Indexed(stamp, index, indexed.modules)
+            self._indexed[collection] = indexed
             return indexed
 
     def _build(self, collection: str, stamp: tuple[int, int]) -> _Indexed:
         modules = {row.id: row for row in self._catalogue.modules(collection)}
         ids = np.fromiter(modules, dtype=np.int64, count=len(modules))
-        texts = [row.text for row in modules.values()]
-        vectors = self._vectors_of(collection, modules) if modules else None
-        index = CollectionIndex(ids, texts, vectors)
+        index = CollectionIndex(ids, [row.text for row in modules.values()])
         return _Indexed(stamp, index, modules)
 
-    def _vectors_of(self, collection: str, modules: dict[int, ModuleRow]) -> np.ndarray | None:
-        """Stored vectors; those that are missing (another embedder was used) are made now."""
-        if self._embedder is None or self._vectors is None:
-            return None
-        ids, stored = self._vectors.of(collection)
-        by_id = dict(zip(ids.tolist(), stored, strict=True))
+    def _vectors_of(
+        self, collection: str, modules: dict[int, ModuleRow], dimension: int
+    ) -> np.ndarray:
+        """Stored vectors [N, D]. Those that are missing are made now, and those of another length:
+        then the embedder has changed under its name."""
+        by_id: dict[int, np.ndarray] = {}
+        if self._vectors is not None:
+            stored = self._vectors.of(collection)
+            by_id = {n: v for n, v in stored.items() if len(v) == dimension}
         missing = [number for number in modules if number not in by_id]
         if missing:
             made = self.embed([modules[number].text for number in missing])
             assert made is not None
-            self._vectors.add(missing, made)
+            if made.shape[1] != dimension:
+                raise ConfigurationError(
+                    f"the question's vector has {dimension} numbers, those of texts have "
+                    f"{made.shape[1]}; both must come from one embedder"
+                )
+            if self._vectors is not None:
+                self._vectors.add(missing, made)
             by_id.update(zip(missing, made, strict=True))
         return np.stack([by_id[number] for number in modules])
+
+
+def _vector(numbers: Sequence[float]) -> np.ndarray:
+    return np.asarray(numbers, dtype=np.float32)
+
+
+def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) -> bool:
+    if indexed.stamp != stamp:
+        return False
+    return dimension in (None, indexed.index.dimension) or not indexed.modules
+
+
+def _rank(query: str, vector: np.ndarray | None, indexed: _Indexed, criteria: Criteria) -> Ranking:
+    """All candidates. What the filters leave out is no candidate, so that they cost no hits."""
+    index, depth = indexed.index, criteria.depth
+    allowed = None if criteria.wanted is None else _allowed(indexed, criteria.wanted)
+    by_meaning = [] if vector is None else index.by_meaning(vector, depth, allowed)
+    if criteria.search == "meaning":
+        return by_meaning
+    by_words = index.by_words(query, depth, allowed)
+    if criteria.search == "words":
+        return by_words
+    return fuse([[number for number, _ in ranking] for ranking in (by_words, by_meaning)])
+
+
+def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
+    """[N] bool, in the order of the index."""
+    rows = indexed.modules.values()
+    return np.fromiter((wanted(row.attributes) for row in rows), dtype=bool, count=len(rows))
+
+
+def _diversified(ranking: Ranking, indexed: _Indexed, criteria: Criteria) -> Ranking:
+    """Maximal marginal relevance. Relevance is the score, the cosine itself or else a share of the
+    best one's; likeness is the cosine of vectors or, without, the overlap of words."""
+    if not ranking or criteria.diversity is None:
+        return ranking
+    relevance = np.array([score for _, score in ranking])
+    if criteria.search != "meaning":
+        relevance = relevance / relevance.max()
+    vectors = indexed.index.vectors([number for number, _ in ranking])
+    if vectors is not None:
+        likeness = cosines(vectors)
+    else:
+        likeness = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
+    picked = most_diverse(relevance, likeness, criteria.k, criteria.diversity)
+    return [ranking[position] for position in picked]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+import threading
 
 import Stemmer
 
@@ -17,9 +17,14 @@ STOP_WORDS = frozenset(
 )
 
 
-@cache
-def _stemmer() -> Stemmer.Stemmer:
-    return Stemmer.Stemmer("english")
+class _Local(threading.local):
+    """A stemmer for each thread: PyStemmer's are not thread-safe."""
+
+    def __init__(self) -> None:
+        self.stemmer = Stemmer.Stemmer("english")
+
+
+_local = _Local()
 
 
 def terms(text: str) -> list[str]:
@@ -30,8 +35,18 @@ def terms(text: str) -> list[str]:
             found.extend(_pairs(word))
         elif word not in STOP_WORDS:
             found.append(word)
-    stemmed: list[str] = _stemmer().stemWords(found)
+    stemmed: list[str] = _local.stemmer.stemWords(found)
     return stemmed
+
+
+def characters(text: str) -> list[str]:
+    """The Chinese, Japanese and Korean characters of a text, one by one."""
+    return [character for run in _IDEOGRAPHS.findall(text) for character in run]
+
+
+def lone_characters(text: str) -> list[str]:
+    """Those that stand alone: a question of one character has no pair to be found by."""
+    return [w for w in _WORD.findall(text) if len(w) == 1 and _IDEOGRAPHS.match(w)]
 
 
 def _pairs(word: str) -> list[str]:

@@ -12,10 +12,12 @@ from ragcache.store.ledger import Ledger
 from ragcache.store.listing import ModuleListing, list_modules
 from ragcache.store.options import TierOptions, open_tiers
 from ragcache.store.policy import choose_victims
+from ragcache.store.records import Records
 from ragcache.store.scaffolds import Members, ScaffoldRows
 from ragcache.store.schemas import SchemaText, SchemaTexts
 from ragcache.store.store import KVStore
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
+from ragcache.store.values import Values
 from ragcache.store.vectors import Vectors
 
 __all__ = [
@@ -36,12 +38,14 @@ __all__ = [
     "NewDocument",
     "NewModule",
     "Origin",
+    "Records",
     "RemoteTier",
     "ScaffoldRows",
     "SchemaText",
     "SchemaTexts",
     "Tier",
     "TierOptions",
+    "Values",
     "Vectors",
     "Wish",
     "choose_victims",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.errors import DocumentError, UnknownCollection
@@ -16,11 +16,12 @@ from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
 from ragcache.store.ownership import retire
 from ragcache.store.scaffolds import delete_scaffolds
-from ragcache.store.statements import chunks, insert_for_module, insert_new
+from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
+    DocumentTextTable,
     EncodingTable,
     ModuleTable,
     NamespaceTable,
@@ -47,6 +48,10 @@ class Catalogue:
         self._namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
 
+    @property
+    def namespace(self) -> str:
+        return self._namespace
+
     def collections(self) -> dict[str, int]:
         """Names and numbers of documents."""
         statement = (
@@ -60,12 +65,25 @@ class Catalogue:
         with self._database.reading() as session:
             return {row.name: row.documents for row in session.execute(statement)}
 
-    def documents(self, collection: str) -> dict[str, DocumentRow]:
-        """The documents of a collection by source id; empty where it does not exist yet."""
-        statement = self._within(select(DocumentTable).join(CollectionTable), collection)
+    def documents(
+        self, collection: str, source_ids: Sequence[str] | None = None
+    ) -> dict[str, DocumentRow]:
+        """The documents of a collection by source id, or those of the ids that there are; empty
+        where it does not exist yet."""
+        modules = func.count(ModuleTable.id)
+        rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
+        every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
+        statements = [every]
+        if source_ids is not None:
+            portions = chunks(dict.fromkeys(source_ids))
+            statements = [every.where(DocumentTable.source_id.in_(each)) for each in portions]
+        found: dict[str, DocumentRow] = {}
         with self._database.reading() as session:
-            rows = session.scalars(statement)
-            return {r.source_id: DocumentRow(r.id, r.source_id, r.uri, r.digest) for r in rows}
+            for statement in statements:
+                for d, count in session.execute(statement):
+                    row = DocumentRow(d.id, d.source_id, d.uri, d.digest, d.attributes, count)
+                    found[d.source_id] = row
+        return found
 
     def replace(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None
@@ -94,6 +112,7 @@ class Catalogue:
         )
         session.add(row)
         session.flush()
+        session.add(DocumentTextTable(document_id=row.id, text=document.text))
         modules = [
             ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
             for i, m in enumerate(document.modules)
@@ -112,20 +131,48 @@ class Catalogue:
                     VectorTable(module_id=stored.id, embedder=self._embedder, vector=vector)
                 )
 
-    def modules(self, collection: str) -> list[ModuleRow]:
-        """All modules of a collection, in the order of ids. Raises `UnknownCollection`."""
+    def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
+        """All modules of a collection, in the order of ids, or those of the names that there are,
+        in the order of the names. Raises `UnknownCollection`."""
+        if names is None:
+            return self._modules(collection)
+        self.stamp(collection)
+        found: dict[str, ModuleRow] = {}
+        for chunk in chunks(dict.fromkeys(names)):
+            found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
+        return [found[name] for name in names if name in found]
+
+    def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
         statement = (
-            select(ModuleTable, DocumentTable.source_id, DocumentTable.uri)
+            select(ModuleTable, DocumentTable)
             .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
             .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+            .where(*chosen)
             .order_by(ModuleTable.id)
         )
         with self._database.reading() as session:
             collection_id(session, collection, self._namespace)
             return [
-                ModuleRow(m.id, m.name, document, uri, m.text)
-                for m, document, uri in session.execute(self._within(statement, collection))
+                ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
+                for m, d in session.execute(self._within(statement, collection))
             ]
+
+    def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
+        """The texts of those documents that there are, by source id. Of one that was stored before
+        texts were, its modules' texts. Raises `UnknownCollection`."""
+        found: dict[str, str] = {}
+        with self._database.reading() as session:
+            collection_id(session, collection, self._namespace)
+            for chunk in chunks(dict.fromkeys(source_ids)):
+                rows = select(DocumentTable.source_id, DocumentTextTable.text)
+                joined = rows.join(DocumentTextTable).join(CollectionTable)
+                statement = self._within(joined, collection)
+                chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
+                found |= {row.source_id: row.text for row in chosen}
+        for chunk in chunks(each for each in source_ids if each not in found):
+            for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
+                found[module.document] = found.get(module.document, "") + module.text
+        return found
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Token ids under this catalogue's tokenizer, of the modules that have them."""
@@ -229,10 +276,7 @@ class Catalogue:
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
         collection take turns."""
-        insert_new(session, NamespaceTable, {"name": self._namespace})
-        namespace = session.scalars(
-            select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
-        ).one()
+        namespace = namespace_id(session, self._namespace)
         row = {"name": name, "namespace_id": namespace, "revision": 0}
         insert_new(session, CollectionTable, row)
         chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)

@@ -24,31 +24,36 @@ class NewModule:
 
 @dataclass(frozen=True, slots=True)
 class NewDocument:
-    """A document to store in place of an earlier one of the same `source_id`."""
+    """A document to store in place of an earlier one of the same `source_id`. text: the whole, to
+    give it back; modules may repeat headings and leave out space."""
 
     source_id: str
     uri: str
     digest: str
     modules: Sequence[NewModule]
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentRow:
-    """A stored document."""
+    """A stored document. attributes: its metadata; modules: how many it has."""
 
     id: int
     source_id: str
     uri: str
     digest: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    modules: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """A stored module, with its document's name and what its states were last seen to be."""
+    """A stored module, with its document's name, address and metadata (`attributes`)."""
 
     id: int
     name: str
     document: str
     uri: str
     text: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)

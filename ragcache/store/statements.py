@@ -9,7 +9,7 @@ from sqlalchemy import Select, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from ragcache.store.tables import Base, ModuleTable
+from ragcache.store.tables import Base, ModuleTable, NamespaceTable
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
 
@@ -40,6 +40,12 @@ def insert_for_module(session: Session, table: type[Base], module_id: int, **val
     statement = _insert(session, table).from_select(["module_id", *values], rows)
     primary = list(table.__table__.primary_key)
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=values))
+
+
+def namespace_id(session: Session, name: str) -> int:
+    """The id of a namespace, made if need be."""
+    insert_new(session, NamespaceTable, {"name": name})
+    return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
 
 
 def chunks(values: Iterable[object]) -> Iterator[list[str]]:

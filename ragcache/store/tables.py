@@ -64,6 +64,16 @@ class DocumentTable(Base):
     attributes: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
+class DocumentTextTable(Base):
+    """A document's text as it came, to give it back whole."""
+
+    __tablename__ = "document_texts"
+    document_id: Mapped[int] = mapped_column(
+        ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True
+    )
+    text: Mapped[str]
+
+
 class ModuleTable(Base):
     """A nested module of a document: what retrieval selects. Ids are never used again."""
 
@@ -187,6 +197,33 @@ class CoRetrievalTable(Base):
         ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
     )
     count: Mapped[int]
+
+
+class RecordTable(Base):
+    """What an indexing has written, and when: `space` names the indexing, updated_at is in Unix
+    seconds."""
+
+    __tablename__ = "records"
+    __table_args__ = (Index("records_by_time", "namespace_id", "space", "updated_at"),)
+    namespace_id: Mapped[int] = mapped_column(
+        ForeignKey("namespaces.id", ondelete="CASCADE"), primary_key=True
+    )
+    space: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    group_id: Mapped[str | None]
+    updated_at: Mapped[float]
+
+
+class ValueTable(Base):
+    """Bytes under a name of a caller's choice. `key` is UTF-8: PostgreSQL's texts hold no NUL."""
+
+    __tablename__ = "kept_values"
+    namespace_id: Mapped[int] = mapped_column(
+        ForeignKey("namespaces.id", ondelete="CASCADE"), primary_key=True
+    )
+    space: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
+    value: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class JobTable(Base):

@@ -24,8 +24,9 @@ class Vectors:
         self._database = database
         self._embedder = embedder
 
-    def of(self, collection: str) -> tuple[np.ndarray, np.ndarray]:
-        """ids [N] int64 and vectors [N, D] float32 of a collection under this embedder."""
+    def of(self, collection: str) -> dict[int, np.ndarray]:
+        """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
+        D is one number unless the embedder has changed under its name."""
         statement = (
             select(VectorTable.module_id, VectorTable.vector)
             .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
@@ -35,10 +36,8 @@ class Vectors:
             .order_by(VectorTable.module_id)
         )
         with self._database.reading() as session:
-            rows = list(session.execute(statement))
-        ids = np.array([number for number, _ in rows], dtype=np.int64)
-        vectors = [np.frombuffer(blob, dtype="<f4") for _, blob in rows]
-        return ids, np.stack(vectors) if vectors else np.zeros((0, 0), dtype=np.float32)
+            rows = session.execute(statement)
+            return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}
 
     def add(self, ids: Sequence[int], vectors: np.ndarray) -> None:
         """Stores vectors of modules that were ingested under another embedder, or none."""

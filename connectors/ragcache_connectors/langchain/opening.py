@@ -42,7 +42,7 @@ def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -
             _opened[folder] = RagCache.open(folder, **given), given
         found, first = _opened[folder]
     for name, value in given.items():
-        if name not in first or first[name] is not value and first[name] != value:
+        if name not in first or (first[name] is not value and first[name] != value):
             raise ConfigurationError(
                 f"the folder {folder} is open in this process, with {name}={first.get(name)!r}; "
                 f"{name}={value!r} needs a `RagCache` of its own: give it as `rag`"

@@ -152,3 +152,15 @@ class TestDuplicates:
     def test_documents_of_different_kinds(self) -> None:
         with pytest.raises(DocumentError, match="both called '1'"):
             load_sources([SourceDocument("1", "text"), Document("text", id="1")])
+
+
+def test_parts_are_carried_and_where_they_are_cut_counts() -> None:
+    whole = SourceDocument("a", "one\n\ntwo")
+    cut = SourceDocument("a", "one\n\ntwo", parts=("one", "two"))
+    assert load_sources([cut]).documents == (cut,)
+    digests = {
+        d.digest for d in (whole, cut, SourceDocument("a", whole.text, parts=("one\n", "two")))
+    }
+    assert len(digests) == 3
+    dirty = SourceDocument("a", "one\0\n\ntwo", parts=("one\0", "\0", "two"))
+    assert load_sources([dirty]).documents == (cut,)

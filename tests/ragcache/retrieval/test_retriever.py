@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from langchain_core.embeddings import Embeddings
 
-from ragcache.errors import UnknownCollection
-from ragcache.retrieval import Retriever
+from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
+from ragcache.retrieval import CollectionIndex, Criteria, Retriever, SearchKind, Selection
 from ragcache.states import KVKey
 from ragcache.store import Catalogue, Database, NewDocument, NewModule, Vectors
 
@@ -61,14 +63,15 @@ def fill(catalogue: Catalogue, embedder: Embeddings | None = None) -> None:
 
 
 def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
-    return [hit.module.document for hit in retriever.retrieve(query, "notes", k).hits]
+    selection = retriever.retrieve(query, "notes", Criteria(k))
+    return [hit.module.document for hit in selection.hits]
 
 
 def test_words_alone_find_modules_best_first(database: Database) -> None:
     catalogue = Catalogue(database, "tokenizer", None)
     fill(catalogue)
     retriever = Retriever(catalogue)
-    selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", 3)
+    selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", Criteria(3))
     assert selection.query == "Does the spare key of the boat hang?"
     assert [hit.module.document for hit in selection.hits] == ["keys.md", "boats.md"]
     assert selection.hits[0].module.text == TEXTS["keys.md"]
@@ -152,7 +155,7 @@ def test_collections_do_not_see_each_other(database: Database) -> None:
     fill(catalogue)
     catalogue.replace("other", [document("boats.md", "Another boat.")])
     retriever = Retriever(catalogue)
-    hits = retriever.retrieve("boat", "other", 5).hits
+    hits = retriever.retrieve("boat", "other", Criteria(5)).hits
     assert [hit.module.text for hit in hits] == ["Another boat."]
 
 
@@ -160,7 +163,168 @@ def test_an_unknown_collection_is_named_with_those_that_exist(database: Database
     catalogue = Catalogue(database, "tokenizer", None)
     retriever = Retriever(catalogue)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
-        retriever.retrieve("boat", "notes", 3)
+        retriever.retrieve("boat", "notes", Criteria(3))
     fill(catalogue)
     with pytest.raises(UnknownCollection, match=r"'recipes'; known: 'notes'\."):
-        retriever.retrieve("boat", "recipes", 3)
+        retriever.retrieve("boat", "recipes", Criteria(3))
+
+
+def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalogue, Retriever]:
+    name = None if embedder is None else "topics"
+    catalogue = Catalogue(database, "tokenizer", name)
+    vectors = None if embedder is None else Vectors(database, "topics")
+    return catalogue, Retriever(catalogue, embedder, vectors)
+
+
+def attributed(name: str, text: str, **attributes: object) -> NewDocument:
+    plain = document(name, text)
+    return NewDocument(name, "", text, plain.modules, attributes)
+
+
+def names(selection: Selection) -> list[str]:
+    return [hit.module.document for hit in selection.hits]
+
+
+def test_words_alone_and_meaning_alone(database: Database) -> None:
+    catalogue, retriever = opened(database, embedder := Topics())
+    fill(catalogue, embedder)
+    words = retriever.retrieve("cupboard vessel", "notes", Criteria(3, "words"))
+    assert names(words) == ["keys.md"]
+    meaning = retriever.retrieve("cupboard vessel", "notes", Criteria(1, "meaning"))
+    assert names(meaning) == ["boats.md"]
+    assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
+    near = retriever.near(embedder.embed_query("vessel"), "notes", Criteria(1, "meaning"))
+    assert near.hits[0].module == meaning.hits[0].module
+
+
+def test_words_alone_embed_nothing(database: Database) -> None:
+    fill(Catalogue(database, "tokenizer", None))
+    _, retriever = opened(database, embedder := Topics())
+    assert names(retriever.retrieve("cupboard", "notes", Criteria(1, "words"))) == ["keys.md"]
+    assert embedder.embedded == []
+
+
+def test_meaning_without_an_embedder_is_named(database: Database) -> None:
+    catalogue, retriever = opened(database)
+    fill(catalogue)
+    with pytest.raises(InvalidRequest, match="needs an embedder"):
+        retriever.retrieve("boat", "notes", Criteria(1, "meaning"))
+    with pytest.raises(InvalidRequest, match="needs an embedder"):
+        retriever.near([1.0], "notes", Criteria(1, "meaning"))
+
+
+@pytest.mark.parametrize("search", ["words", "meaning", "hybrid"])
+def test_a_filter_never_costs_hits(database: Database, search: SearchKind) -> None:
+    """The two that are wanted rank below sixty that are not, more than there are candidates."""
+    catalogue, retriever = opened(database, Topics())
+    better = [attributed(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
+    wanted = [attributed(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
+    catalogue.replace("notes", [*better, *wanted])
+    criteria = Criteria(2, search, {"team": "ops"})
+    selection = retriever.retrieve("boat", "notes", criteria)
+    assert sorted(names(selection)) == ["w0", "w1"]
+    assert selection.hits[0].module.attributes == {"team": "ops"}
+    none = Criteria(2, search, {"team": "none"})
+    assert retriever.retrieve("boat", "notes", none).hits == ()
+
+
+def test_more_hits_than_candidates_may_be_asked_for(database: Database) -> None:
+    catalogue, retriever = opened(database)
+    catalogue.replace("notes", [document(f"d{n}", f"boat {n}") for n in range(70)])
+    assert len(retriever.retrieve("boat", "notes", Criteria(65)).hits) == 65
+
+
+def test_a_threshold_is_of_the_score(database: Database) -> None:
+    catalogue, retriever = opened(database, embedder := Topics())
+    fill(catalogue, embedder)
+    for search in ("words", "meaning", "hybrid"):
+        every = retriever.retrieve("spare key boat", "notes", Criteria(3, search)).hits
+        least = every[0].score
+        kept = retriever.retrieve("spare key boat", "notes", Criteria(3, search, threshold=least))
+        assert kept.hits == tuple(hit for hit in every if hit.score >= least)
+        above = Criteria(3, search, threshold=least + 1e-3)
+        assert retriever.retrieve("spare key boat", "notes", above).hits == ()
+
+
+@pytest.mark.parametrize("embedder", [Topics(), None])
+def test_diversity_passes_over_what_says_the_same(
+    database: Database, embedder: Topics | None
+) -> None:
+    catalogue, retriever = opened(database, embedder)
+    texts = {"a": "boat boat ship", "b": "boat boat ship", "c": "boat key lock holiday"}
+    catalogue.replace("notes", [document(name, text) for name, text in texts.items()])
+    plain = retriever.retrieve("boat ship", "notes", Criteria(2))
+    assert sorted(names(plain)) == ["a", "b"]
+    diverse = retriever.retrieve("boat ship", "notes", Criteria(2, diversity=0.8))
+    assert names(diverse)[1] == "c"
+    assert names(retriever.retrieve("boat ship", "notes", Criteria(2, diversity=0.0))) == names(
+        plain
+    )
+
+
+class Wide(Topics):
+    """The same name, vectors of another length."""
+
+    def embed_query(self, text: str) -> list[float]:
+        return [*super().embed_query(text), 0.5]
+
+
+def test_an_embedder_that_changed_under_its_name_embeds_again(database: Database) -> None:
+    catalogue, retriever = opened(database, before := Topics())
+    fill(catalogue, before)
+    assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
+    _, changed = opened(database, wide := Wide())
+    catalogue.replace("notes", [document("new.md", "A sloop.")])
+    assert found(changed, "Which vessel?", k=1) == ["boats.md"]
+    assert sorted(wide.embedded) == sorted([*TEXTS.values(), "A sloop."])
+    assert found(changed, "Which holiday?", k=1) == ["leave.md"]
+    assert len(wide.embedded) == 4, "once"
+
+
+class Uneven(Topics):
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [[1.0, 2.0] for _ in texts]
+
+
+def test_vectors_of_question_and_texts_must_be_of_one_length(database: Database) -> None:
+    catalogue, retriever = opened(database, Uneven())
+    fill(catalogue)
+    with pytest.raises(ConfigurationError, match="vector has 3 numbers, those of texts have 2"):
+        retriever.retrieve("boat", "notes", Criteria(1))
+
+
+def test_threads_that_ask_at_once_build_one_index(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue, retriever = opened(database, embedder := Topics())
+    fill(catalogue)
+    built: list[int] = []
+    first = CollectionIndex.__init__
+    monkeypatch.setattr(
+        CollectionIndex, "__init__", lambda self, *a: (built.append(1), first(self, *a))[1]
+    )
+    with ThreadPoolExecutor(8) as pool:
+        every = list(pool.map(lambda _: found(retriever, "Which vessel?", 1), range(32)))
+    assert every == [["boats.md"]] * 32
+    assert len(built) == 1
+    assert len(embedder.embedded) == len(TEXTS)
+
+
+def test_building_one_collection_does_not_hold_up_another(database: Database) -> None:
+    class Stuck(Topics):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            if "stop" in texts[0]:
+                entered.set()
+                assert go.wait(30)
+            return super().embed_documents(texts)
+
+    entered, go = threading.Event(), threading.Event()
+    catalogue, retriever = opened(database, Stuck())
+    fill(catalogue)
+    catalogue.replace("slow", [document("s", "stop boat")])
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(retriever.retrieve, "boat", "slow", Criteria(1))
+        assert entered.wait(30)
+        assert found(retriever, "vessel", 1) == ["boats.md"]
+        go.set()
+        assert names(slow.result()) == ["s"]

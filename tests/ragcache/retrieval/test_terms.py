@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache.retrieval.terms import STOP_WORDS, terms
+from ragcache.retrieval.terms import STOP_WORDS, characters, lone_characters, terms
 
 
 def test_words_are_stemmed_so_that_their_forms_meet() -> None:
@@ -39,3 +39,12 @@ def test_writing_without_spaces_counts_as_pairs_of_characters(
 @pytest.mark.parametrize("text", ["", "  \n", "?!…", "\0"])
 def test_a_text_without_words_has_no_terms(text: str) -> None:
     assert terms(text) == []
+
+
+def test_characters_are_those_of_writing_without_spaces() -> None:
+    assert characters("A4纸 (すし), 한국!") == ["纸", "す", "し", "한", "국"]
+    assert characters("boats") == []
+
+
+def test_a_lone_character_has_no_neighbour() -> None:
+    assert lone_characters("船 北京 a 7 猫?") == ["船", "猫"]

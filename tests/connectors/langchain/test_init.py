@@ -1,0 +1,36 @@
+"""What importing LangChain's classes loads, and what making one costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ragcache_connectors import langchain
+
+HEAVY = ("torch", "transformers", "faiss", "sqlalchemy", "sentence_transformers")
+
+
+def test_every_name_is_there_and_listed() -> None:
+    assert langchain.__all__ == sorted(langchain.__all__)
+    for name in langchain.__all__:
+        assert getattr(langchain, name).__name__ == name
+        assert name in dir(langchain)
+    with pytest.raises(AttributeError, match="has no attribute 'RagCash'"):
+        _ = langchain.RagCash
+
+
+def test_importing_and_making_them_loads_no_model_and_opens_nothing() -> None:
+    program = f"""
+import sys
+from ragcache_connectors.langchain import *
+RagCacheRetriever(collection="notes", state="nowhere")
+RagCacheVectorStore(collection="notes", state="nowhere").as_retriever()
+RagCacheEmbeddings(), RagCacheRecordManager("notes"), RagCacheByteStore()
+RagCacheLoader([], collection="notes")
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"

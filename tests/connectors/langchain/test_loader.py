@@ -1,0 +1,114 @@
+"""Loaders' and splitters' documents as modules."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from langchain_core.document_loaders import BaseLoader
+from langchain_core.documents import Document
+from langchain_text_splitters import CharacterTextSplitter, MarkdownHeaderTextSplitter
+
+from ragcache import RagCache
+from ragcache.errors import DocumentError, NoDocuments, UnstorableMetadata
+from ragcache_connectors.langchain import RagCacheLoader
+
+PAGES = [
+    Document("The boat is moored.", metadata={"source": "boats.pdf", "page": 1, "team": "quay"}),
+    Document("The key hangs there.", metadata={"source": "keys.pdf", "page": 1}),
+    Document("The boat is painted.", metadata={"source": "boats.pdf", "page": 2, "team": "quay"}),
+    Document("  \n", metadata={"source": "boats.pdf", "page": 3}),
+]
+
+
+class Pages(BaseLoader):
+    def lazy_load(self) -> Iterator[Document]:
+        yield from PAGES
+
+
+class AsyncPages(BaseLoader):
+    async def alazy_load(self) -> AsyncIterator[Document]:
+        for page in PAGES:
+            yield page
+
+
+def texts(rag: RagCache, collection: str = "notes") -> dict[str, str]:
+    names = [f"{d.source_id}#{n + 1}" for d in rag.documents(collection) for n in range(d.modules)]
+    return {row.name: row.text.strip() for row in rag.get_modules(names, collection=collection)}
+
+
+EXPECTED = {
+    "boats.pdf#1": "The boat is moored.",
+    "boats.pdf#2": "The boat is painted.",
+    "keys.pdf#1": "The key hangs there.",
+}
+
+
+async def test_documents_of_one_source_are_modules_of_one_document(rag: RagCache) -> None:
+    done = RagCacheLoader(Pages(), collection="notes", rag=rag).load()
+    assert (done.added, done.modules) == (2, 3)
+    assert texts(rag) == EXPECTED
+    boats, keys = rag.documents("notes")
+    assert boats.attributes == {"source": "boats.pdf", "team": "quay"}
+    assert (boats.uri, keys.attributes) == ("boats.pdf", {"source": "keys.pdf", "page": 1})
+    again = await RagCacheLoader(AsyncPages(), collection="notes", rag=rag).aload()
+    assert (again.unchanged, again.encoded) == (2, 0)
+
+
+async def test_a_list_of_documents_for_asyncio(rag: RagCache) -> None:
+    await RagCacheLoader(PAGES, collection="notes", rag=rag).aload()
+    assert texts(rag) == EXPECTED
+
+
+def test_cuts_elsewhere_are_a_change(rag: RagCache) -> None:
+    whole = [Document("one\n\ntwo", metadata={"source": "a"})]
+    cut = [Document(text, metadata={"source": "a"}) for text in ("one", "two")]
+    for documents, modules in ((whole, 1), (cut, 2), (whole, 1)):
+        done = RagCacheLoader(documents, collection="notes", rag=rag).load()
+        assert done.added + done.updated == 1
+        assert rag.documents("notes")[0].modules == modules
+        assert rag.texts("notes", ["a"]) == {"a": "one\n\ntwo"}
+
+
+def test_a_splitter_cuts_first(rag: RagCache) -> None:
+    document = Document("one two|three four|five", metadata={"source": "a"})
+    splitter = CharacterTextSplitter("|", chunk_size=10, chunk_overlap=0)
+    RagCacheLoader([document], collection="notes", splitter=splitter, rag=rag).load()
+    assert list(texts(rag).values()) == ["one two", "three four", "five"]
+
+
+def test_chunks_of_any_splitter_become_modules(rag: RagCache) -> None:
+    splitter = MarkdownHeaderTextSplitter([("#", "title")])
+    chunks = splitter.split_text("# Boats\n\nMoored.\n\n# Keys\n\nHung.")
+    for chunk in chunks:
+        chunk.metadata["source"] = "book.md"
+    RagCacheLoader(chunks, collection="notes", rag=rag).load()
+    assert texts(rag) == {"book.md#1": "Moored.", "book.md#2": "Hung."}
+    assert rag.documents("notes")[0].attributes == {"source": "book.md"}, "titles differ"
+
+
+def test_a_chunk_that_is_too_long_for_a_module_becomes_several(rag: RagCache) -> None:
+    long = " ".join(f"Boat number {n}." for n in range(60))
+    chunks = [Document(text, metadata={"source": "a"}) for text in ("First.", long, "Last.")]
+    RagCacheLoader(chunks, collection="notes", rag=rag).load()
+    found = list(texts(rag).values())
+    assert (found[0], found[-1]) == ("First.", "Last.")
+    assert len(found) > 4
+
+
+def test_a_document_without_a_source_is_named_by_its_id(rag: RagCache) -> None:
+    RagCacheLoader([Document("one", id="a")], collection="notes", rag=rag).load()
+    assert texts(rag) == {"a#1": "one"}
+    with pytest.raises(DocumentError, match=r"neither metadata\['source'\] nor an id.*'two'"):
+        RagCacheLoader([Document("two")], collection="notes", rag=rag).load()
+
+
+def test_what_cannot_be_stored_is_named(rag: RagCache) -> None:
+    bad = Document("one", metadata={"source": "a", "path": Path("x")})
+    with pytest.raises(
+        UnstorableMetadata, match=r"document 'a': metadata\['path'\] is a PosixPath"
+    ):
+        RagCacheLoader([bad], collection="notes", rag=rag).load()
+    with pytest.raises(NoDocuments):
+        RagCacheLoader([], collection="notes", rag=rag).load()

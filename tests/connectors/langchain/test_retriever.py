@@ -1,0 +1,136 @@
+"""The retriever: LangChain's own suite, and what it does not ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.retrievers import BaseRetriever
+from langchain_tests.integration_tests import RetrieversIntegrationTests
+
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
+from ragcache_connectors.langchain import RagCacheRetriever
+
+TEXTS = {
+    "boats": "The survey boat Pipit is moored at the north quay.",
+    "keys": "The spare key of the boathouse hangs in the red cupboard.",
+    "leave": "Everybody has 26 days of leave; ask the boat warden.",
+    "quay": "The quay is closed when the boat crane works.",
+}
+
+
+@pytest.fixture
+def notes(rag: RagCache) -> RagCache:
+    rag.ingest(
+        "notes",
+        [
+            SourceDocument(name, text, f"file:///{name}", {"size": len(text), "name": name})
+            for name, text in TEXTS.items()
+        ],
+    )
+    return rag
+
+
+class TestStandard(RetrieversIntegrationTests):
+    """No test is marked as failing."""
+
+    @pytest.fixture(autouse=True)
+    def _collection(self, notes: RagCache) -> None:
+        self.notes = notes
+
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return RagCacheRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"collection": "notes", "rag": self.notes}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "Where is the boat?"
+
+
+def test_documents_tell_module_tier_and_tokens(notes: RagCache) -> None:
+    [found] = RagCacheRetriever(collection="notes", rag=notes, k=1).invoke("red cupboard")
+    assert (found.id, found.page_content) == ("keys#1", TEXTS["keys"])
+    assert (found.metadata["source"], found.metadata["name"]) == ("file:///keys", "keys")
+    mark = found.metadata["ragcache"]
+    assert (mark["module"], mark["document"], mark["tier"]) == ("keys#1", "keys", "host")
+    listed = {row.name: row.tokens for row in notes.list_modules("notes")}
+    assert mark["tokens"] == listed["keys#1"] > 5
+    notes.modules.evict("notes", ["keys"])
+    [found] = RagCacheRetriever(collection="notes", rag=notes, k=1).invoke("red cupboard")
+    assert found.metadata["ragcache"]["tier"] is None
+
+
+def test_the_documents_own_source_stays(rag: RagCache) -> None:
+    rag.ingest("own", [SourceDocument("a", "A boat.", "file:///a", {"source": "mine"})])
+    rag.ingest("bare", [SourceDocument("a", "A boat.")])
+    for collection, source in (("own", "mine"), ("bare", "a")):
+        [found] = RagCacheRetriever(collection=collection, rag=rag).invoke("boat")
+        assert found.metadata["source"] == source
+
+
+async def test_fields_and_arguments_of_a_call(notes: RagCache) -> None:
+    retriever = RagCacheRetriever(
+        collection="notes", rag=notes, filters={"name": {"$ne": "boats"}}, search="words"
+    )
+    every = [await retriever.ainvoke("boat"), retriever.invoke("boat")]
+    assert [{d.metadata["name"] for d in found} for found in every] == [{"leave", "quay"}] * 2
+    assert len(await retriever.ainvoke("boat", k=1)) == len(retriever.invoke("boat", k=1)) == 1
+    named = retriever.invoke("boat", filters={"name": "boats"})
+    assert [document.metadata["name"] for document in named] == ["boats"]
+    assert retriever.invoke("boat", threshold=1e6) == []
+    assert len(retriever.invoke("boat", diversity=0.9)) == 2
+
+
+async def test_another_embedder_finds_by_its_meaning(notes: RagCache) -> None:
+    retriever = RagCacheRetriever(
+        collection="notes", rag=notes, search="meaning", k=1,
+        embedding=DeterministicFakeEmbedding(size=6),
+    )  # fmt: skip
+    for found in (retriever.invoke(TEXTS["leave"]), await retriever.ainvoke(TEXTS["leave"])):
+        assert found[0].metadata["ragcache"]["score"] == pytest.approx(1.0)
+        assert found[0].id == "leave#1"
+    assert retriever.invoke(TEXTS["leave"], threshold=0.999999, k=3) == found
+
+
+async def test_an_embedder_of_asyncio_is_awaited(notes: RagCache) -> None:
+    class Awaited(DeterministicFakeEmbedding):
+        async def aembed_query(self, text: str) -> list[float]:
+            asked.append(text)
+            return super().embed_query(text)
+
+        def embed_query(self, text: str) -> list[float]:
+            raise AssertionError("blocks the loop")
+
+    asked: list[str] = []
+    retriever = RagCacheRetriever(
+        collection="notes", rag=notes, search="meaning", embedding=Awaited(size=6)
+    )
+    assert len(await retriever.ainvoke("boat")) == 4
+    assert asked == ["boat"]
+
+
+async def test_what_cannot_be_searched_is_named(notes: RagCache) -> None:
+    retriever = RagCacheRetriever(collection="recipes", rag=notes)
+    with pytest.raises(UnknownCollection, match="no collection 'recipes'; known: 'notes'"):
+        retriever.invoke("boat")
+    with pytest.raises(UnknownCollection):
+        await retriever.ainvoke("boat")
+    known = RagCacheRetriever(collection="notes", rag=notes)
+    with pytest.raises(InvalidRequest, match="unknown argument 'top_k'; arguments: k, search"):
+        known.invoke("boat", top_k=3)
+    with pytest.raises(InvalidRequest, match="needs an embedder"):
+        known.invoke("boat", search="meaning")
+    with pytest.raises(ConfigurationError, match="k is 0"):
+        known.invoke("boat", k=0)
+
+
+def test_a_retriever_is_written_without_the_open_folder(notes: RagCache) -> None:
+    written = RagCacheRetriever(collection="notes", rag=notes, k=2).model_dump()
+    assert written["collection"] == "notes"
+    assert not {"rag", "embedding"} & written.keys()

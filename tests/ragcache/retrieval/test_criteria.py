@@ -1,0 +1,36 @@
+"""What a search is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ragcache.errors import ConfigurationError, InvalidRequest
+from ragcache.retrieval import Criteria
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"search": "fuzzy"}, "unknown search 'fuzzy'; searches: hybrid, words, meaning"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"diversity": 1.5}, "between 0 and 1"),
+        ({"diversity": -0.1}, "between 0 and 1"),
+        ({"candidates": 0}, "candidates is 0"),
+        ({"filters": {"$xor": []}}, "unknown operator"),
+    ],
+)
+def test_criteria_that_cannot_be_used_are_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        Criteria(3, **wrong)
+
+
+def test_at_least_one_module_is_asked_for() -> None:
+    with pytest.raises(ConfigurationError, match="k is 0"):
+        Criteria(0)
+
+
+def test_a_ranking_names_as_many_as_are_asked_for() -> None:
+    assert Criteria(80).depth == 80
+    assert Criteria(3, candidates=20).depth == 20
