@@ -17,7 +17,7 @@ def langchain(
     ] = Path("examples/handbook"),
     modules: Annotated[int, typer.Option(min=16, help="Synthetic modules.")] = 10_000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model that reads them.")] = 6,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each question, each way.")] = 2,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each question, each way.")] = 3,
     batch: Annotated[int, typer.Option(min=2, help="Conversations of the batch.")] = 16,
     json_file: Annotated[
         Path | None,

@@ -51,9 +51,9 @@ class LangChainSetting:
     handbook: Path = Path("examples/handbook")
     shape: LlamaShape = LlamaShape(num_layers=6)
     modules: int = 10_000
-    module_words: int = 120
+    module_words: int = 300
     questions: int = 4
-    runs: int = 2
+    runs: int = 3
     k: int = 4
     batch: int = 16
     shared: int = 4
