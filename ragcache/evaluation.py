@@ -180,6 +180,6 @@ def first_tokens_agree(one: Report, other: Report) -> float:
 
 def _pasted(rag: RagCache, question: str, collection: str, k: int) -> list[Message]:
     """A chat with the texts of the retrieved modules, as any program would write it."""
-    hits = rag._parts.answerer.retriever.retrieve(question, collection, k).hits
+    hits = rag.retrieve(question, collection=collection, k=k).hits
     documents = "\n\n".join(hit.module.text.strip() for hit in hits)
     return [{"role": "user", "content": PASTED.format(documents=documents, question=question)}]

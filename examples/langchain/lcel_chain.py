@@ -41,9 +41,10 @@ def main(folder: Path = HANDBOOK) -> None:
             )
             answer = chain.invoke(QUESTION)
             told = answer.response_metadata["ragcache"]
-            read = answer.usage_metadata["input_token_details"]["cache_read"]
+            usage = answer.usage_metadata
+            read = usage["input_token_details"]["cache_read"]
             print(
-                f"{answer.content!r}: {read} of {answer.usage_metadata['input_tokens']} tokens from "
+                f"{answer.content!r}: {read} of {usage['input_tokens']} tokens from "
                 f"the cache ({told['mode']}), first token after "
                 f"{1000 * told['timings']['first_token']:.0f} ms"
             )

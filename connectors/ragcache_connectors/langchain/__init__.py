@@ -1,5 +1,5 @@
-"""LangChain: chat model, retriever, vector store, embeddings, record manager, byte store and loader over a
-`RagCache`, and schemas from prompt templates. Names are loaded on first use."""
+"""LangChain: chat model, retriever, vector store, embeddings, record manager, byte store and loader
+over a `RagCache`, and schemas from prompt templates. Names are loaded on first use."""
 
 from __future__ import annotations
 

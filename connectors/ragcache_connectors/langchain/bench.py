@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,7 +182,7 @@ def _recognition(
         table = Table(Prints.of(rows[:size]))
         for length in setting.lengths:
             text = prompt_of([row.text for row in rows[: min(size, 16)]], length)
-            times = [_timed(lambda t=text, i=table: find(t, i)) for _ in range(setting.finds)]
+            times = [_timed(partial(find, text, table)) for _ in range(setting.finds)]
             found = len(find(text, table))
             ms = 1000 * statistics.median(times)
             result.append({"characters": length, "modules": size, "ms": ms, "found": found})
@@ -203,15 +204,21 @@ def _batch(rag: RagCache, setting: LangChainSetting, progress: Progress) -> dict
 
     progress("a batch: encoding what it reads")
     model.invoke(asked("warm")[0])
-    progress(f"a batch of {setting.batch}")
-    together = _timed(lambda: model.batch(asked("together")))
-    progress(f"{setting.batch} single calls")
-    single = _timed(lambda: [model.invoke(each) for each in asked("singly")])
+    times: dict[str, list[float]] = {"batch": [], "single": []}
+    for number in range(2):
+        progress(f"a batch of {setting.batch}")
+        some = asked(f"together {number}")
+        times["batch"].append(_timed(partial(model.batch, some)))
+        progress(f"{setting.batch} single calls")
+        some = asked(f"singly {number}")
+        times["single"].append(sum(_timed(partial(model.invoke, each)) for each in some))
+    together, single = (statistics.mean(times[way]) for way in ("batch", "single"))
     tokens = setting.batch * new
     return {
         "ratio": single / together,
         "tokens_per_second": {"batch": tokens / together, "single": tokens / single},
         "seconds": {"batch": together, "single": single},
+        "runs": times,
     }
 
 

@@ -230,7 +230,7 @@ class ChatRagCache(RaggedBatches):
             kwargs["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(tools=formatted, **kwargs)
 
-    def with_structured_output(  # type: ignore[override]
+    def with_structured_output(
         self, schema: Any = None, *, method: str = "json_schema", include_raw: bool = False,
         strict: bool | None = None,  # noqa: ARG002
         **kwargs: Any,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 from langchain_core import exceptions
 
@@ -22,6 +21,7 @@ _THEIRS: dict[type[ours.RagCacheError], str] = {
     ours.ConfigurationError: "ModelInvalidRequestError",
     ours.RequestError: "ModelInvalidRequestError",
 }
+_made: dict[type[ours.RagCacheError], type[ours.RagCacheError] | None] = {}
 _NOT_OF_THE_REQUEST = (ours.ConstraintFailed, ours.EngineClosed, ours.RequestCancelled)
 
 
@@ -41,9 +41,14 @@ def as_langchain() -> Iterator[None]:
         raise both(*error.args) from error
 
 
-@cache
 def _both(kind: type[ours.RagCacheError]) -> type[ours.RagCacheError] | None:
-    """A type that is both; None where there is nothing to add."""
+    """A type that is both, the same one each time; None where there is nothing to add."""
+    if kind not in _made:
+        _made[kind] = _make(kind)
+    return _made[kind]
+
+
+def _make(kind: type[ours.RagCacheError]) -> type[ours.RagCacheError] | None:
     name = next((_THEIRS[each] for each in kind.__mro__ if each in _THEIRS), None)
     if name is None or issubclass(kind, exceptions.LangChainException):
         return None

@@ -22,6 +22,12 @@ _UNSAID = frozenset(
     "thinking redacted_thinking reasoning tool_use tool_call tool_call_chunk invalid_tool_call "
     "function_call input_json_delta".split()
 )
+_ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
+    (HumanMessage, "user"),
+    (AIMessage, "assistant"),
+    (SystemMessage, "system"),
+    (ToolMessage, "tool"),
+)
 _TEXTS = ("text", "text-plain")
 
 
@@ -53,15 +59,9 @@ def _message(message: BaseMessage, number: int) -> dict[str, Any]:
 
 
 def _role(message: BaseMessage, number: int) -> str:
-    kinds = {
-        HumanMessage: "user",
-        AIMessage: "assistant",
-        SystemMessage: "system",
-        ToolMessage: "tool",
-    }
     if isinstance(message, ChatMessage):
         return message.role  # an unknown one is refused with the others
-    for kind, role in kinds.items():
+    for kind, role in _ROLES:
         if isinstance(message, kind):
             return role
     raise InvalidRequest(

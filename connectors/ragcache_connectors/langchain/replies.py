@@ -98,11 +98,13 @@ class Chunks:
 
     def end(self, answer: Answer) -> Iterator[ChatGenerationChunk]:
         """What was held back, and last the chunk that alone tells usage and metadata."""
+        from ragcache.structured import ToolCall as Called
+
         called = False
         if self._calls is not None:
             yield from self._said(self._calls.finish())
             yield from self._untold()
-            called = any(not hasattr(each, "error") for each in self._calls.calls)
+            called = any(isinstance(each, Called) for each in self._calls.calls)
         reason = _reason(answer.finish_reason, called)
         last = AIMessageChunk(
             content="",
@@ -143,9 +145,11 @@ class Chunks:
     def _untold(self) -> Iterator[ChatGenerationChunk]:
         """Calls that were none from the beginning. Their text must not parse as an object, which
         would make LangChain take them for calls."""
+        from ragcache.structured import InvalidToolCall as Invalid
+
         assert self._calls is not None
         for index, call in enumerate(self._calls.calls):
-            if index not in self._ids and hasattr(call, "error"):
+            if index not in self._ids and isinstance(call, Invalid):
                 yield self._part(index, call.name, _unparsable(call.text))
 
 

@@ -8,6 +8,7 @@ number, and to say something after a tool's answer; the rest of a call comes fro
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ TEMPLATE = """\
 {% endfor %}<|im_end|>
 {% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}{% for call in message['tool_calls'] or [] %}<tool_call>
-{"name": "{{ call['function']['name'] }}", "arguments": {{ call['function']['arguments'] | tojson }}}
+{{ {"name": call['function']['name'], "arguments": call['function']['arguments']} | tojson }}
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\
 {% if not tools %}~{% elif messages[-1]['role'] == 'tool' %};{% else %}|{% endif %}{% endif %}"""
@@ -42,7 +43,9 @@ def tokenizer() -> Any:
     backend = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
+    )
     backend.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     made.chat_template = TEMPLATE
@@ -81,7 +84,7 @@ def _table() -> torch.Tensor:
         _ids(" 3"),
     ]
     for chain in chains:
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in pairwise(chain):
             table[after, before] = 1
     return table
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.rate_limiters import InMemoryRateLimiter
@@ -93,9 +93,7 @@ def test_a_chain_hands_its_batch_on(model: ChatRagCache, events: list[str]) -> N
     assert events == ["submit"] * 4 + ["wait"] * 4
 
 
-def test_max_concurrency_bounds_what_is_submitted(
-    model: ChatRagCache, events: list[str]
-) -> None:
+def test_max_concurrency_bounds_what_is_submitted(model: ChatRagCache, events: list[str]) -> None:
     model.batch(TEXTS[:3], {"max_concurrency": 2})
     assert events == ["submit", "submit", "wait", "wait", "submit", "wait"]
 

@@ -105,9 +105,9 @@ async def test_all_styles_of_call_tell_the_same(rag: RagCache) -> None:
 def test_tokens_come_one_by_one_and_usage_once(rag: RagCache) -> None:
     chunks = list(ChatRagCache(rag=rag, max_tokens=6).stream("Hello"))
     assert sum(bool(chunk.content) for chunk in chunks) >= 5
-    assert [chunk.usage_metadata is not None for chunk in chunks] == [False] * (
-        len(chunks) - 1
-    ) + [True]
+    assert [chunk.usage_metadata is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [
+        True
+    ]
     assert chunks[-1].chunk_position == "last"
 
 

@@ -65,7 +65,9 @@ class TestUnit(_Flags, ChatModelUnitTests):
         return {}
 
 
-DOCUMENT = "The survey boat Pipit is moored at the north quay, and its engine was serviced in March."
+DOCUMENT = (
+    "The survey boat Pipit is moored at the north quay, and its engine was serviced in March."
+)
 
 
 class _Integration(_Flags, ChatModelIntegrationTests):
@@ -132,9 +134,7 @@ class TestWithTheReader(_Integration):
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _open(
-        cls, tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
-    ) -> Iterator[None]:
+    def _open(cls, tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[None]:
         with RagCache.open(tmp_path_factory.mktemp("state"), model=reader) as rag:
             ingest(rag)
             cls.rag = rag

@@ -82,9 +82,7 @@ def test_an_answer_that_was_cut_off_is_none(rag: RagCache, schema: Any, method: 
 def test_json_mode_takes_what_decoding_cannot_hold_to(model: ChatRagCache) -> None:
     with pytest.raises(InvalidRequest, match="'uniqueItems'"):
         model.with_structured_output(UNHELD)
-    assert isinstance(
-        model.with_structured_output(UNHELD, method="json_mode").invoke("x"), dict
-    )
+    assert isinstance(model.with_structured_output(UNHELD, method="json_mode").invoke("x"), dict)
     assert isinstance(model.with_structured_output(method="json_mode").invoke("x"), dict)
 
 

@@ -143,7 +143,7 @@ def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
     with pytest.raises(InvalidRequest, match="'not'"):
         call_grammar(unheld, "required", ToolStyle.HERMES, True)
     assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is not None
-    monkeypatch.setattr("ragcache_connectors.langchain.tools.find_spec", lambda name: None)
+    monkeypatch.setattr("ragcache_connectors.langchain.tools.find_spec", lambda _: None)
     assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is None
 
 
