@@ -15,7 +15,7 @@ def langchain(
     handbook: Annotated[
         Path, typer.Option(help="The folder of documents.", show_default=True)
     ] = Path("examples/handbook"),
-    modules: Annotated[int, typer.Option(min=16, help="Synthetic modules.")] = 10_000,
+    modules: Annotated[int, typer.Option(min=16, max=17_000, help="Synthetic modules.")] = 10_000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model that reads them.")] = 6,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each question, each way.")] = 3,
     batch: Annotated[int, typer.Option(min=2, help="Conversations of the batch.")] = 16,
