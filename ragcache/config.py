@@ -14,6 +14,10 @@ context; alone; or not ahead of time at all."""
 DEFAULT_K = 4
 """How many modules a question retrieves."""
 
+NAMESPACE = "default"
+"""The namespace of whoever names none."""
+
+_NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLAIN_MODES = ("rooted", "isolated", "exact")
 _LINKED = re.compile(r"linked:([1-9]\d{0,5})")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -49,6 +53,21 @@ def check_mode(mode: str) -> str:
             f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number such as 16"
         )
     return mode
+
+
+def check_namespace(name: str) -> str:
+    """The name as it was given. Raises `ConfigurationError` for one that cannot be used."""
+    if _NAMESPACES.fullmatch(name) is None:
+        raise ConfigurationError(
+            f"{name!r} cannot name a namespace; use 1 to 64 letters, digits and `._-`"
+        )
+    return name
+
+
+def salt_of(namespace: str) -> str:
+    """What stands in the state keys of a namespace. Those of the default one have none, so that
+    they are what they were before there were namespaces."""
+    return "" if namespace == NAMESPACE else namespace
 
 
 def linked_tokens(mode: str) -> int:

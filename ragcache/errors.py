@@ -16,11 +16,15 @@
     │   ├── EmptyQuestion
     │   ├── EngineClosed            the engine takes no requests any longer
     │   ├── EngineFailed            a step failed under the request
+    │   ├── IdempotencyConflict     a key that another request was sent with
     │   ├── InvalidRequest          a request whose parameters cannot be used
     │   ├── PromptTooLong           prompt and answer exceed the model's window
     │   ├── QueueFull               as many requests wait as the queue holds
     │   ├── RequestCancelled        its caller gave the request up
     │   ├── UnknownCollection
+    │   ├── UnknownJob
+    │   ├── UnknownKey              no API key has this id
+    │   ├── UnknownModule
     │   ├── UnknownSchema
     │   └── UnusableLogits          every next token is forbidden, or the logits are not finite
     └── StoreError
@@ -106,6 +110,10 @@ class EngineFailed(RequestError):
     """A step of the engine failed while the request ran."""
 
 
+class IdempotencyConflict(RequestError, ValueError):
+    """An idempotency key was sent with another request before."""
+
+
 class InvalidRequest(RequestError, ValueError):
     """A request whose parameters cannot be used."""
 
@@ -126,6 +134,24 @@ class UnknownCollection(RequestError, KeyError):
     """No collection has this name."""
 
     __str__ = Exception.__str__  # KeyError would quote the message
+
+
+class UnknownJob(RequestError, KeyError):
+    """No ingestion has this id."""
+
+    __str__ = Exception.__str__
+
+
+class UnknownKey(RequestError, KeyError):
+    """No API key has this id."""
+
+    __str__ = Exception.__str__
+
+
+class UnknownModule(RequestError, KeyError):
+    """No module has this id."""
+
+    __str__ = Exception.__str__
 
 
 class UnknownSchema(RequestError, KeyError):

@@ -12,23 +12,16 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import DEFAULT_K, Settings, parse_bytes
 from ragcache.documents.source import Source
 from ragcache.errors import ConfigurationError, StoreUnwritable
-from ragcache.facade import Chats, Keeping, Prompts, Questions, Retrieval
+from ragcache.facade import Administration, Chats, Keeping, Prompts, Questions, Retrieval
 from ragcache.models import LoadedModel, load_model
-from ragcache.pipeline import Ingestion, Modules, Parts, Stats, generated_schema, members
+from ragcache.pipeline import Ingestion, Parts, generated_schema, members
 from ragcache.pipeline.ingestion import Progress
 from ragcache.retrieval.embedders import MiniLM
-from ragcache.store import (
-    Database,
-    KVStore,
-    ModuleListing,
-    TierOptions,
-    list_modules,
-    open_tiers,
-)
+from ragcache.store import Database, KVStore, TierOptions, open_tiers
 from ragcache_schemas import Schema, expand
 
 
-class RagCache(Questions, Prompts, Chats, Retrieval, Keeping):
+class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
     """An open state folder with a model. Make one with `RagCache.open`.
 
     Calls from any number of threads and tasks run together: the engine computes what is new of all
@@ -36,8 +29,10 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping):
     for an answer there, and cancelling the task gives the request up.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, closes: bool = True) -> None:
+        """closes: whether closing this object closes the folder."""
         self._parts = parts
+        self._closes = closes
 
     @classmethod
     def open(
@@ -92,8 +87,24 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping):
 
     def close(self, *, drain: bool = False) -> None:
         """Stops the engine and closes the ledger. What still runs fails with `EngineClosed`, or is
-        waited for with `drain`. Everything that was stored is on disk already."""
-        self._parts.close(drain=drain)
+        waited for with `drain`. Everything that was stored is on disk already. One that `within`
+        made closes nothing."""
+        if self._closes:
+            self._parts.close(drain=drain)
+
+    @property
+    def namespace(self) -> str:
+        """Whose collections, schemas and modules these are."""
+        return self._parts.namespace
+
+    def within(self, namespace: str) -> RagCache:
+        """The same folder, model and engine for another tenant: its collections, schemas, modules
+        and states are its own, and nothing of others is seen or reused.
+
+        namespace: 1 to 64 letters, digits and `._-`; `default` is that of `open`. It is made with
+        its first document. Raises `ConfigurationError`.
+        """
+        return RagCache(self._parts.within(namespace), closes=False)
 
     def ingest(
         self, collection: str, sources: Iterable[Source] | Source, *,
@@ -112,6 +123,11 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping):
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many."""
         return self._parts.ingestor.delete(collection, document_ids)
+
+    def delete_collection(self, collection: str) -> int:
+        """Deletes a collection with everything in it; returns how many documents there were.
+        Raises `UnknownCollection`."""
+        return self._parts.ingestor.delete_collection(collection)
 
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Encodes modules of a collection together, each seeing those before it (Prompt Cache
@@ -135,22 +151,6 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping):
         modules = self._parts.catalogue.modules(collection)
         schema = generated_schema(collection, self._parts.answerer.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
-
-    @property
-    def modules(self) -> Modules:
-        """Warming, pinning, moving and evicting the states of documents."""
-        return self._parts.modules
-
-    def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
-        """Every module with the size, tiers and hits of its states."""
-        self._parts.returned.release()
-        self._parts.store.ledger.flush()
-        return list_modules(self._parts.database, collection)
-
-    def stats(self) -> Stats:
-        """What is kept and what happened since this process opened the folder."""
-        self._parts.returned.release()
-        return Stats.of(self._parts)
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:

@@ -28,7 +28,7 @@ def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> 
 
     The blobs are small, and most of them empty: what is measured is bookkeeping.
     """
-    _fill(folder, modules)
+    fill_ledger(folder, modules)
     began = time.perf_counter()
     database = Database.open(folder / "ledger.sqlite")
     store = KVStore.open(folder, database, 1 << 30)
@@ -57,7 +57,8 @@ def _requests(store: KVStore, catalogue: Catalogue, requests: int) -> list[float
     return times
 
 
-def _fill(folder: Path, modules: int) -> None:
+def fill_ledger(folder: Path, modules: int) -> None:
+    """Makes a state folder of so many modules in the collection `bench`."""
     database = Database.open(folder / "ledger.sqlite")
     store = KVStore.open(folder, database, 1 << 30)
     documents = [

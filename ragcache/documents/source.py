@@ -54,7 +54,7 @@ def load_sources(sources: Iterable[Source] | Source) -> Loaded:
     Control characters that PML cannot carry are left out (`carried_text`), so that the schema of a
     collection holds exactly the text that its states were computed from. Raises `NoDocuments` for
     an empty folder, `UnreadableDocument` naming every file that cannot be read as UTF-8 text,
-    `DocumentError` where two documents have one id.
+    `DocumentError` where two documents have one id, or one has an id that is not UTF-8 text.
     """
     documents: list[SourceDocument] = []
     unreadable: list[str] = []
@@ -73,7 +73,7 @@ def load_sources(sources: Iterable[Source] | Source) -> Loaded:
         )
     if not documents:
         raise NoDocuments("no documents were given")
-    _check_unique(documents)
+    _check_names(documents)
     return Loaded(tuple(documents), tuple(ignored))
 
 
@@ -148,9 +148,15 @@ def _from_langchain(document: Document) -> SourceDocument:
     )
 
 
-def _check_unique(documents: list[SourceDocument]) -> None:
+def _check_names(documents: list[SourceDocument]) -> None:
+    """Names stand in the ledger, whose texts are UTF-8 without NUL."""
     seen: set[str] = set()
     for document in documents:
+        if "\0" in document.id or any("\ud800" <= c <= "\udfff" for c in document.id):
+            raise DocumentError(
+                f"a document is called {document.id!r}, which is not UTF-8 text; rename it, or "
+                "give it an id of its own"
+            )
         if document.id in seen:
             raise DocumentError(
                 f"two documents are both called {document.id!r}; ingest the folder above them, or "

@@ -22,6 +22,7 @@ from ragcache.engine.sampler import choose
 from ragcache.engine.schedule import Decision, Limits, schedule
 from ragcache.engine.sequence import Group, Sequence
 from ragcache.engine.settings import EngineSettings, Tally
+from ragcache.engine.view import IDLE, BatchView
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnsupportedModel, UnusableLogits
 
 Clock = Callable[[], float]
@@ -47,6 +48,8 @@ class EngineCore:
         pool = runner.pool(settings.pool_bytes)
         self.memory = Memory(pool, PrefixTree(pool.chunk, int(settings.retained * pool.total)))
         self.tally = Tally()
+        self.view = IDLE
+        self._seen: object = None
         self._limits = Limits(
             pool.chunk, settings.step_tokens, settings.prefill_tokens, settings.running
         )
@@ -117,9 +120,11 @@ class EngineCore:
             self._encodings.hand_over()
         if not self.busy:
             self.runner.idle()
+            self.view, self._seen = IDLE, None
 
     def _run(self, shares: list[_Share], begin: float) -> None:
         step = self.runner.prepare([share.work for share in shares])
+        self._publish(shares)
         planned = self.clock()
         logits = step()
         computed = self.clock()
@@ -131,6 +136,13 @@ class EngineCore:
         tally.forward += computed - planned
         tally.sampling += self.clock() - computed
 
+    def _publish(self, shares: list[_Share]) -> None:
+        """Leaves a view of the step for whoever watches, unless it is as the last one was."""
+        seen = [(id(share.runs), share.count) for share in shares]
+        if seen != self._seen:
+            works = ((share.work, isinstance(share.runs, Encoding)) for share in shares)
+            self.view, self._seen = BatchView.of(works), seen
+
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with `error`, and takes all memory back."""
         for sequence in (*self._running, *self._waiting):
@@ -139,6 +151,7 @@ class EngineCore:
         self._encodings.fail_all(error)
         self._running, self._waiting = [], []
         self.runner.idle()
+        self.view, self._seen = IDLE, None
 
     def _plan(self, now: float) -> list[_Share]:
         """Who computes what in this step; preempted requests have left, admitted ones entered."""
@@ -184,6 +197,7 @@ class EngineCore:
         for sequence in admitted:
             found = self.memory.enter(sequence)
             group = sequence.group
+            group.channel.started = True
             if not group.admitted_at:
                 group.admitted_at = now
                 group.shared_tokens = found

@@ -55,11 +55,35 @@ class Channel(Generic[EventT, ResultT]):
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.cancelled = False
+        self.started = False  # the engine has begun to compute it
         self._wake = wake
         self._events: list[EventT] = []  # only grows, so that nobody's reading takes any away
         self._outcome: _Success[ResultT] | _Failure | None = None
         self._waiters: list[_Waiter] = []
         self._lock = threading.RLock()  # reentrant: an iteration may be collected inside of `put`
+
+    @property
+    def count(self) -> int:
+        """How many events there were."""
+        return len(self._events)
+
+    @property
+    def outcome(self) -> ResultT | BaseException | None:
+        """The result, or what the caller sees raised; None while the request is under way."""
+        ended = self._outcome
+        if ended is None:
+            return None
+        return ended.exception if isinstance(ended, _Failure) else ended.result
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls once the request has ended, or at once: in the thread that ends it, at any line of
+        it. So the call may neither wait nor raise, nor take a lock that this thread may hold."""
+        with self._lock:
+            ended = self._outcome is not None
+            if not ended:
+                self._waiters.append(_Waiter(math.inf, call))
+        if ended:
+            call()
 
     def put(self, event: EventT) -> None:
         """Hands an event to the caller. Once the request has ended, events are dropped."""
@@ -131,6 +155,11 @@ class Handle(Generic[EventT, ResultT]):
         self._channel = channel
         # a weak reference: an error that the caller saw holds its frames, and they the handle
         weakref.finalize(self, _abandon, weakref.ref(channel)).atexit = False
+
+    @property
+    def channel(self) -> Channel[EventT, ResultT]:
+        """The engine's end, which can be watched without keeping the request."""
+        return self._channel
 
     @property
     def done(self) -> bool:

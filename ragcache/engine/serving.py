@@ -49,6 +49,11 @@ class Engine:
         return self._core.tally
 
     @property
+    def is_open(self) -> bool:
+        """Whether requests are taken."""
+        return self._open
+
+    @property
     def core(self) -> EngineCore:
         """For looking at; only the engine's thread may change it."""
         return self._core

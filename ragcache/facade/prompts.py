@@ -40,6 +40,14 @@ class Prompts:
         self._parts.returned.release()
         return self._parts.prompts.add(text, source, placement)
 
+    def schemas(self) -> list[str]:
+        """The names of the schemas."""
+        return self._parts.prompts.texts.names()
+
+    def delete_schema(self, name: str) -> None:
+        """Deletes a schema with its modules' states. Raises `UnknownSchema`."""
+        self._parts.prompts.delete(name)
+
     def prompt(
         self, text: str, *, mode: str = "isolated", source: str = "<string>",
         generation: Generation = GREEDY,

@@ -86,7 +86,11 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All that an answer tells besides what is generated; known when its request is submitted."""
+    """All that an answer tells besides what is generated; known when its request is submitted.
+
+    kind: `question`, `prompt` or `chat`; collection: or the schema. tokens: of the prompt, by the
+    tier that their states came from, or `encoded`.
+    """
 
     question: str
     sources: tuple[Source, ...]
@@ -96,6 +100,9 @@ class Ready:
     bytes_moved: Mapping[str, int]
     marks: Marks
     created_tokens: int = 0
+    kind: str = "question"
+    collection: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def answer(self, completion: Completion) -> Answer:
         marks = self.marks

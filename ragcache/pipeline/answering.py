@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -124,7 +125,9 @@ class Answerer:
         draft = spelled.draft
         if draft is None:
             marks = Marks(call.called, call.retrieved, call.retrieved)
-            ready = Ready(spelled.selection.query, (), call.mode, 0, 0, {}, marks)
+            ready = Ready(
+                spelled.selection.query, (), call.mode, 0, 0, {}, marks, collection=call.collection
+            )
             return self.submitter.nothing_to_read(ready, call.retrieved)
         if call.mode == "exact":
             documents = (token for run in spelled.runs for token in run.token_ids)
@@ -160,27 +163,28 @@ def _encoded_as(mode: str) -> str:
 
 def _ready(spelled: _Spelled, call: _Call, context: Context, lease: Lease | None = None) -> Ready:
     again = [0, *recomputed(spelled.runs, linked_tokens(call.mode))]
-    cached, created = read_tokens(lease, again) if lease is not None else (0, 0)
+    tokens: Counter[str] = Counter() if lease is None else read_tokens(lease, again)
     return Ready(
         question=spelled.selection.query,
         sources=_sources(spelled, lease),
         mode=call.mode,
         prompt_tokens=context.prompt_tokens,
-        cached_tokens=cached,
+        cached_tokens=tokens.total() - tokens["encoded"],
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(call.called, call.retrieved, time.perf_counter()),
-        created_tokens=created,
+        created_tokens=tokens["encoded"],
+        collection=call.collection,
+        tokens=tokens,
     )
 
 
-def read_tokens(lease: Lease, again: Sequence[int]) -> tuple[int, int]:
-    """Tokens of a prompt whose states were in the store, and those that were encoded for it.
-    again: how many tokens of each key's states the prompt computes all the same."""
-    counts = {"kept": 0, "encoded": 0}
+def read_tokens(lease: Lease, again: Sequence[int]) -> Counter[str]:
+    """How many tokens of leased states a prompt reads, by the tier that they came from; `encoded`
+    for those that were made for it and kept. again: how many of each are computed all the same."""
+    tokens: Counter[str] = Counter()
     for key, states, count in zip(lease.keys, lease.states, again, strict=True):
-        made = lease.source[key] == "encoded"
-        counts["encoded" if made else "kept"] += states.length - count
-    return counts["kept"], counts["encoded"]
+        tokens[lease.source[key]] += states.length - count
+    return tokens
 
 
 def _sources(spelled: _Spelled, lease: Lease | None) -> tuple[Source, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -165,7 +166,10 @@ def _ready(
 ) -> Ready:
     tiers = _tiers(spelled, lease)
     lengths = [reading.length for reading in spelled.script.readings] or [0] * len(tiers)
-    created = sum(n for n, tier in zip(lengths, tiers, strict=True) if tier == "encoded")
+    tokens: Counter[str] = Counter()
+    for length, tier in zip(lengths, tiers, strict=True):
+        if length:
+            tokens[tier] += length
     return Ready(
         question=spelled.question,
         sources=tuple(
@@ -174,10 +178,12 @@ def _ready(
         ),
         mode=mode,
         prompt_tokens=context.prompt_tokens,
-        cached_tokens=sum(lengths) - created,
+        cached_tokens=tokens.total() - tokens["encoded"],
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(called, spelled.recognised_at, time.perf_counter()),
-        created_tokens=created,
+        created_tokens=tokens["encoded"],
+        kind="chat",
+        tokens=tokens,
     )
 
 

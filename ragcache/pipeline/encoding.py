@@ -20,9 +20,11 @@ class ModuleEncoder:
     """Knows under which key a module's states are kept, and makes those that are not."""
 
     def __init__(
-        self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode
+        self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode, salt: str = ""
     ) -> None:
+        """salt: of all keys; see `state_key`."""
         self.model, self.frame, self.store, self.encode = model, frame, store, encode
+        self.salt = salt
 
     @cached_property
     def preamble_ids(self) -> list[int]:
@@ -117,6 +119,7 @@ class ModuleEncoder:
             token_ids=token_ids,
             start=start,
             root=root,
+            salt=self.salt,
         )
 
 

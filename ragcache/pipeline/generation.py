@@ -12,9 +12,6 @@ from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.structured import Grammar, constraint_of
 
-TENANT = "local"
-"""Whose requests share private states: all those of one open `RagCache`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -52,9 +52,10 @@ class Ingestor:
         collection: str,
         sources: Iterable[Source] | Source,
         progress: Progress | None = None,
+        job: int | None = None,
     ) -> Ingestion:
         """Upserts documents by id. States are on disk before a row speaks of them, and all rows
-        change in one transaction: no answer mixes old and new."""
+        change in one transaction: no answer mixes old and new. job: one that was queued for it."""
         loaded = load_sources(sources)
         documents = loaded.documents
         known = self.catalogue.documents(collection, [d.id for d in documents])
@@ -64,7 +65,7 @@ class Ingestor:
         prepared = [(d, self._split(d)) for d in changed]
         self._check_window([ids for _, modules in prepared for _, ids in modules])
         total = sum(len(modules) for _, modules in prepared)
-        encoded = self._store(collection, prepared, progress) if prepared else 0
+        encoded = self._store(collection, prepared, progress, job) if prepared else 0
         updated = sum(d.id in known for d in changed)
         return Ingestion(
             collection,
@@ -88,21 +89,34 @@ class Ingestor:
         `DocumentError`."""
         self.catalogue.rename(collection, document_id, to)
 
+    def delete_collection(self, collection: str) -> int:
+        """Deletes a collection with everything in it; returns how many documents there were."""
+        documents, freed = self.catalogue.delete_collection(collection)
+        self.store.discard(freed)
+        return documents
+
     def _store(
-        self, collection: str, prepared: Sequence[Prepared], progress: Progress | None
+        self,
+        collection: str,
+        prepared: Sequence[Prepared],
+        progress: Progress | None,
+        queued: int | None,
     ) -> int:
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. What is encoded belongs to the job until then, and stays for the next one should
         this one be interrupted."""
-        jobs, total = self.store.jobs, sum(len(modules) for _, modules in prepared)
+        jobs = self.store.jobs.within(self.catalogue.namespace)
         rows, done, encoded = [], 0, 0
-        with jobs.running(f"collection {collection}", total) as job:
+        total = sum(len(modules) for _, modules in prepared)
+        with jobs.running(f"collection {collection}", total, queued) as job:
+            note = jobs.progress(job)
             for document, modules in prepared:
                 for part in portions([ids for _, ids in modules]):
                     jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
                     with self.encoder.lease(part, "rooted", "ingest") as lease:
                         done += len(part)
                         encoded += sum(tier == "encoded" for tier in lease.source.values())
+                    note(done)
                     if progress is not None:
                         progress(done, total)
                 rows.append(self._row(document, modules))

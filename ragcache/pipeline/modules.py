@@ -1,4 +1,4 @@
-"""What an operator does with modules: warm, pin, move and evict their states."""
+"""What an operator does with modules: list them, warm, pin, move and evict their states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.portions import portions
 from ragcache.states import KVKey
-from ragcache.store import Catalogue, KVStore, ModuleRow, changes
+from ragcache.store import (
+    Catalogue,
+    Database,
+    KVStore,
+    ModuleDetail,
+    ModuleFilter,
+    ModuleListing,
+    ModuleRow,
+    Page,
+    changes,
+    module_detail,
+    module_page,
+)
 from ragcache.store.changes import Change
 
 
@@ -23,7 +35,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Modules:
-    """The modules of one namespace. `documents` names documents of a collection; None is all.
+    """The modules of one namespace. `documents` names documents of a collection, `names` modules;
+    None is all, and of both given both count.
 
     With `dry_run` nothing changes: the changes that would be made are returned. All methods raise
     `UnknownCollection`.
@@ -34,12 +47,35 @@ class Modules:
     encoder: ModuleEncoder
     tokens: ModuleTokens
 
+    def page(
+        self, collection: str | None = None, document: str | None = None,
+        tier: str | None = None, pinned: bool | None = None, search: str | None = None,
+        sort: str = "id", descending: bool = False, cursor: str | None = None, limit: int = 100,
+    ) -> Page[ModuleListing]:  # fmt: skip
+        """A page of the modules that match; uses of the last second may lack.
+
+        search: a part of their name or of their document's. sort: `id`, `name`, `nbytes`, `hits`
+        or `last_use`; modules without states come last. cursor: `next` of the page before, in the
+        same order. The page's `total` is told with the first one, where counting is cheap. Raises
+        `InvalidRequest`.
+        """
+        wanted = ModuleFilter(collection, document, tier, pinned, search)
+        return module_page(
+            self._database, self.catalogue.namespace, wanted, sort, descending=descending,
+            cursor=cursor, limit=limit,
+        )  # fmt: skip
+
+    def get(self, module: int) -> ModuleDetail:
+        """All that is known of a module. Raises `UnknownModule`."""
+        self.store.ledger.flush()
+        return module_detail(self._database, module, self.catalogue.namespace)
+
     def warm(
         self, collection: str, documents: Sequence[str] | None = None, *, mode: str = "rooted",
-        dry_run: bool = False,
+        dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[Change]:  # fmt: skip
         """Brings states to the first tier, encoding those that no tier has, and keeps them."""
-        rows = self._rows(collection, documents)
+        rows = self._rows(collection, documents, names)
         tokens = self.tokens.of(rows)
         wanted = {self.encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
         done = changes.move(self.store, list(wanted), self._first, dry_run=True)
@@ -55,31 +91,43 @@ class Modules:
         return done
 
     def pin(
-        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False
-    ) -> list[Change]:
+        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> list[Change]:  # fmt: skip
         """Keeps states from being evicted for pressure or time."""
-        return changes.pin(self.store, self._keys(collection, documents), dry_run=dry_run)
+        return changes.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
 
     def unpin(
-        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False
-    ) -> list[Change]:
+        self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> list[Change]:  # fmt: skip
         """Lets states be evicted again."""
-        return changes.pin(self.store, self._keys(collection, documents), False, dry_run=dry_run)
+        return changes.pin(
+            self.store, self._keys(collection, documents, names), False, dry_run=dry_run
+        )
 
     def move(
         self, collection: str, tier: str, documents: Sequence[str] | None = None, *,
-        dry_run: bool = False,
+        dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[Change]:  # fmt: skip
         """Brings states to a tier, and takes them from those above it."""
-        return changes.move(self.store, self._keys(collection, documents), tier, dry_run=dry_run)
+        return changes.move(
+            self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
+        )
 
     def evict(
         self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
-        dry_run: bool = False,
+        dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[Change]:  # fmt: skip
         """Removes states from a tier, or from all; the documents stay, and are encoded again when
         a question needs them."""
-        return changes.evict(self.store, self._keys(collection, documents), tier, dry_run=dry_run)
+        return changes.evict(
+            self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
+        )
+
+    @property
+    def _database(self) -> Database:
+        return self.store.ledger.database
 
     def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
         """Length and tier of each module's states, encoded after the preamble."""
@@ -98,9 +146,17 @@ class Modules:
     def _is_held(self, key: KVKey) -> bool:
         return any(key in shelf.entries for shelf in self.store.holdings.every)
 
-    def _rows(self, collection: str, documents: Sequence[str] | None) -> list[ModuleRow]:
-        rows = self.catalogue.modules(collection)
-        return [row for row in rows if documents is None or row.document in documents]
+    def _rows(
+        self, collection: str, documents: Sequence[str] | None, names: Sequence[str] | None
+    ) -> list[ModuleRow]:
+        return [
+            row
+            for row in self.catalogue.modules(collection)
+            if (documents is None or row.document in documents)
+            and (names is None or row.name in names)
+        ]
 
-    def _keys(self, collection: str, documents: Sequence[str] | None) -> list[KVKey]:
-        return list(self.catalogue.keys(collection, documents))
+    def _keys(
+        self, collection: str, documents: Sequence[str] | None, names: Sequence[str] | None
+    ) -> list[KVKey]:
+        return list(self.catalogue.keys(collection, documents, names))

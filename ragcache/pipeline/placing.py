@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,20 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A context, how many of its tokens were in the store before, and how many were encoded for
-    it and kept."""
+    """A context, and how many of its tokens came from which tier, or were `encoded`."""
 
     context: Context
-    cached_tokens: int
-    created_tokens: int
+    tokens: Mapping[str, int]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those whose states were in the store before."""
+        return sum(n for source, n in self.tokens.items() if source != "encoded")
+
+    @property
+    def created_tokens(self) -> int:
+        """Those that were encoded for it and kept."""
+        return self.tokens.get("encoded", 0)
 
 
 def place(
@@ -57,12 +66,10 @@ def place(
     own.sort(key=lambda item: item[0])
     positions, tokens = zip(*own, strict=True)
     context = Context(tuple(segments), tokens, positions, max(length, positions[-1] + 1))
-    cached = sum(
-        segment.states.length
-        for segment, source in zip(segments, sources, strict=True)
-        if source != "encoded"
-    )
-    return Placed(context, cached, context.cached_tokens - cached)
+    by_source: Counter[str] = Counter()
+    for segment, source in zip(segments, sources, strict=True):
+        by_source[source] += segment.states.length
+    return Placed(context, by_source)
 
 
 def _segment(piece: Piece, owner: Owner) -> Segment:

@@ -60,8 +60,9 @@ class PromptRunner:
         groups = [group for group in groups if group.token_ids]
         keys = [self.encoder.key(group) for group in groups]
         store = self.encoder.store
-        with store.jobs.running(f"schema {schema.name}", len(groups)) as job:
-            store.jobs.expect(job, keys)
+        jobs = store.jobs.within(self.texts.namespace)
+        with jobs.running(f"schema {schema.name}", len(groups)) as job:
+            jobs.expect(job, keys)
             for portion in portions(groups):
                 with self.encoder.lease(portion, "ingest"):
                     pass
@@ -151,6 +152,11 @@ class PromptRunner:
             self._schemas[name] = self._index(schema, placement)
         return self._schemas[name]
 
+    def delete(self, name: str) -> None:
+        """Deletes a schema with the states that nothing else needs. Raises `UnknownSchema`."""
+        self.encoder.store.discard(self.texts.delete(name))
+        self._schemas.pop(name, None)
+
     def _index(self, schema: Schema, placement: Placement) -> LoadedSchema:
         spelled = spell_schema(schema, self.template.render)
         return LoadedSchema(schema, SchemaIndex.of(spelled, self.template.count, placement))
@@ -196,4 +202,7 @@ def _ready(
         bytes_moved=dict(lease.moved) if lease is not None else {},
         marks=Marks(*times, time.perf_counter()),
         created_tokens=placed.created_tokens,
+        kind="prompt",
+        collection=plan.schema,
+        tokens=placed.tokens,
     )

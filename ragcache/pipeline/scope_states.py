@@ -41,6 +41,7 @@ class ScopeEncoder:
     text: TemplateText
     store: KVStore
     encode: Encode
+    salt: str = ""
 
     def tokens(self, scopes: Sequence[Scope]) -> ScopeTokens:
         """The tokens of one module, or of several that a scaffold encodes together."""
@@ -70,6 +71,7 @@ class ScopeEncoder:
             start=tokens.start,
             root=None,
             offsets=offsets,
+            salt=self.salt,
         )
 
     def lease(self, groups: Sequence[ScopeTokens], origin: Origin = "question") -> Lease:

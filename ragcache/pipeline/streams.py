@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,17 @@ class _Stream:
     def sources(self) -> tuple[Source, ...]:
         """The modules that the answer is read from, known before its first token."""
         return self._asked.ready.sources
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the whole prompt, known before its first token."""
+        return self._asked.ready.prompt_tokens
+
+    @property
+    def read_tokens(self) -> Mapping[str, int]:
+        """Tokens of the prompt whose states were read, by the tier that they came from, or
+        `encoded` for it."""
+        return self._asked.ready.tokens
 
     @property
     def answer(self) -> Answer:

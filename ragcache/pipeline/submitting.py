@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ragcache.config import Settings
+from ragcache.config import NAMESPACE, Settings
 from ragcache.engine import Context, Engine, Request, check_window
 from ragcache.engine.handle import Channel, Handle
 from ragcache.engine.request import Choice, Completion, Piece
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Ready
 from ragcache.pipeline.asked import Asked, Returned
-from ragcache.pipeline.generation import TENANT, Generation
+from ragcache.pipeline.generation import Generation
+from ragcache.pipeline.observing import Observing
 from ragcache.store import Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
-    """Checks requests before anything is leased, and submits them."""
+    """Checks requests before anything is leased, and submits them. namespace: whose requests share
+    private states."""
 
     model: LoadedModel
     engine: Engine
     returned: Returned
     settings: Settings
+    namespace: str = NAMESPACE
+    observing: Observing = field(default_factory=Observing)
 
     def draft(
         self, own: int, documents: int, generation: Generation, *,
@@ -38,7 +42,7 @@ class Submitter:
         computed = own + recomputed
         end = own + documents if end is None else end
         context = Context((), (0,) * computed, tuple(range(computed)), end)
-        tenant = TENANT if reuse else None
+        tenant = self.namespace if reuse else None
         request = generation.request(context, self.model, self.settings.max_new_tokens, tenant)
         check_window(
             documents,
@@ -53,10 +57,13 @@ class Submitter:
         """Queues the request. Raises `QueueFull` or `EngineClosed`; the lease is the caller's
         until this returns."""
         handle = self.engine.submit(replace(draft, context=context))
-        return Asked(ready, handle, lease, self.returned)
+        asked = Asked(ready, handle, lease, self.returned)
+        self.observing.begin(self.namespace, ready, handle.channel)
+        return asked
 
     def nothing_to_read(self, ready: Ready, now: float) -> Asked:
         """Retrieval found no module that shares anything with the question: nothing is made up."""
         channel = Channel[Piece, Completion](lambda: None)
         channel.finish(Completion((Choice((), "", "no_documents"),), 0, now, now, now, now))
+        self.observing.begin(self.namespace, ready, channel)
         return Asked(ready, Handle(channel), None, self.returned)

@@ -32,6 +32,6 @@ class Retrievers:
         with self._finding:
             found = self._known.get(name)
             if found is None:
-                vectors = Vectors(self._database, name)
+                vectors = Vectors(self._database, name, self._catalogue.namespace)
                 found = self._known[name] = Retriever(self._catalogue, embedder, vectors)
         return found if found.embedder is embedder else found.using(embedder)

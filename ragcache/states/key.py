@@ -32,15 +32,19 @@ def state_key(
     start: int,
     root: KVKey | None,
     offsets: Sequence[int] | None = None,
+    salt: str = "",
 ) -> KVKey:
     """The key of the states of `token_ids` encoded from position `start`.
 
     model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
     scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
     that stood before these while they were encoded (the preamble), if any; offsets: where the
-    tokens stand from `start` on, if not one after another.
+    tokens stand from `start` on, if not one after another; salt: whose states they are, so that no
+    other namespace finds them.
     """
     digest = hashlib.sha256()
+    if salt:  # everything else begins with a digit
+        digest.update(f"salt {len(salt)}:{salt},".encode())
     names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), str(root or ""))
     for name in names:
         digest.update(f"{len(name)}:{name},".encode())

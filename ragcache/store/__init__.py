@@ -5,16 +5,28 @@ from ragcache.store.catalogue import Catalogue
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument, NewModule
 from ragcache.store.entries import KVEntry
+from ragcache.store.evictions import EvictionRow, eviction_page
 from ragcache.store.filling import Wish
-from ragcache.store.jobs import Jobs
+from ragcache.store.jobs import JobRow, Jobs
+from ragcache.store.keys import KeyRow, Keys
 from ragcache.store.lease import Lease
 from ragcache.store.ledger import Ledger
-from ragcache.store.listing import ModuleListing, list_modules
+from ragcache.store.listing import (
+    HeldState,
+    ModuleDetail,
+    ModuleListing,
+    list_modules,
+    module_detail,
+)
+from ragcache.store.module_filters import ModuleFilter
+from ragcache.store.module_pages import module_page
 from ragcache.store.options import TierOptions, open_tiers
+from ragcache.store.paging import Page
 from ragcache.store.policy import choose_victims
 from ragcache.store.records import Records
 from ragcache.store.scaffolds import Members, ScaffoldRows
 from ragcache.store.schemas import SchemaText, SchemaTexts
+from ragcache.store.status import TierStatus, tier_status
 from ragcache.store.store import KVStore
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 from ragcache.store.values import Values
@@ -26,18 +38,26 @@ __all__ = [
     "DeviceTier",
     "DiskTier",
     "DocumentRow",
+    "EvictionRow",
+    "HeldState",
     "HostTier",
+    "JobRow",
     "Jobs",
     "KVEntry",
     "KVStore",
+    "KeyRow",
+    "Keys",
     "Lease",
     "Ledger",
     "Members",
+    "ModuleDetail",
+    "ModuleFilter",
     "ModuleListing",
     "ModuleRow",
     "NewDocument",
     "NewModule",
     "Origin",
+    "Page",
     "Records",
     "RemoteTier",
     "ScaffoldRows",
@@ -45,10 +65,15 @@ __all__ = [
     "SchemaTexts",
     "Tier",
     "TierOptions",
+    "TierStatus",
     "Values",
     "Vectors",
     "Wish",
     "choose_victims",
+    "eviction_page",
     "list_modules",
+    "module_detail",
+    "module_page",
     "open_tiers",
+    "tier_status",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,14 @@ import numpy as np
 from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from ragcache.errors import DocumentError, UnknownCollection
+from ragcache.errors import DocumentError
 from ragcache.states import KVKey
 from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
+from ragcache.store.lookup import collection_id
 from ragcache.store.ownership import retire
-from ragcache.store.scaffolds import delete_scaffolds
+from ragcache.store.removal import delete_documents
 from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
@@ -45,12 +47,8 @@ class Catalogue:
         self._database = database
         self._tokenizer = tokenizer
         self._embedder = embedder
-        self._namespace = namespace
+        self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
-
-    @property
-    def namespace(self) -> str:
-        return self._namespace
 
     def collections(self) -> dict[str, int]:
         """Names and numbers of documents."""
@@ -58,7 +56,7 @@ class Catalogue:
             select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
             .join(NamespaceTable)
             .outerjoin(DocumentTable)
-            .where(NamespaceTable.name == self._namespace)
+            .where(NamespaceTable.name == self.namespace)
             .group_by(CollectionTable.name)
             .order_by(CollectionTable.name)
         )
@@ -95,7 +93,7 @@ class Catalogue:
         """
         with self._database.transaction() as session:
             owner = self._change(session, collection)
-            freed = _delete_documents(session, owner, [d.source_id for d in documents])
+            freed = delete_documents(session, owner, [d.source_id for d in documents])
             for document in documents:
                 self._insert(session, owner, document)
             if job is not None:
@@ -151,7 +149,7 @@ class Catalogue:
             .order_by(ModuleTable.id)
         )
         with self._database.reading() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             return [
                 ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
                 for m, d in session.execute(self._within(statement, collection))
@@ -162,7 +160,7 @@ class Catalogue:
         texts were, its modules' texts. Raises `UnknownCollection`."""
         found: dict[str, str] = {}
         with self._database.reading() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             for chunk in chunks(dict.fromkeys(source_ids)):
                 rows = select(DocumentTable.source_id, DocumentTextTable.text)
                 joined = rows.join(DocumentTextTable).join(CollectionTable)
@@ -204,14 +202,14 @@ class Catalogue:
         with self._database.reading() as session:
             found = session.execute(statement).one_or_none()
             if found is None:
-                collection_id(session, collection, self._namespace)
+                collection_id(session, collection, self.namespace)
                 raise AssertionError("the collection appeared within one snapshot")
             return int(found[0]), int(found[1])
 
     def stamps(self) -> dict[str, tuple[int, int]]:
         """The stamps of all collections, by name."""
         columns = select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
-        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self._namespace)
+        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self.namespace)
         with self._database.reading() as session:
             return {name: (number, revision) for name, number, revision in session.execute(joined)}
 
@@ -227,9 +225,14 @@ class Catalogue:
         with self._database.transaction() as session:
             insert_for_module(session, EncodingTable, module_id, key=str(key))
 
-    def keys(self, collection: str, source_ids: Sequence[str] | None = None) -> dict[KVKey, int]:
-        """The keys of all states of a collection's modules, or of some documents', with a module
-        each. Raises `UnknownCollection`."""
+    def keys(
+        self,
+        collection: str,
+        source_ids: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> dict[KVKey, int]:
+        """The keys of all states of a collection's modules, or of some documents', or of those of
+        some names, with a module each. Raises `UnknownCollection`."""
         statement = self._within(
             select(EncodingTable.key, ModuleTable.id)
             .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
@@ -239,22 +242,35 @@ class Catalogue:
         )
         if source_ids is not None:
             statement = statement.where(DocumentTable.source_id.in_(source_ids))
+        if names is not None:
+            statement = statement.where(ModuleTable.name.in_(names))
         with self._database.reading() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             return {KVKey(key): number for key, number in session.execute(statement)}
 
     def delete(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
         """Deletes documents with all that belongs to them; returns as `replace`."""
         with self._database.transaction() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
-            return retire(session, _delete_documents(session, owner, source_ids))
+            return retire(session, delete_documents(session, owner, source_ids))
+
+    def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
+        """Deletes a collection with all that belongs to it; the number of its documents, and keys
+        as `replace` returns them. Raises `UnknownCollection`."""
+        with self._database.transaction() as session:
+            owner = collection_id(session, collection, self.namespace)
+            rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
+            names = list(session.scalars(rows))
+            freed = delete_documents(session, owner, names)
+            session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
+            return len(names), retire(session, freed)
 
     def rename(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
         `DocumentError` where there is no such document, or one of the new name already."""
         with self._database.transaction() as session:
-            collection_id(session, collection, self._namespace)
+            collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
             rows = select(DocumentTable).where(DocumentTable.collection_id == owner)
             row = session.scalar(rows.where(DocumentTable.source_id == source_id))
@@ -270,51 +286,17 @@ class Catalogue:
     def _within(self, statement: Any, collection: str) -> Any:
         joined = statement.join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
         return joined.where(
-            NamespaceTable.name == self._namespace, CollectionTable.name == collection
+            NamespaceTable.name == self.namespace, CollectionTable.name == collection
         )
 
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
         collection take turns."""
-        namespace = namespace_id(session, self._namespace)
-        row = {"name": name, "namespace_id": namespace, "revision": 0}
+        namespace = namespace_id(session, self.namespace)
+        # Ids of collections come again; a revision does not, so that no stamp does.
+        row = {"name": name, "namespace_id": namespace, "revision": time.time_ns() // 1000}
         insert_new(session, CollectionTable, row)
         chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)
         raised = update(CollectionTable).where(chosen)
         session.execute(raised.values(revision=CollectionTable.revision + 1))
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
-
-
-def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
-    """Raises `UnknownCollection` and names those that exist."""
-    rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
-    found: dict[str, int] = {}
-    for collection, number in session.execute(rows.where(NamespaceTable.name == namespace)):
-        found[collection] = number
-    if name not in found:
-        known = ", ".join(map(repr, sorted(found))) or "none yet"
-        raise UnknownCollection(
-            f"there is no collection {name!r}; known: {known}. "
-            f"Make it with `ragcache ingest {name} PATH`"
-        )
-    return found[name]
-
-
-def _delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    """Returns the keys that belonged to what was deleted."""
-    found: list[KVKey] = []
-    modules: set[int] = set()
-    for chunk in chunks(source_ids):
-        chosen = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
-        encodings = session.execute(
-            select(ModuleTable.id, EncodingTable.key)
-            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-            .where(chosen)
-        )
-        for module, key in encodings:
-            modules.add(module)
-            if key is not None:
-                found.append(KVKey(key))
-        session.execute(delete(DocumentTable).where(chosen))
-    return found + delete_scaffolds(session, owner, modules)

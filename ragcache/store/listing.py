@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
-from ragcache.store.catalogue import collection_id
+from ragcache.errors import UnknownModule
 from ragcache.store.database import Database
+from ragcache.store.lookup import collection_id
+from ragcache.store.statements import CHUNK
 from ragcache.store.tables import (
+    DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
     EncodingTable,
     ModuleTable,
+    NamespaceTable,
     StateTable,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleListing:
-    """A line of `ragcache modules ls`."""
+    """A module as it is listed. nbytes, tokens, hits: the most of any of its states. last_use: on
+    the store's logical clock, 0 for never. expires_at: Unix seconds, None for never."""
 
+    id: int
     name: str
     document: str
     collection: str
@@ -31,43 +38,126 @@ class ModuleListing:
     nbytes: int
     tiers: tuple[str, ...]
     hits: int
+    last_use: int
     pinned: bool
+    expires_at: float | None
 
 
-def list_modules(database: Database, collection: str | None = None) -> list[ModuleListing]:
-    """Every module with the size, tiers and hits of its states."""
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """States of a module in one tier. mode: how they were encoded."""
+
+    key: str
+    tier: str
+    mode: str
+    kv_dtype: str
+    tokens: int
+    nbytes: int
+    hits: int
+    last_use: int
+    encode_seconds: float
+    pinned: bool
+    expires_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDetail:
+    """All that is known of a module. attributes: its document's metadata."""
+
+    listing: ModuleListing
+    text: str
+    uri: str
+    attributes: Mapping[str, Any]
+    states: tuple[HeldState, ...]
+
+
+def list_modules(
+    database: Database, collection: str | None = None, namespace: str = DEFAULT_NAMESPACE
+) -> list[ModuleListing]:
+    """Every module of a namespace with the size, tiers and hits of its states. Raises
+    `UnknownCollection`."""
     statement = (
-        select(
-            ModuleTable.id,
-            ModuleTable.name,
-            DocumentTable.source_id,
-            CollectionTable.name,
-            StateTable,
-        )
+        select(ModuleTable.id)
         .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
         .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-        .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-        .outerjoin(StateTable, StateTable.key == EncodingTable.key)
+        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        .where(NamespaceTable.name == namespace)
         .order_by(CollectionTable.name, ModuleTable.id)
     )
-    if collection is not None:
-        statement = statement.where(CollectionTable.name == collection)
     with database.reading() as session:
         if collection is not None:
-            collection_id(session, collection)
-        rows = list(session.execute(statement))
-    return [_listing(list(group)) for _, group in groupby(rows, key=itemgetter(0))]
+            owner = collection_id(session, collection, namespace)
+            statement = statement.where(CollectionTable.id == owner)
+        return listings(session, list(session.scalars(statement)))
 
 
-def _listing(rows: list[Any]) -> ModuleListing:
-    """Of the rows of one module, one for each of its states and tiers."""
-    _, name, document, owner, _ = rows[0]
-    states = [row[4] for row in rows if row[4] is not None]
+def module_detail(database: Database, module: int, namespace: str) -> ModuleDetail:
+    """Raises `UnknownModule`, also for a module of another namespace."""
+    statement = (
+        select(ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
+        .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+        .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        .where(NamespaceTable.name == namespace, ModuleTable.id == module)
+    )
+    with database.reading() as session:
+        found = session.execute(statement).one_or_none()
+        if found is None:
+            raise UnknownModule(f"there is no module {module}")
+        [listing] = listings(session, [module])
+        states = _states(session, [module])[module]
+    text, uri, attributes = found
+    held = sorted(states, key=lambda s: (s.key, s.tier))
+    return ModuleDetail(listing, text, uri, attributes, tuple(map(_held, held)))
+
+
+def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
+    """The modules of these ids, in their order; those that are gone are left out."""
+    found: dict[int, ModuleListing] = {}
+    for begin in range(0, len(modules), CHUNK):
+        ids = modules[begin : begin + CHUNK]
+        states = _states(session, ids)
+        names = (
+            select(ModuleTable.id, ModuleTable.name, DocumentTable.source_id, CollectionTable.name)
+            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+            .where(ModuleTable.id.in_(ids))
+        )
+        for number, name, document, owner in session.execute(names):
+            found[number] = _listing(number, name, document, owner, states[number])
+    return [found[number] for number in modules if number in found]
+
+
+def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[Any]]:
+    """The rows of states by module."""
+    rows = (
+        select(EncodingTable.module_id, *StateTable.__table__.c)
+        .join(StateTable, StateTable.key == EncodingTable.key)
+        .where(EncodingTable.module_id.in_(modules))
+    )
+    states: defaultdict[int, list[Any]] = defaultdict(list)
+    for row in session.execute(rows):
+        states[row.module_id].append(row)
+    return states
+
+
+def _listing(
+    number: int, name: str, document: str, collection: str, states: Sequence[Any]
+) -> ModuleListing:
     return ModuleListing(
-        name, document, owner,
+        number, name, document, collection,
         tokens=max((s.tokens for s in states), default=0),
         nbytes=max((s.nbytes for s in states), default=0),
         tiers=tuple(sorted({s.tier for s in states})),
         hits=max((s.hits for s in states), default=0),
+        last_use=max((s.last_use for s in states), default=0),
         pinned=any(s.pinned for s in states),
+        expires_at=min((s.expires_at for s in states if s.expires_at is not None), default=None),
+    )  # fmt: skip
+
+
+def _held(row: Any) -> HeldState:
+    return HeldState(
+        row.key, row.tier, row.mode, row.kv_dtype, row.tokens, row.nbytes, row.hits, row.last_use,
+        row.encode_seconds, row.pinned, row.expires_at,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from ragcache.states import KVKey
 from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.ownership import retire
-from ragcache.store.statements import insert_new
+from ragcache.store.statements import insert_new, namespace_id
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     NamespaceTable,
@@ -37,7 +37,7 @@ class SchemaTexts:
 
     def __init__(self, database: Database, namespace: str = DEFAULT_NAMESPACE) -> None:
         self._database = database
-        self._namespace = namespace
+        self.namespace = namespace
 
     def put(
         self, name: str, schema: SchemaText, keys: Iterable[KVKey] = (), job: int | None = None
@@ -46,10 +46,8 @@ class SchemaTexts:
         name. Returns the keys of states that nobody needs any more; their rows are gone already."""
         with self._database.transaction() as session:
             freed = self._delete(session, name)
-            insert_new(session, NamespaceTable, {"name": self._namespace})
-            namespace = select(NamespaceTable.id).where(NamespaceTable.name == self._namespace)
             row = SchemaTable(
-                namespace_id=session.scalars(namespace).one(), name=name, text=schema.text,
+                namespace_id=namespace_id(session, self.namespace), name=name, text=schema.text,
                 placement=schema.placement,
             )  # fmt: skip
             session.add(row)
@@ -76,7 +74,7 @@ class SchemaTexts:
     def names(self) -> list[str]:
         statement = select(SchemaTable.name).join(NamespaceTable).order_by(SchemaTable.name)
         with self._database.reading() as session:
-            mine = statement.where(NamespaceTable.name == self._namespace)
+            mine = statement.where(NamespaceTable.name == self.namespace)
             return list(session.scalars(mine))
 
     def delete(self, name: str) -> list[KVKey]:
@@ -98,4 +96,4 @@ class SchemaTexts:
 
     def _named(self, statement: Select[Any], name: str) -> Select[Any]:
         joined = statement.join(NamespaceTable, SchemaTable.namespace_id == NamespaceTable.id)
-        return joined.where(NamespaceTable.name == self._namespace, SchemaTable.name == name)
+        return joined.where(NamespaceTable.name == self.namespace, SchemaTable.name == name)

@@ -17,6 +17,7 @@ from ragcache.store.database import Database
 from ragcache.store.tables import ClaimTable, JobTable, SessionTable, StateTable
 
 BEAT_SECONDS = 10.0
+_INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
 
 
@@ -83,11 +84,12 @@ class Sessions:
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:
-    """Forgets sessions: their memory tiers and claims go, their running jobs are interrupted."""
+    """Forgets sessions: their memory tiers and claims go, their jobs are interrupted."""
     session.execute(delete(StateTable).where(StateTable.place.in_(ids)))
     session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
-    running = update(JobTable).where(JobTable.session.in_(ids), JobTable.status == "running")
-    session.execute(running.values(status="interrupted", finished_at=time.time()))
+    open_jobs = JobTable.session.in_(ids) & JobTable.status.in_(("queued", "running"))
+    ended = {"status": "interrupted", "finished_at": time.time(), "error": _INTERRUPTED}
+    session.execute(update(JobTable).where(open_jobs).values(ended))
     session.execute(delete(SessionTable).where(SessionTable.id.in_(ids)))
 
 

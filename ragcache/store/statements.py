@@ -22,6 +22,19 @@ def insert_new(session: Session, table: type[Base], rows: Rows) -> None:
         session.execute(_insert(session, table).on_conflict_do_nothing(), rows)
 
 
+def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]) -> int | None:
+    """Inserts a row; its id, or None where its key or unique name is there already."""
+    statement = _insert(session, table).on_conflict_do_nothing()
+    number: int | None = session.scalar(statement.values(row).returning(table.__table__.c.id))
+    return number
+
+
+def namespace_id(session: Session, name: str) -> int:
+    """The id of a namespace, made if need be."""
+    insert_new(session, NamespaceTable, {"name": name})
+    return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
+
+
 def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[str]) -> None:
     """Inserts rows; of those whose primary key is there already, the `changed` columns."""
     if not rows:
@@ -40,12 +53,6 @@ def insert_for_module(session: Session, table: type[Base], module_id: int, **val
     statement = _insert(session, table).from_select(["module_id", *values], rows)
     primary = list(table.__table__.primary_key)
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=values))
-
-
-def namespace_id(session: Session, name: str) -> int:
-    """The id of a namespace, made if need be."""
-    insert_new(session, NamespaceTable, {"name": name})
-    return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
 
 
 def chunks(values: Iterable[object]) -> Iterator[list[str]]:

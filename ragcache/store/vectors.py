@@ -10,19 +10,24 @@ from sqlalchemy import select
 from ragcache.store.database import Database
 from ragcache.store.statements import insert_for_module
 from ragcache.store.tables import (
+    DEFAULT_NAMESPACE,
     CollectionTable,
     DocumentTable,
     ModuleTable,
+    NamespaceTable,
     VectorTable,
 )
 
 
 class Vectors:
-    """The vectors of one embedder."""
+    """The vectors of one embedder in one namespace."""
 
-    def __init__(self, database: Database, embedder: str) -> None:
+    def __init__(
+        self, database: Database, embedder: str, namespace: str = DEFAULT_NAMESPACE
+    ) -> None:
         self._database = database
         self._embedder = embedder
+        self._namespace = namespace
 
     def of(self, collection: str) -> dict[int, np.ndarray]:
         """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
@@ -32,7 +37,9 @@ class Vectors:
             .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
             .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
             .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-            .where(CollectionTable.name == collection, VectorTable.embedder == self._embedder)
+            .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+            .where(NamespaceTable.name == self._namespace, CollectionTable.name == collection)
+            .where(VectorTable.embedder == self._embedder)
             .order_by(VectorTable.module_id)
         )
         with self._database.reading() as session:

@@ -149,7 +149,7 @@ def _index(store: KVStore) -> Iterator[Disagreement]:
             .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
             .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
             .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
-            .group_by(CollectionTable.name, VectorTable.embedder)
+            .group_by(CollectionTable.id, CollectionTable.name, VectorTable.embedder)
         )
         lengths = list(rows)
         empty = list(session.execute(

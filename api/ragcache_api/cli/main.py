@@ -14,10 +14,12 @@ from ragcache_api.cli import (
     doctor,
     evaluate,
     ingest,
+    keys,
     modules,
     plan,
     prompt,
     schema,
+    serve,
     stats,
     verify,
 )
@@ -37,10 +39,12 @@ app.command("ask")(ask.ask)
 app.command("prompt")(prompt.prompt)
 app.command("eval")(evaluate.evaluate_command)
 app.command("doctor")(doctor.doctor)
+app.command("serve")(serve.serve)
 app.command("stats")(stats.stats)
 app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.add_typer(modules.app, name="modules")
+app.add_typer(keys.app, name="keys")
 app.add_typer(schema.app, name="schema")
 app.add_typer(bench.app, name="bench")
 

@@ -73,7 +73,7 @@ class RagCacheVectorStore(VectorStore):
         given: Sequence[str | None] = kwargs.get("ids") or [document.id for document in documents]
         if len(given) != len(documents):
             raise ValueError(f"{len(documents)} documents have {len(given)} ids")
-        ids = [str(uuid4()) if each is None else each for each in given]
+        ids = [each or str(uuid4()) for each in given]
         sources: dict[str, SourceDocument] = {}  # of one id the last stands
         for name, document in zip(ids, documents, strict=True):
             metadata = storable(document.metadata, name)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ragcache import RagCache
-from ragcache.errors import ConfigurationError
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import ConfigurationError, StoreError
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import close_shared, shared_rag
+from ragcache_connectors.langchain.opening import declare
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +40,34 @@ def test_a_folder_is_opened_once(tmp_path: Path, reader: LoadedModel) -> None:
 
 def test_options_that_differ_are_named(tmp_path: Path, reader: LoadedModel) -> None:
     shared_rag(None, tmp_path, model=reader, module_tokens=64)
-    with pytest.raises(ConfigurationError, match="with module_tokens=64; module_tokens=96 needs"):
+    with pytest.raises(ConfigurationError, match=r"module_tokens=64 in .*; module_tokens=96 needs"):
         shared_rag(None, tmp_path, module_tokens=96)
-    with pytest.raises(ConfigurationError, match="with queue=None; queue=5 needs"):
+    with pytest.raises(ConfigurationError, match=r"queue=None in .*; queue=5 needs"):
         shared_rag(None, tmp_path, queue=5)
+
+
+def test_what_was_declared_holds_for_whoever_comes_first(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    declare(tmp_path, model=reader, module_tokens=None)
+    declare(tmp_path, model=reader, module_tokens=64)
+    assert not (tmp_path / "ledger.sqlite").exists(), "nothing is opened"
+    with pytest.raises(ConfigurationError, match=r"opened with module_tokens=64 .*=96 needs"):
+        declare(tmp_path, module_tokens=96)
+    rag = shared_rag(None, tmp_path)
+    rag.ingest("notes", SourceDocument("a", "A boat. " * 100))
+    assert max(row.tokens for row in rag.list_modules()) <= 64
+
+
+def test_a_folder_that_cannot_be_opened_may_be_tried_again(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    blocked = tmp_path / "state"
+    blocked.write_text("a file")
+    with pytest.raises(StoreError):
+        shared_rag(None, blocked, model=reader)
+    blocked.unlink()
+    assert shared_rag(None, blocked, model=reader).stats().collections == {}
 
 
 def test_after_closing_it_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.tools import create_retriever_tool
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 
 from ragcache import RagCache, SourceDocument
@@ -134,3 +135,12 @@ def test_a_retriever_is_written_without_the_open_folder(notes: RagCache) -> None
     written = RagCacheRetriever(collection="notes", rag=notes, k=2).model_dump()
     assert written["collection"] == "notes"
     assert not {"rag", "embedding"} & written.keys()
+
+
+async def test_it_stands_in_chains_and_tools(notes: RagCache) -> None:
+    retriever = RagCacheRetriever(collection="notes", rag=notes, k=1, search="words")
+    chain = retriever | (lambda documents: documents[0].page_content)
+    assert chain.batch(["red cupboard", "survey"]) == [TEXTS["keys"], TEXTS["boats"]]
+    assert await chain.ainvoke("red cupboard") == TEXTS["keys"]
+    tool = create_retriever_tool(retriever, "notes", "Searches the notes.")
+    assert TEXTS["keys"] in tool.invoke({"query": "red cupboard"})

@@ -121,6 +121,21 @@ def test_of_one_id_the_last_document_stands(store: RagCacheVectorStore) -> None:
     assert contents(store.get_by_ids(["1"])) == ["bar"]
 
 
+def test_documents_without_ids_get_new_ones(store: RagCacheVectorStore) -> None:
+    first, second = store.add_documents([Document("foo"), Document("foo", id="")])
+    assert len({first, second, ""}) == 3
+    assert contents(store.get_by_ids([second, first])) == ["foo", "foo"]
+
+
+def test_a_prompt_that_pastes_what_was_found_reads_its_states(store: RagCacheVectorStore) -> None:
+    store.add_texts([LONG, "\nThe spare key of the boathouse hangs in the red cupboard.\n"])
+    found = [*store.similarity_search("boat", k=2), *store.similarity_search("key", k=20)[-2:]]
+    pasted = "\n\n".join(dict.fromkeys(contents(found)))
+    answer = store.rag.chat([{"role": "user", "content": f"Read:\n\n{pasted}\n\nWhere?"}])
+    assert answer.mode == "recognised:rooted"
+    assert len(answer.sources) == len(set(contents(found)))
+
+
 def test_deleting_without_ids_deletes_everything(store: RagCacheVectorStore) -> None:
     assert store.delete() is True, "of no collection"
     fill(store)
@@ -164,6 +179,8 @@ def test_an_empty_document_and_wrong_numbers_are_named(store: RagCacheVectorStor
         store.add_documents([Document("foo"), Document("bar")], ids=["1"])
     with pytest.raises(ValueError, match="metadatas must match"):
         store.add_texts(["foo", "bar"], metadatas=[{}])
+    with pytest.raises(DocumentError, match="not UTF-8 text"):
+        store.add_texts(["foo"], ids=["\ud800"])
     assert store.add_documents([]) == []
 
 
@@ -198,3 +215,17 @@ def test_without_an_embedder_a_search_is_by_words(
         store.similarity_search_with_relevance_scores("keys")
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         store.similarity_search_by_vector([1.0])
+
+
+def test_tenants_do_not_see_each_others_documents(rag: RagCache) -> None:
+    embedding = DeterministicFakeEmbedding(size=6)
+    mine, theirs = (
+        RagCacheVectorStore(embedding, collection="notes", rag=rag.within(name))
+        for name in ("mine", "theirs")
+    )
+    mine.add_texts(["foo"], ids=["1"])
+    theirs.add_texts(["bar"], ids=["1"])
+    assert contents(mine.similarity_search("bar")) == ["foo"]
+    assert contents(theirs.get_by_ids(["1"])) == ["bar"]
+    theirs.delete()
+    assert contents(mine.get_by_ids(["1"])) == ["foo"]

@@ -164,3 +164,9 @@ def test_parts_are_carried_and_where_they_are_cut_counts() -> None:
     assert len(digests) == 3
     dirty = SourceDocument("a", "one\0\n\ntwo", parts=("one\0", "\0", "two"))
     assert load_sources([dirty]).documents == (cut,)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udc80.md"])
+def test_a_name_that_the_ledger_cannot_hold_is_named(name: str) -> None:
+    with pytest.raises(DocumentError, match="which is not UTF-8 text; rename it"):
+        load_sources([SourceDocument(name, "text")])

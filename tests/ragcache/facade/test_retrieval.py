@@ -94,3 +94,17 @@ def test_another_embedder_has_vectors_of_its_own(rag: RagCache) -> None:
 def test_no_modules_cannot_be_asked_for(rag: RagCache) -> None:
     with pytest.raises(ConfigurationError, match="k is 0"):
         rag.retrieve("key", collection="notes", k=0)
+
+
+def test_retrieval_for_asyncio_finds_the_same(rag: RagCache) -> None:
+    found = asyncio.run(rag.aretrieve("red cupboard", collection="notes", k=2))
+    assert found == rag.retrieve("red cupboard", collection="notes", k=2)
+    with pytest.raises(UnknownCollection):
+        asyncio.run(rag.aretrieve("key", collection="recipes"))
+
+
+def test_a_question_of_one_character_finds_it(rag: RagCache) -> None:
+    rag.ingest("ships", [SourceDocument("a", "船停在北京的码头。"), SourceDocument("b", "钥匙。")])
+    [hit] = rag.retrieve("京", collection="ships").hits
+    assert hit.module.document == "a"
+    assert documents(rag.ask("京", collection="ships")) == {"a"}

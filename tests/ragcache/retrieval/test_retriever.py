@@ -328,3 +328,12 @@ def test_building_one_collection_does_not_hold_up_another(database: Database) ->
         assert found(retriever, "vessel", 1) == ["boats.md"]
         go.set()
         assert names(slow.result()) == ["s"]
+
+
+def test_a_collection_that_was_deleted_and_made_anew_is_another(database: Database) -> None:
+    catalogue, retriever = opened(database)
+    catalogue.replace("notes", [document("old", "boat")])
+    assert found(retriever, "boat") == ["old"]
+    catalogue.delete_collection("notes")
+    catalogue.replace("notes", [document("new", "boat")])
+    assert found(retriever, "boat") == ["new"]

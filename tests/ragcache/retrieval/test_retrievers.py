@@ -54,3 +54,20 @@ def test_embedders_of_one_name_share_the_index(
         [hit] = retriever.retrieve("boat", "notes", Criteria(1, "meaning")).hits
         assert hit.score == pytest.approx(1.0)
     assert len(built) == 1
+
+
+def test_vectors_of_a_namespace_are_found_again(database: Database) -> None:
+    class Counted(Other):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            embedded.extend(texts)
+            return super().embed_documents(texts)
+
+    embedded: list[str] = []
+    catalogue = Catalogue(database, "tokenizer", None, "tenant")
+    module = NewModule("b#1", "ship", [1], KVKey("1" * 64))
+    catalogue.replace("notes", [NewDocument("b", "", "", [module])])
+    for _ in range(2):
+        retriever = Retrievers(catalogue, database, None).of(Counted(size=4))
+        [hit] = retriever.retrieve("ship", "notes", Criteria(5, "meaning")).hits
+        assert hit.module.document == "b"
+    assert embedded == ["ship"]

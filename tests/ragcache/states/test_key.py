@@ -33,6 +33,8 @@ CHANGES: list[dict[str, Any]] = [
     {"root": KVKey("1" * 64)},
     {"offsets": (0, 1, 3)},
     {"offsets": (2, 1, 0)},
+    {"salt": "a"},
+    {"salt": "1:2,"},
 ]
 ids = st.lists(st.integers(0, 200_000), max_size=6)
 

@@ -1,0 +1,56 @@
+"""`ragcache serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ragcache_api.cli.console import errors
+
+
+def serve(
+    state: Annotated[Path | None, typer.Option("--state", help="The state folder.")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="The port; 0 takes a free one.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder or hub name; without it, the embedded reader."),
+    ] = None,
+    embedding: Annotated[
+        str | None, typer.Option(help="`minilm` adds retrieval by meaning to retrieval by words.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
+    ] = None,
+) -> None:
+    """Serve a state folder over HTTP: OpenAI's interface, answers, documents, and the operator's.
+
+    Settings also come from RAGCACHE_NAME in the environment and from ragcache.toml.
+    """
+    from ragcache_api.http.serving import serve as serve_app
+    from ragcache_api.http.settings import ServiceSettings
+
+    settings = ServiceSettings.read(
+        state=state, host=host, port=port, model=model, embedding=embedding, **_pairs(setting or [])
+    )
+    with errors.status("loading the model"):
+        from ragcache import RagCache
+
+        rag = RagCache.open(settings.state, settings.model, **settings.opening())
+    with rag:
+        serve_app(rag, settings)
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    from ragcache.errors import ConfigurationError
+
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigurationError(f"--set takes NAME=VALUE, not {text!r}")
+        pairs[name.replace("-", "_")] = value
+    return pairs

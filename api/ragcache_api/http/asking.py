@@ -1,0 +1,67 @@
+"""From a request to an answer: open, wait or stream, and end with the client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+from ragcache import Answer, AsyncAnswerStream
+from ragcache.errors import RequestCancelled
+from ragcache_api.http.errors import UNNAMED, Fault, fault_of
+from ragcache_api.http.running import Entry, unless_gone
+from ragcache_api.http.service import Call
+from ragcache_api.http.sse import Events
+
+logger = logging.getLogger(__name__)
+
+Opening = Callable[[], Awaitable[AsyncAnswerStream]]
+Tell = Callable[[Entry, AsyncAnswerStream], AsyncGenerator[bytes, None]]
+TellFault = Callable[[Fault], bytes]
+
+
+async def answered(call: Call, entry: Entry, *openings: Opening) -> list[Answer]:
+    """Whole answers, which are given up if the client goes away."""
+
+    async def open_and_wait() -> list[Answer]:
+        streams = [entry.attach(await opening()) for opening in openings]
+        return [await stream for stream in streams]
+
+    try:
+        entry.answers += await unless_gone(call.request, open_and_wait())
+    except RequestCancelled as error:
+        raise entry.running.named(error) from None
+    return entry.answers
+
+
+async def streamed(
+    call: Call, entry: Entry, opening: Opening, tell: Tell, fault: TellFault
+) -> Events:
+    """Events of an answer. What goes wrong before the first is raised, what comes later is told in
+    an event. The entry ends with the response."""
+    running = entry.running
+    try:
+        stream = entry.attach(await unless_gone(call.request, opening()))
+    except BaseException as error:
+        running.end(entry, error)
+        raise
+    events = _guarded(entry, tell(entry, stream), fault)
+    return Events(events, lambda: running.end(entry, RequestCancelled("the client went away")))
+
+
+async def _guarded(
+    entry: Entry, events: AsyncGenerator[bytes, None], fault: TellFault
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            named = entry.running.named(error)
+            entry.running.end(entry, named)
+            told = fault_of(named)
+            if told is None:
+                logger.exception("a stream failed")
+            yield fault(told or UNNAMED)
+            return
+    entry.running.end(entry)

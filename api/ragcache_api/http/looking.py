@@ -1,0 +1,124 @@
+"""What the operator sees of an open `RagCache`: its model, its tiers and its engine's batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragcache import RagCache, SourceDocument
+from ragcache.config import parse_bytes
+from ragcache.engine import Engine
+from ragcache.errors import ConfigurationError, UnknownSchema
+from ragcache.models import LoadedModel
+from ragcache.planning import Budgets, Corpus, corpus_of_sources, make_plan
+from ragcache.planning.advice import advise, machine_memory
+from ragcache.store import KVStore, SchemaTexts
+from ragcache.store.verify import Report, verify
+from ragcache_api.http.trees import tree
+from ragcache_api.http.wire.admin import PlanSent
+from ragcache_api.http.wire.documents import SchemaTold
+from ragcache_schemas import lay_out, spell_schema
+
+
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """Reads, and changes nothing but where it says so. All methods may block."""
+
+    rag: RagCache
+    model: LoadedModel
+    engine: Engine
+    store: KVStore
+
+    @classmethod
+    def of(cls, rag: RagCache) -> Looking:
+        parts = rag._parts
+        return cls(rag, parts.model, parts.engine, parts.store)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.engine.is_open
+
+    def leased(self) -> int:
+        """States that requests are reading."""
+        self.rag._parts.returned.release()
+        holdings = self.store.holdings
+        with holdings.lock:
+            return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
+                shelf.entries for shelf in holdings.every
+            ))  # fmt: skip
+
+    def work(self) -> dict[str, float]:
+        """What the engine did since it began."""
+        tally = self.engine.tally
+        rows = tally.prompt_tokens + tally.decoded_tokens + tally.encoded_tokens
+        return {
+            "steps": tally.steps,
+            "batch_mean": rows / tally.steps if tally.steps else 0.0,
+            "queued_s": tally.queued,
+            "preempted": tally.preempted,
+        }
+
+    def flush(self) -> None:
+        """Writes to the ledger what has happened."""
+        self.store.ledger.flush(force=True)
+
+    def verify(self, *, repair: bool) -> Report:
+        """Every row against every blob; with `repair`, mends what can be mended."""
+        return verify(self.store, repair=repair)
+
+    def folder(self) -> Path:
+        """Where states are kept on the disk."""
+        return self.store.disk.folder
+
+    def schemas(self, namespace: str) -> list[SchemaTold]:
+        """Hand-written schemas of a namespace."""
+        texts = self._texts(namespace)
+        found = [(name, texts.get(name)) for name in texts.names()]
+        return [SchemaTold(name=name, placement=s.placement) for name, s in found if s is not None]
+
+    def schema(self, namespace: str, name: str) -> SchemaTold:
+        """Raises `UnknownSchema`."""
+        found = self._texts(namespace).get(name)
+        if found is None:
+            raise UnknownSchema(f"there is no schema {name!r}")
+        return SchemaTold(name=name, placement=found.placement, text=found.text)
+
+    def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
+        """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
+        prompts = self.rag.within(namespace)._parts.prompts
+        schema = spell_schema(prompts.load(name).schema, prompts.template.render)
+        return tree(schema, lay_out(schema, prompts.template.count))
+
+    def generated_tree(self, namespace: str, collection: str) -> dict[str, Any]:
+        """The schema of a collection, with one slot. Raises `UnknownCollection`."""
+        schema = self.rag.within(namespace).schema(collection, k=1, expanded=True)
+        count = lambda text: len(self.model.encode(text))  # noqa: E731
+        return tree(schema, lay_out(schema, count, "compact"))
+
+    def plan(self, namespace: str, wanted: PlanSent, module_tokens: int) -> dict[str, Any]:
+        """What caching a corpus takes and brings; measured beside what runs. Raises
+        `DocumentError`, `ConfigurationError` or `UnknownCollection`."""
+        corpus = self._corpus(namespace, wanted, module_tokens)
+        sizes = (wanted.device_bytes, wanted.disk_bytes)
+        limits = [None if size is None else parse_bytes(size) for size in sizes]
+        budgets = Budgets(parse_bytes(wanted.host_bytes), *limits)
+        made = make_plan(self.model, corpus, budgets, self.folder(), sample=wanted.sample)
+        return made.facts() | {"advice": advise(made, machine_memory())}
+
+    def _corpus(self, namespace: str, wanted: PlanSent, module_tokens: int) -> Corpus:
+        if (wanted.texts is None) == (wanted.collection is None):
+            raise ConfigurationError("give either a collection or texts")
+        if wanted.texts is not None:
+            texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
+            return corpus_of_sources(self.model, texts, module_tokens, lambda *_: None)
+        catalogue = self.rag.within(namespace)._parts.catalogue
+        rows = catalogue.modules(wanted.collection or "")
+        return Corpus(
+            len({row.document for row in rows}),
+            tuple(self.model.encode_untrusted(row.text) for row in rows),
+        )
+
+    def _texts(self, namespace: str) -> SchemaTexts:
+        return SchemaTexts(self.store.ledger.database, namespace)

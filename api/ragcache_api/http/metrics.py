@@ -1,0 +1,126 @@
+"""Metrics for Prometheus. Every app has a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client.registry import Collector
+
+from ragcache_api.http.looking import Looking
+from ragcache_api.http.recording import with_tokens
+from ragcache_api.http.running import Entry, Running
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+_FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_QUEUED = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0)
+
+
+class Metrics:
+    """What is counted as it happens; `Standing` reads the rest when it is asked for."""
+
+    def __init__(self, looking: Looking, running: Running) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "ragcache_requests", "Requests that have ended.", ["kind", "outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "ragcache_prompt_tokens", "Tokens of prompts, by where they came from.", ["source"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._first_token = Histogram(
+            "ragcache_first_token_seconds", "From the call to the first token.", ["cache"],
+            buckets=_FIRST_TOKEN, registry=self.registry,
+        )  # fmt: skip
+        self._queued = Histogram(
+            "ragcache_queue_seconds", "The wait for the engine.", buckets=_QUEUED,
+            registry=self.registry,
+        )  # fmt: skip
+        self.registry.register(Standing(looking, running))
+
+    def ended(self, entry: Entry) -> None:
+        """Takes a request that has ended."""
+        self._requests.labels(entry.kind, entry.outcome).inc()
+        for answer, counts in with_tokens(entry):
+            for source, number in counts.items():
+                self._tokens.labels(source).inc(number)
+            if answer.reuse.prompt_tokens:
+                kind = "hit" if answer.reuse.cached_tokens else "miss"
+                self._first_token.labels(kind).observe(answer.timings.first_token)
+                self._queued.observe(answer.timings.queued)
+
+    def text(self) -> bytes:
+        """All of it as Prometheus reads it."""
+        return generate_latest(self.registry)
+
+
+class Standing(Collector):
+    """What the store and the engine tell of themselves."""
+
+    def __init__(self, looking: Looking, running: Running) -> None:
+        self._looking, self._running = looking, running
+
+    def describe(self) -> list[Metric]:
+        """Nothing is read before it is asked for."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._tiers()
+        yield from self._store()
+        yield from self._engine()
+
+    def _tiers(self) -> Iterator[Metric]:
+        tiers = self._looking.rag.tiers()
+        for name, text in (
+            ("used_bytes", "Bytes that a tier holds."),
+            ("pinned_bytes", "Bytes of it that are pinned."),
+            ("states", "States that a tier holds."),
+        ):
+            family = GaugeMetricFamily(f"ragcache_tier_{name}", text, labels=["tier"])
+            for tier in tiers:
+                family.add_metric([tier.name], getattr(tier, name))
+            yield family
+        hits = CounterMetricFamily("ragcache_hits", "States found in a tier.", labels=["tier"])
+        for tier in tiers:
+            hits.add_metric([tier.name], tier.hits)
+        yield hits
+
+    def _store(self) -> Iterator[Metric]:
+        store = self._looking.store
+        misses = "States that no tier held and that were encoded."
+        yield CounterMetricFamily("ragcache_misses", misses, value=store.counters.encoded)
+        evictions = CounterMetricFamily(
+            "ragcache_evictions", "States that left a tier.", labels=["tier", "reason"]
+        )
+        again = CounterMetricFamily(
+            "ragcache_refetched", "Evicted states that were wanted again.", labels=["tier"]
+        )
+        for tier, reasons in store.ledger.evictions().items():
+            for reason, number in reasons.items():
+                if reason == "fetched_again":
+                    again.add_metric([tier], number)
+                else:
+                    evictions.add_metric([tier, reason], number)
+        yield evictions
+        yield again
+
+    def _engine(self) -> Iterator[Metric]:
+        engine, tally = self._looking.engine, self._looking.engine.tally
+        yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=tally.steps)
+        rows = tally.prompt_tokens + tally.decoded_tokens + tally.encoded_tokens
+        yield CounterMetricFamily(
+            "ragcache_step_rows", "Rows of all steps; by steps, the mean batch.", value=rows
+        )
+        preempted = "Requests that gave their memory back and waited again."
+        yield CounterMetricFamily("ragcache_preempted", preempted, value=tally.preempted)
+        for state, number in (("running", engine.core.running), ("waiting", engine.core.waiting)):
+            text = f"Requests that are {state} in the engine."
+            yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)
+        leased = "States that requests are reading."
+        yield GaugeMetricFamily("ragcache_leased_states", leased, value=self._looking.leased())
+        text = "Requests that the service holds."
+        yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._running.entries))

@@ -1,0 +1,130 @@
+// Pieces that several views show.
+import { forgetKey } from "./api.js";
+import { h } from "./dom.js";
+import { icon } from "./icons.js";
+import { TIERS, source } from "./sources.js";
+
+/** A panel with a title. note: a line beside it; aside: controls at its right. */
+export function panel(title, { note, aside, kind = "" } = {}, ...children) {
+  return h(
+    "section",
+    { class: `panel ${kind}`, "aria-label": title },
+    h(
+      "header",
+      {},
+      h("h2", {}, title),
+      note && h("span", { class: "muted note" }, note),
+      aside && h("div", { class: "aside" }, aside),
+    ),
+    ...children,
+  );
+}
+
+/** What to see where nothing is, and what to do about it. */
+export function empty(title, advice, action) {
+  return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, advice), action);
+}
+
+export function loading(what = "Loading…") {
+  return h("div", { class: "loading", role: "status" }, h("i", { class: "spinner" }), what);
+}
+
+/** A view that could not be read: the server's words, and where a key is at fault, another one. */
+export function fault(error) {
+  return h(
+    "div",
+    { class: "empty fault", role: "alert" },
+    h("strong", {}, error.title ?? "Something went wrong"),
+    h("p", {}, error.message),
+    [401, 403].includes(error.status) && h("button", { onclick: otherKey }, "Use another key"),
+  );
+}
+
+function otherKey() {
+  forgetKey();
+  location.reload();
+}
+
+/** The tier or source of states, in its colour. */
+export function tierChip(name) {
+  const { label, color } = source(name);
+  return h("span", { class: "chip", style: { "--fill": color } }, label.toLowerCase());
+}
+
+/** Several tiers, the nearest first. */
+export function tierChips(names) {
+  const place = (name) => TIERS.indexOf(name) >>> 0; // unknown ones last
+  return h(
+    "span",
+    { class: "chips" },
+    [...names].sort((a, b) => place(a) - place(b)).map(tierChip),
+  );
+}
+
+export function pinMark() {
+  return h(
+    "span",
+    { class: "pinmark", title: "Pinned", role: "img", "aria-label": "pinned" },
+    icon("pin"),
+  );
+}
+
+/** One of several, as a row of buttons. choices: [[value, label]]; chosen(value) on a change. */
+export function segmented(label, choices, current, chosen) {
+  const buttons = choices.map(([value, text]) =>
+    h(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": String(value === current),
+        "data-value": value,
+        onclick: () => pick(value),
+      },
+      text,
+    ),
+  );
+  const pick = (value) => {
+    buttons.forEach((button, index) =>
+      button.setAttribute("aria-pressed", String(choices[index][0] === value)),
+    );
+    chosen(value);
+  };
+  return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
+}
+
+/** A table of plain rows. columns: [{title, num?, cell: (row) → nodes, wide?}] */
+export function plainTable(columns, rows, label) {
+  const head = columns.map(({ title, num, wide }) =>
+    h("th", { scope: "col", class: `${num ? "num" : ""} ${wide ? "wide" : ""}` }, title),
+  );
+  const body = rows.map((row) =>
+    h(
+      "tr",
+      {},
+      columns.map(({ num, cell, wide }) =>
+        h("td", { class: `${num ? "num" : ""} ${wide ? "wide" : ""}` }, cell(row)),
+      ),
+    ),
+  );
+  return h(
+    "div",
+    { class: "scroll" },
+    h(
+      "table",
+      { class: "plain", "aria-label": label },
+      h("thead", {}, h("tr", {}, head)),
+      h("tbody", {}, body),
+    ),
+  );
+}
+
+/** A figure with its name, and a line that says more. */
+export function figure(label, value, more, name) {
+  return h(
+    "div",
+    { class: "figure", "data-figure": name ?? label },
+    h("dt", {}, label),
+    h("dd", { class: "num" }, value),
+    more && h("p", { class: "muted" }, more),
+  );
+}

@@ -1,0 +1,138 @@
+// A question, its answer as it comes, and what the answer cost.
+import { events, everything, request } from "../api.js";
+import { h, show } from "../dom.js";
+import { icon } from "../icons.js";
+import { empty } from "../parts.js";
+import { complain } from "../toasts.js";
+import { account } from "../answers.js";
+
+const MODES = [
+  ["rooted", "rooted: after the preamble"],
+  ["isolated", "isolated: each module alone"],
+  ["linked:4", "linked:4: first 4 tokens anew"],
+  ["linked:16", "linked:16: first 16 tokens anew"],
+  ["exact", "exact: nothing reused"],
+];
+
+export const ask = {
+  id: "ask",
+  title: "Ask",
+  about: "A question, the modules its answer used, and where the time went.",
+  mount,
+};
+
+function mount({ body, signal, parameters }) {
+  const stage = h(
+    "div",
+    { class: "stage" },
+    empty("Nothing was asked yet", "Ask twice: the second time, the states are there."),
+  );
+  const collection = h(
+    "select",
+    { name: "collection", required: true },
+    h("option", { value: "" }, "Choose a collection"),
+  );
+  everything("../v1/collections", { signal })
+    .then((items) =>
+      offered(
+        collection,
+        items.map(({ name }) => name),
+        parameters.get("collection"),
+      ),
+    )
+    .catch(complain);
+  show(body, form(collection, stage, signal), stage);
+}
+
+function offered(select, names, wanted) {
+  select.append(...names.map((value) => h("option", { value }, value)));
+  if (names.includes(wanted)) select.value = wanted;
+  else if (names.length === 1) [select.value] = names;
+}
+
+function form(collection, stage, signal) {
+  const go = h("button", { type: "submit", class: "primary" }, "Ask");
+  const stop = h("button", { type: "button", hidden: true }, icon("stop"), "Stop");
+  const node = h(
+    "form",
+    { class: "askform panel" },
+    questionBox(go),
+    choices(collection, stop, go),
+  );
+  node.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const stopped = new AbortController();
+    stop.onclick = () => stopped.abort();
+    busy(go, stop, true);
+    await answered(stage, asked(new FormData(node)), AbortSignal.any([signal, stopped.signal]));
+    busy(go, stop, false);
+  });
+  return node;
+}
+
+function asked(form) {
+  return {
+    question: form.get("question").trim(),
+    collection: form.get("collection"),
+    k: Number(form.get("k")),
+    mode: form.get("mode"),
+    stream: true,
+  };
+}
+
+// Enter asks, with Shift it makes a new line.
+function questionBox(go) {
+  const onkeydown = (event) => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    if (!go.disabled) event.target.form.requestSubmit();
+  };
+  return h("textarea", {
+    name: "question",
+    required: true,
+    rows: 2,
+    placeholder: "How long is the grace period?",
+    "aria-label": "Question",
+    onkeydown,
+  });
+}
+
+function choices(collection, stop, go) {
+  const field = (label, control) => h("label", { class: "field" }, h("span", {}, label), control);
+  const k = h("input", { name: "k", type: "number", min: 1, max: 64, value: 4 });
+  const modes = MODES.map(([value, label]) => h("option", { value }, label));
+  return h(
+    "div",
+    { class: "row" },
+    field("Collection", collection),
+    field("Modules (k)", k),
+    field("Mode", h("select", { name: "mode" }, modes)),
+    h("span", { class: "buttons" }, stop, go),
+  );
+}
+
+function busy(go, stop, on) {
+  go.disabled = on;
+  stop.hidden = !on;
+}
+
+async function answered(stage, body, signal) {
+  const shown = account(stage, body.question);
+  try {
+    const response = await request("POST", "../v1/answers", {
+      body,
+      signal,
+      headers: { Accept: "text/event-stream" },
+    });
+    for await (const { event, data } of events(response)) {
+      if (event === "sources") shown.sources(data);
+      else if (event === "token") shown.token(data);
+      else if (event === "answer") shown.answer(data);
+      else if (event === "error") shown.failed(data);
+    }
+  } catch (error) {
+    if (error.name === "AbortError") shown.stopped();
+    else shown.failed({ title: error.title, detail: error.message });
+  }
+  shown.ended();
+}

@@ -1,0 +1,112 @@
+"""The operator's modules: listed, and warmed, pinned, moved and evicted one by one or many."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query
+
+from ragcache_api.http.service import Call, CallDep, off_loop
+from ragcache_api.http.wire.admin import (
+    ChangesTold,
+    EvictSent,
+    ModuleTextTold,
+    ModuleTold,
+    MoveSent,
+)
+from ragcache_api.http.wire.common import CollectionName, Cursor, Limit, PageOf, problems
+
+router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
+Number = Annotated[int, Path(ge=1, lt=2**63)]
+Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
+Word = Annotated[str | None, Query(max_length=1000)]
+
+
+@router.get("/modules")
+async def list_modules(
+    call: CallDep, collection: CollectionName | None = None, document: Word = None,
+    tier: Word = None, pinned: bool | None = None, search: Word = None, sort: Sort = "id",
+    descending: bool = False, cursor: Cursor = None, limit: Limit = 100,
+) -> PageOf[ModuleTold]:  # fmt: skip
+    """Modules with what the tiers hold of them."""
+    page = await off_loop(
+        call.rag.modules.page, collection=collection, document=document, tier=tier, pinned=pinned,
+        search=search, sort=sort, descending=descending, cursor=cursor, limit=limit,
+    )  # fmt: skip
+    return PageOf[ModuleTold].model_validate(page)
+
+
+@router.get("/modules/{number}")
+async def get_module(number: Number, call: CallDep) -> ModuleTextTold:
+    """A module with its text."""
+    detail = await off_loop(call.rag.modules.get, number)
+    return ModuleTextTold(
+        **asdict(detail.listing), text=detail.text, uri=detail.uri,
+        metadata=dict(detail.attributes), states=[asdict(state) for state in detail.states],
+    )  # fmt: skip
+
+
+@router.delete("/modules/{number}")
+async def evict_module(
+    number: Number, call: CallDep, tier: Word = None, dry_run: bool = False
+) -> ChangesTold:
+    """Evicts a module's states; its document stays, and they are encoded again when a question
+    needs them."""
+    return await off_loop(_one, call, number, "evict", dry_run, tier=tier)
+
+
+@router.post("/modules/{number}/pin")
+async def pin_module(number: Number, call: CallDep, dry_run: bool = False) -> ChangesTold:
+    """Keeps a module's states from being evicted for pressure or time."""
+    return await off_loop(_one, call, number, "pin", dry_run)
+
+
+@router.delete("/modules/{number}/pin")
+async def unpin_module(number: Number, call: CallDep, dry_run: bool = False) -> ChangesTold:
+    """Lets a module's states be evicted again."""
+    return await off_loop(_one, call, number, "unpin", dry_run)
+
+
+@router.post("/modules/{number}/warm")
+async def warm_module(number: Number, call: CallDep, dry_run: bool = False) -> ChangesTold:
+    """Brings a module's states to the first tier, and encodes them if no tier has them."""
+    return await off_loop(_one, call, number, "warm", dry_run)
+
+
+@router.post("/modules/{number}/move")
+async def move_module(
+    number: Number, body: MoveSent, call: CallDep, dry_run: bool = False
+) -> ChangesTold:
+    """Brings a module's states to a tier, and takes them from those above it."""
+    return await off_loop(_one, call, number, "move", dry_run, tier=body.tier)
+
+
+@router.post("/evict")
+async def evict(body: EvictSent, call: CallDep, dry_run: bool = False) -> ChangesTold:
+    """Evicts states of a collection or of all; tells each that went, or would go."""
+    return await off_loop(_evict, call, body, dry_run)
+
+
+def _one(
+    call: Call, number: int, action: str, dry_run: bool, *, tier: str | None = None
+) -> ChangesTold:
+    modules = call.rag.modules
+    row = modules.get(number).listing
+    more = {"tier": tier} if tier is not None else {}
+    act = getattr(modules, action)
+    changes = act(row.collection, names=[row.name], dry_run=dry_run, **more)
+    call.service.looking.flush()  # the next listing shows it
+    return ChangesTold.of(changes, dry_run=dry_run)
+
+
+def _evict(call: Call, body: EvictSent, dry_run: bool) -> ChangesTold:
+    rag = call.rag
+    names = list(rag.stats().collections) if body.collection is None else [body.collection]
+    changes = [
+        change
+        for name in names
+        for change in rag.modules.evict(name, body.documents, tier=body.tier, dry_run=dry_run)
+    ]
+    call.service.looking.flush()
+    return ChangesTold.of(changes, dry_run=dry_run)

@@ -1,0 +1,75 @@
+"""`POST /v1/answers` and `POST /v1/prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict
+from time import monotonic
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from ragcache import AsyncAnswerStream
+from ragcache_api.http.asking import Opening, answered, streamed
+from ragcache_api.http.errors import Fault
+from ragcache_api.http.running import Entry
+from ragcache_api.http.service import Call, CallDep
+from ragcache_api.http.sse import event
+from ragcache_api.http.wire.answers import AnswerRequest, AnswerTold, PromptRequest, told_answer
+from ragcache_api.http.wire.common import event_stream, problems
+
+router = APIRouter(
+    prefix="/v1", tags=["answers"], responses={**problems(500), **event_stream("The answer")}
+)
+
+
+@router.post("/answers", response_model=AnswerTold)
+async def ask(body: AnswerRequest, call: CallDep) -> Response:
+    """Answers a question from the documents of a collection.
+
+    With `stream`, events: `sources`, a `token` for each piece of text, and `answer`, or `error`.
+    """
+    generation, rag = body.generation(call.deadline), call.rag
+    opening = lambda: rag.astream(  # noqa: E731
+        body.question, collection=body.collection, k=body.k, mode=body.mode,
+        generation=generation, **body.retrieval(),
+    )  # fmt: skip
+    return await _respond(call, "answer", body.collection, opening, stream=body.stream)
+
+
+@router.post("/prompts", response_model=AnswerTold)
+async def prompt(body: PromptRequest, call: CallDep) -> Response:
+    """Answers a PML prompt over a stored schema. Events as for answers."""
+    generation, rag = body.generation(call.deadline), call.rag
+    opening = lambda: rag.astream_prompt(  # noqa: E731
+        body.prompt, mode=body.mode, source="prompt", generation=generation
+    )
+    return await _respond(call, "prompt", "", opening, stream=body.stream)
+
+
+async def _respond(
+    call: Call, kind: str, collection: str, opening: Opening, *, stream: bool
+) -> Response:
+    running = call.service.running
+    if stream:
+        entry = running.begin(kind, call.caller.namespace, collection)
+        return await streamed(call, entry, opening, _told, _told_fault)
+    with running.entry(kind, call.caller.namespace, collection) as entry:
+        [answer] = await answered(call, entry, opening)
+    return JSONResponse(told_answer(entry.id, answer))
+
+
+async def _told(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[bytes, None]:
+    yield event([asdict(source) for source in stream.sources], "sources")
+    async with aclosing(stream.pieces()) as pieces:
+        async for piece in pieces:
+            entry.generated += piece.chosen is not None
+            if piece.text:
+                yield event({"text": piece.text, "at": monotonic() - entry.started}, "token")
+    entry.answers.append(stream.answer)
+    yield event(told_answer(entry.id, stream.answer), "answer")
+
+
+def _told_fault(fault: Fault) -> bytes:
+    return event(fault.problem("/v1/answers"), "error")

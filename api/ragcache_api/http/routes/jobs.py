@@ -1,0 +1,56 @@
+"""Ingestions in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.responses import Response
+
+from ragcache_api.http.service import Call, CallDep, off_loop
+from ragcache_api.http.sse import Events, event
+from ragcache_api.http.wire.common import Cursor, Limit, PageOf, event_stream, problems
+from ragcache_api.http.wire.documents import JobTold
+
+router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
+Number = Annotated[int, Path(ge=1, lt=2**63)]
+POLL_SECONDS = 0.25
+_OPEN = ("queued", "running")
+
+
+@router.get("")
+async def list_jobs(call: CallDep, cursor: Cursor = None, limit: Limit = 100) -> PageOf[JobTold]:
+    """The ingestions, the newest first."""
+    page = await off_loop(call.rag.jobs.list, cursor, limit)
+    return PageOf[JobTold].model_validate(page)
+
+
+@router.get("/{number}", response_model=JobTold, responses=event_stream("The job"))
+async def get_job(number: Number, call: CallDep) -> JobTold | Response:
+    """An ingestion. With `Accept: text/event-stream`, an event `progress` whenever it changes,
+    until it has ended."""
+    job = await _job(call, number)
+    if "text/event-stream" in call.request.headers.get("accept", ""):
+        return Events(_progress(call, job))
+    return job
+
+
+async def _job(call: Call, number: int) -> JobTold:
+    return JobTold.model_validate(await off_loop(call.rag.jobs.get, number))
+
+
+async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:
+    """Ends with the job, or with the service."""
+    stopping = asyncio.Event()
+    with call.service.running.watching(stopping.set):
+        yield event(job.model_dump(), "progress")
+        while job.status in _OPEN and not call.service.running.draining:
+            try:
+                await asyncio.wait_for(stopping.wait(), POLL_SECONDS)
+            except TimeoutError:
+                now = await _job(call, job.id)
+                if now != job:
+                    job = now
+                    yield event(job.model_dump(), "progress")

@@ -1,0 +1,161 @@
+"""Requests under way: listed for the operator, given up when their client goes, told at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+from uuid import uuid4
+
+from fastapi import Request
+
+from ragcache import Answer, AsyncAnswerStream
+from ragcache.errors import RequestCancelled
+from ragcache_api.http.errors import Refusal
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Entry:
+    """A request that runs. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
+    `cancelled` once it has ended, "" before."""
+
+    id: str
+    kind: str
+    namespace: str
+    collection: str
+    running: Running
+    started: float = field(default_factory=time.monotonic)
+    streams: list[AsyncAnswerStream] = field(default_factory=list)
+    generated: int = 0
+    answers: list[Answer] = field(default_factory=list)
+    outcome: str = ""
+
+    def attach(self, stream: AsyncAnswerStream) -> AsyncAnswerStream:
+        """Takes a stream, to be given up if the request is. Raises `Refusal` (503) where the
+        service ends by now."""
+        if self.running.stopped:
+            stream.close()
+            raise stopping()
+        self.streams.append(stream)
+        return stream
+
+    def give_up(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+    @property
+    def read_tokens(self) -> list[Mapping[str, int]]:
+        """Of each answer's prompt, the tokens whose states were read, by tier."""
+        return [stream.read_tokens for stream in self.streams[: len(self.answers)]]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As far as they are known: once the states are leased."""
+        return sum(stream.prompt_tokens for stream in self.streams)
+
+    @property
+    def state(self) -> str:
+        """`retrieving` until its states are leased, `waiting` until its first token, `running`."""
+        if not self.streams:
+            return "retrieving"
+        return "running" if self.generated else "waiting"
+
+
+class Running:
+    """All entries. drain: no more begin. stop: those that are left are told and end."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.draining = False
+        self.stopped = False
+        self.ended: list[Callable[[Entry], None]] = []
+        self._watchers: set[Callable[[], None]] = set()
+
+    @contextmanager
+    def entry(self, kind: str, namespace: str, collection: str = "") -> Iterator[Entry]:
+        """A request for as long as the block runs."""
+        entry = self.begin(kind, namespace, collection)
+        try:
+            yield entry
+        except BaseException as error:
+            self.end(entry, error)
+            raise
+        self.end(entry)
+
+    def begin(self, kind: str, namespace: str, collection: str = "") -> Entry:
+        """Raises `Refusal` (503) once the service is ending."""
+        if self.draining:
+            raise stopping()
+        entry = Entry(f"{kind}-{uuid4().hex}", kind, namespace, collection, self)
+        self.entries[entry.id] = entry
+        return entry
+
+    def end(self, entry: Entry, error: BaseException | None = None) -> None:
+        """Ends an entry once; later calls change nothing."""
+        if self.entries.pop(entry.id, None) is None:
+            return
+        entry.give_up()
+        gone = isinstance(error, asyncio.CancelledError | RequestCancelled | GeneratorExit)
+        gone = gone or (isinstance(error, Refusal) and error.status_code == 499)
+        entry.outcome = "finished" if error is None else "cancelled" if gone else "failed"
+        for tell in self.ended:
+            tell(entry)
+
+    def drain(self) -> None:
+        """Lets nothing begin any longer, and ends what would go on for ever."""
+        self.draining = True
+        for wake in list(self._watchers):
+            wake()
+
+    def stop(self) -> None:
+        """Gives up what runs; its clients are told that the service ends."""
+        self.drain()
+        self.stopped = True
+        for entry in list(self.entries.values()):
+            entry.give_up()
+
+    @contextmanager
+    def watching(self, wake: Callable[[], None]) -> Iterator[None]:
+        """wake: called when the service begins to end."""
+        self._watchers.add(wake)
+        try:
+            yield
+        finally:
+            self._watchers.discard(wake)
+
+    def named(self, error: BaseException) -> BaseException:
+        """A cancellation that the service itself caused, under its right name."""
+        if self.stopped and isinstance(error, RequestCancelled):
+            return stopping()
+        return error
+
+
+def stopping() -> Refusal:
+    return Refusal(503, "stopping", "the service is being stopped; try again", {"Retry-After": "5"})
+
+
+async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
+    """What is awaited, which is cancelled if the client goes away. The body must have been read.
+
+    Raises `Refusal` (499), which nobody reads.
+    """
+    task = asyncio.ensure_future(awaited)
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal(499, "client-gone", "the client went away")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

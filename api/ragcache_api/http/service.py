@@ -1,0 +1,126 @@
+"""What the routes work with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import time
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
+
+from ragcache import RagCache
+from ragcache_api.http.auth import Caller
+from ragcache_api.http.errors import Refusal
+from ragcache_api.http.looking import Looking
+from ragcache_api.http.metrics import Metrics
+from ragcache_api.http.recording import Recorder
+from ragcache_api.http.running import Running
+from ragcache_api.http.settings import ServiceSettings
+from ragcache_api.http.wire.openai_told import Spelling
+
+T = TypeVar("T")
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+@dataclass(slots=True)
+class Service:
+    """One open state folder, served."""
+
+    rag: RagCache
+    settings: ServiceSettings
+    running: Running = field(default_factory=Running)
+    recorder: Recorder = field(default_factory=Recorder)
+    started: float = field(default_factory=time)
+    looking: Looking = field(init=False)
+    metrics: Metrics = field(init=False)
+    _within: dict[str, RagCache] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.looking = Looking.of(self.rag)
+        self.metrics = Metrics(self.looking, self.running)
+        self.running.ended += [self.recorder.ended, self.metrics.ended]
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is served."""
+        return self.looking.model.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model's weights and configuration, as OpenAI tells its own."""
+        return f"fp_{self.looking.model.causal.fingerprint[:10]}"
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.looking.model.tokenizer
+
+    @property
+    def spelling(self) -> Spelling:
+        return Spelling(self.tokenizer)
+
+    def within(self, namespace: str) -> RagCache:
+        """The collections, schemas and modules of a namespace."""
+        if namespace not in self._within:
+            self._within[namespace] = self.rag.within(namespace)
+        return self._within[namespace]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request with who made it."""
+
+    request: Request
+    service: Service
+    caller: Caller
+
+    @property
+    def rag(self) -> RagCache:
+        """Of the caller's namespace."""
+        return self.service.within(self.caller.namespace)
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that the request may take: those of its header `X-Request-Timeout`, at most
+        those of the settings. Raises `Refusal` (400)."""
+        most = self.service.settings.deadline
+        text = self.request.headers.get(TIMEOUT_HEADER)
+        if text is None:
+            return most
+        try:
+            asked = float(text)
+        except ValueError:
+            asked = math.nan
+        if not asked > 0:
+            raise Refusal(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
+        return min(asked, most)
+
+    def operator(self) -> None:
+        """Raises `Refusal` (403) unless the caller may see what all namespaces share."""
+        if not self.caller.is_operator:
+            raise Refusal(
+                403, "forbidden",
+                "this concerns all namespaces: it takes a key of the role `admin` in `default`",
+            )  # fmt: skip
+
+
+def _call(request: Request) -> Call:
+    return Call(request, request.app.state.service, request.state.caller)
+
+
+CallDep = Annotated[Call, Depends(_call)]
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+async def off_loop(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Calls what may block, in a thread."""
+    return await run_in_threadpool(function, *arguments, **options)

@@ -1,0 +1,88 @@
+"""Serving until a signal: requests that run get their time, then are told, and all is written."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from socket import socket
+from types import FrameType
+
+import uvicorn
+
+from ragcache import RagCache
+from ragcache.errors import ConfigurationError
+from ragcache_api.http.app import create_app
+from ragcache_api.http.running import Running
+from ragcache_api.http.settings import ServiceSettings
+
+_TOLD_SECONDS = 5.0  # for the last events of those that were given up
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class KeyNeeded(ConfigurationError):
+    """The service may not listen where others reach it before there is a key."""
+
+
+class GracefulServer(uvicorn.Server):
+    """Stops accepting on SIGTERM, gives what runs `grace` seconds, then tells it to end."""
+
+    def __init__(self, config: uvicorn.Config, running: Running, grace: float) -> None:
+        super().__init__(config)
+        self._running, self._grace = running, grace
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Ends what runs, and then the server."""
+        self._running.drain()
+        telling = asyncio.create_task(self._tell())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            telling.cancel()
+
+    async def _tell(self) -> None:
+        await asyncio.sleep(self._grace)
+        self._running.stop()
+
+
+def serve(rag: RagCache, settings: ServiceSettings) -> None:
+    """Serves until SIGTERM or SIGINT; the state folder stays the caller's to close. Raises
+    `KeyNeeded`."""
+    check_reach(rag, settings)
+    app = create_app(rag, settings)
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_level=settings.log_level,
+        timeout_graceful_shutdown=int(settings.grace + _TOLD_SECONDS) or 1, server_header=False,
+        access_log=settings.log_level == "debug", lifespan="on",
+        timeout_keep_alive=75,  # clients that keep connections must not meet their end
+    )  # fmt: skip
+    # uvicorn raises the signal once more when it has ended: the folder is to be closed after that
+    before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
+    try:
+        GracefulServer(config, app.state.service.running, settings.grace).run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_reach(rag: RagCache, settings: ServiceSettings) -> None:
+    """Raises `KeyNeeded` for an address that others reach while no key exists."""
+    if not is_loopback(settings.host) and not rag.keys.any():
+        raise KeyNeeded(
+            f"{settings.host} can be reached by others, and no key exists: make one with "
+            "`ragcache keys create NAME --role admin`, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is of this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """Ends nothing."""

@@ -1,0 +1,110 @@
+"""All settings of the service, in one list (docs/operating.md shows it).
+
+Each is an option of `ragcache serve`, a variable `RAGCACHE_NAME`, or a line of `ragcache.toml` in
+the working folder; what comes first in this order counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from ragcache.errors import ConfigurationError
+
+Size = int | str
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ServiceSettings(BaseSettings):
+    """Sizes are bytes, or texts such as `8GiB`; times are seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RAGCACHE_", toml_file="ragcache.toml", extra="forbid", frozen=True,
+        protected_namespaces=(),
+    )  # fmt: skip
+
+    state: Path = Field(Path("ragcache-state"), description="The state folder.")
+    model: str | None = Field(None, description="A model folder or hub name; else the reader.")
+    embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
+    module_tokens: Positive = Field(384, description="The most tokens of a module.")
+    max_new_tokens: Positive = Field(64, description="Tokens of an answer unless a request says.")
+    scaffold_after: Positive | None = Field(
+        None, description="Retrievals until a scaffold is made."
+    )
+    queue: Positive = Field(1024, description="Requests that wait; one more gets 429.")
+    host_bytes: Size = Field("2GiB", description="Budget of the host tier.")
+    private_bytes: Size = Field("512MiB", description="Room for questions' own states.")
+    device_bytes: Size | None = Field(None, description="Budget of a tier on the GPU.")
+    disk_bytes: Size | None = Field(None, description="Budget of the disk; else no limit.")
+    remote: str | None = Field(None, description="An fsspec URL of a remote tier.")
+    remote_bytes: Size | None = Field(None, description="Budget of the remote tier.")
+    kv_dtype: Literal["model", "fp8", "int8"] = Field("model", description="How tiers keep states.")
+    policy: Literal["lru", "gdsf", "lfu"] = Field("lru", description="Who is evicted first.")
+    ledger: str | None = Field(None, description="A database URL in place of the ledger's file.")
+
+    host: str = Field("127.0.0.1", description="The address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
+    deadline: float = Field(300.0, gt=0, description="The most seconds of a request, then 504.")
+    grace: float = Field(20.0, ge=0, description="Seconds that running requests get at the end.")
+    body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
+    upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")
+    rate: str | None = Field(None, description="Requests of a key or address, as `100/minute`.")
+    allowed_hosts: list[str] = Field(
+        default=["localhost", "127.0.0.1", "::1"],
+        description="Names by which a service without keys may be called.",
+    )
+    page: bool = Field(True, description="Whether the operator's page is served at /admin/.")
+    telemetry: bool = Field(False, description="OpenTelemetry traces (extra `otel`).")
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
+        "info", description="Of the server's log."
+    )
+
+    @field_validator("rate")
+    @classmethod
+    def _is_a_rate(cls, text: str | None) -> str | None:
+        from limits import parse_many
+
+        if text is not None:
+            parse_many(text)  # raises ValueError
+        return text
+
+    @classmethod
+    def read(cls, **given: Any) -> ServiceSettings:
+        """Options that are None are left to the environment and the file. Raises
+        `ConfigurationError`."""
+        try:
+            return cls(**{name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise ConfigurationError(f"setting {name!r}: {first['msg']}") from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Options, then the environment, then the file."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    def opening(self) -> dict[str, Any]:
+        """The arguments of `RagCache.open` besides state and model."""
+        names = (
+            "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
+            "scaffold_after", "device_bytes", "disk_bytes", "remote", "remote_bytes", "kv_dtype",
+            "policy", "ledger",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,60 @@
+"""The tables of the ledger, the same on SQLite and PostgreSQL.
+
+What changes here needs a migration (`migrations/versions`); a test compares the two.
+"""
+
+from ragcache.store.tables.base import DEFAULT_NAMESPACE, SHARED, Base
+from ragcache.store.tables.documents import (
+    CollectionTable,
+    CoRetrievalTable,
+    DocumentTable,
+    DocumentTextTable,
+    ModuleTable,
+    NamespaceTable,
+    RecordTable,
+    TokenTable,
+    ValueTable,
+    VectorTable,
+)
+from ragcache.store.tables.states import (
+    EncodingTable,
+    EvictionTable,
+    ScaffoldTable,
+    SchemaStateTable,
+    SchemaTable,
+    StateTable,
+)
+from ragcache.store.tables.work import (
+    ApiKeyTable,
+    ClaimTable,
+    JobStateTable,
+    JobTable,
+    SessionTable,
+)
+
+__all__ = [
+    "DEFAULT_NAMESPACE",
+    "SHARED",
+    "ApiKeyTable",
+    "Base",
+    "ClaimTable",
+    "CoRetrievalTable",
+    "CollectionTable",
+    "DocumentTable",
+    "DocumentTextTable",
+    "EncodingTable",
+    "EvictionTable",
+    "JobStateTable",
+    "JobTable",
+    "ModuleTable",
+    "NamespaceTable",
+    "RecordTable",
+    "ScaffoldTable",
+    "SchemaStateTable",
+    "SchemaTable",
+    "SessionTable",
+    "StateTable",
+    "TokenTable",
+    "ValueTable",
+    "VectorTable",
+]

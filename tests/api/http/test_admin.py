@@ -1,0 +1,162 @@
+"""The operator's routes."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.testclient import TestClient
+
+from ragcache import RagCache
+from tests.api.http.conftest import LEAVE
+
+ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
+
+
+def module(client: TestClient, name: str) -> dict[str, object]:
+    items = client.get("/admin/modules", params={"search": name}).json()["items"]
+    [found] = [each for each in items if each["name"] == name]
+    return found
+
+
+def test_modules_are_paged_filtered_and_sorted(client: TestClient) -> None:
+    page = client.get("/admin/modules", params={"limit": 2, "sort": "name"}).json()
+    assert [each["name"] for each in page["items"]] == ["boats.md#1", "keys.md#1"]
+    rest = client.get("/admin/modules", params={"limit": 2, "sort": "name", "cursor": page["next"]})
+    assert [each["name"] for each in rest.json()["items"]] == ["leave.md#1"]
+    assert rest.json()["next"] is None
+    found = client.get("/admin/modules", params={"document": "keys.md", "tier": "disk"}).json()
+    assert [each["document"] for each in found["items"]] == ["keys.md"]
+    assert client.get("/admin/modules", params={"collection": "none"}).status_code in (200, 404)
+
+
+def test_a_module_is_told_with_its_text_and_states(client: TestClient) -> None:
+    number = module(client, "keys.md#1")["id"]
+    told = client.get(f"/admin/modules/{number}").json()
+    assert "spare key" in told["text"]
+    assert told["collection"] == "notes"
+    assert {state["tier"] for state in told["states"]} >= {"disk"}
+    assert client.get("/admin/modules/999999").status_code == 404
+
+
+def test_a_module_is_pinned_moved_evicted_and_warmed(client: TestClient) -> None:
+    number = module(client, "boats.md#1")["id"]
+    dry = client.post(f"/admin/modules/{number}/pin", params={"dry_run": True}).json()
+    assert dry["dry_run"]
+    assert not module(client, "boats.md#1")["pinned"]
+    pinned = client.post(f"/admin/modules/{number}/pin").json()
+    assert {each["action"] for each in pinned["changes"]} == {"pin"}
+    assert pinned["bytes"] == sum(each["nbytes"] for each in pinned["changes"])
+    assert module(client, "boats.md#1")["pinned"]
+    client.delete(f"/admin/modules/{number}/pin")
+    assert not module(client, "boats.md#1")["pinned"]
+    gone = client.delete(f"/admin/modules/{number}").json()
+    assert {each["action"] for each in gone["changes"]} == {"evict"}
+    assert module(client, "boats.md#1")["tiers"] == []
+    warmed = client.post(f"/admin/modules/{number}/warm").json()
+    assert [each["action"] for each in warmed["changes"]] == ["encode"]
+    moved = client.post(f"/admin/modules/{number}/move", json={"tier": "disk"})
+    assert moved.status_code == 200
+    assert client.post(f"/admin/modules/{number}/move", json={"tier": "x"}).status_code == 400
+
+
+def test_evicting_tells_what_would_go_and_then_what_went(client: TestClient) -> None:
+    body = {"collection": "notes", "documents": ["keys.md"], "tier": "disk"}
+    dry = client.post("/admin/evict", params={"dry_run": True}, json=body).json()
+    assert [each["tier"] for each in dry["changes"]] == ["disk"]
+    done = client.post("/admin/evict", json=body).json()
+    assert [each["key"] for each in done["changes"]] == [each["key"] for each in dry["changes"]]
+    assert client.post("/admin/evict", json=body).json()["changes"] == []
+    client.post("/admin/flush")
+    told = client.get("/admin/evictions", params={"limit": 1}).json()["items"]
+    assert told[0]["reason"] == "manual"
+    number = module(client, "keys.md#1")["id"]
+    client.post(f"/admin/modules/{number}/warm")
+
+
+def test_statistics_count_what_the_service_answered(client: TestClient) -> None:
+    before = client.get("/admin/stats").json()
+    client.post("/v1/answers", json=ASK)
+    client.post("/v1/answers", json={**ASK, "mode": "exact"})
+    after = client.get("/admin/stats").json()
+    assert after["requests"]["finished"] == before["requests"]["finished"] + 2
+    assert after["ttft"]["hit"]["count"] == before["ttft"]["hit"]["count"] + 1
+    assert after["ttft"]["miss"]["count"] == before["ttft"]["miss"]["count"] + 1
+    assert after["tokens"]["computed"] > before["tokens"].get("computed", 0)
+    assert after["engine"]["steps"] > before["engine"]["steps"]
+    assert after["series"][-1]["tokens"]["computed"] > 0
+    assert after["collections"]["notes"] == 3
+
+
+def test_requests_and_heat_name_the_modules_that_were_read(client: TestClient) -> None:
+    client.post("/v1/answers", json={**ASK, "k": 1})
+    told = client.get("/admin/requests").json()
+    assert told["running"] == []
+    assert told["recent"][0]["kind"] == "answer"
+    assert told["recent"][0]["modules"][0]["name"] == "leave.md#1"
+    heat = client.get("/admin/heat", params={"minutes": 3, "modules": 1}).json()
+    assert heat["modules"] == ["leave.md#1"]
+    assert len(heat["buckets"]) == len(heat["counts"][0]) == 3
+    assert sum(heat["counts"][0]) >= 1
+
+
+def test_tiers_tell_their_fill(client: TestClient, rag: RagCache) -> None:
+    tiers = {each["name"]: each for each in client.get("/admin/tiers").json()["items"]}
+    assert set(tiers) == {"host", "disk"}
+    assert tiers["disk"]["persistent"]
+    assert tiers["host"]["budget_bytes"] == rag.stats().host_budget_bytes
+    assert tiers["host"]["used_bytes"] > 0
+
+
+def test_schemas_are_shown_as_trees(client: TestClient) -> None:
+    text = (
+        '<schema name="t"><module name="a">One two.</module><module name="b">Six.</module></schema>'
+    )
+    assert client.post("/v1/schemas", json={"text": text}).status_code == 201
+    listed = {each["id"] for each in client.get("/admin/schemas").json()["items"]}
+    assert {"schema:t", "collection:notes"} <= listed
+    tree = client.get("/admin/schemas/schema:t/tree").json()
+    assert [child["name"] for child in tree["children"]] == ["a", "b"]
+    assert tree["tokens"] == sum(child["tokens"] for child in tree["children"])
+    generated = client.get("/admin/schemas/collection:notes/tree").json()
+    assert "leave.md" in str(generated)
+    assert client.get("/v1/schemas/t").json()["text"] == text
+    assert client.delete("/v1/schemas/t").json() == {"deleted": 1}
+    assert client.delete("/v1/schemas/t").status_code == 404
+    gone = client.post("/v1/prompts", json={"prompt": '<prompt schema="t"><a/>x</prompt>'})
+    assert gone.status_code == 404
+
+
+def test_a_plan_and_a_verification(client: TestClient) -> None:
+    plan = client.post("/admin/plan", json={"texts": ["A short text."], "sample": 1}).json()
+    assert plan["modules"] == 1
+    assert plan["advice"]
+    assert client.post("/admin/plan", json={}).status_code == 400
+    report = client.post("/admin/verify").json()
+    assert report["clean"]
+    assert report["states"] >= 1
+
+
+def test_metrics_name_everything_that_an_operator_watches(client: TestClient) -> None:
+    client.post("/v1/answers", json=ASK)
+    text = client.get("/metrics").text
+    for name in (
+        "ragcache_requests_total", "ragcache_prompt_tokens_total", "ragcache_hits_total",
+        "ragcache_misses_total", "ragcache_tier_used_bytes", "ragcache_first_token_seconds_bucket",
+        "ragcache_queue_seconds_bucket", "ragcache_evictions_total", "ragcache_refetched_total",
+        "ragcache_steps_total", "ragcache_step_rows_total",
+    ):  # fmt: skip
+        assert re.search(rf"^{name}\b", text, re.MULTILINE), name
+    assert 'cache="hit"' in text
+
+
+def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
+    from tests.api.http.conftest import client_of
+
+    with client_of(rag) as ending:
+        assert ending.get("/health/ready").json() == {"status": "ready"}
+        ending.app.state.service.running.drain()  # type: ignore[attr-defined]
+        assert ending.get("/health/ready").status_code == 503
+        assert ending.get("/health/live").status_code == 200
+        refused = ending.post("/v1/answers", json=ASK)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]

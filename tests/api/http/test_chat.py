@@ -1,0 +1,162 @@
+"""`POST /v1/chat/completions`, but for what the clients of others show (test_openai_clients)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from ragcache import RagCache
+from tests.api.http.conftest import LEAVE
+from tests.api.http.events import events
+
+MODEL = "ragcache-reader"
+
+
+def ask(client: TestClient, **body: Any) -> Any:
+    given = {"model": MODEL, "messages": [{"role": "user", "content": LEAVE}], "max_tokens": 4}
+    return client.post("/v1/chat/completions", json=given | body)
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    told = [value for _, value in events(text)]
+    assert told[-1] == "[DONE]"
+    return told[:-1]
+
+
+def test_a_chat_is_that_of_the_library(client: TestClient, rag: RagCache) -> None:
+    told = ask(client).json()
+    from ragcache import Generation
+
+    answer = rag.chat([{"role": "user", "content": LEAVE}], generation=Generation(max_new_tokens=4))
+    [choice] = told["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == answer.choices[0].text.lstrip()
+    assert told["usage"]["prompt_tokens"] == answer.reuse.prompt_tokens
+    assert told["usage"]["completion_tokens"] == len(answer.choices[0].token_ids)
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert told["system_fingerprint"].startswith("fp_")
+    assert "sources" not in told
+
+
+def test_a_stream_adds_up_to_the_whole(client: TestClient) -> None:
+    whole = ask(client, n=2, seed=1, temperature=0.9).json()
+    streamed = chunks(ask(client, n=2, seed=1, temperature=0.9, stream=True).text)
+    for index in range(2):
+        deltas = [
+            choice["delta"].get("content", "")
+            for chunk in streamed
+            for choice in chunk["choices"]
+            if choice["index"] == index
+        ]
+        assert "".join(deltas) == whole["choices"][index]["message"]["content"]
+    last = streamed[-1]["choices"]
+    assert [c["finish_reason"] for c in last] == [c["finish_reason"] for c in whole["choices"]]
+    assert all("usage" not in chunk for chunk in streamed)
+
+
+def test_usage_comes_last_where_it_is_asked_for(client: TestClient) -> None:
+    streamed = chunks(ask(client, stream=True, stream_options={"include_usage": True}).text)
+    assert streamed[-1]["choices"] == []
+    assert streamed[-1]["usage"]["completion_tokens"] > 0
+    assert "cached_tokens" in streamed[-1]["usage"]["prompt_tokens_details"]
+    assert all(chunk["usage"] is None for chunk in streamed[:-1])
+
+
+def test_a_collection_turns_retrieval_on(client: TestClient, rag: RagCache) -> None:
+    told = ask(client, collection="notes", max_tokens=None).json()
+    answer = rag.ask(LEAVE, collection="notes")
+    assert told["choices"][0]["message"]["content"].strip() == answer.text
+    assert [s["module"] for s in told["sources"]] == [s.module for s in answer.sources]
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    streamed = chunks(ask(client, collection="notes", stream=True).text)
+    assert streamed[-1]["sources"] == told["sources"]
+
+
+def test_a_collection_answers_the_last_question(client: TestClient) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A reader."},
+        {"role": "user", "content": [{"type": "text", "text": LEAVE}]},
+    ]
+    assert ask(client, messages=messages, collection="notes").json()["sources"]
+    silent = ask(client, messages=messages[:1], collection="notes")
+    assert silent.status_code == 400
+
+
+def test_documents_in_a_message_are_recognised(client: TestClient) -> None:
+    text = (
+        "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow two weeks "
+        "ahead."
+    )
+    told = ask(client, messages=[{"role": "user", "content": f"{text}\n\n{LEAVE}"}]).json()
+    assert told["ragcache"]["mode"].startswith("recognised")
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_log_probabilities_have_openais_form(client: TestClient) -> None:
+    told = ask(client, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert len(told) == 4
+    for entry in told:
+        assert entry["logprob"] <= 0
+        assert len(entry["top_logprobs"]) == 2
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    streamed = chunks(ask(client, logprobs=True, top_logprobs=2, stream=True).text)
+    entries = [
+        entry
+        for chunk in streamed
+        for choice in chunk["choices"]
+        if choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]
+    assert [entry["token"] for entry in entries] == [entry["token"] for entry in told]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"model": "gpt-4o"}, "model"),
+        ({"n": 0}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"response_format": {"type": "json_schema"}}, None),
+    ],
+)
+def test_what_is_not_served_is_refused_in_openais_shape(
+    client: TestClient, body: dict[str, Any], param: str | None
+) -> None:
+    response = ask(client, **body)
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    error = response.json()["error"]
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+
+
+def test_unknown_fields_that_change_nothing_are_passed_over(client: TestClient) -> None:
+    told = ask(client, user="me", metadata={"a": "b"}, service_tier="auto", logit_bias={})
+    assert told.status_code == 200
+
+
+def test_an_error_after_the_beginning_is_an_event(client: TestClient) -> None:
+    late = client.post(
+        "/v1/chat/completions",
+        json={
+            "model": MODEL, "messages": [{"role": "user", "content": LEAVE}], "stream": True,
+            "max_tokens": 2000, "logprobs": False, "temperature": 100, "seed": 2,
+        },
+        headers={"X-Request-Timeout": "0.05"},
+    )  # fmt: skip
+    assert late.status_code == 200
+    told = [value for _, value in events(late.text)]
+    assert told[-1]["error"]["code"] == "deadline_exceeded"

@@ -1,0 +1,144 @@
+"""Who gets in: keys, roles, limits, and calls that a browser makes for other sites."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from tests.api.http.conftest import LEAVE, client_of
+
+PATHS = [
+    ("GET", "/v1/models"), ("POST", "/v1/answers"), ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"), ("GET", "/v1/collections"), ("GET", "/v1/jobs"),
+    ("GET", "/v1/schemas"), ("POST", "/v1/prompts"), ("GET", "/admin/stats"), ("GET", "/metrics"),
+    ("GET", "/openapi.json"), ("GET", "/nothing/here"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def locked(reader: LoadedModel, tmp_path: Path) -> Iterator[tuple[TestClient, RagCache]]:
+    """A service of a folder with a key for everything and one for questions."""
+    with RagCache.open(tmp_path / "state", reader) as rag, client_of(rag) as client:
+        yield client, rag
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def test_everything_but_health_is_closed_once_a_key_exists(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    client, rag = locked
+    assert client.get("/v1/models").status_code == 200
+    row, secret = rag.keys.create("me", role="admin")
+    for method, path in PATHS:
+        for headers in ({}, bearer("rc-wrong"), {"Authorization": secret}):
+            refused = client.request(method, path, headers=headers)
+            assert refused.status_code == 401, path
+            assert refused.headers["www-authenticate"].startswith("Bearer")
+    assert client.get("/v1/models", headers=bearer(secret)).status_code == 200
+    assert client.get("/admin/stats", headers=bearer(secret)).status_code == 200
+    for path in ("/health/live", "/health/ready"):
+        assert client.get(path).status_code == 200
+    rag.keys.revoke(row.id)
+    assert client.get("/v1/models", headers=bearer(secret)).status_code == 401
+
+
+def test_errors_of_the_gate_have_the_shape_of_their_path(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    client, rag = locked
+    rag.keys.create("me")
+    assert client.get("/v1/models").json()["error"]["type"] == "authentication_error"
+    assert client.get("/v1/jobs").json()["type"] == "urn:ragcache:problem:unauthorised"
+
+
+def test_a_users_key_opens_nothing_of_the_operators(locked: tuple[TestClient, RagCache]) -> None:
+    client, rag = locked
+    _, secret = rag.keys.create("me")
+    for path in ("/admin/stats", "/admin/modules", "/metrics", "/admin/other"):
+        assert client.get(path, headers=bearer(secret)).status_code == 403, path
+    assert client.get("/v1/collections", headers=bearer(secret)).status_code == 200
+
+
+def test_the_files_of_the_page_are_open_and_nothing_beside_them(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    client, rag = locked
+    rag.keys.create("me", role="admin")
+    page = client.get("/admin/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    for linked in re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text):
+        assert client.get(f"/admin/{linked}").status_code == 200, linked
+    for path in ("/admin/../stats", "/admin/%2e%2e/app.py", "/admin/stats"):
+        assert client.get(path).status_code == 401, path
+
+
+def test_an_administrator_of_one_namespace_sees_nothing_that_all_share(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    client, rag = locked
+    _, secret = rag.keys.create("them", role="admin", namespace="them")
+    for path in ("/admin/tiers", "/metrics"):
+        assert client.get(path, headers=bearer(secret)).status_code == 403, path
+    for path in ("/admin/flush", "/admin/verify"):
+        assert client.post(path, headers=bearer(secret)).status_code == 403, path
+    stats = client.get("/admin/stats", headers=bearer(secret)).json()
+    assert stats["engine"] == {}
+    assert client.get("/admin/requests", headers=bearer(secret)).json()["batch"] is None
+
+
+def test_without_keys_only_this_machines_names_are_answered(rag: RagCache) -> None:
+    with client_of(rag, allowed_hosts=["localhost", "reader.local"]) as client:
+        for host, status in (
+            ("localhost:8000", 200), ("reader.local", 200), ("evil.example", 403), ("", 403),
+        ):  # fmt: skip
+            assert client.get("/v1/models", headers={"Host": host}).status_code == status, host
+        crossed = {"Sec-Fetch-Site": "cross-site"}
+        assert client.get("/v1/models", headers=crossed).status_code == 403
+        assert client.get("/v1/models", headers={"Sec-Fetch-Site": "same-origin"}).is_success
+
+
+def test_a_rate_is_kept_and_says_when_to_come_again(rag: RagCache) -> None:
+    with client_of(rag, rate="2/minute") as client:
+        statuses = [client.get("/v1/jobs").status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        refused = client.get("/v1/models")
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert client.get("/health/live").status_code == 200
+
+
+def test_a_body_is_refused_by_its_declared_length(rag: RagCache) -> None:
+    with client_of(rag, body_bytes=1000) as client:
+        body = {"question": LEAVE + "?" * 2000, "collection": "notes"}
+        refused = client.post("/v1/answers", json=body)
+        assert refused.status_code == 413
+        assert refused.json()["type"].endswith("body-too-large")
+        odd = client.post("/v1/answers", content=b"{}", headers={"Content-Length": "many"})
+        assert odd.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/answers", "/v1/collections/notes/documents"])
+def test_a_body_without_a_length_is_counted_while_it_comes(rag: RagCache, path: str) -> None:
+    sent = 0
+
+    def parts() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 100
+            yield b" " * 100
+
+    with client_of(rag, body_bytes=1000, upload_bytes=1000) as client:
+        refused = client.post(path, content=parts(), headers={"Content-Type": "application/json"})
+    assert refused.status_code == 413
+    assert refused.headers["content-type"] == "application/problem+json"

@@ -1,0 +1,100 @@
+"""What the service remembers of requests."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
+
+from ragcache import Answer, AsyncAnswerStream, Reuse, Source, Timings
+from ragcache.engine import Choice
+from ragcache_api.http.recording import POINT_SECONDS, POINTS, Record, Recorder, percentile
+from ragcache_api.http.running import Entry, Running
+
+
+def answer(module: str, cached: int, first_token: float) -> Answer:
+    source = Source(module, module, "", 1.0, "host")
+    reuse = Reuse(cached + 10, cached, 10)
+    return Answer(
+        "q", "a", (source,), "rooted", "stop", reuse, Timings(0, 0, first_token, 1, 0),
+        (Choice((1,), "a", "stop"),),
+    )  # fmt: skip
+
+
+def entry(namespace: str, *answers: Answer, outcome: str = "finished") -> Entry:
+    made = Entry("id", "answer", namespace, "notes", Running())
+    made.answers += answers
+    made.streams += [
+        cast("AsyncAnswerStream", SimpleNamespace(read_tokens={"host": each.reuse.cached_tokens}))
+        for each in answers
+    ]
+    made.outcome = outcome
+    return made
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_first_tokens_are_told_apart_by_what_the_cache_had() -> None:
+    record = Record(Clock())
+    record.ended(entry("a", answer("m", 90, 0.1)))
+    record.ended(entry("a", answer("m", 0, 0.9)))
+    told = record.ttft()
+    assert told["hit"] == {"p50": 0.1, "p95": 0.1, "count": 1}
+    assert told["miss"] == {"p50": 0.9, "p95": 0.9, "count": 1}
+    assert record.tokens == {"host": 90, "computed": 20}
+
+
+def test_the_series_holds_one_hour() -> None:
+    clock = Clock()
+    record = Record(clock)
+    for _ in range(POINTS + 10):
+        record.ended(entry("a", answer("m", 90, 0.1)))
+        clock.now += POINT_SECONDS
+    series = record.series()
+    assert len(series) == POINTS
+    assert {b["at"] - a["at"] for a, b in pairwise(series)} == {POINT_SECONDS}
+    assert series[0]["tokens"]["computed"] == 10
+
+
+def test_heat_counts_modules_by_minute() -> None:
+    clock = Clock()
+    record = Record(clock)
+    record.ended(entry("a", answer("old", 1, 0.1)))
+    clock.now += 120
+    for name in ("new", "new", "other"):
+        record.ended(entry("a", answer(name, 1, 0.1)))
+    heat = record.heat(2, 1)
+    assert heat["modules"] == ["new"]
+    assert heat["counts"] == [[0, 2]]
+    assert record.heat(3, 9)["counts"] == [[0, 0, 2], [1, 0, 0], [0, 0, 1]]
+
+
+def test_only_the_last_requests_are_kept() -> None:
+    record = Record(Clock())
+    for _ in range(150):
+        record.ended(entry("a", outcome="failed"))
+    assert len(record.recent) == 100
+    assert record.outcomes["failed"] == 150
+
+
+def test_namespaces_have_records_of_their_own() -> None:
+    recorder = Recorder(Clock())
+    recorder.ended(entry("a", answer("m", 1, 0.1)))
+    assert recorder.of("a").outcomes["finished"] == 1
+    assert recorder.of("b").outcomes["finished"] == 0
+    running = Entry("id", "answer", "a", "notes", Running())
+    recorder.tick([running])
+    assert recorder.of("a").series()[-1]["waiting"] == 1
+    assert recorder.of("b").series()[-1]["waiting"] == 0
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(range(100), 0.95) == 95

@@ -1,0 +1,56 @@
+"""Settings: one list, from options, the environment and a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ragcache.errors import ConfigurationError
+from ragcache_api.http import ServiceSettings
+from tests.conftest import REPOSITORY
+
+
+def test_options_come_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = 'port = 1\ngrace = 2\nhost = "127.0.0.2"\nallowed_hosts = ["a"]\n'
+    (tmp_path / "ragcache.toml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("RAGCACHE_PORT", "3")
+    monkeypatch.setenv("RAGCACHE_GRACE", "4")
+    settings = ServiceSettings.read(port=5, grace=None)
+    assert (settings.port, settings.grace, settings.host) == (5, 4, "127.0.0.2")
+    assert settings.allowed_hosts == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({"port": 70000}, "port"), ({"surprise": 1}, "surprise"), ({"rate": "often"}, "rate"),
+     ({"deadline": 0}, "deadline"), ({"kv_dtype": "int3"}, "kv_dtype")],
+)  # fmt: skip
+def test_what_cannot_be_used_is_named(given: dict[str, object], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        ServiceSettings.read(**given)
+
+
+def test_an_unknown_line_of_the_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragcache.toml").write_text("prot = 8001\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="prot"):
+        ServiceSettings.read()
+
+
+def test_only_what_was_given_reaches_the_opening() -> None:
+    opening = ServiceSettings.read(host_bytes="1GiB").opening()
+    assert opening["host_bytes"] == "1GiB"
+    assert "device_bytes" not in opening
+
+
+def test_every_setting_is_in_the_documented_list_and_no_other() -> None:
+    page = (REPOSITORY / "docs/operating.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert listed == list(ServiceSettings.model_fields)

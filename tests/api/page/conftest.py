@@ -1,0 +1,102 @@
+"""A headless Chromium, and the page as a person uses it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+SECONDS = 20
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[webdriver.Chrome]:
+    """RAGCACHE_TEST_CHROMIUM names the browser; where it is not set, one on the path will do."""
+    named = os.environ.get("RAGCACHE_TEST_CHROMIUM")
+    browser, driver = named or shutil.which("chromium"), shutil.which("chromedriver")
+    if named is None and (browser is None or driver is None):
+        pytest.skip("no chromium with its driver here (.ci/chromium installs them)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(browser)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in FLAGS:
+        options.add_argument(flag)
+    window = webdriver.Chrome(options=options, service=Service(driver))
+    window.set_window_size(1440, 1000)
+    yield window
+    window.quit()
+
+
+class Page:
+    """What a person sees and does. Finding waits until there is something to find."""
+
+    def __init__(self, window: webdriver.Chrome, address: str) -> None:
+        self.window, self.address = window, address
+
+    def open(self, view: str) -> None:
+        self.window.get("about:blank")
+        self.window.get(f"{self.address}#/{view}")
+
+    def until(self, holds: Callable[[], Any]) -> Any:
+        wait = WebDriverWait(self.window, SECONDS, 0.05, ignored_exceptions=[Exception])
+        return wait.until(lambda _: holds())
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.window.find_elements(By.CSS_SELECTOR, selector)
+
+    def find(self, selector: str, text: str = "") -> WebElement:
+        """The first visible element of a selector that holds a text."""
+
+        def found() -> WebElement | None:
+            fit = (each for each in self.all(selector) if each.is_displayed() and text in each.text)
+            return next(fit, None)
+
+        element: WebElement = self.until(found)
+        return element
+
+    def click(self, selector: str, text: str = "") -> None:
+        """Once it can be clicked."""
+
+        def clicked() -> bool:
+            self.find(selector, text).click()
+            return True
+
+        self.until(clicked)
+
+    def names(self) -> list[str]:
+        """Of the modules in sight, as they are listed."""
+        rows = "[...document.querySelectorAll('.grid tr[data-id] .name')]"
+        names: list[str] = self.window.execute_script(f"return {rows}.map(e => e.textContent)")
+        return names
+
+    def color(self, selector: str, name: str = "background-color") -> str:
+        return str(self.find(selector).value_of_css_property(name))
+
+    def faults(self) -> list[str]:
+        """What the browser complained of: scripts that failed, and what the policy refused."""
+        return [
+            each["message"] for each in self.window.get_log("browser") if each["level"] == "SEVERE"
+        ]
+
+
+@pytest.fixture
+def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
+    """Opens a page in a tab without memory of the tests before."""
+    chromium.get_log("browser")
+
+    def open_page(address: str) -> Page:
+        chromium.get(address)
+        chromium.execute_script("sessionStorage.clear(); localStorage.clear()")
+        return Page(chromium, address)
+
+    yield open_page
+    chromium.get("about:blank")
