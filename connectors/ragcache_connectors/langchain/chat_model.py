@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
@@ -21,7 +21,7 @@ from ragcache_connectors.langchain import ahead
 from ragcache_connectors.langchain.batches import RaggedBatches
 from ragcache_connectors.langchain.errors import as_langchain
 from ragcache_connectors.langchain.messages import conversation
-from ragcache_connectors.langchain.opening import shared_rag
+from ragcache_connectors.langchain.opening import declare, shared_rag
 from ragcache_connectors.langchain.options import Call
 from ragcache_connectors.langchain.replies import Chunks, result
 from ragcache_connectors.langchain.served import Served
@@ -99,11 +99,18 @@ class ChatRagCache(RaggedBatches):
             raise ConfigurationError("give rag=, or else state= and open_options=; not both")
         return {name: value for name, value in values.items() if name not in _ELSEWHERE}
 
+    @model_validator(mode="after")
+    def _declare(self) -> Self:
+        """Another class may open the folder before the first message comes."""
+        if self.rag is None:
+            declare(self.state, model=self.model, **self.open_options)
+        return self
+
     @property
     def model_name(self) -> str:
-        """The model's name, as answers tell it."""
-        if self.rag is not None:
-            return Served(self.rag).name
+        """The model's name, as answers tell it once the folder is open."""
+        if self.rag is not None or self._served is not None:
+            return (self._served or Served(self.rag)).name
         if self.model is None:
             return EMBEDDED
         return str(getattr(self.model, "name", self.model))

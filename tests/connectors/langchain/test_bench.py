@@ -18,7 +18,7 @@ KEYS = {"ratio_recognised_to_plain", "recognise_ms_32k_10000", "batch_ratio"}
 
 
 def small(handbook: Path) -> LangChainSetting:
-    shape = LlamaShape(1, 64, 4, 2, 96, 4096, 2048)
+    shape = LlamaShape(1, 64, 4, 2, 96, 32_000, 2048)
     return LangChainSetting(
         handbook=handbook, shape=shape, modules=40, module_words=60, questions=1, runs=1, batch=2,
         new_tokens=2, lengths=(1_000, 32_768), sizes=(20, 40, 10_000), finds=2,
@@ -30,7 +30,7 @@ def test_it_measures_what_it_says(notes: Path) -> None:
     assert result.keys() >= KEYS
     for name in ("handbook", "synthetic"):
         chain = result[name]
-        assert chain["cached_tokens"] > 0.5 * chain["prompt_tokens"]
+        assert 0 < chain["cached_tokens"] < chain["prompt_tokens"]
         assert chain["ratio"] == chain["seconds"]["plain"] / chain["seconds"]["recognised"]
     assert result["recognise_ms_32k_10000"] is None  # there are 40 modules
     assert [(row["modules"], row["characters"]) for row in result["recognition"]] == [
@@ -44,7 +44,7 @@ def test_the_command_prints_tables_and_writes_json(
     tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = bench_langchain(small(notes))
-    monkeypatch.setattr(bench, "bench_langchain", lambda setting, report: measured)
+    monkeypatch.setattr(bench, "bench_langchain", lambda *_: measured)
     file = tmp_path / "figures.json"
     done = CliRunner().invoke(app, ["bench", "langchain", "--json", str(file)])
     assert done.exit_code == 0, done.output

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ragcache import RagCache
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
-from ragcache_connectors.langchain import ChatRagCache, close_shared
+from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
 from ragcache_connectors.langchain.served import Served
 from tests.connectors.langchain.chats import DOCUMENT, notes_open
 from tests.connectors.langchain.scripted import SAID, scripted
@@ -250,6 +250,18 @@ def test_a_folder_is_opened_at_the_first_call_and_once(tmp_path: Path) -> None:
         assert models[0].invoke("x").content == SAID
         assert asyncio.run(models[1].ainvoke("x")).content == SAID
         assert models[0]._open() is models[1]._open()
+    finally:
+        close_shared()
+
+
+def test_whoever_opens_the_folder_opens_it_with_the_chats_model(tmp_path: Path) -> None:
+    model = ChatRagCache(state=tmp_path, model=scripted(), open_options={"max_new_tokens": 2})
+    try:
+        assert shared_rag(None, tmp_path)._parts.model.name == "scripted"
+        assert model.invoke("x").content == SAID[:2]
+        with pytest.raises(ValidationError, match="is opened with model="):
+            ChatRagCache(state=tmp_path, model="another")
+        assert ChatRagCache(state=tmp_path).invoke("x").content == SAID[:2]
     finally:
         close_shared()
 
