@@ -30,9 +30,14 @@ class Served:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this model and the texts that it recognises from others."""
+        """What tells this model, its defaults and the texts that it recognises from others."""
         parts = self.rag._parts
-        return {"fingerprint": parts.model.causal.fingerprint, "state": parts.database.name}
+        return {
+            "fingerprint": parts.model.causal.fingerprint,
+            "state": parts.common.database.name,
+            "namespace": parts.namespace,
+            "max_new_tokens": parts.common.settings.max_new_tokens,
+        }
 
     @cached_property
     def style(self) -> ToolStyle | None:

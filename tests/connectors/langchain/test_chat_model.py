@@ -13,6 +13,7 @@ from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackH
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from ragcache import RagCache
@@ -171,6 +172,17 @@ def test_callbacks_hear_each_token_once(said: RagCache, streaming: bool) -> None
     assert "".join(handler.seen) == (SAID if streaming else "")
 
 
+def test_an_answer_may_be_written_as_json_and_read_again(said: RagCache) -> None:
+    answer = ChatRagCache(rag=said).invoke("x")
+    assert AIMessage.model_validate_json(answer.model_dump_json()) == answer
+
+
+def test_options_may_be_chosen_when_a_chain_runs(said: RagCache) -> None:
+    chosen = ChatRagCache(rag=said).configurable_fields(max_tokens=ConfigurableField(id="most"))
+    assert chosen.with_config(configurable={"most": 1}).invoke("x").content == SAID[0]
+    assert chosen.invoke("x").content == SAID
+
+
 def test_langchains_own_counter_counts_right(said: RagCache) -> None:
     counter = UsageMetadataCallbackHandler()
     answers = ChatRagCache(rag=said).batch(["a", "b"], config={"callbacks": [counter]})
@@ -237,6 +249,7 @@ def test_what_changes_an_answer_identifies_the_model(said: RagCache, tmp_path: P
         {"max_tokens": 3}, {"seed": 1}, {"top_k": 2},
     ):  # fmt: skip
         assert ChatRagCache(rag=said, **option)._identifying_params != base
+    assert ChatRagCache(rag=said.within("other"))._identifying_params != base
     folders = [ChatRagCache(state=tmp_path / name)._identifying_params for name in "ab"]
     assert folders[0] != folders[1]
 
