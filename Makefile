@@ -12,9 +12,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-# With the kills and the long state machines, which `make test` runs a few of.
+# With what `make test` runs a little of: kills, state machines, loads, requests by schema.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -m "slow or not slow" -n auto --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

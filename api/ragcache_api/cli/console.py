@@ -22,30 +22,52 @@ if TYPE_CHECKING:
 console = Console()
 errors = Console(stderr=True)
 
+
+def _set(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """What was given, or else the setting of this name."""
+    from ragcache_api.settings import ServiceSettings
+
+    name = str(parameter.name)
+    source = context.get_parameter_source(name)
+    given = source is not None and source.name != "DEFAULT"
+    return value if given else getattr(ServiceSettings.read(), name)
+
+
 StateOption = Annotated[
-    Path, typer.Option("--state", envvar="RAGCACHE_STATE", help="The state folder.")
+    Path,
+    typer.Option("--state", envvar="RAGCACHE_STATE", callback=_set, help="The state folder."),
 ]
 LedgerOption = Annotated[
     str | None,
     typer.Option(
-        "--ledger", envvar="RAGCACHE_LEDGER",
+        "--ledger", envvar="RAGCACHE_LEDGER", callback=_set,
         help="The URL of a database, where the ledger is not in the state folder.",
     ),
 ]  # fmt: skip
 RemoteOption = Annotated[
     str | None,
     typer.Option(
-        "--remote", envvar="RAGCACHE_REMOTE",
+        "--remote", envvar="RAGCACHE_REMOTE", callback=_set,
         help="The fsspec URL of the remote tier, such as s3://BUCKET/PATH.",
     ),
 ]  # fmt: skip
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="A model folder or hub name; without it, the embedded reader."),
+    typer.Option(
+        "--model",
+        envvar="RAGCACHE_MODEL",
+        callback=_set,
+        help="A model folder or hub name; without it, the embedded reader.",
+    ),
 ]
 EmbeddingOption = Annotated[
     str | None,
-    typer.Option("--embedding", help="`minilm` adds retrieval by meaning to retrieval by words."),
+    typer.Option(
+        "--embedding",
+        envvar="RAGCACHE_EMBEDDING",
+        callback=_set,
+        help="`minilm` adds retrieval by meaning to retrieval by words.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KOption = Annotated[int, typer.Option("-k", "--k", help="How many modules to retrieve.")]
@@ -72,11 +94,16 @@ DEFAULT_STATE = Path("ragcache-state")
 
 
 def open_rag(state: Path, model: str | None, embedding: str | None, **options: Any) -> RagCache:
-    """Opens a state folder with the embedded reader or the model that was named."""
+    """Opens a state folder with the embedded reader or the model that was named. What `options`
+    leave open is as the settings say."""
+    from ragcache_api.settings import ServiceSettings
+
+    given = {name: value for name, value in options.items() if value is not None}
+    options = ServiceSettings.read().opening() | given | {"embedding": embedding}
     with errors.status("loading the model"):
         from ragcache import RagCache  # torch and transformers take seconds to import
 
-        return RagCache.open(state, model, embedding=embedding, **options)
+        return RagCache.open(state, model, **options)
 
 
 def open_ledger(state: Path, ledger: str | None) -> Database:
@@ -90,7 +117,9 @@ def open_existing_rag(
     state: Path, model: str | None = None, embedding: str | None = None
 ) -> RagCache:
     """Opens a state folder that is there already. Raises `NoState` before the model is loaded."""
-    open_ledger(state, None).close()
+    from ragcache_api.settings import ServiceSettings
+
+    open_ledger(state, ServiceSettings.read().ledger).close()
     return open_rag(state, model, embedding)
 
 

@@ -17,8 +17,8 @@ from ragcache.errors import NoDocuments
 from ragcache_api.cli.console import (
     JsonOption,
     console,
+    errors,
     milliseconds,
-    open_rag,
     print_json,
     progress_bar,
 )
@@ -62,9 +62,11 @@ def demo(
             f"there is no folder {handbook}; run the demo where ragcache was cloned, or give one "
             "with --handbook"
         )
+    with errors.status("loading the model"):
+        from ragcache import RagCache
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
-        open_rag(Path(state), None, None) as rag,
+        RagCache.open(state) as rag,
     ):
         with progress_bar("encoding modules") as report:
             done = rag.ingest("handbook", [handbook], progress=report)

@@ -28,7 +28,9 @@ def ingest(
     state: StateOption = DEFAULT_STATE,
     model: ModelOption = None,
     embedding: EmbeddingOption = None,
-    module_tokens: Annotated[int, typer.Option(help="The most tokens of a module.")] = 384,
+    module_tokens: Annotated[
+        int | None, typer.Option(help="The most tokens of a module; 384 unless set otherwise.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Store documents and encode their attention states, once."""

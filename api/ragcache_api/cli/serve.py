@@ -31,7 +31,7 @@ def serve(
     Settings also come from RAGCACHE_NAME in the environment and from ragcache.toml.
     """
     from ragcache_api.http.serving import serve as serve_app
-    from ragcache_api.http.settings import ServiceSettings
+    from ragcache_api.settings import ServiceSettings
 
     settings = ServiceSettings.read(
         state=state, host=host, port=port, model=model, embedding=embedding, **_pairs(setting or [])

@@ -32,8 +32,8 @@ from ragcache_api.http.routes import (
     schemas,
 )
 from ragcache_api.http.service import Service
-from ragcache_api.http.settings import ServiceSettings
 from ragcache_api.http.tracing import telemetry
+from ragcache_api.settings import ServiceSettings
 
 PAGE = Path(__file__).parent / "page"
 _THREADS = 64  # that wait for retrieval and leases; the engine computes in its own

@@ -18,8 +18,8 @@ from ragcache_api.http.looking import Looking
 from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.recording import Recorder
 from ragcache_api.http.running import Running
-from ragcache_api.http.settings import ServiceSettings
 from ragcache_api.http.wire.openai_told import Spelling
+from ragcache_api.settings import ServiceSettings
 
 T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"

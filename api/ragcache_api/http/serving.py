@@ -14,7 +14,7 @@ from ragcache import RagCache
 from ragcache.errors import ConfigurationError
 from ragcache_api.http.app import create_app
 from ragcache_api.http.running import Running
-from ragcache_api.http.settings import ServiceSettings
+from ragcache_api.settings import ServiceSettings
 
 _TOLD_SECONDS = 5.0  # for the last events of those that were given up
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,3 +22,12 @@ def notes_open(folder: Path, model: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(folder, model=model) as rag:
         rag.ingest("notes", [SourceDocument(id="boats", text=DOCUMENT)])
         yield rag
+
+
+def idle(rag: RagCache) -> None:
+    """Waits for the engine to see that nobody waits: at most a step or two, not 4,000."""
+    for _ in range(100):
+        if not rag._parts.engine.core.busy:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the request goes on")

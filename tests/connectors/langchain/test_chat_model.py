@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
 from ragcache_connectors.langchain.served import Served
-from tests.connectors.langchain.chats import DOCUMENT, notes_open
+from tests.connectors.langchain.chats import DOCUMENT, idle, notes_open
 from tests.connectors.langchain.scripted import SAID, scripted
 
 QUESTION = f"Answer from this:\n\n{DOCUMENT}\n\nWhere is the boat?"
@@ -277,15 +276,6 @@ def test_whoever_opens_the_folder_opens_it_with_the_chats_model(tmp_path: Path) 
         assert ChatRagCache(state=tmp_path).invoke("x").content == SAID[:2]
     finally:
         close_shared()
-
-
-def idle(rag: RagCache) -> None:
-    """Waits for the engine to see that nobody waits: at most a step or two, not 4,000."""
-    for _ in range(100):
-        if not rag._parts.engine.core.busy:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the request goes on")
 
 
 def test_leaving_a_stream_gives_the_answer_up(rag: RagCache) -> None:

@@ -1,7 +1,7 @@
-"""All settings of the service, in one list (docs/operating.md shows it).
+"""All settings of the service and the command line, in one list (docs/operating.md shows it).
 
-Each is an option of `ragcache serve`, a variable `RAGCACHE_NAME`, or a line of `ragcache.toml` in
-the working folder; what comes first in this order counts.
+Each is an option, a variable `RAGCACHE_NAME`, or a line of `ragcache.toml` in the working folder;
+what comes first in this order counts.
 """
 
 from __future__ import annotations
