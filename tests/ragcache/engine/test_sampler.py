@@ -72,7 +72,7 @@ def test_no_rows_give_no_tokens() -> None:
     assert choose(torch.empty(0, V), [], []) == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.sampled_from(MIXED), min_size=1, max_size=2 * CPU_ROWS + 1),
     st.integers(0, 100),
