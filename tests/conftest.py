@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -30,6 +31,10 @@ from ragcache.models import CausalLM, LoadedModel, load_model
 # Models this small gain nothing from threads, which lose much time waiting on a busy machine.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test is timed: what an example takes says more of the machine.
+settings.register_profile("ragcache", deadline=None)
+settings.load_profile("ragcache")
 
 # RAGCACHE_TEST_DEVICE=cuda runs the tests of attention, models and engine on a GPU.
 DEVICE = os.environ.get("RAGCACHE_TEST_DEVICE", "cpu")

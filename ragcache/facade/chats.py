@@ -70,6 +70,14 @@ class Chats:
         [asked] = self._start_chats([messages], mode, recognise, tools, generation)
         return AnswerStream(asked)
 
+    def stream_chat_batch(
+        self, conversations: Sequence[Conversation], *, mode: str = "rooted",
+        recognise: bool = True, tools: Tools = None, generation: Generation = GREEDY,
+    ) -> list[AnswerStream]:  # fmt: skip
+        """As `chat_batch`, but returns when all conversations are queued."""
+        asked = self._start_chats(conversations, mode, recognise, tools, generation)
+        return [AnswerStream(each) for each in asked]
+
     async def achat(
         self, messages: Conversation, *, mode: str = "rooted", recognise: bool = True,
         tools: Tools = None, generation: Generation = GREEDY,
@@ -97,6 +105,15 @@ class Chats:
         arguments = ([messages], mode, recognise, tools, generation)
         [asked] = await asyncio.to_thread(self._start_chats, *arguments)
         return AsyncAnswerStream(asked)
+
+    async def astream_chat_batch(
+        self, conversations: Sequence[Conversation], *, mode: str = "rooted",
+        recognise: bool = True, tools: Tools = None, generation: Generation = GREEDY,
+    ) -> list[AsyncAnswerStream]:  # fmt: skip
+        """`stream_chat_batch` for asyncio."""
+        arguments = (conversations, mode, recognise, tools, generation)
+        asked = await asyncio.to_thread(self._start_chats, *arguments)
+        return [AsyncAnswerStream(each) for each in asked]
 
     def _start_chats(
         self, conversations: Sequence[Conversation], mode: str, recognise: bool, tools: Tools,

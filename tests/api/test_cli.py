@@ -30,7 +30,6 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `ragcache ARGUMENTS`; gives exit status, standard output and standard error."""
     monkeypatch.setenv("RAGCACHE_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("COLUMNS", "200")
 
     def command(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, arguments)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ragcache_connectors.langchain import close_shared
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -18,10 +19,13 @@ def test_the_python_of_the_readme_runs(
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+    try:
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), namespace)
+    finally:
+        close_shared()
     assert "cold-store.md" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcache_api.cli import bench_http, bench_tiers
+from ragcache_api.cli import bench_http, bench_langchain, bench_tiers
 from ragcache_api.cli.console import console, errors
 
 app = typer.Typer(
@@ -181,4 +181,5 @@ def _write(result: dict[str, Any], file: Path | None) -> None:
 
 
 app.command("tiers")(bench_tiers.tiers)
+app.command("langchain")(bench_langchain.langchain)
 app.command("http")(bench_http.http)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
     from ragcache import RagCache
     from ragcache.store import Database
 
-console = Console()
-errors = Console(stderr=True)
+UNWRAPPED = 10_000  # characters: a path that a log or a pipe breaks in two is found by nobody
+
+
+def _console(stream: TextIO, *, stderr: bool = False) -> Console:
+    """Wraps lines on a terminal only."""
+    return Console(stderr=stderr, width=None if stream.isatty() else UNWRAPPED)
+
+
+console = _console(sys.stdout)
+errors = _console(sys.stderr, stderr=True)
 
 
 def _set(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""LangChain: retriever, vector store, embeddings, record manager, byte store and loader over a
-`RagCache`, and schemas from prompt templates. Names are loaded on first use."""
+"""LangChain: chat model, retriever, vector store, embeddings, record manager, byte store and loader
+over a `RagCache`, and schemas from prompt templates. Names are loaded on first use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragcache_connectors.langchain.byte_store import RagCacheByteStore
+    from ragcache_connectors.langchain.chat_model import ChatRagCache
     from ragcache_connectors.langchain.embeddings import RagCacheEmbeddings
     from ragcache_connectors.langchain.loader import RagCacheLoader
     from ragcache_connectors.langchain.opening import close_shared, shared_rag
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ragcache_connectors.langchain.vector_store import RagCacheVectorStore
 
 __all__ = [
+    "ChatRagCache",
     "RagCacheByteStore",
     "RagCacheEmbeddings",
     "RagCacheLoader",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ChatRagCache": "chat_model",
     "RagCacheByteStore": "byte_store",
     "RagCacheEmbeddings": "embeddings",
     "RagCacheLoader": "loader",

@@ -39,7 +39,7 @@ def check(client: TestClient, operation: Any, examples: int) -> None:
 
     @given(case=operation.as_strategy())
     @settings(
-        max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=examples, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate], derandomize=True, database=None,
     )  # fmt: skip
     def run(case: Any) -> None:

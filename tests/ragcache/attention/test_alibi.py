@@ -41,7 +41,7 @@ def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tenso
     gaps=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     seed=st.integers(0, 10_000),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_moved_run_and_own_tokens_equal_the_whole(start: int, gaps: list[int], seed: int) -> None:
     """A run of seven keys placed at `start`, then new tokens with gaps between them."""
     rows = len(gaps)

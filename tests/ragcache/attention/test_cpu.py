@@ -51,7 +51,7 @@ def test_without_the_fused_kernel_the_definition_serves(monkeypatch: pytest.Monk
 
 
 @given(shapes())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
     scene = make_scene(shape, torch.float32)
     out = attend(scene)
@@ -62,7 +62,7 @@ def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
 
 
 @given(shapes())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_bfloat16_is_exact_to_a_few_roundings(shape: Shape) -> None:
     """Queries turn, scores, weights and numerators round once each, relative to values of 3."""
     scene = make_scene(shape, torch.bfloat16)

@@ -37,7 +37,7 @@ def full_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     seed=st.integers(0, 10_000),
     group=st.sampled_from([1, 2, 7]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_merging_any_split_equals_full_softmax_in_float64(
     cuts: list[int], seed: int, group: int
 ) -> None:
@@ -58,7 +58,7 @@ def test_merging_any_split_equals_full_softmax_in_float64(
     readers=st.lists(st.lists(st.integers(0, 4), min_size=1, unique=True), max_size=5),
     seed=st.integers(0, 10_000),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_table_with_holes_joins_every_row_with_what_it_asked(
     readers: list[list[int]], seed: int
 ) -> None:

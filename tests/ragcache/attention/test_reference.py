@@ -10,7 +10,7 @@ from tests.ragcache.attention.dense import Shape, make_scene, shapes
 
 
 @given(shapes())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
     scene = make_scene(shape)
     out = Reference().attend(*scene.inputs, scale=scene.scale)
@@ -18,7 +18,7 @@ def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
 
 
 @given(shapes())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_under_alibi_every_run_stands_where_its_reader_holds_it(shape: Shape) -> None:
     scene = make_scene(shape, alibi=True)
     out = Reference().attend(*scene.inputs, scale=scene.scale)

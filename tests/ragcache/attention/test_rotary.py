@@ -18,7 +18,7 @@ def rotation(delta: int, *, interleaved: bool = False) -> Rotation:
 
 
 @given(st.integers(-300, 300), st.integers(0, 10_000), st.booleans())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_turning_the_query_back_equals_moving_the_key(
     delta: int, seed: int, interleaved: bool
 ) -> None:

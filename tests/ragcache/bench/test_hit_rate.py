@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache.bench.hit_rate import _policy, belady, bench_hit_rate, prefix
@@ -72,7 +72,6 @@ def optimum(prompts: list[int], places: int) -> int:
 
 
 @given(prompts=st.lists(st.integers(0, 4), min_size=1, max_size=9), places=st.integers(1, 3))
-@settings(deadline=None)
 def test_belady_is_the_optimum(prompts: list[int], places: int) -> None:
     found = belady(np.array(prompts)[:, None], places)
     assert round(found * len(prompts)) == optimum(prompts, places)

@@ -54,13 +54,13 @@ def in_order(wanted: list[str], found: list[str]) -> bool:
 
 
 @given(text=documents(), limit=limits, counter=counters)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_no_piece_is_over_the_limit(text: str, limit: int, counter: Count) -> None:
     assert max(counter(piece) for piece in split_text(text, limit, counter)) <= limit
 
 
 @given(text=documents(), limit=limits, counter=counters)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_every_word_appears_in_order(text: str, limit: int, counter: Count) -> None:
     pieces = split_text(text, limit, counter)
     number = r"w\d+"
@@ -68,7 +68,7 @@ def test_every_word_appears_in_order(text: str, limit: int, counter: Count) -> N
 
 
 @given(text=st.text(max_size=400), limit=limits, counter=counters)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_any_text_keeps_its_characters_and_the_limit(text: str, limit: int, counter: Count) -> None:
     pieces = split_text(text, limit, counter)
     assert all(counter(piece) <= limit for piece in pieces)
@@ -76,7 +76,6 @@ def test_any_text_keeps_its_characters_and_the_limit(text: str, limit: int, coun
 
 
 @given(text=documents(), limit=limits, counter=counters)
-@settings(deadline=None)
 def test_a_piece_ends_a_paragraph_and_is_not_empty(text: str, limit: int, counter: Count) -> None:
     for piece in split_text(text, limit, counter):
         assert piece.endswith("\n\n")

@@ -149,7 +149,7 @@ def placed(segment: Segment, scheme: Exact | Alibi) -> Seen:
 
 @pytest.mark.parametrize("scheme", [Exact(), Alibi()], ids=["rotary", "alibi"])
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_row_of_any_step_sees_what_it_should(
     scheme: Exact | Alibi, data: st.DataObject
 ) -> None:

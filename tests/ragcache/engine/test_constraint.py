@@ -135,7 +135,7 @@ def test_every_token_is_one_that_the_constraint_allows(
 def test_the_likeliest_allowed_token_is_chosen_and_the_others_rows_are_free(
     causal: CausalLM,
 ) -> None:
-    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator(DEVICE).manual_seed(1))
     states = [SamplerState.start(Sampling(repetition_penalty=1.3), [30]) for _ in range(3)]
     free = choose(logits, states[:1], [()])
     allowed = [30, 31, 300]

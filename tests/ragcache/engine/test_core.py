@@ -207,7 +207,7 @@ class Run:
         self.states.append((job, Handle(channel)))
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(DAYS)
 def test_every_request_answers_as_if_it_were_alone(world: World, day: Day) -> None:
     engine = Run(world, day)

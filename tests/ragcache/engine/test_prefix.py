@@ -261,7 +261,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestTree.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 def test_chunks_under_a_fleeting_root_go_with_their_last_reader() -> None:

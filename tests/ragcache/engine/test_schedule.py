@@ -249,7 +249,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine(jobs, limits, total, tick=0.1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(machines())
 def test_all_requests_end_and_all_chunks_come_back(machine: Machine) -> None:
     work = sum(job.prompt + job.answer for job in machine.jobs.values())

@@ -60,6 +60,17 @@ def test_a_stream_tells_its_sources_first_and_then_its_pieces(rag: RagCache) -> 
     assert "".join(pieces) == stream.answer.choices[0].text
 
 
+def test_streams_of_a_batch_are_all_queued_before_one_is_read(rag: RagCache) -> None:
+    texts = [answer.text for answer in rag.chat_batch(CHATS)]
+    streams = rag.stream_chat_batch(CHATS)
+    assert [stream.result().text for stream in reversed(streams)] == texts[::-1]
+
+    async def twin() -> list[str]:
+        return [(await stream).text for stream in await rag.astream_chat_batch(CHATS)]
+
+    assert asyncio.run(twin()) == texts
+
+
 def test_a_stream_that_is_closed_holds_nothing(rag: RagCache) -> None:
     stream = rag.stream_chat(CHATS[0], generation=LONG)
     stream.close()

@@ -178,7 +178,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_flipped_bit_anywhere_is_noticed(
     dtype: torch.dtype, where: float, bit: int, folder: Path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache.errors import ConfigurationError
@@ -40,7 +40,6 @@ def quantised(states: KVStates, kind: KVDtype) -> QuantisedStates:
 
 
 @given(seed=st.integers(0, 2**32), spread=st.floats(0, 4), tokens=st.integers(1, 40))
-@settings(deadline=None)
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_element_is_wrong_by_more_than_is_stated(
@@ -117,7 +116,6 @@ def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
 
 
 @given(tokens=st.integers(0, 20), layers=st.integers(1, 3), size=st.integers(1, 9))
-@settings(deadline=None)
 def test_the_bytes_are_known_before(tokens: int, layers: int, size: int) -> None:
     states = KVStates(*torch.randn(2, layers, 2, tokens, size).bfloat16(), 0)
     forms = [quantise(states, "int8"), quantise(states, "fp8"), states]

@@ -174,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 def run(machine: type[StoreMachine], examples: int) -> None:
     chosen = settings(
-        max_examples=examples, stateful_step_count=50, deadline=None, database=None,
+        max_examples=examples, stateful_step_count=50, database=None,
         derandomize=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patched:

@@ -168,9 +168,7 @@ steps = st.lists(
 
 
 @given(steps=steps)
-@settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_happens_it_agrees_with_a_dictionary(
     make: Make, steps: list[tuple[str, int, int]]
 ) -> None:

@@ -1,0 +1,228 @@
+"""An ordinary LCEL chain, with recognition and without; recognition alone; batches."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import Runnable, RunnablePassthrough
+
+from ragcache.bench.machine import describe_machine
+from ragcache.bench.shapes import LlamaShape
+from ragcache_connectors.langchain.bench_corpus import fill, prompt_of, shaped_model, subjects
+from ragcache_connectors.langchain.chat_model import ChatRagCache
+from ragcache_connectors.langchain.retriever import RagCacheRetriever
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+
+Progress = Callable[[str], None]
+
+QUESTIONS = (
+    "Who do I ring first if the cold store alarm goes off?",
+    "How long may I stay inside the freezer at most?",
+    "Where does the key of the pool car hang?",
+    "By what time on the day before do I have to order a packed lunch?",
+    "What are fires in the boat hall fought with?",
+)
+PROMPT = ChatPromptTemplate.from_messages(
+    [
+        ("system", "Answer the question from the context, in a few words."),
+        ("human", "Context:\n\n{context}\n\nQuestion: {question}"),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LangChainSetting:
+    """shape: of the model over the synthetic modules. modules: how many there are; module_words:
+    the words of each. questions, runs: how many questions, and how often each is asked each way.
+    batch: conversations over `shared` documents in different orders; new_tokens: of each answer.
+    lengths, sizes: of prompts in characters and of indexes in modules, for recognition alone."""
+
+    handbook: Path = Path("examples/handbook")
+    shape: LlamaShape = LlamaShape(num_layers=6)
+    modules: int = 10_000
+    module_words: int = 300
+    questions: int = 4
+    runs: int = 3
+    k: int = 4
+    batch: int = 16
+    shared: int = 4
+    new_tokens: int = 32
+    lengths: tuple[int, ...] = (8_192, 32_768, 131_072)
+    sizes: tuple[int, ...] = (100, 1_000, 10_000)
+    finds: int = 20
+
+
+def bench_langchain(
+    setting: LangChainSetting | None = None, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """Medians, and ratios of ways that ran in turn.
+
+    ratio_recognised_to_plain: how many times sooner the first token of `retriever | prompt | model`
+    is known where the retrieved modules are recognised, over the synthetic modules;
+    `handbook.ratio` is the same for the embedded reader. Both take everything from the question's
+    text on; neither side shares states between its runs. recognise_ms_32k_10000: milliseconds to
+    find the modules in a prompt of 32,768 characters among 10,000. batch_ratio: tokens a second of
+    one `batch` over those of single calls.
+    """
+    setting = setting or LangChainSetting()
+    with tempfile.TemporaryDirectory() as folder:
+        handbook = _handbook(setting, Path(folder) / "handbook", progress)
+        synthetic, found, batch = _synthetic(setting, Path(folder) / "synthetic", progress)
+    return {
+        "ratio_recognised_to_plain": synthetic["ratio"],
+        "recognise_ms_32k_10000": next(
+            (row["ms"] for row in found if (row["characters"], row["modules"]) == (32_768, 10_000)),
+            None,
+        ),
+        "batch_ratio": batch["ratio"],
+        "handbook": handbook,
+        "synthetic": synthetic,
+        "recognition": found,
+        "batch": batch,
+        "setting": asdict(setting) | {"handbook": str(setting.handbook)},
+        "machine": describe_machine(),
+    }
+
+
+def _handbook(setting: LangChainSetting, folder: Path, progress: Progress) -> dict[str, Any]:
+    from ragcache import RagCache
+
+    with RagCache.open(folder) as rag:
+        progress("ingesting the handbook")
+        rag.ingest("handbook", [setting.handbook])
+        return _chains(rag, "handbook", QUESTIONS, setting, progress)
+
+
+def _synthetic(
+    setting: LangChainSetting, folder: Path, progress: Progress
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    from ragcache import RagCache
+
+    progress("building the model")
+    model = shaped_model(setting.shape)
+    with RagCache.open(folder, model, module_tokens=setting.module_words * 8) as rag:
+        progress(f"storing {setting.modules:,} modules")
+        fill(rag, "synthetic", setting.modules, setting.module_words)
+        asked = subjects(setting.modules)[: setting.questions]
+        questions = [f"What is said of the {subject}?" for subject in asked]
+        chains = _chains(rag, "synthetic", questions, setting, progress)
+        batch = _batch(rag, setting, progress)
+        return chains, _recognition(rag, setting, progress), batch
+
+
+def chain(rag: RagCache, collection: str, k: int, **options: Any) -> Runnable[str, Any]:
+    """The chain that any program has: documents are pasted into the prompt as they come."""
+    retriever = RagCacheRetriever(rag=rag, collection=collection, k=k)
+    model = ChatRagCache(rag=rag, **options).bind(share=False)
+    told: Any = {"context": retriever | _joined, "question": RunnablePassthrough()}
+    whole: Runnable[str, Any] = told | PROMPT | model
+    return whole
+
+
+def _joined(documents: Sequence[Document]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def _chains(
+    rag: RagCache, collection: str, questions: Sequence[str], setting: LangChainSetting,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """Seconds from the question's text to the first token, of both chains in turn."""
+    ways = {
+        "recognised": chain(rag, collection, setting.k, max_tokens=1),
+        "plain": chain(rag, collection, setting.k, max_tokens=1, recognise=False),
+    }
+    progress(f"the chain over {collection}: encoding what it reads")
+    tokens = [ways["recognised"].invoke(q).usage_metadata["input_tokens"] for q in questions]
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    cached = []
+    for question in islice(cycle(questions), len(questions) * setting.runs):
+        for way, runnable in ways.items():
+            progress(f"the chain over {collection}: {way}")
+            begin = time.perf_counter()
+            answer = runnable.invoke(question)
+            times[way].append(time.perf_counter() - begin)
+            if way == "recognised":
+                cached.append(answer.usage_metadata["input_token_details"]["cache_read"])
+    seconds = {way: statistics.median(runs) for way, runs in times.items()}
+    return {
+        "ratio": seconds["plain"] / seconds["recognised"],
+        "seconds": seconds,
+        "prompt_tokens": statistics.median(tokens),
+        "cached_tokens": statistics.median(cached),
+        "runs": times,
+    }
+
+
+def _recognition(
+    rag: RagCache, setting: LangChainSetting, progress: Progress
+) -> list[dict[str, Any]]:
+    """Milliseconds to find modules, by the prompt's length and the number of modules."""
+    from ragcache.recognition import find
+    from ragcache.recognition.prints import Prints, Table
+
+    rows = rag._parts.catalogue.modules("synthetic")
+    result = []
+    for size in setting.sizes:
+        if size > len(rows):
+            continue
+        progress(f"recognition among {size:,} modules")
+        table = Table(Prints.of(rows[:size]))
+        for length in setting.lengths:
+            text = prompt_of([row.text for row in rows[: min(size, 16)]], length)
+            times = [_timed(partial(find, text, table)) for _ in range(setting.finds)]
+            found = len(find(text, table))
+            ms = 1000 * statistics.median(times)
+            result.append({"characters": length, "modules": size, "ms": ms, "found": found})
+    return result
+
+
+def _batch(rag: RagCache, setting: LangChainSetting, progress: Progress) -> dict[str, Any]:
+    """Tokens a second of conversations over the same documents: together, and one by one."""
+    new = setting.new_tokens
+    model = ChatRagCache(rag=rag, max_tokens=new, min_tokens=new)
+    texts = [row.text for row in rag._parts.catalogue.modules("synthetic")[: setting.shared]]
+
+    def asked(run: str) -> list[Any]:
+        orders = [texts[i % len(texts) :] + texts[: i % len(texts)] for i in range(setting.batch)]
+        return [
+            PROMPT.invoke({"context": "\n\n".join(order), "question": f"{run}, part {i}?"})
+            for i, order in enumerate(orders)
+        ]
+
+    progress("a batch: encoding what it reads")
+    model.invoke(asked("warm")[0])
+    times: dict[str, list[float]] = {"batch": [], "single": []}
+    for number in range(2):
+        progress(f"a batch of {setting.batch}")
+        some = asked(f"together {number}")
+        times["batch"].append(_timed(partial(model.batch, some)))
+        progress(f"{setting.batch} single calls")
+        some = asked(f"singly {number}")
+        times["single"].append(sum(_timed(partial(model.invoke, each)) for each in some))
+    together, single = (statistics.mean(times[way]) for way in ("batch", "single"))
+    tokens = setting.batch * new
+    return {
+        "ratio": single / together,
+        "tokens_per_second": {"batch": tokens / together, "single": tokens / single},
+        "seconds": {"batch": together, "single": single},
+        "runs": times,
+    }
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

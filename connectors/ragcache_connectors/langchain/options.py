@@ -1,0 +1,149 @@
+"""What one call asks for: options by LangChain's names, turned into the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ragcache.errors import InvalidRequest
+from ragcache_connectors.langchain.tools import call_grammar, choice_of
+
+if TYPE_CHECKING:
+    from ragcache import Generation
+    from ragcache.structured import Grammar, ToolStyle
+    from ragcache_connectors.langchain.served import Served
+
+# LangChain's and OpenAI's names for what the engine calls otherwise.
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_sequences": "stop",
+}
+# What LangChain hands on for itself, or for models that are elsewhere.
+_NOT_OURS = ("stream", "strict", "ls_structured_output_format", "structured_output_format")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything but the messages. style: how tool calls are read; None where none may come.
+    logprobs: whether they were asked for."""
+
+    generation: Generation
+    mode: str
+    recognise: bool
+    tools: Sequence[Mapping[str, Any]] | None = None
+    style: ToolStyle | None = None
+    logprobs: bool = False
+    chat: dict[str, Any] = field(init=False)
+    """The keyword arguments of `RagCache.chat`."""
+
+    def __post_init__(self) -> None:
+        chat = {
+            "mode": self.mode,
+            "recognise": self.recognise,
+            "tools": self.tools,
+            "generation": self.generation,
+        }
+        object.__setattr__(self, "chat", chat)
+
+    @classmethod
+    def of(
+        cls, fields: Mapping[str, Any], stop: Sequence[str] | None, given: Mapping[str, Any],
+        served: Served,
+    ) -> Call:  # fmt: skip
+        """fields: the model's own options; stop, given: those of the call, which come first.
+        Raises `InvalidRequest`, `UnsupportedModel`."""
+        options = _renamed(fields) | _renamed(given)
+        if stop is not None:
+            options["stop"] = stop
+        _check_model(options.pop("model", None), served.name)
+        mode, recognise = options.pop("mode"), options.pop("recognise")
+        logprobs = _logprobs(options)
+        tools, style, grammar = _tools(options, served)
+        form = _form(options.pop("response_format", None))
+        if form is not None and tools:
+            raise InvalidRequest(
+                "tools and response_format were given together; an answer keeps to one form"
+            )
+        return cls(_generation(options, grammar or form, style), mode, recognise, tools, style,
+                   logprobs)  # fmt: skip
+
+
+def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """By the engine's names, without those that are not set."""
+    return {
+        _NAMES.get(name, name): value
+        for name, value in options.items()
+        if value is not None and name not in _NOT_OURS
+    }
+
+
+def _check_model(wanted: object, served: str) -> None:
+    if wanted is not None and str(wanted) != served:
+        raise InvalidRequest(
+            f"the model {wanted!r:.80} is not open here; {served!r} is. Make another ChatRagCache "
+            "with its own state folder"
+        )
+
+
+def _logprobs(options: dict[str, Any]) -> bool:
+    """OpenAI's pair `logprobs`, `top_logprobs` as the engine's one number."""
+    wanted, most = options.pop("logprobs", None), options.pop("top_logprobs", None)
+    if wanted is None and most is not None:
+        wanted = True
+    if wanted is None or wanted is False:
+        return False
+    options["logprobs"] = (most or 0) if wanted is True else wanted
+    return True
+
+
+def _tools(
+    options: dict[str, Any], served: Served
+) -> tuple[list[dict[str, Any]] | None, ToolStyle | None, Grammar | None]:
+    tools = options.pop("tools", None)
+    wanted, parallel = options.pop("tool_choice", None), options.pop("parallel_tool_calls", True)
+    if not tools:
+        if wanted in (None, "none", "auto", False):
+            return None, None, None
+        raise InvalidRequest(f"tool_choice is {wanted!r:.80}, and there are no tools")
+    choice = choice_of(wanted, tools)
+    if choice == "none":
+        return None, None, None
+    grammar = call_grammar(tools, choice, served.style, parallel)
+    return list(tools), served.style, grammar
+
+
+def _form(wanted: object) -> Grammar | None:
+    """OpenAI's `response_format`, which LangChain's agents give too."""
+    from ragcache.structured import Grammar
+
+    if wanted is None:
+        return None
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if isinstance(wanted, Mapping) and kind == "json_schema":
+        inner = wanted.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if schema is None:
+            raise InvalidRequest("response_format holds no json_schema.schema")
+        return Grammar.json_schema(schema)
+    if kind == "json_object":
+        return Grammar.json_object()
+    if kind == "text":
+        return None
+    raise InvalidRequest(
+        f"response_format is of type {kind!r:.80}; types: json_schema, json_object, text"
+    )
+
+
+def _generation(
+    options: dict[str, Any], grammar: Grammar | None, style: ToolStyle | None
+) -> Generation:
+    from ragcache import Generation
+
+    if style is not None and style.special:
+        options["skip_special_tokens"] = False
+    if grammar is not None:
+        options["grammar"] = grammar
+    return Generation.of(**options)

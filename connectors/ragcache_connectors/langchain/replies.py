@@ -1,0 +1,185 @@
+"""Answers as LangChain's messages: whole, or in chunks while they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from ragcache_connectors.langchain.usage import told, usage
+
+if TYPE_CHECKING:
+    from ragcache import Answer
+    from ragcache.engine import Choice, Piece
+    from ragcache.structured import TextDelta, ToolCallDelta
+    from ragcache_connectors.langchain.options import Call
+    from ragcache_connectors.langchain.served import Served
+
+
+def result(answer: Answer, call: Call, served: Served) -> ChatResult:
+    """All choices. The first message carries the usage of the whole request, so that a sum over
+    messages counts nothing twice."""
+    generations = []
+    for number, choice in enumerate(answer.choices):
+        message = _message(choice, call)
+        if number == 0:
+            message.usage_metadata = usage(answer)
+        reason = _reason(choice.finish_reason, bool(message.tool_calls))
+        message.response_metadata = _metadata(answer, reason, served)
+        if call.logprobs:
+            message.response_metadata["logprobs"] = served.logprobs(choice.chosen)
+        generations.append(ChatGeneration(message=message))
+    return ChatResult(generations=generations, llm_output={"model_name": served.name})
+
+
+def _message(choice: Choice, call: Call) -> AIMessage:
+    if call.style is None:
+        return AIMessage(content=choice.text.strip())
+    from ragcache.structured import ToolCall as Called
+    from ragcache.structured import parse_tool_calls
+
+    text, calls = parse_tool_calls(choice.text, call.style)
+    right: list[ToolCall] = []
+    wrong: list[InvalidToolCall] = []
+    for each in calls:
+        if isinstance(each, Called):
+            right.append(tool_call(name=each.name, args=dict(each.arguments), id=_call_id()))
+        else:
+            wrong.append(
+                invalid_tool_call(name=each.name, args=each.text, id=_call_id(), error=each.error)
+            )
+    return AIMessage(content=text.strip(), tool_calls=right, invalid_tool_calls=wrong)
+
+
+def _reason(finish_reason: str, called: bool) -> str:
+    """An answer that a limit cut off did not end with its calls."""
+    return "tool_calls" if called and finish_reason == "stop" else finish_reason
+
+
+def _metadata(answer: Answer, reason: str, served: Served) -> dict[str, Any]:
+    return {"finish_reason": reason, "model_name": served.name, "ragcache": told(answer)}
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other ids."""
+    return uuid4().hex[:9]
+
+
+class Chunks:
+    """The first choice as chunks: each holds text or a part of a call, never both, since content
+    in LangChain's version 1 has no place for both in one."""
+
+    def __init__(self, call: Call, served: Served) -> None:
+        self._call, self._served = call, served
+        self._trim = Trim()
+        self._spoken = False
+        self._ids: dict[int, str] = {}
+        self._calls = None
+        if call.style is not None:
+            from ragcache.structured import ToolCallStream
+
+            self._calls = ToolCallStream(call.style)
+
+    def read(self, piece: Piece) -> Iterator[ChatGenerationChunk]:
+        """What a piece makes certain. Log-probabilities come with their token, though its text may
+        be held back."""
+        if piece.choice:
+            return
+        chunks = list(self._text(piece.text) if self._calls is None else self._deltas(piece.text))
+        if self._call.logprobs and piece.chosen is not None:
+            chunks = chunks or [_chunk("")]
+            chunks[0].generation_info = {"logprobs": self._served.logprobs([piece.chosen])}
+        yield from chunks
+
+    def end(self, answer: Answer) -> Iterator[ChatGenerationChunk]:
+        """What was held back, and last the chunk that alone tells usage and metadata."""
+        from ragcache.structured import ToolCall as Called
+
+        called = False
+        if self._calls is not None:
+            yield from self._said(self._calls.finish())
+            yield from self._untold()
+            called = any(isinstance(each, Called) for each in self._calls.calls)
+        reason = _reason(answer.finish_reason, called)
+        last = AIMessageChunk(
+            content="",
+            usage_metadata=usage(answer),
+            response_metadata=_metadata(answer, reason, self._served),
+            chunk_position="last",
+        )
+        yield ChatGenerationChunk(message=last)
+
+    def _text(self, text: str) -> Iterator[ChatGenerationChunk]:
+        if shown := self._trim.feed(text):
+            self._spoken = True
+            yield _chunk(shown)
+
+    def _deltas(self, text: str) -> Iterator[ChatGenerationChunk]:
+        assert self._calls is not None
+        return self._said(self._calls.feed(text))
+
+    def _said(self, deltas: Iterable[TextDelta | ToolCallDelta]) -> Iterator[ChatGenerationChunk]:
+        from ragcache.structured import TextDelta
+
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                yield from self._text(delta.text)
+            else:
+                yield self._part(delta.index, delta.name, delta.arguments)
+
+    def _part(self, index: int, name: str | None, arguments: str) -> ChatGenerationChunk:
+        begins = index not in self._ids
+        identity = self._ids.setdefault(index, _call_id())
+        # Text before the calls has the index 0 in content of version 1.
+        place = index + 1 if self._spoken else index
+        part = tool_call_chunk(
+            name=name, args=arguments, id=identity if begins else None, index=place
+        )
+        return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[part]))
+
+    def _untold(self) -> Iterator[ChatGenerationChunk]:
+        """Calls that were none from the beginning. Their text must not parse as an object, which
+        would make LangChain take them for calls."""
+        from ragcache.structured import InvalidToolCall as Invalid
+
+        assert self._calls is not None
+        for index, call in enumerate(self._calls.calls):
+            if index not in self._ids and isinstance(call, Invalid):
+                yield self._part(index, call.name, _unparsable(call.text))
+
+
+def _unparsable(text: str) -> str:
+    from langchain_core.utils.json import parse_partial_json
+
+    try:
+        parsed = parse_partial_json(text or "{}")
+    except ValueError:
+        return text
+    return json.dumps(text) if isinstance(parsed, dict) else text
+
+
+def _chunk(text: str) -> ChatGenerationChunk:
+    return ChatGenerationChunk(message=AIMessageChunk(content=text))
+
+
+class Trim:
+    """Leaves out white space around a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._begun = False
+
+    def feed(self, text: str) -> str:
+        """The text that is now certain to belong: white space waits for what follows it."""
+        text = self._held + text
+        if not self._begun:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        self._begun = self._begun or bool(shown)
+        return shown

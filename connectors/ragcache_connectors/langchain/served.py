@@ -1,0 +1,76 @@
+"""The model behind a chat: its name, how it writes calls, how its tokens are spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+    from ragcache.engine import Chosen
+    from ragcache.models import LoadedModel
+    from ragcache.structured import ToolStyle
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a chat model asks of an open `RagCache` besides answers."""
+
+    rag: RagCache
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.rag._parts.model
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this model, its defaults and the texts that it recognises from others."""
+        parts = self.rag._parts
+        return {
+            "fingerprint": parts.model.causal.fingerprint,
+            "state": parts.common.database.name,
+            "namespace": parts.namespace,
+            "max_new_tokens": parts.common.settings.max_new_tokens,
+        }
+
+    @cached_property
+    def style(self) -> ToolStyle | None:
+        """How the model writes tool calls; None where its template takes no tools."""
+        from ragcache.structured import tool_style
+
+        return tool_style(self.model.tokenizer)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Those of a text as a message holds it."""
+        return self.model.encode_untrusted(text)
+
+    def count(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> int:
+        """Tokens of a conversation's prompt, up to where the answer begins."""
+        from ragcache.pipeline import ChatText, TemplateText
+
+        template = TemplateText(self.model)
+        return template.count(ChatText(self.model, template).render(messages, tools))
+
+    def logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+        """Log-probabilities in OpenAI's form, which LangChain's other chat models give too."""
+        return {
+            "content": [
+                {
+                    **self._entry(each.token, each.logprob or 0.0),
+                    "top_logprobs": [self._entry(*pair) for pair in each.alternatives],
+                }
+                for each in chosen
+            ]
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text: str = self.model.tokenizer.decode([token_id], skip_special_tokens=False)
+        # a part of a character has bytes that its text does not tell
+        known = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "bytes": known, "logprob": logprob}

@@ -1,0 +1,112 @@
+"""Structured output: answers that are held to a schema while they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.output_parsers import (
+    BaseOutputParser,
+    JsonOutputParser,
+    PydanticOutputParser,
+)
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration, Generation
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from ragcache.errors import InvalidRequest
+
+METHODS = ("json_schema", "function_calling", "json_mode")
+
+Bind = Callable[..., Runnable[LanguageModelInput, Any]]
+
+
+def structured_output(
+    bind: Bind, bind_tools: Bind, schema: Any, method: str, include_raw: bool
+) -> Runnable[LanguageModelInput, Any]:
+    """The model with a parser behind it (see `ChatRagCache.with_structured_output`)."""
+    if method not in METHODS:
+        raise InvalidRequest(f"unknown method {method!r:.80}; methods: {', '.join(METHODS)}")
+    if schema is None and method != "json_mode":
+        raise InvalidRequest("structured output needs a schema")
+    told = {"kwargs": {"method": method}, "schema": schema}
+    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    parser: BaseOutputParser[Any]
+    if method == "function_calling":
+        name = convert_to_json_schema(schema)["title"]
+        llm = bind_tools([schema], tool_choice=name, ls_structured_output_format=told)
+        parser = _Object(tools=[schema], first_tool_only=True) if is_class else _Arguments(
+            key_name=name, first_tool_only=True
+        )  # fmt: skip
+    else:
+        extra = {} if schema is None else {"ls_structured_output_format": told}
+        llm = bind(response_format=_form(schema, method), **extra)
+        parser = _Pydantic(pydantic_object=schema) if is_class else _Json()
+    return _with_raw(llm, parser) if include_raw else llm | parser
+
+
+def _form(schema: Any, method: str) -> dict[str, Any]:
+    """The `response_format`. JSON mode keeps to the schema too where decoding can hold to it."""
+    from ragcache.structured.json_schema import check_schema
+
+    anything = {"type": "json_object"}
+    if schema is None:
+        return anything
+    converted = convert_to_json_schema(schema)
+    try:
+        check_schema(converted)
+    except InvalidRequest:
+        if method == "json_mode":
+            return anything
+        raise
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": converted["title"], "schema": converted},
+    }
+
+
+def _with_raw(
+    llm: Runnable[LanguageModelInput, Any], parser: BaseOutputParser[Any]
+) -> Runnable[LanguageModelInput, Any]:
+    """`{"raw": message, "parsed": object or None, "parsing_error": error or None}`."""
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+class _Whole:
+    """Refuses an answer that a limit cut off: LangChain's parsers would mend its JSON and take it
+    for a whole one."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        first = result[0]
+        told = first.message.response_metadata if isinstance(first, ChatGeneration) else {}
+        if told.get("finish_reason") == "length":
+            raise OutputParserException(
+                "the answer was cut off before its JSON ended; give a larger max_tokens",
+                llm_output=first.text,
+            )
+        return super().parse_result(result, partial=partial)  # type: ignore[misc]
+
+
+class _Json(_Whole, JsonOutputParser):
+    """Objects as dicts."""
+
+
+class _Pydantic(_Whole, PydanticOutputParser[Any]):
+    """Objects of a class."""
+
+
+class _Arguments(_Whole, JsonOutputKeyToolsParser):
+    """Arguments of a call as dicts."""
+
+
+class _Object(_Whole, PydanticToolsParser):
+    """Arguments of a call as objects of a class."""

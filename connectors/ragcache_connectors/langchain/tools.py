@@ -1,0 +1,83 @@
+"""Tools as LangChain binds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from ragcache.errors import InvalidRequest, UnsupportedModel
+
+if TYPE_CHECKING:
+    from ragcache.structured import Grammar, ToolStyle
+
+Tool = Mapping[str, Any]
+
+
+def described(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Functions, classes, tools and schemas as JSON descriptions of functions. Raises
+    `InvalidRequest`."""
+    try:
+        return [convert_to_openai_tool(tool) for tool in tools]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"a tool cannot be described: {error}") from error
+
+
+def choice_of(wanted: object, tools: Sequence[Tool]) -> str:
+    """`auto`, `none`, `required` or the name of a tool. Raises `InvalidRequest`.
+
+    wanted: what LangChain's programs give as `tool_choice`: those, `any`, a boolean, None, or
+    `{"type": "function", "function": {"name": ...}}`.
+    """
+    if isinstance(wanted, Mapping):
+        function = wanted.get("function", wanted)
+        wanted = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(wanted, str):
+            raise InvalidRequest("tool_choice names no function")
+        return _named(wanted, tools)
+    if wanted is None or wanted is False or wanted == "auto":
+        return "auto"
+    if wanted is True or wanted in ("any", "required"):
+        return "required"
+    if wanted == "none":
+        return "none"
+    if not isinstance(wanted, str):
+        raise InvalidRequest(f"tool_choice is {wanted!r:.80}; give auto, any, none or a name")
+    return _named(wanted, tools)
+
+
+def _named(name: str, tools: Sequence[Tool]) -> str:
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    if name not in names:
+        raise InvalidRequest(
+            f"tool_choice is {name!r:.80}; it must be auto, any, none or one of {', '.join(names)}"
+        )
+    return name
+
+
+def call_grammar(
+    tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool
+) -> Grammar | None:
+    """What holds the answer's calls to the tools.
+
+    None where the model may choose and the extra `structured` is missing, or the arguments of a
+    tool are beyond what decoding can hold to: then it calls as it was trained to. Raises
+    `InvalidRequest`, or `UnsupportedModel` for a template without tools.
+    """
+    from ragcache.structured import tool_call_grammar
+
+    if style is None:
+        raise UnsupportedModel(
+            "this model's chat template takes no tools whose calls can be read; ask without "
+            "`bind_tools`, or use a model that was trained with them (Qwen, Llama 3, Mistral)"
+        )
+    if choice != "auto":
+        return tool_call_grammar(tools, choice, style=style, parallel=parallel)
+    if find_spec("xgrammar") is None:
+        return None
+    try:
+        return tool_call_grammar(tools, style=style, parallel=parallel)
+    except InvalidRequest:
+        return None

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import HumanMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.rate_limiters import InMemoryRateLimiter
+
+from ragcache import RagCache
+from ragcache.errors import PromptTooLong
+from ragcache.models import LoadedModel
+from ragcache.pipeline import Asked
+from ragcache_connectors.langchain import ChatRagCache
+from tests.connectors.langchain.chats import DOCUMENT, idle, notes_open
+
+TEXTS = ["Hello", f"{DOCUMENT} Where is the boat?", "Who was it?", "Hello"]
+TOO_LONG = "word " * 5000
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
+    with notes_open(tmp_path_factory.mktemp("reader"), reader) as rag:
+        yield rag
+
+
+@pytest.fixture
+def model(rag: RagCache) -> ChatRagCache:
+    return ChatRagCache(rag=rag, max_tokens=5)
+
+
+@pytest.fixture
+def events(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In order: what is submitted, and what is waited for."""
+    seen: list[str] = []
+    runner = type(rag._parts.chats)
+    submit, result, awaited = runner._submit, Asked.result, Asked.awaited
+
+    def submitting(self: Any, *args: Any) -> Any:
+        seen.append("submit")
+        return submit(self, *args)
+
+    def waiting(self: Any) -> Any:
+        seen.append("wait")
+        return result(self)
+
+    def awaiting(self: Any) -> Any:
+        seen.append("wait")
+        return awaited(self)
+
+    monkeypatch.setattr(runner, "_submit", submitting)
+    monkeypatch.setattr(Asked, "result", waiting)
+    monkeypatch.setattr(Asked, "awaited", awaiting)
+    return seen
+
+
+def singly(model: ChatRagCache, texts: list[str]) -> list[object]:
+    return [model.invoke(text).content for text in texts]
+
+
+def test_a_batch_is_submitted_before_anything_is_waited_for(
+    model: ChatRagCache, events: list[str]
+) -> None:
+    answers = model.batch(TEXTS)
+    assert events == ["submit"] * 4 + ["wait"] * 4
+    assert [answer.content for answer in answers] == singly(model, TEXTS)
+
+
+async def test_an_asynchronous_batch_too(model: ChatRagCache, events: list[str]) -> None:
+    answers = await model.abatch(TEXTS)
+    assert events == ["submit"] * 4 + ["wait"] * 4
+    assert [a.content for a in answers] == await asyncio.to_thread(singly, model, TEXTS)
+
+
+async def test_lists_for_generate_too(model: ChatRagCache, events: list[str]) -> None:
+    lists = [[HumanMessage(text)] for text in TEXTS]
+    generated = model.generate(lists, stop=["never"], tags=["a"])
+    assert events == ["submit"] * 4 + ["wait"] * 4
+    events.clear()
+    awaited = await model.agenerate(lists)
+    assert events == ["submit"] * 4 + ["wait"] * 4
+    told = [[each[0].text for each in some.generations] for some in (generated, awaited)]
+    assert told[0] == told[1] == await asyncio.to_thread(singly, model, TEXTS)
+
+
+def test_a_chain_hands_its_batch_on(model: ChatRagCache, events: list[str]) -> None:
+    chain = ChatPromptTemplate.from_template("Q: {q}") | model.bind(stop=["never"])
+    chain.batch([{"q": text} for text in TEXTS])
+    assert events == ["submit"] * 4 + ["wait"] * 4
+
+
+def test_max_concurrency_bounds_what_is_submitted(model: ChatRagCache, events: list[str]) -> None:
+    model.batch(TEXTS[:3], {"max_concurrency": 2})
+    assert events == ["submit", "submit", "wait", "wait", "submit", "wait"]
+
+
+class Runs(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+        self.ended: list[Any] = []
+        self.failed: list[Any] = []
+        self.tags: list[Any] = []
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, **kwargs: Any) -> None:
+        self.begun.append(kwargs["run_id"])
+        self.tags.append(kwargs["tags"])
+
+    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+        self.ended.append(kwargs["run_id"])
+
+    def on_llm_error(self, error: Any, **kwargs: Any) -> None:
+        self.failed.append(type(error).__name__)
+
+
+def test_each_input_has_a_run_of_its_own(model: ChatRagCache) -> None:
+    handlers = [Runs(), Runs()]
+    configs: Any = [
+        {"callbacks": [handler], "tags": [f"t{i}"]} for i, handler in enumerate(handlers)
+    ]
+    model.batch(["a", "b"], configs)
+    assert [len(handler.begun) for handler in handlers] == [1, 1]
+    assert [handler.begun == handler.ended for handler in handlers] == [True, True]
+    assert [handler.tags for handler in handlers] == [[["t0"]], [["t1"]]]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_one_bad_input_fails_alone(
+    model: ChatRagCache, events: list[str], asynchronous: bool
+) -> None:
+    handler, texts = Runs(), ["Hello", TOO_LONG, "Hey"]
+    config: Any = {"callbacks": [handler]}
+    if asynchronous:
+        answers: list[Any] = await model.abatch(texts, config, return_exceptions=True)
+    else:
+        answers = model.batch(texts, config, return_exceptions=True)
+    assert events[:2] == ["submit"] * 2
+    assert [type(answer).__name__ for answer in answers] == [
+        "AIMessage", "PromptTooLong", "AIMessage",
+    ]  # fmt: skip
+    assert handler.failed == ["PromptTooLong"]
+    with pytest.raises(PromptTooLong):
+        model.batch(texts)
+
+
+def test_what_no_run_takes_is_given_up(model: ChatRagCache, rag: RagCache) -> None:
+    with pytest.raises(PromptTooLong):
+        model.batch([TOO_LONG, "Hello", "Hey"], max_tokens=4000, min_tokens=4000)
+    idle(rag)
+
+
+def test_the_cache_of_langchain_decides_what_is_asked(rag: RagCache, events: list[str]) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=3, cache=InMemoryCache())
+    first = model.batch(["Hello", "Hey"], {"max_concurrency": 1})
+    assert events.count("submit") == 2
+    again = model.batch(["Hello", "Hey"], {"max_concurrency": 1})
+    assert events.count("submit") == 2
+    assert [a.content for a in again] == [a.content for a in first]
+
+
+def test_a_rate_limiter_is_asked_for_each(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter, asked = InMemoryRateLimiter(requests_per_second=1000), []
+    monkeypatch.setattr(limiter, "acquire", lambda blocking: bool(asked.append(blocking)) or True)
+    ChatRagCache(rag=rag, max_tokens=2, rate_limiter=limiter).batch(["Hello", "Hey"])
+    assert asked == [True, True]
+
+
+def test_an_empty_list_is_answered_by_one(model: ChatRagCache) -> None:
+    assert model.batch([]) == []

@@ -1,0 +1,62 @@
+"""`ragcache bench langchain` on a small corpus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragcache.bench.shapes import LlamaShape
+from ragcache_api.cli.main import app
+from ragcache_connectors.langchain import bench
+from ragcache_connectors.langchain.bench import LangChainSetting, bench_langchain
+from ragcache_connectors.langchain.bench_corpus import prompt_of, subjects, text_of
+
+KEYS = {"ratio_recognised_to_plain", "recognise_ms_32k_10000", "batch_ratio"}
+
+
+def small(handbook: Path) -> LangChainSetting:
+    shape = LlamaShape(1, 64, 4, 2, 96, 32_000, 2048)
+    return LangChainSetting(
+        handbook=handbook, shape=shape, modules=40, module_words=60, questions=1, runs=1, batch=2,
+        new_tokens=2, lengths=(1_000, 32_768), sizes=(20, 40, 10_000), finds=2,
+    )  # fmt: skip
+
+
+def test_it_measures_what_it_says(notes: Path) -> None:
+    result = bench_langchain(small(notes))
+    assert result.keys() >= KEYS
+    for name in ("handbook", "synthetic"):
+        chain = result[name]
+        assert 0 < chain["cached_tokens"] < chain["prompt_tokens"]
+        assert chain["ratio"] == chain["seconds"]["plain"] / chain["seconds"]["recognised"]
+    assert result["recognise_ms_32k_10000"] is None  # there are 40 modules
+    assert [(row["modules"], row["characters"]) for row in result["recognition"]] == [
+        (20, 1_000), (20, 32_768), (40, 1_000), (40, 32_768),
+    ]  # fmt: skip
+    assert all(row["found"] > 0 for row in result["recognition"])
+    assert result["batch_ratio"] > 0
+
+
+def test_the_command_prints_tables_and_writes_json(
+    tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = bench_langchain(small(notes))
+    monkeypatch.setattr(bench, "bench_langchain", lambda *_: measured)
+    file = tmp_path / "figures.json"
+    done = CliRunner().invoke(app, ["bench", "langchain", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "tokens a second" in done.stdout
+    assert json.loads(file.read_text()).keys() >= KEYS
+
+
+def test_every_module_has_a_subject_of_its_own() -> None:
+    names = subjects(10_000)
+    assert len(set(names)) == 10_000
+    assert text_of(names[0], names[1:4], 60).lower().split().count(names[0]) == 2
+
+
+def test_prompts_have_the_length_that_is_asked_for() -> None:
+    assert len(prompt_of(["some text"], 5_000)) == 5_000
