@@ -14,9 +14,9 @@ from tests.api.http.conftest import LEAVE, Start, Started
 from tests.api.http.events import events
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
-# The rooms that fill as they are used are small here, so that they are full after a few seconds, and
-# what grows after that is a leak: the pool, and PyTorch's caches of compiled matrix products, one of
-# oneDNN and one of its wrapper, each of which otherwise holds 1,024 shapes of up to half a MiB.
+# What fills as it is used is small here, so that it is full after seconds, and what grows after
+# that is a leak: the pool of private states, and PyTorch's two caches of compiled matrix products
+# (oneDNN's and its wrapper's), each of which otherwise holds 1,024 shapes of up to half a MiB.
 SMALL = {
     "RAGCACHE_PRIVATE_BYTES": "64MiB",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
