@@ -124,6 +124,13 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         """Deletes documents with their modules, vectors and states; returns how many."""
         return self._parts.ingestor.delete(collection, document_ids)
 
+    def create_collection(self, collection: str) -> bool:
+        """Makes a collection without documents; False where it is there already. `ingest` makes
+        one with its first document. Raises `ConfigurationError`."""
+        if not collection.strip():
+            raise ConfigurationError("a collection needs a name")
+        return self._parts.catalogue.add_collection(collection)
+
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection with everything in it; returns how many documents there were.
         Raises `UnknownCollection`."""

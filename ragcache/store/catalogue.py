@@ -18,7 +18,13 @@ from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
 from ragcache.store.lookup import collection_id
 from ragcache.store.ownership import retire
 from ragcache.store.removal import delete_documents
-from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
+from ragcache.store.statements import (
+    chunks,
+    insert_for_module,
+    insert_new,
+    insert_returning,
+    namespace_id,
+)
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
@@ -255,6 +261,12 @@ class Catalogue:
             owner = self._change(session, collection)
             return retire(session, delete_documents(session, owner, source_ids))
 
+    def add_collection(self, collection: str) -> bool:
+        """Makes a collection without documents; False where it is there already."""
+        with self._database.transaction() as session:
+            number = insert_returning(session, CollectionTable, self._new(session, collection))
+            return number is not None
+
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
         """Deletes a collection with all that belongs to it; the number of its documents, and keys
         as `replace` returns them. Raises `UnknownCollection`."""
@@ -292,11 +304,16 @@ class Catalogue:
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
         collection take turns."""
-        namespace = namespace_id(session, self.namespace)
-        # Ids of collections come again; a revision does not, so that no stamp does.
-        row = {"name": name, "namespace_id": namespace, "revision": time.time_ns() // 1000}
+        row = self._new(session, name)
         insert_new(session, CollectionTable, row)
-        chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)
+        own = CollectionTable.namespace_id == row["namespace_id"]
+        chosen = own & (CollectionTable.name == name)
         raised = update(CollectionTable).where(chosen)
         session.execute(raised.values(revision=CollectionTable.revision + 1))
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
+
+    def _new(self, session: Session, name: str) -> dict[str, Any]:
+        """The row of a collection. Ids of collections come again; a revision does not, so that no
+        stamp does."""
+        owner = namespace_id(session, self.namespace)
+        return {"name": name, "namespace_id": owner, "revision": time.time_ns() // 1000}

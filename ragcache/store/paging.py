@@ -28,7 +28,8 @@ class Page(Generic[ItemT]):
 
 def cursor_of(*values: int | float | str | None) -> str:
     """A cursor: what the last item was sorted by, and its id."""
-    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+    told = json.dumps(values, ensure_ascii=False)  # of names in other scripts half as long
+    return base64.urlsafe_b64encode(told.encode()).decode().rstrip("=")
 
 
 def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | None:

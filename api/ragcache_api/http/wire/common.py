@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 T = TypeVar("T")
 
-CollectionName = Annotated[
-    str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")
-]
+_NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
+PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
+"""A name that can be one part of a path."""
+CollectionName = PathName
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
-Cursor = Annotated[str | None, Query(max_length=200, description="`next` of the page before.")]
+Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
 
 
 class Wire(BaseModel):
