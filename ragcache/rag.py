@@ -47,6 +47,7 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         private_bytes: int | str = "512MiB",
         queue: int = 1024,
         scaffold_after: int | None = None,
+        ingestion_bytes: int | str = "256MiB",
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder, making it if need be.
@@ -56,7 +57,9 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         adds meaning. private_bytes: room for the states of questions and answers. queue: the most
         requests that wait; one more raises `QueueFull`. scaffold_after: how often the same modules
         are retrieved in one order before they become a scaffold (see `add_scaffold`); None for
-        never. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError` or `StoreError`.
+        never. ingestion_bytes: the most bytes of documents that `jobs.submit` lets wait; with more
+        it raises `QueueFull`. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError`
+        or `StoreError`.
         """
         settings = Settings(
             module_tokens,
@@ -65,6 +68,7 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
             parse_bytes(private_bytes),
             queue,
             scaffold_after,
+            parse_bytes(ingestion_bytes),
         )
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
