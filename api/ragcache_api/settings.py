@@ -35,7 +35,10 @@ class ServiceSettings(BaseSettings):
     model: str | None = Field(None, description="A model folder or hub name; else the reader.")
     embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
     module_tokens: Positive = Field(384, description="The most tokens of a module.")
-    max_new_tokens: Positive = Field(64, description="Tokens of an answer unless a request says.")
+    max_new_tokens: Positive = Field(
+        64,
+        description="Tokens of an answer unless a request says; chats may fill the window.",
+    )
     scaffold_after: Positive | None = Field(
         None, description="Retrievals until a scaffold is made."
     )

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from ragcache import RagCache, __version__
 from ragcache_api.http import faults
 from ragcache_api.http.auth import Doorkeeper
+from ragcache_api.http.documenting import Documented
 from ragcache_api.http.files import PageFiles
 from ragcache_api.http.gate import Gate
 from ragcache_api.http.limits import RateLimit
@@ -52,7 +53,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     """
     settings = settings or ServiceSettings.read()
     service = Service(rag, settings)
-    app = FastAPI(
+    app = Documented(
         title="ragcache", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None,
         telemetry=telemetry(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip

@@ -49,7 +49,7 @@ def test_what_was_interrupted_goes_on_when_it_is_sent_again(
 def test_more_than_may_wait_gets_429_and_what_waits_is_known(
     client: TestClient, rag: RagCache, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rag.jobs.worker, "_budget", 2000)
+    monkeypatch.setattr(rag.jobs.worker, "_budget", 1000)
     bodies = [
         {"documents": [{"id": "a", "text": f"{number} herons. " * 60}]} for number in range(2)
     ]

@@ -83,7 +83,8 @@ def problems(*more: int) -> dict[int | str, dict[str, Any]]:
 def openai_problems() -> dict[int | str, dict[str, Any]]:
     """The errors of a route of OpenAI's interface, for the OpenAPI document."""
     schema = _inlined(OpenAIError.model_json_schema(ref_template="#/components/schemas/{model}"))
-    return _documented((), "application/json", schema)
+    documented = _documented((500, 501, 507), "application/json", schema)
+    return {status: told for status, told in documented.items() if status != 422}
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
