@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from ragcache.errors import InvalidRequest
 
 MOST = 1000  # items of a page
+_ODD = "the cursor is not one of this list; begin without a cursor"
 
 ItemT = TypeVar("ItemT")
 
@@ -36,17 +37,24 @@ def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | No
     """The values of a cursor, one of each kind. Raises `InvalidRequest` for any other text."""
     if cursor is None:
         return None
+    values = values_of(cursor)
+    if len(values) != len(kinds) or not all(
+        isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
+    ):
+        raise InvalidRequest(_ODD)
+    return values
+
+
+def values_of(cursor: str) -> list[Any]:
+    """What a cursor was made of; at least one value. Raises `InvalidRequest`."""
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
         values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
     except (ValueError, binascii.Error, RecursionError):
         values = None
-    right = isinstance(values, list) and len(values) == len(kinds)
-    if not right or not all(
-        isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
-    ):
-        raise InvalidRequest("the cursor is not one of this list; begin without a cursor")
-    return list(values)
+    if not isinstance(values, list) or not values:
+        raise InvalidRequest(_ODD)
+    return values
 
 
 def check_limit(limit: int) -> int:

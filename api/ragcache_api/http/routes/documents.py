@@ -8,6 +8,7 @@ from fastapi import APIRouter, Header, Path, Response
 
 from ragcache.store import DocumentRow
 from ragcache_api.http.errors import Refusal
+from ragcache_api.http.numbers import numbers
 from ragcache_api.http.service import CallDep, off_loop
 from ragcache_api.http.uploads import sent_documents
 from ragcache_api.http.wire.common import (
@@ -78,11 +79,12 @@ async def add_documents(
     if call.service.running.draining:
         raise Refusal(503, "stopping", "the service is being stopped; try again",
                       {"Retry-After": "5"})  # fmt: skip
-    job = await off_loop(
+    row = await off_loop(
         call.rag.jobs.submit, collection, documents, idempotency_key=idempotency_key
     )
+    job = numbers(call).of(JobTold.model_validate(row))
     response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return JobTold.model_validate(job)
+    return job
 
 
 @router.get("/{collection}/documents")

@@ -29,6 +29,12 @@ class Told(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=(), from_attributes=True)
 
 
+class Numbered(Told):
+    """What callers name by its id."""
+
+    id: int
+
+
 class PageOf(Told, Generic[T]):
     """A part of a list. next: the cursor of what follows; None at the end."""
 

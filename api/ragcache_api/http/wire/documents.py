@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ragcache import SourceDocument
-from ragcache_api.http.wire.common import CollectionName, Told, Wire
+from ragcache_api.http.wire.common import CollectionName, Numbered, Told, Wire
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -55,10 +55,9 @@ class DocumentTold(Told):
     metadata: dict[str, Any]
 
 
-class JobTold(Told):
+class JobTold(Numbered):
     """An ingestion. done and total count modules; times are Unix seconds."""
 
-    id: int
     target: str
     status: str
     done: int
