@@ -1,4 +1,4 @@
-"""What the metadata of a document may hold: values that JSON gives back as they were."""
+"""What the metadata of a document may hold: what JSON gives back, and what can be kept as text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _BITS = 8192  # of a whole number; Python spells longer ones not at all
 
 
 def check_metadata(metadata: Mapping[str, Any], name: str) -> None:
-    """name: of the document, for errors. Raises `UnstorableMetadata` for values other than null,
-    truth, finite numbers, UTF-8 text, lists and mappings of such, and for those nested too deep."""
+    """Dates, paths and other values that JSON does not know are kept as their text. name: of the
+    document, for errors. Raises `UnstorableMetadata` for numbers that are not finite, text that is
+    not UTF-8, keys that are neither text nor numbers, and values that are nested too deep."""
     problem = _problem(dict(metadata), "metadata", DEPTH)
     if problem is not None:
         raise UnstorableMetadata(
@@ -38,12 +39,12 @@ def _problem(value: Any, where: str, depth: int) -> str | None:
         return None if math.isfinite(value) else f"{where} is {value!r}, which JSON cannot hold"
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str) or not is_text(key):
+            if not (key is None or (isinstance(key, str | int | float) and is_text(str(key)))):
                 return f"the key {key!r:.80} of {where} is no text"
         return _first(((each, f"{where}[{key!r:.80}]") for key, each in value.items()), depth)
     if isinstance(value, list | tuple):
         return _first(((each, f"{where}[{number}]") for number, each in enumerate(value)), depth)
-    return f"{where} is a {type(value).__name__}, which JSON cannot hold"
+    return _problem(str(value), where, depth)
 
 
 def _first(items: Iterable[tuple[Any, str]], depth: int) -> str | None:
