@@ -15,6 +15,7 @@ from ragcache.states import KVKey
 from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
+from ragcache.store.insertion import insert_document
 from ragcache.store.lookup import collection_id
 from ragcache.store.ownership import retire
 from ragcache.store.removal import delete_documents
@@ -34,7 +35,6 @@ from ragcache.store.tables import (
     ModuleTable,
     NamespaceTable,
     TokenTable,
-    VectorTable,
 )
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -101,39 +101,10 @@ class Catalogue:
             owner = self._change(session, collection)
             freed = delete_documents(session, owner, [d.source_id for d in documents])
             for document in documents:
-                self._insert(session, owner, document)
+                insert_document(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
                 freed += jobs.complete(session, job)
             return retire(session, freed)
-
-    def _insert(self, session: Session, owner: int, document: NewDocument) -> None:
-        row = DocumentTable(
-            collection_id=owner,
-            source_id=document.source_id,
-            uri=document.uri,
-            digest=document.digest,
-            attributes=dict(document.attributes),
-        )
-        session.add(row)
-        session.flush()
-        session.add(DocumentTextTable(document_id=row.id, text=document.text))
-        modules = [
-            ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
-            for i, m in enumerate(document.modules)
-        ]
-        session.add_all(modules)
-        session.flush()
-        for stored, module in zip(modules, document.modules, strict=True):
-            tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
-            session.add(
-                TokenTable(module_id=stored.id, tokenizer=self._tokenizer, token_ids=tokens)
-            )
-            session.add(EncodingTable(module_id=stored.id, key=str(module.key)))
-            if module.vector is not None and self._embedder is not None:
-                vector = module.vector.astype("<f4").tobytes()
-                session.add(
-                    VectorTable(module_id=stored.id, embedder=self._embedder, vector=vector)
-                )
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
         """All modules of a collection, in the order of ids, or those of the names that there are,
