@@ -74,7 +74,10 @@ def bench_http(
 def serving(rag: RagCache) -> Iterator[int]:
     """A service in a thread of this process; yields its port."""
     app = create_app(rag, ServiceSettings.read(page=False))
-    config = uvicorn.Config(app, port=0, log_level="error", access_log=False)
+    config = uvicorn.Config(
+        app, port=0, log_level="error", access_log=False,
+        timeout_keep_alive=75,  # as in `serve`; a slow call between two requests ends no connection
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="ragcache-bench-http")
     thread.start()
@@ -128,7 +131,8 @@ def _called(rag: RagCache, question: str) -> float:
 def _throughput(rag: RagCache, port: int, setting: HttpSetting, progress: Report) -> dict[str, Any]:
     progress(f"{setting.streams} streams, in turn")
     questions = [f"What of {_TOPICS[n % len(_TOPICS)]}?" for n in range(setting.streams)]
-    bodies = [_chat(rag, question, setting.tokens) for question in questions]
+    told = {"min_tokens": setting.tokens, "stream_options": {"include_usage": True}}
+    bodies = [_chat(rag, question, setting.tokens) | told for question in questions]
     called, served = [], []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as clients:
@@ -156,9 +160,10 @@ def _chat(rag: RagCache, question: str, tokens: int) -> dict[str, Any]:
 
 async def _called_streams(rag: RagCache, questions: list[str], tokens: int) -> tuple[int, float]:
     async def run(question: str) -> int:
-        generation = Generation(max_new_tokens=tokens, ignore_eos=True)
+        # no token ends an answer, so that every one of them is text, and an event over HTTP
+        generation = Generation(max_new_tokens=tokens, min_new_tokens=tokens, ignore_eos=True)
         stream = await rag.astream(question, collection=_COLLECTION, generation=generation)
-        return sum([bool(piece.text) async for piece in stream.pieces()])
+        return sum([piece.chosen is not None async for piece in stream.pieces()])
 
     begin = time.perf_counter()
     counts = await asyncio.gather(*map(run, questions))
