@@ -171,7 +171,8 @@ def _recognition(
 ) -> list[dict[str, Any]]:
     """Milliseconds to find modules, by the prompt's length and the number of modules."""
     from ragcache.recognition import find
-    from ragcache.recognition.prints import Prints, Table
+    from ragcache.recognition.prints import Prints
+from ragcache.recognition.table import Table
 
     rows = rag._parts.catalogue.modules("synthetic")
     result = []

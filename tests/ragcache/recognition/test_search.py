@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import ragcache.recognition.prints as prints
 from ragcache.recognition import WINDOW, Found, find
-from ragcache.recognition.prints import Prints, Table
+from ragcache.recognition.prints import Prints
+from ragcache.recognition.table import Table
 from ragcache.store import ModuleRow
 
 HEAD = "# The handbook of the harbour\n\n## Boats\n\n"  # longer than a fingerprint
