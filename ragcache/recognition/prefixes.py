@@ -23,11 +23,11 @@ class Prefixes:
         parents: list[int] = []
         jumps: list[int] = []
         depths: list[int] = []
-        open_: list[int] = []  # what the text before is and begins with; the longest last
+        begun: list[int] = []  # the text before and those that it begins with; the longest last
         for number, text in enumerate(texts):
-            while open_ and not text.startswith(texts[open_[-1]]):
-                open_.pop()
-            parent = open_[-1] if open_ else -1
+            while begun and not text.startswith(texts[begun[-1]]):
+                begun.pop()
+            parent = begun[-1] if begun else -1
             jump = parent
             if parent >= 0:
                 near = jumps[parent]
@@ -37,8 +37,8 @@ class Prefixes:
                     jump = far
             parents.append(parent)
             jumps.append(jump)
-            depths.append(len(open_) + 1)
-            open_.append(number)
+            depths.append(len(begun) + 1)
+            begun.append(number)
         return cls(parents, jumps)
 
     def longest(self, number: int, fits: Callable[[int], bool]) -> int:

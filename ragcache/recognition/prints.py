@@ -11,6 +11,9 @@ import numpy as np
 from ragcache.recognition.rolling import WINDOW, Hashes, Rolling
 from ragcache.store import ModuleRow
 
+_BATCH = 4096  # modules whose beginnings are hashed as one text
+_NONE: Hashes = np.empty(0, dtype=np.uint64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prints:
@@ -27,19 +30,21 @@ class Prints:
     def of(cls, rows: Sequence[ModuleRow]) -> Prints:
         kept = [row for row in rows if len(row.text.strip()) >= WINDOW]
         kept.sort(key=_text)  # parts in order are merged by `Table` in linear time
-        firsts = Rolling("".join(_text(row)[:WINDOW] for row in kept))
-        starts = np.arange(len(kept)) * WINDOW
-        return cls(firsts.parts(starts, WINDOW), tuple(kept))
+        parts = [_hashed(kept[i : i + _BATCH]) for i in range(0, len(kept), _BATCH)]
+        return cls(np.concatenate([_NONE, *parts]), tuple(kept))
 
     @classmethod
     def joined(cls, parts: Sequence[Prints]) -> Prints:
         """Those of all parts, one part after the other."""
-        if not parts:
-            return cls(np.empty(0, dtype=np.uint64), ())
         return cls(
-            np.concatenate([part.firsts for part in parts]),
+            np.concatenate([_NONE, *(part.firsts for part in parts)]),
             tuple(chain.from_iterable(part.modules for part in parts)),
         )
+
+
+def _hashed(rows: Sequence[ModuleRow]) -> Hashes:
+    rolling = Rolling("".join(_text(row)[:WINDOW] for row in rows))
+    return rolling.parts(np.arange(len(rows)) * WINDOW, WINDOW)
 
 
 def _text(row: ModuleRow) -> str:

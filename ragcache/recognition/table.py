@@ -36,7 +36,7 @@ class Table:
         self.lengths = [len(text) for text in texts]
         self._prefixes = Prefixes.of(texts)
         firsts = prints.firsts[np.array(order, dtype=np.int64)]
-        # Of neighbours whose hashes agree by chance one group is made: all that it must be is a run.
+        # Neighbours whose hashes agree by chance make one group: it need only be a run.
         starts = np.flatnonzero(np.diff(firsts, prepend=~firsts[:1]))
         self._groups = _groups(texts, starts.tolist())
         self._by_hash = np.argsort(firsts[starts], kind="stable")
