@@ -45,7 +45,7 @@ CORPORA = {
     "a heading": lambda n: HEAD + words(n),
     "a footer": lambda n: words(n) + FOOT,
     "both": lambda n: HEAD + words(n) + FOOT,
-    "all but a number": lambda n: f"{HEAD * 8}{n:05}{FOOT * 8}",
+    "all but a number": lambda n: f"{HEAD}{n:05}{FOOT}",
     "a line of rules": lambda n: "=" * 80 + "\n" + words(n),
 }
 
