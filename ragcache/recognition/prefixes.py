@@ -20,6 +20,8 @@ class Prefixes:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Prefixes:
+        if not any(map(str.startswith, texts[1:], texts)):  # then none begins with any
+            return cls([-1] * len(texts), [-1] * len(texts))
         parents: list[int] = []
         jumps: list[int] = []
         depths: list[int] = []

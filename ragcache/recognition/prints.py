@@ -29,7 +29,7 @@ class Prints:
     @classmethod
     def of(cls, rows: Sequence[ModuleRow]) -> Prints:
         kept = [row for row in rows if len(row.text.strip()) >= WINDOW]
-        kept.sort(key=_text)  # parts in order are merged by `Table` in linear time
+        kept.sort(key=_text)  # a group merges what is in order in linear time
         parts = [_hashed(kept[i : i + _BATCH]) for i in range(0, len(kept), _BATCH)]
         return cls(np.concatenate([_NONE, *parts]), tuple(kept))
 

@@ -28,28 +28,28 @@ def find(text: str, table: Table) -> list[Found]:
     without outer whitespace are not looked for.
     """
     found: list[Found] = []
-    for begin, end, number in _apart(text, table):
+    for begin, end, module in _apart(text, table):
         floor = found[-1].end if found else 0
-        found.append(_widened(text, table.modules[number], begin, end, floor))
+        found.append(_widened(text, module, begin, end, floor))
     return found
 
 
-def _apart(text: str, table: Table) -> list[tuple[int, int, int]]:
-    """The modules that are taken: begin, end, number. Only the longest of a place waits for its
-    turn; where no room is left for it by then, the longest that has room."""
-    waiting = [(-table.lengths[number], at, number) for at, number in table.standing(text)]
-    heapify(waiting)
-    taken: list[tuple[int, int, int]] = []  # by begin
+def _apart(text: str, table: Table) -> list[tuple[int, int, ModuleRow]]:
+    """The modules that are taken: begin, end, module. Only the longest of a place waits for its
+    turn; where no room is left for it by then, the longest that has room waits instead."""
+    waiting = [(-group.lengths[n], at, n, group) for at, group, n in table.standing(text)]
+    heapify(waiting)  # places differ: groups are not compared
+    taken: list[tuple[int, int, ModuleRow]] = []  # by begin
     while waiting:
-        negative, at, number = heappop(waiting)
+        negative, at, number, group = heappop(waiting)
         after = bisect_left(taken, (at + 1,))
         if after and taken[after - 1][1] > at:
             continue
         room = (taken[after][0] if after < len(taken) else len(text)) - at
         if -negative <= room:
-            taken.insert(after, (at, at - negative, number))
-        elif (shorter := table.within(number, room)) >= 0:
-            heappush(waiting, (-table.lengths[shorter], at, shorter))
+            taken.insert(after, (at, at - negative, group.modules[number]))
+        elif (shorter := group.within(number, room)) >= 0:
+            heappush(waiting, (-group.lengths[shorter], at, shorter, group))
     return taken
 
 

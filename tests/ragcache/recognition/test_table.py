@@ -9,6 +9,7 @@ from math import log2
 import pytest
 
 from ragcache.recognition import WINDOW, find
+from ragcache.recognition.group import Group
 from ragcache.recognition.prints import Prints
 from ragcache.recognition.table import Table
 from ragcache.store import ModuleRow
@@ -26,13 +27,13 @@ def rows_of(texts: list[str]) -> list[ModuleRow]:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The modules whose texts were looked at, in turn."""
     seen: list[int] = []
-    read = Table._text
+    read = Group._text
 
-    def text(self: Table, number: int) -> str:
+    def text(self: Group, number: int) -> str:
         seen.append(number)
         return read(self, number)
 
-    monkeypatch.setattr(Table, "_text", text)
+    monkeypatch.setattr(Group, "_text", text)
     return seen
 
 
@@ -72,13 +73,27 @@ def test_a_text_that_repeats_itself_costs_a_bisection_a_place(compared: list[int
     assert len(compared) <= len(text) * (log2(len(sizes)) + 2)
 
 
-def test_of_equal_texts_one_is_kept() -> None:
+def test_groups_are_put_in_order_once_and_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    of = Group.of
+    monkeypatch.setattr(Group, "of", lambda rows: made.append(len(rows)) or of(rows))
+    texts = [HEAD + "The boats.", HEAD + "The keys.", words(1), words(2)]
+    table = Table(Prints.of(rows_of(texts)))
+    assert made == []
+    for _ in range(2):
+        assert [each.module.id for each in find(words(2) + texts[1], table)] == [3, 1]
+    assert sorted(made) == [1, 2]
+
+
+def test_of_equal_texts_the_first_part_has_the_one() -> None:
     one, other = HEAD + "The boats.", HEAD + "The keys."
     parts = [Prints.of(rows_of([other, one + "\n", one])), Prints.of(rows_of([one, other]))]
-    table = Table(Prints.joined(parts))
-    assert [module.id for module in table.modules] == [1, 0]
-    assert table.lengths == [len(one), len(other)]
-    assert table.modules[0] is parts[0].modules[0]
+    for joined in (parts, parts[::-1]):
+        table = Table(Prints.joined(joined))
+        ours = {row.text.strip(): row for row in reversed(joined[0].modules)}
+        found = [each.module for each in find(other + one, table)]
+        assert found[0] is ours[other]
+        assert found[1] is ours[one]
 
 
 @pytest.mark.parametrize("between", [[], ["L" * 40]])
