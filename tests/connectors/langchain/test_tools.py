@@ -115,6 +115,20 @@ def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None
         assert [call["name"] for call in message.invalid_tool_calls] == [None]
 
 
+def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCache) -> None:
+    bound = ChatRagCache(rag=rag).bind_tools([weather], tool_choice="any")
+    length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]
+    for most in range(1, length + 1):
+        chunks: list[Any] = list(bound.stream("x", max_tokens=most))
+        told, seen = bound.invoke("x", max_tokens=most), sum(chunks[1:], chunks[0])
+        assert [c["args"] for c in seen.tool_calls] == [c["args"] for c in told.tool_calls]
+        wrong = [[c["name"] for c in each.invalid_tool_calls] for each in (told, seen)]
+        assert wrong[0] == wrong[1]
+        reasons = {each.response_metadata["finish_reason"] for each in (told, seen)}
+        assert len(reasons) == 1
+
+
+
 def test_a_template_without_tools_is_named(
     tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
 ) -> None:
