@@ -164,7 +164,7 @@ class ChatRagCache(RaggedBatches):
         with as_langchain():
             rag, chat = self._open(), conversation(messages)
             call = self._call(rag, stop, kwargs)
-            stream = ahead.take(self, chat) or rag.stream_chat(chat, **call.chat)
+            stream = ahead.take(self, chat, call.chat) or rag.stream_chat(chat, **call.chat)
             return result(stream.result(), call, Served(rag))
 
     async def _agenerate(
@@ -175,7 +175,7 @@ class ChatRagCache(RaggedBatches):
         with as_langchain():
             rag, chat = await self._aopen(), conversation(messages)
             call = self._call(rag, stop, kwargs)
-            stream = ahead.take(self, chat) or await rag.astream_chat(chat, **call.chat)
+            stream = ahead.take(self, chat, call.chat) or await rag.astream_chat(chat, **call.chat)
             return result(await stream, call, Served(rag))
 
     def _stream(
@@ -188,7 +188,7 @@ class ChatRagCache(RaggedBatches):
             rag, chat = self._open(), conversation(messages)
             call = self._call(rag, stop, {**kwargs, "n": 1})
             chunks = Chunks(call, Served(rag))
-            stream = ahead.take(self, chat) or rag.stream_chat(chat, **call.chat)
+            stream = ahead.take(self, chat, call.chat) or rag.stream_chat(chat, **call.chat)
             with stream:
                 for piece in stream.pieces():
                     yield from chunks.read(piece)
@@ -203,7 +203,7 @@ class ChatRagCache(RaggedBatches):
             rag, chat = await self._aopen(), conversation(messages)
             call = self._call(rag, stop, {**kwargs, "n": 1})
             chunks = Chunks(call, Served(rag))
-            stream = ahead.take(self, chat) or await rag.astream_chat(chat, **call.chat)
+            stream = ahead.take(self, chat, call.chat) or await rag.astream_chat(chat, **call.chat)
             async with stream, aclosing(stream.pieces()) as pieces:
                 async for piece in pieces:
                     for chunk in chunks.read(piece):

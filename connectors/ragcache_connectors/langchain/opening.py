@@ -51,13 +51,15 @@ def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -
         return found
     folder = _declared(state, options)
     with folder.lock:
-        return folder.rag or _open(folder, options)
+        return _open(folder, options) if folder.rag is None else folder.rag
 
 
 async def ashared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache:
     """As `shared_rag`, in a thread if the folder is still to be opened."""
     found = opened_rag(rag, state, **options)
-    return found or await asyncio.to_thread(shared_rag, rag, state, **options)
+    if found is not None:
+        return found
+    return await asyncio.to_thread(shared_rag, rag, state, **options)
 
 
 def opened_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache | None:
