@@ -4,13 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import xgrammar
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from pydantic import BaseModel
 
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel
-from ragcache.structured import ToolStyle
+from ragcache.structured import Grammar, ToolStyle
+from ragcache.structured.compiling import compiler_of
 from ragcache_connectors.langchain import ChatRagCache
 from ragcache_connectors.langchain.tools import call_grammar, choice_of, described
 from tests.connectors.langchain.scripted import AFTER_TOOL, SAID, STRING, scripted
@@ -145,8 +150,31 @@ def test_what_cannot_be_chosen_or_described_is_refused(model: ChatRagCache) -> N
         choice_of({"type": "function"}, described([add]))
     with pytest.raises(InvalidRequest, match="cannot be described"):
         model.bind_tools([{"nameless": 1}])
-    with pytest.raises(InvalidRequest, match="one form"):
-        model.bind_tools([add], response_format={"type": "json_object"}).invoke("x")
+
+
+class Boat(BaseModel):
+    """A boat."""
+
+    name: str
+
+
+def test_an_agent_calls_tools_and_answers_in_a_form(model: ChatRagCache) -> None:
+    agent = create_agent(model, tools=[weather], response_format=ProviderStrategy(Boat))
+    said = agent.invoke({"messages": [("user", "Which boat?")]}, {"recursion_limit": 6})
+    assert said["structured_response"] == Boat(name=STRING)
+    assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
+
+
+@pytest.mark.parametrize("style", list(ToolStyle))
+def test_an_answer_is_calls_or_the_form(style: ToolStyle) -> None:
+    form = Grammar.json_schema(Boat.model_json_schema())
+    matcher = xgrammar.GrammarMatcher
+    both = compiler_of(scripted()).compile(call_grammar(described([add]), "auto", style, True, form=form))
+    call = {ToolStyle.HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+            ToolStyle.LLAMA: '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+            ToolStyle.MISTRAL: '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]'}[style]
+    for text, allowed in ((call, True), ('{"name": "Pipit"}', True), ("Hello", False)):
+        assert matcher(both, terminate_without_stop_token=True).accept_string(text) is allowed
 
 
 def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
@@ -156,9 +184,23 @@ def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
     assert call_grammar(unheld, "auto", ToolStyle.HERMES, True) is None
     with pytest.raises(InvalidRequest, match="'not'"):
         call_grammar(unheld, "required", ToolStyle.HERMES, True)
+    with pytest.raises(InvalidRequest, match="'not'"):
+        call_grammar(unheld, "auto", ToolStyle.HERMES, True, strict=True)
     assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is not None
     monkeypatch.setattr("ragcache_connectors.langchain.tools.find_spec", lambda _: None)
     assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is None
+    strict = call_grammar(described([add]), "auto", ToolStyle.HERMES, True, strict=True)
+    assert strict is not None, "the engine names the extra that is missing"
+
+
+def test_strict_reaches_the_call(model: ChatRagCache) -> None:
+    unheld = {
+        "title": "f", "description": "f", "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}},
+    }  # fmt: skip
+    assert isinstance(model.bind_tools([unheld]).invoke("x"), AIMessage)
+    with pytest.raises(InvalidRequest, match="'uniqueItems'"):
+        model.bind_tools([unheld], strict=True).invoke("x")
 
 
 def test_parallel_calls_may_be_off(rag: RagCache) -> None:
