@@ -173,7 +173,7 @@ async def test_runs_that_stream_take_what_was_submitted(
 
 
 def test_runs_that_ask_otherwise_take_nothing(model: ChatRagCache, events: list[str]) -> None:
-    [conversation] = [[{"role": "user", "content": "Hello"}]]
+    conversation = [{"role": "user", "content": "Hello"}]
     options = model._call(model._open(), None, {}).chat
     handed = Handed(submit(model, model._open(), [conversation], options))
     with closing(handed), within(handed):

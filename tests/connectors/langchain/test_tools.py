@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import xgrammar
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
@@ -14,8 +13,7 @@ from pydantic import BaseModel
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel
-from ragcache.structured import Grammar, ToolStyle
-from ragcache.structured.compiling import compiler_of
+from ragcache.structured import ToolStyle
 from ragcache_connectors.langchain import ChatRagCache
 from ragcache_connectors.langchain.tools import call_grammar, choice_of, described
 from tests.connectors.langchain.scripted import AFTER_TOOL, SAID, STRING, scripted
@@ -133,7 +131,6 @@ def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCa
         assert len(reasons) == 1
 
 
-
 def test_a_template_without_tools_is_named(
     tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
 ) -> None:
@@ -163,18 +160,6 @@ def test_an_agent_calls_tools_and_answers_in_a_form(model: ChatRagCache) -> None
     said = agent.invoke({"messages": [("user", "Which boat?")]}, {"recursion_limit": 6})
     assert said["structured_response"] == Boat(name=STRING)
     assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
-
-
-@pytest.mark.parametrize("style", list(ToolStyle))
-def test_an_answer_is_calls_or_the_form(style: ToolStyle) -> None:
-    form = Grammar.json_schema(Boat.model_json_schema())
-    matcher = xgrammar.GrammarMatcher
-    both = compiler_of(scripted()).compile(call_grammar(described([add]), "auto", style, True, form=form))
-    call = {ToolStyle.HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
-            ToolStyle.LLAMA: '{"name": "add", "parameters": {"a": 1, "b": 2}}',
-            ToolStyle.MISTRAL: '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]'}[style]
-    for text, allowed in ((call, True), ('{"name": "Pipit"}', True), ("Hello", False)):
-        assert matcher(both, terminate_without_stop_token=True).accept_string(text) is allowed
 
 
 def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
