@@ -53,7 +53,7 @@ def test_threads_ask_in_every_mode_while_others_ingest_and_delete(rag: RagCache)
             reuse = answer.reuse
             parts = reuse.cached_tokens + reuse.shared_tokens + reuse.computed_tokens
             assert parts == reuse.prompt_tokens
-    assert not any(entry.leased for entry in rag._parts.store.holdings.shelves[0].entries)
+    assert not any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
     assert rag.stats().collections == {"bells": 6, "other0": 7, "other1": 7, "other2": 7}
 
 
@@ -62,7 +62,7 @@ def test_a_full_queue_refuses_and_keeps_no_lease(rag: RagCache) -> None:
     with pytest.raises(QueueFull):
         rag.ask_batch([QUESTION] * 200, collection="bells", generation=long)
     rag.stats()
-    assert not any(entry.leased for entry in rag._parts.store.holdings.shelves[0].entries)
+    assert not any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
     assert rag.ask(QUESTION, collection="bells").sources
 
 

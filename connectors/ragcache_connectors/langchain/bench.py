@@ -133,7 +133,7 @@ def _synthetic(
         questions = [f"What is said of the {subject}?" for subject in asked]
         chains = _chains(rag, "synthetic", questions, setting, progress)
         batch = _batch(rag, setting, progress)
-        rows = rag._parts.catalogue.modules("synthetic")
+        rows = rag.parts.catalogue.modules("synthetic")
         found = {
             "plain": _recognition(rows, setting, progress),
             "headed": _recognition(headed(rows, setting.headed_words), setting, progress),
@@ -220,7 +220,7 @@ def _batch(rag: RagCache, setting: LangChainSetting, progress: Progress) -> dict
     """Tokens a second of conversations over the same documents: together, and one by one."""
     new = setting.new_tokens
     model = ChatRagCache(rag=rag, max_tokens=new, min_tokens=new)
-    texts = [row.text for row in rag._parts.catalogue.modules("synthetic")[: setting.shared]]
+    texts = [row.text for row in rag.parts.catalogue.modules("synthetic")[: setting.shared]]
 
     def asked(run: str) -> list[Any]:
         orders = [texts[i % len(texts) :] + texts[: i % len(texts)] for i in range(setting.batch)]

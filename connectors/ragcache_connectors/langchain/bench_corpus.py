@@ -46,14 +46,14 @@ def fill(rag: RagCache, collection: str, count: int, words: int) -> None:
 
     names = subjects(count)
     rng = random.Random(6)
-    encoder = rag._parts.ingestor.encoder
+    encoder = rag.parts.ingestor.encoder
     rows = []
     for name in names:
         text = text_of(name, rng.choices(names, k=3), words)
         ids = encoder.model.encode_untrusted(text)
         module = NewModule(f"{name}#1", text, ids, encoder.key(ids, "rooted"))
         rows.append(NewDocument(name, name, name, [module], {}, text))
-    rag._parts.catalogue.replace(collection, rows)
+    rag.parts.catalogue.replace(collection, rows)
 
 
 def headed(rows: Sequence[ModuleRow], words: int) -> list[ModuleRow]:

@@ -22,7 +22,7 @@ class Served:
 
     @property
     def model(self) -> LoadedModel:
-        return self.rag._parts.model
+        return self.rag.parts.model
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ class Served:
     @property
     def identity(self) -> dict[str, Any]:
         """What tells this model, its defaults and the texts that it recognises from others."""
-        parts = self.rag._parts
+        parts = self.rag.parts
         return {
             "fingerprint": parts.model.causal.fingerprint,
             "state": parts.common.database.name,

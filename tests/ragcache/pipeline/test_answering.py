@@ -160,10 +160,10 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag._parts.store.holdings.shelves
+    [host] = rag.parts.store.holdings.shelves
     assert len(host.entries) > 0
     with monkeypatch.context() as patched:
-        patched.setattr(rag._parts.engine.core.runner, "prepare", fail)
+        patched.setattr(rag.parts.engine.core.runner, "prepare", fail)
         with pytest.raises(EngineFailed, match="out of memory"):
             rag.ask(QUESTION, collection="notes")
     assert not any(entry.leased for entry in host.entries)
@@ -197,8 +197,8 @@ def test_modules_that_stand_in_one_prompt_are_counted(tmp_path: Path, model: Loa
         rag.ingest("notes", DOCUMENTS)
         for _ in range(3):
             rag.ask(QUESTION, collection="notes", k=2)
-        rag._parts.store.ledger.flush()
-        with rag._parts.database.reading() as session:
+        rag.parts.store.ledger.flush()
+        with rag.parts.database.reading() as session:
             [pair] = session.scalars(select(CoRetrievalTable))
             assert pair.count == 3
             assert pair.first_id < pair.second_id

@@ -93,13 +93,13 @@ def test_jobs_run_one_after_another_and_are_listed_the_newest_first(rag: RagCach
 def test_progress_can_be_seen(rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache.store.jobs.PROGRESS_SECONDS", 0.0)
     seen: list[int] = []
-    ingest = type(rag._parts.ingestor).ingest
+    ingest = type(rag.parts.ingestor).ingest
 
     def watched(self, collection, sources, progress=None, job=None):  # type: ignore[no-untyped-def]
         look = lambda *_: seen.append(rag.jobs.get(job).done)  # noqa: E731
         return ingest(self, collection, sources, look, job)
 
-    monkeypatch.setattr(type(rag._parts.ingestor), "ingest", watched)
+    monkeypatch.setattr(type(rag.parts.ingestor), "ingest", watched)
     job = rag.jobs.submit("notes", DOCUMENTS).id
     assert gate.reached.wait(20)
     running = rag.jobs.get(job)
