@@ -17,6 +17,7 @@ from ragcache_api.http.limits import RateLimit, check_length, counted
 _UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
 _OPEN = frozenset(("/health/live", "/health/ready"))
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
+_OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Gate:
 
     def _check_origin(self, headers: Headers) -> None:
         """Without keys, pages of other sites that a browser on this machine shows could call the
-        service, by a name of theirs that leads here or by a form."""
+        service, by a name of theirs that leads here or by a form. A key they do not have."""
         name = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
         if name not in self.allowed_hosts:
             raise Refusal(
@@ -75,5 +76,16 @@ class Gate:
                 "a service without keys answers to its own names alone (setting allowed_hosts); "
                 "make a key with `ragcache keys create`",
             )  # fmt: skip
-        if headers.get("sec-fetch-site") == "cross-site":
-            raise Refusal(403, "cross-site", "a service without keys takes no calls of other sites")
+        site = headers.get("sec-fetch-site", "none").lower()
+        if site not in _OWN_SITES or not _of_own_page(headers):
+            raise Refusal(
+                403, "cross-site",
+                "a service without keys takes no calls of other sites' pages, nor of those on "
+                "other ports; make a key with `ragcache keys create`",
+            )  # fmt: skip
+
+
+def _of_own_page(headers: Headers) -> bool:
+    """Whether the page that calls, if one does, came from here. Its scheme may be a proxy's."""
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2].lower() == headers["host"].lower()
