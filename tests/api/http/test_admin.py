@@ -73,6 +73,15 @@ def test_evicting_tells_what_would_go_and_then_what_went(client: TestClient) -> 
     client.post(f"/admin/modules/{number}/warm")
 
 
+def test_a_flag_without_a_value_is_true(client: TestClient) -> None:
+    for query, dry in (("dry_run", True), ("dry_run=", True), ("dry_run=0", False), ("", False)):
+        told = client.post(f"/admin/evict?{query}", json={"collection": "notes", "documents": []})
+        assert told.json()["dry_run"] is dry, query
+    assert client.post("/admin/evict?dry_run=maybe", json={}).status_code == 422
+    assert client.get("/admin/modules?pinned").json()["items"] == []
+    assert client.get("/admin/modules?descending").status_code == 200
+
+
 def test_statistics_count_what_the_service_answered(client: TestClient) -> None:
     before = client.get("/admin/stats").json()
     client.post("/v1/answers", json=ASK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 T = TypeVar("T")
 
@@ -14,6 +14,9 @@ CollectionName = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
 Cursor = Annotated[str | None, Query(max_length=200, description="`next` of the page before.")]
+
+Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
+"""In a query: `?name` alone is true."""
 
 
 class Wire(BaseModel):
