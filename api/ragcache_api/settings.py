@@ -68,7 +68,10 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="The address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
-    deadline: float = Field(300.0, gt=0, description="The most seconds of a request, then 504.")
+    connections: Positive = Field(1000, description="The most connections; one more gets 503.")
+    deadline: float = Field(
+        300.0, gt=0, description="The most seconds of an answer, then 504, and of a body's coming."
+    )
     grace: float = Field(20.0, ge=0, description="Seconds that running requests get at the end.")
     body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
     upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")
