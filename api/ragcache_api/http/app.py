@@ -66,6 +66,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         rate=RateLimit(settings.rate),
         body_bytes=settings.body_bytes,
         upload_bytes=settings.upload_bytes,
+        deadline=settings.deadline,
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
         open_paths=_open_paths(page),
     )

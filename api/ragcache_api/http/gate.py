@@ -12,11 +12,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ragcache_api.http.auth import Caller, Doorkeeper
 from ragcache_api.http.errors import Refusal, fault_of
 from ragcache_api.http.faults import fault_response
-from ragcache_api.http.limits import RateLimit, check_length, counted
+from ragcache_api.http.limits import RateLimit, bounded, check_length, end_of
 
 _UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
 _OPEN = frozenset(("/health/live", "/health/ready"))
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
+TIMEOUT_HEADER = "x-request-timeout"
 _OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
 
 
@@ -25,7 +26,8 @@ class Gate:
     """ASGI middleware. Denies by default: but for health and the page's files, every path asks for
     a key as soon as one exists, and those of the operator for one with the role `admin`.
 
-    The caller stands in `scope["state"]["caller"]`. open_paths: of the page's files.
+    The caller stands in `scope["state"]["caller"]`, and in `["end"]` when the request is to have
+    ended. deadline: the most seconds until then. open_paths: of the page's files.
     """
 
     app: ASGIApp
@@ -33,6 +35,7 @@ class Gate:
     rate: RateLimit
     body_bytes: int
     upload_bytes: int
+    deadline: float
     allowed_hosts: Collection[str]
     open_paths: frozenset[str]
 
@@ -42,9 +45,10 @@ class Gate:
             return
         path: str = scope["path"]
         try:
-            headers = Headers(scope=scope)
+            headers, state = Headers(scope=scope), scope.setdefault("state", {})
             if path not in _OPEN and path not in self.open_paths:
-                scope.setdefault("state", {})["caller"] = await self._admit(scope, headers, path)
+                state["caller"] = await self._admit(scope, headers, path)
+            end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), self.deadline)
             most = self.upload_bytes if _UPLOAD.match(path) else self.body_bytes
             length = headers.get("content-length")
             check_length(None if length is None else length.encode(), most)
@@ -53,7 +57,7 @@ class Gate:
             assert fault is not None
             await fault_response(fault, path)(scope, receive, send)
             return
-        await self.app(scope, counted(receive, most), send)
+        await self.app(scope, bounded(receive, most, end), send)
 
     async def _admit(self, scope: Scope, headers: Headers, path: str) -> Caller:
         client = scope.get("client")

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
 from ragcache import RagCache
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.serving import server_config
+from tests.api.http.asgi import App, Caller
 
 
-async def statuses(app: Callable[..., Awaitable[None]], client: str, number: int) -> list[int]:
+async def statuses(app: App, client: str, number: int) -> list[int]:
     """Of calls over connections from one address, each of which names another in a header."""
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    for each in range(number):
-        headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"10.0.0.%d" % each)]
-        scope = {
-            "type": "http", "method": "GET", "path": "/v1/models", "raw_path": b"/v1/models",
-            "query_string": b"", "headers": headers, "client": (client, 1), "scheme": "http",
-            "http_version": "1.1", "root_path": "", "server": ("localhost", 80), "asgi": {},
-        }  # fmt: skip
-        await app(scope, receive, send)
-    return [each["status"] for each in sent if each["type"] == "http.response.start"]
+    callers = [Caller() for _ in range(number)]
+    for each, caller in enumerate(callers):
+        await caller.call(app, "GET", "/v1/models", client=client, x_forwarded_for=f"10.0.0.{each}")
+    return [caller.status for caller in callers]
 
 
 @pytest.mark.parametrize(
