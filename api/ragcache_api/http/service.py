@@ -98,14 +98,15 @@ class Call:
             )  # fmt: skip
 
 
-def _call(request: Request) -> Call:
+# FastAPI calls dependencies that are no coroutines in a thread.
+async def _call(request: Request) -> Call:
     return Call(request, request.app.state.service, request.state.caller)
 
 
 CallDep = Annotated[Call, Depends(_call)]
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 

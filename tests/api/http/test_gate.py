@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
+from anyio import to_thread
+from anyio.to_thread import current_default_thread_limiter
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
+from ragcache_api.http import ServiceSettings, create_app
+from tests.api.http.asgi import App, Caller
 from tests.api.http.conftest import LEAVE, client_of
 
 PATHS = [
@@ -175,3 +181,34 @@ def test_a_body_without_a_length_is_counted_while_it_comes(rag: RagCache, path: 
         refused = client.post(path, content=parts(), headers={"Content-Type": "application/json"})
     assert refused.status_code == 413
     assert refused.headers["content-type"] == "application/problem+json"
+
+
+def test_keys_are_checked_where_all_threads_are_taken(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    _, rag = locked
+    _, secret = rag.keys.create("me")
+    release = threading.Event()
+
+    async def call(app: App) -> int:
+        caller = Caller()
+        async with anyio.create_task_group() as group:
+            threads = current_default_thread_limiter()
+            for _ in range(int(threads.total_tokens)):
+                group.start_soon(to_thread.run_sync, release.wait)
+            while threads.available_tokens:
+                await anyio.sleep(0.01)
+            try:
+                with anyio.fail_after(10):
+                    await caller.call(app, "GET", "/v1/models", authorization=f"Bearer {secret}")
+            finally:
+                release.set()
+        return caller.status
+
+    assert anyio.run(call, create_app(rag, ServiceSettings.read())) == 200
+
+
+def test_routes_and_retrieval_have_as_many_threads(rag: RagCache) -> None:
+    with client_of(rag) as client:
+        assert client.portal is not None
+        assert client.portal.call(lambda: current_default_thread_limiter().total_tokens) == 64
