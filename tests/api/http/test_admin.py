@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from contextlib import suppress
+from typing import Any
 
+import pytest
+from sqlalchemy import delete
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
+from ragcache.store.tables import EvictionTable
+from ragcache_api.http.metrics import Metrics
+from ragcache_api.http.recording import Heat
 from tests.api.http.conftest import LEAVE
 
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
@@ -157,6 +165,58 @@ def test_metrics_name_everything_that_an_operator_watches(client: TestClient) ->
     ):  # fmt: skip
         assert re.search(rf"^{name}\b", text, re.MULTILINE), name
     assert 'cache="hit"' in text
+
+
+def evicted(client: TestClient) -> float:
+    """How many states were taken from the disk by hand."""
+    found = re.search(
+        r'^ragcache_evictions_total{reason="manual",tier="disk"} (\S+)$',
+        client.get("/metrics").text, re.MULTILINE,
+    )  # fmt: skip
+    return float(found[1]) if found else 0.0
+
+
+def test_evictions_are_totals_whatever_the_ledger_forgets(
+    client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, before, taken = module(client, "keys.md#1")["id"], evicted(client), 0
+    for _ in range(3):
+        client.post(f"/admin/modules/{number}/warm")
+        changes = client.delete(f"/admin/modules/{number}").json()["changes"]
+        taken += sum(change["tier"] == "disk" for change in changes)
+    assert taken >= 2
+    with rag.parts.database.transaction() as session:
+        session.execute(delete(EvictionTable))
+    monkeypatch.setattr(type(rag.parts.store.ledger), "evictions", None)
+    assert evicted(client) == before + taken
+    assert 'ragcache_refetched_total{tier="disk"}' in client.get("/metrics").text
+    client.post(f"/admin/modules/{number}/warm")
+
+
+def test_metrics_and_heat_are_computed_beside_the_loop(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noting(made: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with suppress(RuntimeError):
+                seen.append(str(asyncio.get_running_loop()))
+            return made(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Metrics, "text", noting(Metrics.text))
+    monkeypatch.setattr(Heat, "map", noting(Heat.map))
+    for path in ("/metrics", "/admin/heat"):
+        assert client.get(path).status_code == 200
+    assert not seen
+
+
+def test_a_map_of_heat_has_a_size(client: TestClient) -> None:
+    for minutes, modules, status in ((1440, 40, 200), (100, 1000, 200), (1440, 1000, 400)):
+        got = client.get("/admin/heat", params={"minutes": minutes, "modules": modules})
+        assert got.status_code == status
 
 
 def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
