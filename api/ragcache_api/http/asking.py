@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import RequestCancelled
-from ragcache_api.http.errors import UNNAMED, Fault, fault_of
+from ragcache_api.http.errors import Fault
+from ragcache_api.http.faults import fault_in_stream
 from ragcache_api.http.running import Entry, unless_gone
 from ragcache_api.http.service import Call
 from ragcache_api.http.sse import Events
-
-logger = logging.getLogger(__name__)
 
 Opening = Callable[[], Awaitable[AsyncAnswerStream]]
 Tell = Callable[[Entry, AsyncAnswerStream], AsyncGenerator[bytes, None]]
@@ -68,9 +66,6 @@ async def _guarded(
         except Exception as error:
             named = entry.named(error)
             entry.running.end(entry, named)
-            told = fault_of(named)
-            if told is None:
-                logger.exception("a stream failed")
-            yield fault(told or UNNAMED)
+            yield fault(fault_in_stream(named))
             return
     entry.running.end(entry)

@@ -56,7 +56,7 @@ class Entry:
         self.late = True
         self.give_up()
 
-    def named(self, error: BaseException) -> BaseException:
+    def named(self, error: Exception) -> Exception:
         """A cancellation that the service itself caused, under its right name."""
         if isinstance(error, RequestCancelled) and self.late:
             return too_late()
