@@ -24,7 +24,8 @@ _STATES = ("generating", "computing", "waiting")
 @dataclass(slots=True)
 class Entry:
     """A request that runs. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
-    `cancelled` once it has ended, "" before. late: its time was over before. context: of the call that made it."""
+    `cancelled` once it has ended, "" before. late: its time was over before it ended. context: of
+    the call that made it."""
 
     id: str
     kind: str

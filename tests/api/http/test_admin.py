@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -13,8 +14,10 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.store.tables import EvictionTable
+from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.recording import Heat
+from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
 
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
@@ -230,3 +233,36 @@ def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
         refused = ending.post("/v1/answers", json=ASK)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
+
+
+@pytest.mark.parametrize("path", ["/v1/answers", "/v1/chat/completions"])
+def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: str) -> None:
+    body = {**ASK, "max_tokens": 2500, "temperature": 100}
+    if path != "/v1/answers":
+        model = rag.parts.model.name
+        body |= {"model": model, "messages": [{"role": "user", "content": LEAVE}]}
+        del body["question"]
+    app = create_app(rag, ServiceSettings.read(deadline=60))
+    caller, service = Caller(json.dumps(body).encode()), app.state.service
+
+    async def watched() -> tuple[dict[str, Any], dict[str, int]]:
+        call = asyncio.create_task(caller.call(app, "POST", path))
+        while not any(entry.generated > 2 for entry in service.running.entries.values()):
+            await asyncio.sleep(0.01)
+        told = []
+        for looked in ("/admin/requests", "/admin/stats"):
+            look = Caller()
+            await look.call(app, "GET", looked)
+            told.append(json.loads(look.told[1]["body"]))
+        [library] = rag.running()
+        service.running.stop()
+        await call
+        [seen] = told[0]["running"]
+        assert seen["prompt_tokens"] == library.prompt_tokens > 0
+        return seen, told[1]["requests"]
+
+    seen, counts = asyncio.run(asyncio.wait_for(watched(), 60))
+    assert seen["state"] == "generating"
+    assert seen["generated"] > 2
+    assert (counts["running"], counts["waiting"]) == (1, 0)
+    assert caller.status == 503

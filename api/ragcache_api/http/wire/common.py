@@ -70,7 +70,8 @@ class OpenAIError(Told):
 
 _STATUSES = {
     400: "A value that cannot be used", 401: "No valid key", 403: "Not with this key",
-    404: "No such thing", 408: "The body did not come in time", 413: "The body is too large", 422: "A body that cannot be read",
+    404: "No such thing", 408: "The body did not come in time", 413: "The body is too large",
+    422: "A body that cannot be read",
     429: "Too many requests, or the queue is full", 503: "Not now", 504: "The time was over",
 }  # fmt: skip
 
