@@ -95,6 +95,6 @@ class Shelf:
             entry = self.entries.get(key)
             if need <= 0:
                 return
-            if not entry.leased:
+            if not (entry.leased or entry.pinned):
                 need -= entry.nbytes
                 yield Leaving(key, entry.nbytes, None)

@@ -16,12 +16,13 @@ _USAGE = re.compile(rb'"completion_tokens":(\d+)')
 _KEPT = 1024  # of what came: the usage, which comes last, stands in it, however it was cut
 
 
-def request(path: str, body: Any, port: int) -> bytes:
+def request(path: str, body: Any, port: int, key: str | None = None) -> bytes:
     """A request over a connection that stays open."""
     sent = json.dumps(body).encode()
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(sent)}\r\n\r\n"
+        f"{authorization}Content-Length: {len(sent)}\r\n\r\n"
     )
     return head.encode() + sent
 

@@ -27,6 +27,7 @@ from ragcache import Generation, RagCache
 from ragcache.bench.ledger import fill_ledger
 from ragcache.bench.machine import describe_machine
 from ragcache_api.bench.clients import first_token, request, run_streams
+from ragcache_api.bench.foreign import foreign_first_tokens
 from ragcache_api.http import ServiceSettings, create_app
 
 Report = Callable[[str], None]
@@ -37,21 +38,23 @@ _COLLECTION = "bench"
 @dataclass(frozen=True, slots=True)
 class HttpSetting:
     """runs: first tokens of each side. streams, tokens: that run at once, and of each. rounds: how
-    often each side streams. modules, pages: of the listing."""
+    often each side streams. modules, pages: of the listing. foreign: texts of another namespace."""
 
     runs: int = 60
     streams: int = 32
     tokens: int = 96
-    rounds: int = 3
+    rounds: int = 5
     modules: int = 100_000
     pages: int = 60
+    foreign: int = 24
 
 
 def bench_http(
     setting: HttpSetting | None = None, progress: Report = lambda _: None
 ) -> dict[str, Any]:
-    """ttft_overhead_ms_p50: of the differences of neighbours. throughput_share: tokens a
-    second of all streams over HTTP, of those of the calls. list_ms_p50: of a page of 100."""
+    """ttft_overhead_ms_p50: of the differences of neighbours. throughput_share: tokens a second of
+    all streams over HTTP, of those of the calls beside; the median of the rounds. list_ms_p50: of a
+    page of 100. foreign_ttft_ratio: see `foreign_first_tokens`."""
     setting = setting or HttpSetting()
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:
         progress("ingesting documents")
@@ -61,6 +64,8 @@ def bench_http(
             with serving(rag) as port:
                 result = _first_tokens(rag, port, setting, progress)
                 result |= _throughput(rag, port, setting, progress)
+                progress("texts of another namespace")
+                result |= foreign_first_tokens(rag, port, setting.foreign)
         progress(f"filling a ledger with {setting.modules:,} modules")
         many = Path(place) / "many"
         many.mkdir()
@@ -133,21 +138,23 @@ def _throughput(rag: RagCache, port: int, setting: HttpSetting, progress: Report
     questions = [f"What of {_TOPICS[n % len(_TOPICS)]}?" for n in range(setting.streams)]
     told = {"min_tokens": setting.tokens, "stream_options": {"include_usage": True}}
     bodies = [_chat(rag, question, setting.tokens) | told for question in questions]
-    called, served = [], []
+    rates: dict[str, list[float]] = {"served": [], "called": []}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as clients:
-        clients.submit(run_streams, port, bodies).result()
-        asyncio.run(_called_streams(rag, questions, setting.tokens))
-        for _ in range(setting.rounds):
-            count, seconds = clients.submit(run_streams, port, bodies).result()
-            served.append(count / seconds)
-            count, seconds = asyncio.run(_called_streams(rag, questions, setting.tokens))
-            called.append(count / seconds)
-    rates = statistics.median(called), statistics.median(served)
+        sides: dict[str, Callable[[], tuple[int, float]]] = {
+            "served": lambda: clients.submit(run_streams, port, bodies).result(),
+            "called": lambda: asyncio.run(_called_streams(rag, questions, setting.tokens)),
+        }
+        for number in range(setting.rounds + 1):
+            for side in sorted(sides, reverse=bool(number % 2)):
+                count, seconds = sides[side]()
+                rates[side].append(count / seconds)
+    shares = [s / c for s, c in zip(rates["served"][1:], rates["called"][1:], strict=True)]
     return {
-        "throughput_share": rates[1] / rates[0],
-        "called_tokens_per_second": rates[0],
-        "served_tokens_per_second": rates[1],
+        "throughput_share": statistics.median(shares),
+        "throughput_share_by_round": shares,
+        "called_tokens_per_second": statistics.median(rates["called"][1:]),
+        "served_tokens_per_second": statistics.median(rates["served"][1:]),
     }
 
 

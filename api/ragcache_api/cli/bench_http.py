@@ -14,7 +14,7 @@ from ragcache_api.cli.console import console, errors, plain_table
 def http(
     runs: Annotated[int, typer.Option(min=2, help="First tokens of each side.")] = 60,
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each side streams.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side streams.")] = 5,
     modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
     json_file: Annotated[
         Path | None,
@@ -37,6 +37,10 @@ def http(
         f"{result['called_tokens_per_second']:.0f}",
     )  # fmt: skip
     table.add_row(f"a page of {modules:,} modules", f"{result['list_ms_p50']:.1f} ms", "")
+    table.add_row(
+        "first token of a text that another namespace has ingested",
+        f"{result['foreign_ttft_ratio']:.2f}x", "of one that nobody has",
+    )  # fmt: skip
     console.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
 from ragcache_api.http.looking import Looking
-from ragcache_api.http.recording import with_tokens
+from ragcache_api.http.recording import hit_or_miss, with_tokens
 from ragcache_api.http.running import Entry, Running
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -49,9 +49,9 @@ class Metrics:
             for source, number in counts.items():
                 self._tokens.labels(source).inc(number)
             if answer.reuse.prompt_tokens:
-                kind = "hit" if answer.reuse.cached_tokens else "miss"
-                self._first_token.labels(kind).observe(answer.timings.first_token)
                 self._queued.observe(answer.timings.queued)
+            if kind := hit_or_miss(answer):
+                self._first_token.labels(kind).observe(answer.timings.first_token)
 
     def text(self) -> bytes:
         """All of it as Prometheus reads it. May wait for the store."""

@@ -310,6 +310,14 @@ class TestAdmission:
         store.ledger.flush()
         assert store.ledger.evictions() == {}, "which is no eviction"
 
+    def test_a_pin_holds_on_probation_too(self, reopen: Open) -> None:
+        store = reopen(3)
+        fill(store, 1)
+        assert sources(store, 7, 8) == ["encoded"] * 2
+        store.pin(keys(7))
+        fill(store, 2, 3)
+        assert in_host(store) == set(keys(7, 2, 3))
+
     def test_what_nothing_owns_is_not_kept_on_disk(self, store: KVStore) -> None:
         unowned = KVKey("ff" * 32)
         for _ in range(3):

@@ -57,7 +57,7 @@ const TAIL = 8; // characters: modules of one document differ at their end
 
 /** A module's name; where it is too long for its place, its end stays in sight. */
 export function moduleName(name, title = name) {
-  if (name.length < 3 * TAIL) return h("span", { class: "name", title }, name);
+  if (name.length < 2 * TAIL) return h("span", { class: "name", title }, name);
   const head = h("span", { class: "head" }, name.slice(0, -TAIL));
   return h("span", { class: "name long", title }, head, name.slice(-TAIL));
 }

@@ -108,7 +108,7 @@ function columns(toggle) {
     {
       id: "document",
       title: "Document",
-      width: "16%",
+      width: "15%",
       cell: ({ document }) => h("span", { class: "muted", title: document }, document),
     },
     {

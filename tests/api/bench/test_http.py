@@ -1,0 +1,33 @@
+"""`ragcache bench http`, small."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragcache_api.bench import http
+from ragcache_api.cli.main import app
+
+pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1", "localhost", "::1"])]
+
+
+def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(replace, http.HttpSetting(tokens=3, pages=5, foreign=2))
+    monkeypatch.setattr(http, "HttpSetting", small)
+    file = tmp_path / "http.json"
+    options = ["--runs", "2", "--streams", "2", "--rounds", "1", "--modules", "200"]
+    done = CliRunner().invoke(app, ["bench", "http", *options, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    told = json.loads(file.read_text())
+    assert min(told["ttft_called_ms_p50"], told["ttft_served_ms_p50"]) > 0
+    assert told["throughput_share"] == told["throughput_share_by_round"][0] > 0
+    assert told["list_ms_p50"] > 0
+    assert set(told["list_ms_p50_by_sort"]) == {"id", "name", "nbytes", "hits", "last_use"}
+    assert set(told["ttft_ms_p50_by_owner"]) == {"own", "foreign", "unknown"}
+    assert told["foreign_ttft_ratio"] > 0
+    assert (told["setting"]["modules"], told["setting"]["streams"]) == (200, 2)
