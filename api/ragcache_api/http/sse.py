@@ -53,7 +53,8 @@ class Events(EventSourceResponse):
         await self._send(send, {"type": "http.response.start", **start})
         async for event in self._events:
             await self._send(send, {"type": _BODY, "body": event, "more_body": True})
-        await self._send(send, {"type": _BODY, "body": b"", "more_body": False})
+        self._sending, self._since = True, time.monotonic()  # for good: nothing may follow
+        await send({"type": _BODY, "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
         self._sending, self._since = True, time.monotonic()
@@ -67,14 +68,17 @@ class Events(EventSourceResponse):
 
     async def _watch(self, send: Send, group: TaskGroup) -> None:
         """A timer for each send would cost as much as the send."""
-        ping = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
         while True:
             await anyio.sleep(WATCH_SECONDS)
             quiet = time.monotonic() - self._since
             if self._sending and quiet >= STALL_SECONDS:
                 group.cancel_scope.cancel()
-            elif not self._sending and quiet >= PING_SECONDS:
-                group.start_soon(self._send, send, ping)
+            elif quiet >= PING_SECONDS:
+                group.start_soon(self._ping, send)
+
+    async def _ping(self, send: Send) -> None:
+        if not self._sending:
+            await self._send(send, {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True})
 
 
 def event(value: Any, name: str | None = None) -> bytes:
