@@ -266,3 +266,14 @@ def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: s
     assert seen["generated"] > 2
     assert (counts["running"], counts["waiting"]) == (1, 0)
     assert caller.status == 503
+
+
+def test_states_of_a_deleted_document_are_counted(client: TestClient, rag: RagCache) -> None:
+    sent = {"documents": [{"id": "a", "text": "The old lamp is green and stands in the hall."}]}
+    job = client.post("/v1/collections/gone/documents", json=sent).json()["id"]
+    rag.jobs.wait(job, 60)
+    counted = rag.parts.store.counters.evictions
+    before = counted["disk", "superseded"]
+    assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
+    assert counted["disk", "superseded"] == before + 1
+    assert 'evictions_total{reason="superseded",tier="disk"}' in client.get("/metrics").text
