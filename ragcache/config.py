@@ -30,7 +30,7 @@ class Settings:
     max_new_tokens: the most tokens of an answer, unless a request says otherwise. private_bytes:
     room for the states of questions and answers. queue: the most requests that wait.
     scaffold_after: how often a selection is retrieved before its modules are encoded together; None
-    for never."""
+    for never. ingestion_bytes: room for documents that wait to be ingested."""
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
@@ -38,6 +38,7 @@ class Settings:
     private_bytes: int = 2**29
     queue: int = 1024
     scaffold_after: int | None = None
+    ingestion_bytes: int = 2**28
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -47,6 +47,7 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         private_bytes: int | str = "512MiB",
         queue: int = 1024,
         scaffold_after: int | None = None,
+        ingestion_bytes: int | str = "256MiB",
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder, making it if need be.
@@ -56,7 +57,9 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         adds meaning. private_bytes: room for the states of questions and answers. queue: the most
         requests that wait; one more raises `QueueFull`. scaffold_after: how often the same modules
         are retrieved in one order before they become a scaffold (see `add_scaffold`); None for
-        never. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError` or `StoreError`.
+        never. ingestion_bytes: the most bytes of documents that `jobs.submit` lets wait; with more
+        it raises `QueueFull`. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError`
+        or `StoreError`.
         """
         settings = Settings(
             module_tokens,
@@ -65,6 +68,7 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
             parse_bytes(private_bytes),
             queue,
             scaffold_after,
+            parse_bytes(ingestion_bytes),
         )
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
@@ -123,6 +127,13 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many."""
         return self._parts.ingestor.delete(collection, document_ids)
+
+    def create_collection(self, collection: str) -> bool:
+        """Makes a collection without documents; False where it is there already. `ingest` makes
+        one with its first document. Raises `ConfigurationError`."""
+        if not collection.strip():
+            raise ConfigurationError("a collection needs a name")
+        return self._parts.catalogue.add_collection(collection)
 
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection with everything in it; returns how many documents there were.

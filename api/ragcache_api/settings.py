@@ -51,11 +51,17 @@ class ServiceSettings(BaseSettings):
     model: str | None = Field(None, description="A model folder or hub name; else the reader.")
     embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
     module_tokens: Positive = Field(384, description="The most tokens of a module.")
-    max_new_tokens: Positive = Field(64, description="Tokens of an answer unless a request says.")
+    max_new_tokens: Positive = Field(
+        64,
+        description="Tokens of an answer unless a request says; chats may fill the window.",
+    )
     scaffold_after: Positive | None = Field(
         None, description="Retrievals until a scaffold is made."
     )
     queue: Positive = Field(1024, description="Requests that wait; one more gets 429.")
+    ingestion_bytes: Size = Field(
+        "256MiB", description="Documents that wait to be stored; more get 429."
+    )
     host_bytes: Size = Field("2GiB", description="Budget of the host tier.")
     private_bytes: Size = Field("512MiB", description="Room for questions' own states.")
     device_bytes: Size | None = Field(None, description="Budget of a tier on the GPU.")
@@ -141,7 +147,7 @@ class ServiceSettings(BaseSettings):
         names = (
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "disk_bytes", "remote", "remote_bytes", "kv_dtype",
-            "policy", "ledger",
+            "policy", "ledger", "ingestion_bytes",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}

@@ -10,6 +10,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from ragcache.documents.metadata import check_metadata, is_text
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument
 from ragcache_schemas import carried_text
 
@@ -54,7 +55,8 @@ def load_sources(sources: Iterable[Source] | Source) -> Loaded:
     Control characters that PML cannot carry are left out (`carried_text`), so that the schema of a
     collection holds exactly the text that its states were computed from. Raises `NoDocuments` for
     an empty folder, `UnreadableDocument` naming every file that cannot be read as UTF-8 text,
-    `DocumentError` where two documents have one id, or one has an id that is not UTF-8 text.
+    `DocumentError` where two documents have one id, or one has an id or address that is not UTF-8
+    text, and `UnstorableMetadata` for metadata that JSON cannot hold.
     """
     documents: list[SourceDocument] = []
     unreadable: list[str] = []
@@ -73,7 +75,7 @@ def load_sources(sources: Iterable[Source] | Source) -> Loaded:
         )
     if not documents:
         raise NoDocuments("no documents were given")
-    _check_names(documents)
+    _check_storable(documents)
     return Loaded(tuple(documents), tuple(ignored))
 
 
@@ -148,15 +150,18 @@ def _from_langchain(document: Document) -> SourceDocument:
     )
 
 
-def _check_names(documents: list[SourceDocument]) -> None:
-    """Names stand in the ledger, whose texts are UTF-8 without NUL."""
+def _check_storable(documents: list[SourceDocument]) -> None:
+    """Names stand in the ledger, whose texts are UTF-8 without NUL, and metadata as JSON."""
     seen: set[str] = set()
     for document in documents:
-        if "\0" in document.id or any("\ud800" <= c <= "\udfff" for c in document.id):
+        if "\0" in document.id or not is_text(document.id):
             raise DocumentError(
                 f"a document is called {document.id!r}, which is not UTF-8 text; rename it, or "
                 "give it an id of its own"
             )
+        if "\0" in document.uri or not is_text(document.uri):
+            raise DocumentError(f"document {document.id!r}: its address is not UTF-8 text")
+        check_metadata(document.metadata, document.id)
         if document.id in seen:
             raise DocumentError(
                 f"two documents are both called {document.id!r}; ingest the folder above them, or "

@@ -10,7 +10,14 @@ from ragcache.config import DEFAULT_K
 from ragcache.pipeline import Parts, Placed
 from ragcache.retrieval import Criteria, Filters, Retriever, SearchKind, Selection
 from ragcache.retrieval.criteria import CANDIDATES
-from ragcache.store import DocumentRow, ModuleRow
+from ragcache.store import (
+    CollectionRow,
+    DocumentRow,
+    ModuleRow,
+    Page,
+    collection_page,
+    document_page,
+)
 
 
 class Retrieval:
@@ -69,3 +76,17 @@ class Retrieval:
         which they were stored; or those of the ids that there are. Raises `UnknownCollection`."""
         self._parts.catalogue.stamp(collection)
         return list(self._parts.catalogue.documents(collection, ids).values())
+
+    def document_page(
+        self, collection: str, cursor: str | None = None, limit: int = 100
+    ) -> Page[DocumentRow]:
+        """The documents of a collection by id, a page at a time; `total` comes with the first.
+        Raises `InvalidRequest` or `UnknownCollection`."""
+        catalogue = self._parts.catalogue
+        return document_page(
+            self._parts.database, catalogue.namespace, collection, cursor, limit
+        )  # fmt: skip
+
+    def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
+        """The collections by name, with what they hold. Raises `InvalidRequest`."""
+        return collection_page(self._parts.database, self._parts.catalogue.namespace, cursor, limit)

@@ -17,7 +17,8 @@ from ragcache.structured import Grammar, constraint_of
 class Generation:
     """Options of one request. The default is one greedy answer.
 
-    max_new_tokens: None is what the state folder was opened with. stop: strings that end an answer
+    max_new_tokens: None is what the state folder was opened with; with `unbounded`, as many as the
+    model's window and the engine's pool leave. stop: strings that end an answer
     and do not belong to it. n: how many answers. min_new_tokens: no stop token is chosen before.
     ignore_eos: stop tokens end nothing. timeout: in seconds, from when the request is queued.
     priority: each level counts as 10 seconds of waiting. share: whether the states of the
@@ -37,6 +38,7 @@ class Generation:
     share: bool = True
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
+    unbounded: bool = False
 
     @classmethod
     def of(cls, **options: Any) -> Generation:

@@ -43,7 +43,8 @@ class Submitter:
         end = own + documents if end is None else end
         context = Context((), (0,) * computed, tuple(range(computed)), end)
         tenant = self.namespace if reuse else None
-        request = generation.request(context, self.model, self.settings.max_new_tokens, tenant)
+        most = self._room(context) if generation.unbounded else self.settings.max_new_tokens
+        request = generation.request(context, self.model, most, tenant)
         check_window(
             documents,
             own,
@@ -52,6 +53,13 @@ class Submitter:
         )
         self.engine.core.check(request)
         return request
+
+    def _room(self, context: Context) -> int:
+        """The tokens that an answer can have at most; one where there is no room, so that the check
+        says so."""
+        pool = self.engine.core.pool
+        left = pool.total * pool.chunk - len(context.token_ids)
+        return max(1, min(left, self.model.causal.window - context.next_position))
 
     def submit(self, draft: Request, context: Context, ready: Ready, lease: Lease | None) -> Asked:
         """Queues the request. Raises `QueueFull` or `EngineClosed`; the lease is the caller's

@@ -15,7 +15,7 @@ from ragcache.pipeline.asked import Returned
 from ragcache.pipeline.chat_text import ChatText
 from ragcache.pipeline.chatting import ChatRunner
 from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
-from ragcache.pipeline.ingesting import IngestionJobs, Worker
+from ragcache.pipeline.ingesting import IngestionJobs
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.modules import Modules
@@ -26,6 +26,7 @@ from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
+from ragcache.pipeline.worker import Worker
 from ragcache.recognition import Recogniser
 from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embedders import embedder_name
@@ -87,7 +88,7 @@ class Parts:
             settings,
             template,
             Keys(database),
-            Worker(),
+            Worker(settings.ingestion_bytes),
             Observing(),
         )
         return _parts(common, NAMESPACE)

@@ -6,8 +6,9 @@ import threading
 from dataclasses import dataclass
 
 from ragcache.errors import UnknownCollection
-from ragcache.recognition.prints import Prints, Table
+from ragcache.recognition.prints import Prints
 from ragcache.recognition.search import Found, find
+from ragcache.recognition.table import Table
 from ragcache.store import Catalogue
 
 Stamps = dict[str, tuple[int, int]]

@@ -3,6 +3,7 @@
 from ragcache.store.admission import Origin
 from ragcache.store.catalogue import Catalogue
 from ragcache.store.database import Database
+from ragcache.store.document_pages import CollectionRow, collection_page, document_page
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument, NewModule
 from ragcache.store.entries import KVEntry
 from ragcache.store.evictions import EvictionRow, eviction_page
@@ -34,6 +35,7 @@ from ragcache.store.vectors import Vectors
 
 __all__ = [
     "Catalogue",
+    "CollectionRow",
     "Database",
     "DeviceTier",
     "DiskTier",
@@ -70,6 +72,8 @@ __all__ = [
     "Vectors",
     "Wish",
     "choose_victims",
+    "collection_page",
+    "document_page",
     "eviction_page",
     "list_modules",
     "module_detail",

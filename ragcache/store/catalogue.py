@@ -15,10 +15,17 @@ from ragcache.states import KVKey
 from ragcache.store import jobs
 from ragcache.store.database import Database
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument
+from ragcache.store.insertion import insert_document
 from ragcache.store.lookup import collection_id
 from ragcache.store.ownership import retire
 from ragcache.store.removal import delete_documents
-from ragcache.store.statements import chunks, insert_for_module, insert_new, namespace_id
+from ragcache.store.statements import (
+    chunks,
+    insert_for_module,
+    insert_new,
+    insert_returning,
+    namespace_id,
+)
 from ragcache.store.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
@@ -28,7 +35,6 @@ from ragcache.store.tables import (
     ModuleTable,
     NamespaceTable,
     TokenTable,
-    VectorTable,
 )
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -95,39 +101,10 @@ class Catalogue:
             owner = self._change(session, collection)
             freed = delete_documents(session, owner, [d.source_id for d in documents])
             for document in documents:
-                self._insert(session, owner, document)
+                insert_document(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
                 freed += jobs.complete(session, job)
             return retire(session, freed)
-
-    def _insert(self, session: Session, owner: int, document: NewDocument) -> None:
-        row = DocumentTable(
-            collection_id=owner,
-            source_id=document.source_id,
-            uri=document.uri,
-            digest=document.digest,
-            attributes=dict(document.attributes),
-        )
-        session.add(row)
-        session.flush()
-        session.add(DocumentTextTable(document_id=row.id, text=document.text))
-        modules = [
-            ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
-            for i, m in enumerate(document.modules)
-        ]
-        session.add_all(modules)
-        session.flush()
-        for stored, module in zip(modules, document.modules, strict=True):
-            tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
-            session.add(
-                TokenTable(module_id=stored.id, tokenizer=self._tokenizer, token_ids=tokens)
-            )
-            session.add(EncodingTable(module_id=stored.id, key=str(module.key)))
-            if module.vector is not None and self._embedder is not None:
-                vector = module.vector.astype("<f4").tobytes()
-                session.add(
-                    VectorTable(module_id=stored.id, embedder=self._embedder, vector=vector)
-                )
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
         """All modules of a collection, in the order of ids, or those of the names that there are,
@@ -255,6 +232,12 @@ class Catalogue:
             owner = self._change(session, collection)
             return retire(session, delete_documents(session, owner, source_ids))
 
+    def add_collection(self, collection: str) -> bool:
+        """Makes a collection without documents; False where it is there already."""
+        with self._database.transaction() as session:
+            number = insert_returning(session, CollectionTable, self._new(session, collection))
+            return number is not None
+
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
         """Deletes a collection with all that belongs to it; the number of its documents, and keys
         as `replace` returns them. Raises `UnknownCollection`."""
@@ -292,11 +275,16 @@ class Catalogue:
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
         collection take turns."""
-        namespace = namespace_id(session, self.namespace)
-        # Ids of collections come again; a revision does not, so that no stamp does.
-        row = {"name": name, "namespace_id": namespace, "revision": time.time_ns() // 1000}
+        row = self._new(session, name)
         insert_new(session, CollectionTable, row)
-        chosen = (CollectionTable.namespace_id == namespace) & (CollectionTable.name == name)
+        own = CollectionTable.namespace_id == row["namespace_id"]
+        chosen = own & (CollectionTable.name == name)
         raised = update(CollectionTable).where(chosen)
         session.execute(raised.values(revision=CollectionTable.revision + 1))
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
+
+    def _new(self, session: Session, name: str) -> dict[str, Any]:
+        """The row of a collection. Ids of collections come again; a revision does not, so that no
+        stamp does."""
+        owner = namespace_id(session, self.namespace)
+        return {"name": name, "namespace_id": owner, "revision": time.time_ns() // 1000}

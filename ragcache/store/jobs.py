@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.errors import EngineClosed, IdempotencyConflict, StoreError, UnknownJob
@@ -22,6 +22,7 @@ from ragcache.store.tables import DEFAULT_NAMESPACE, JobStateTable, JobTable
 logger = logging.getLogger(__name__)
 
 OPEN = ("queued", "running")
+RETRIED = ("interrupted", "failed")
 PROGRESS_SECONDS = 1.0
 
 
@@ -45,6 +46,11 @@ class JobRow:
     @property
     def ended(self) -> bool:
         return self.status not in OPEN
+
+    @property
+    def can_be_retried(self) -> bool:
+        """Whether its request, sent again, begins it anew."""
+        return self.status in RETRIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +79,42 @@ class Jobs:
             session.flush()
             return row.id
 
+    def known(self, key: str | None, digest: str) -> JobRow | None:
+        """The job of a request that came before. Raises `IdempotencyConflict`."""
+        if key is None:
+            return None
+        with self.database.reading() as session:
+            found = session.scalars(select(JobTable).where(self._asked(key))).one_or_none()
+            number = None if found is None else _same(found, digest).id
+        return None if number is None else self.get(number)
+
     def queue(self, target: str, key: str | None, digest: str) -> tuple[int, bool]:
-        """A job that begins later; its number, and whether it is new. key: by which the caller
-        knows the request again, whose content has the digest. Raises `IdempotencyConflict`."""
+        """A job that begins later; its number, and whether it is to be run now: one that is new,
+        or was interrupted or failed. key: by which the caller knows the request again, whose
+        content has the digest. Raises `IdempotencyConflict`."""
         row = self._new(target, "queued", time.time())
         row |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
         with self.database.transaction() as session:
             number = insert_returning(session, JobTable, row)
             if number is not None:
                 return number, True
-            mine = (JobTable.namespace == self.namespace) & (JobTable.idempotency_key == key)
-            found = session.scalars(select(JobTable).where(mine)).one()
-            if found.request_digest != digest:
-                raise IdempotencyConflict(
-                    f"the idempotency key {key!r} was sent with another request; give each "
-                    "request a key of its own"
-                )
-            return found.id, False
+            assert key is not None
+            found = _same(session.scalars(select(JobTable).where(self._asked(key))).one(), digest)
+            return found.id, self._retry(session, found.id)
+
+    def _retry(self, session: Session, job: int) -> bool:
+        """Queues an ended job again; False for one that another caller has queued by now, or that
+        is done. The states that it still holds are found by it."""
+        again = {
+            "status": "queued", "session": self.session, "error": "", "modules": 0, "done": 0,
+            "started_at": None, "finished_at": None,
+        }  # fmt: skip
+        chosen = (JobTable.id == job) & JobTable.status.in_(RETRIED)
+        rows = update(JobTable).where(chosen).values(again).returning(JobTable.id)
+        return session.scalar(rows) is not None
+
+    def _asked(self, key: str) -> ColumnElement[bool]:
+        return and_(JobTable.namespace == self.namespace, JobTable.idempotency_key == key)
 
     @contextmanager
     def running(self, target: str, modules: int, job: int | None = None) -> Iterator[int]:
@@ -197,6 +222,16 @@ def complete(session: Session, job: int) -> list[KVKey]:
     session.execute(delete(JobStateTable).where(JobStateTable.job_id.in_(ids)))
     _end(session, job, "done", "")
     return keys
+
+
+def _same(row: JobTable, digest: str) -> JobTable:
+    """The row of a request that was sent again. Raises `IdempotencyConflict`."""
+    if row.request_digest != digest:
+        raise IdempotencyConflict(
+            f"the idempotency key {row.idempotency_key!r} was sent with another request; give each "
+            "request a key of its own"
+        )
+    return row
 
 
 def _end(session: Session, job: int, status: str, error: str) -> None:

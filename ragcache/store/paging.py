@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from ragcache.errors import InvalidRequest
 
 MOST = 1000  # items of a page
+_ODD = "the cursor is not one of this list; begin without a cursor"
 
 ItemT = TypeVar("ItemT")
 
@@ -28,24 +29,32 @@ class Page(Generic[ItemT]):
 
 def cursor_of(*values: int | float | str | None) -> str:
     """A cursor: what the last item was sorted by, and its id."""
-    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+    told = json.dumps(values, ensure_ascii=False)  # of names in other scripts half as long
+    return base64.urlsafe_b64encode(told.encode()).decode().rstrip("=")
 
 
 def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | None:
     """The values of a cursor, one of each kind. Raises `InvalidRequest` for any other text."""
     if cursor is None:
         return None
+    values = values_of(cursor)
+    if len(values) != len(kinds) or not all(
+        isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
+    ):
+        raise InvalidRequest(_ODD)
+    return values
+
+
+def values_of(cursor: str) -> list[Any]:
+    """What a cursor was made of; at least one value. Raises `InvalidRequest`."""
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
         values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
     except (ValueError, binascii.Error, RecursionError):
         values = None
-    right = isinstance(values, list) and len(values) == len(kinds)
-    if not right or not all(
-        isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
-    ):
-        raise InvalidRequest("the cursor is not one of this list; begin without a cursor")
-    return list(values)
+    if not isinstance(values, list) or not values:
+        raise InvalidRequest(_ODD)
+    return values
 
 
 def check_limit(limit: int) -> int:

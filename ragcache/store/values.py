@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import delete, select
 
 from ragcache.store.database import Database
-from ragcache.store.statements import CHUNK, namespace_id, upsert
+from ragcache.store.statements import CHUNK, insert_new, namespace_id, upsert
 from ragcache.store.tables import DEFAULT_NAMESPACE, NamespaceTable, ValueTable
 
 
@@ -37,6 +37,15 @@ class Values:
             row = {"namespace_id": namespace_id(session, self._namespace), "space": self._space}
             rows = [row | {"key": _spelled(k), "value": v} for k, v in values.items()]
             upsert(session, ValueTable, rows, ("value",))
+
+    def keep(self, key: str, value: bytes) -> bytes:
+        """Keeps a value unless its key has one; returns the one that it has then."""
+        with self._database.transaction() as session:
+            owner = namespace_id(session, self._namespace)
+            place = {"namespace_id": owner, "space": self._space, "key": _spelled(key)}
+            insert_new(session, ValueTable, place | {"value": value})
+            kept = select(ValueTable.value).filter_by(**place)
+            return session.scalars(kept).one()
 
     def delete(self, keys: Sequence[str]) -> None:
         """Forgets values; keys that are unknown do no harm."""

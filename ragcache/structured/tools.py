@@ -58,13 +58,15 @@ def tool_call_grammar(
     *,
     style: ToolStyle | str = ToolStyle.HERMES,
     parallel: bool = True,
+    form: Grammar | None = None,
 ) -> Grammar:
     """A grammar in which every call names a tool and its arguments keep to the tool's schema.
 
     tools: `{"type": "function", "function": {"name", "parameters", ...}}` or that function alone.
     choice: "auto": text, calls, or both (llama: one of them); "required": calls and nothing else;
     a tool's name: one call of it and nothing else. parallel: whether several calls may come.
-    Raises `InvalidRequest`.
+    form: a JSON schema's grammar; with "auto" the answer is calls or else such JSON, and no other
+    text. Raises `InvalidRequest`.
     """
     style, functions = known_style(style), _functions(tools)
     if choice not in ("auto", "required"):
@@ -90,7 +92,9 @@ def tool_call_grammar(
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    described = _with_text(style, tags, calls) if choice == "auto" else _calls_alone(style, calls)
+    described = _calls_alone(style, calls)
+    if choice == "auto":
+        described = _with_text(style, tags, calls) if form is None else _or_form(described, form)
     text = json.dumps({"type": "structural_tag", "format": described}, ensure_ascii=False)
     return Grammar("structural_tag", text)
 
@@ -108,6 +112,13 @@ def _calls_alone(style: ToolStyle, calls: Format) -> Format:
         return calls
     begin, end = ({"type": "const_string", "value": value} for value in ("[TOOL_CALLS][", "]"))
     return {"type": "sequence", "elements": [begin, calls, end]}
+
+
+def _or_form(calls: Format, form: Grammar) -> Format:
+    if form.kind != "json_schema":
+        raise InvalidRequest(f"beside calls an answer keeps to a JSON schema, not to a {form.kind}")
+    schema = {"type": "json_schema", "json_schema": json.loads(form.text)}
+    return {"type": "or", "elements": [calls, schema]}
 
 
 def _with_text(style: ToolStyle, tags: list[Format], calls: Format) -> Format:

@@ -63,11 +63,13 @@ def _show_chains(result: dict[str, Any], modules: int, layers: int) -> None:
 def _show_recognition(result: dict[str, Any]) -> None:
     lengths = sorted({row["characters"] for row in result["recognition"]})
     table = plain_table("recognition among", *(f"{length:,} characters" for length in lengths))
-    for modules in sorted({row["modules"] for row in result["recognition"]}):
-        cells = [
-            f"{row['ms']:.2f} ms" for row in result["recognition"] if row["modules"] == modules
-        ]
-        table.add_row(f"{modules:,} modules", *cells)
+    for key, name in (
+        ("recognition", "modules"),
+        ("recognition_common_header", "modules under one header"),
+    ):
+        for modules in sorted({row["modules"] for row in result[key]}):
+            cells = [f"{row['ms']:.2f} ms" for row in result[key] if row["modules"] == modules]
+            table.add_row(f"{modules:,} {name}", *cells)
     console.print(table)
 
 

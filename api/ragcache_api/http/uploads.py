@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fastapi import Request
@@ -13,6 +12,7 @@ from starlette.datastructures import UploadFile
 from ragcache import SourceDocument
 from ragcache.errors import UnreadableDocument
 from ragcache_api.http.errors import Refusal
+from ragcache_api.http.service import off_loop
 from ragcache_api.http.wire.documents import DocumentsSent
 
 _FILES = 1000
@@ -22,34 +22,40 @@ async def sent_documents(request: Request) -> list[SourceDocument]:
     """Raises `RequestValidationError`, `Refusal` (400, 415) or `UnreadableDocument`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await _files(request)
+        return await off_loop(_documents, await _files(request))
     if kind == "application/json":
-        return [each.source() for each in (await _json(request)).documents]
+        return await off_loop(_json, await request.body())
     raise Refusal(415, "unsupported-media-type", "send application/json or multipart/form-data")
 
 
-async def _json(request: Request) -> DocumentsSent:
+def _json(body: bytes) -> list[SourceDocument]:
+    """Takes as long as the body is large."""
     try:
-        return DocumentsSent.model_validate(json.loads(await request.body()))
+        sent = DocumentsSent.model_validate_json(body)
     except ValidationError as error:
         problems: list[Any] = [
-            {**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)
+            {**each, "loc": ("body", *each["loc"])}
+            for each in error.errors(include_url=False, include_input=False)
         ]
         raise RequestValidationError(problems) from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, "invalid-json", f"the body is no JSON: {error}") from None
+    return [each.source() for each in sent.documents]
 
 
-async def _files(request: Request) -> list[SourceDocument]:
-    documents = []
+async def _files(request: Request) -> list[tuple[str, bytes]]:
+    """Names and contents."""
+    found = []
     async with request.form(max_files=_FILES, max_fields=10) as form:
         for field, file in form.multi_items():
             if not isinstance(file, UploadFile):
                 raise Refusal(400, "not-a-file", f"the field {field!r:.100} is no file")
-            documents.append(_document(file.filename or "", await file.read()))
-    if not documents:
+            found.append((file.filename or "", await file.read()))
+    if not found:
         raise Refusal(400, "no-files", "the form holds no file")
-    return documents
+    return found
+
+
+def _documents(files: list[tuple[str, bytes]]) -> list[SourceDocument]:
+    return [_document(name, raw) for name, raw in files]
 
 
 def _document(name: str, raw: bytes) -> SourceDocument:

@@ -6,6 +6,7 @@ runs stay as they are; what was submitted for them is handed over in a context v
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -20,40 +21,61 @@ if TYPE_CHECKING:
 Conversation = list[dict[str, Any]]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """What was submitted: of which model, for which conversation, and the answer's stream."""
+    """What was submitted: of which model, for which conversation, with which arguments of
+    `RagCache.chat`, and the answer's stream."""
 
     owner: object
     conversation: Conversation
+    options: Mapping[str, Any]
     stream: Any
 
 
-_waiting: ContextVar[list[Ahead] | None] = ContextVar("ragcache_ahead", default=None)
+class Handed:
+    """What was submitted for some runs, in whatever threads or tasks they are. Each is taken once;
+    `close` gives up those that have not ended, taken or not."""
+
+    def __init__(self, submitted: Sequence[Ahead]) -> None:
+        self._submitted = submitted
+        self._left = list(submitted)
+        self._lock = threading.Lock()
+
+    def take(self, owner: object, conversation: Conversation, options: Mapping[str, Any]) -> Any:
+        with self._lock:
+            for each in self._left:
+                if (
+                    each.owner is owner
+                    and each.conversation == conversation
+                    and each.options == options
+                ):
+                    self._left.remove(each)
+                    return each.stream
+        return None
+
+    def close(self) -> None:
+        for each in self._submitted:
+            each.stream.close()
+
+
+_waiting: ContextVar[Handed | None] = ContextVar("ragcache_ahead", default=None)
 
 
 @contextmanager
-def handed_over(submitted: Sequence[Ahead]) -> Iterator[None]:
-    """The runs within take these. What none of them took is given up at the end."""
-    left = list(submitted)
-    token = _waiting.set(left)
+def within(handed: Handed) -> Iterator[None]:
+    """Runs within take what was handed over."""
+    token = _waiting.set(handed)
     try:
         yield
     finally:
         _waiting.reset(token)
-        for each in left:
-            each.stream.close()
 
 
-def take(owner: object, conversation: Conversation) -> Any:
-    """The stream that was submitted for this conversation of this model, once; None where there is
-    none, or no longer."""
-    left = _waiting.get() or []
-    for each in left:
-        if each.owner is owner and each.conversation == conversation:
-            left.remove(each)
-            return each.stream
-    return None
+def take(owner: object, conversation: Conversation, options: Mapping[str, Any]) -> Any:
+    """The stream that was submitted for this conversation of this model with these arguments,
+    once; None where there is none, or no longer."""
+    handed = _waiting.get()
+    return None if handed is None else handed.take(owner, conversation, options)
 
 
 def submit(
@@ -63,11 +85,11 @@ def submit(
     right = [chat for chat in chats if chat is not None]
     with suppress(RagCacheError):
         streams = rag.stream_chat_batch(right, **options)
-        return [Ahead(owner, *pair) for pair in zip(right, streams, strict=True)]
+        return [Ahead(owner, chat, options, s) for chat, s in zip(right, streams, strict=True)]
     submitted = []
     for chat in right:
         with suppress(RagCacheError):
-            submitted.append(Ahead(owner, chat, rag.stream_chat(chat, **options)))
+            submitted.append(Ahead(owner, chat, options, rag.stream_chat(chat, **options)))
     return submitted
 
 
@@ -78,9 +100,10 @@ async def asubmit(
     right = [chat for chat in chats if chat is not None]
     with suppress(RagCacheError):
         streams = await rag.astream_chat_batch(right, **options)
-        return [Ahead(owner, *pair) for pair in zip(right, streams, strict=True)]
+        return [Ahead(owner, chat, options, s) for chat, s in zip(right, streams, strict=True)]
     submitted = []
     for chat in right:
         with suppress(RagCacheError):
-            submitted.append(Ahead(owner, chat, await rag.astream_chat(chat, **options)))
+            stream = await rag.astream_chat(chat, **options)
+            submitted.append(Ahead(owner, chat, options, stream))
     return submitted

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import aclosing, closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.globals import get_llm_cache
@@ -14,15 +16,15 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.runnables import RunnableConfig
-from langchain_core.runnables.config import get_config_list
+from langchain_core.runnables.config import get_config_list, get_executor_for_config
 
 from ragcache.errors import InvalidRequest
 from ragcache_connectors.langchain.ahead import (
-    Ahead,
     Conversation,
+    Handed,
     asubmit,
-    handed_over,
     submit,
+    within,
 )
 from ragcache_connectors.langchain.messages import conversation
 
@@ -30,20 +32,27 @@ if TYPE_CHECKING:
     from ragcache import RagCache
     from ragcache_connectors.langchain.options import Call
 
-Configs = RunnableConfig | list[RunnableConfig] | None
+Config = RunnableConfig | list[RunnableConfig] | None
+Configs = Config | Sequence[RunnableConfig]
 Inputs = list[LanguageModelInput]
 
 # Of `generate`, and no options of an answer.
 _OF_THE_RUN = ("tags", "metadata", "run_name", "run_id")
 
 
-class RaggedBatches(BaseChatModel):
-    """`batch`, `abatch`, `generate` and `agenerate`: every conversation of the list is submitted
-    before the first is waited for, and no thread waits for another.
+_THREADS = 64  # that wait for answers of one batch; the engine computes in its own
 
-    Each input still is a run of its own. `max_concurrency` of the first config is how many are
-    submitted at once. With an LLM cache or a rate limiter, which decide run by run what is asked at
-    all, LangChain's own batching is used; the engine joins what it asks at the same time.
+
+class RaggedBatches(BaseChatModel):
+    """`batch`, `abatch`, both `as_completed`, `generate` and `agenerate`: every conversation of the
+    list is submitted before the first is waited for, and the engine has one ragged batch of them.
+
+    Each input still is a run of its own, from then until its answer is there: at most 64 at once
+    without asyncio, and for `generate` all of them until the last answer is there. If one fails the
+    others are given up, unless exceptions are to be returned. `max_concurrency` of the first config
+    is how many are submitted at once. With an LLM cache or a rate limiter, which decide run by run
+    what is asked at all, LangChain's own batching is used; the engine joins what it asks at the
+    same time.
     """
 
     @abstractmethod
@@ -58,41 +67,106 @@ class RaggedBatches(BaseChatModel):
     ) -> Call: ...
 
     def batch(
-        self, inputs: Inputs, config: Configs = None, *, return_exceptions: bool = False,
+        self, inputs: Inputs, config: Config = None, *, return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:  # fmt: skip
         if len(inputs) < 2 or self._decides_by_run:
             return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
-        outputs: list[Any] = []
-        for some, configs in _parts(inputs, get_config_list(config, len(inputs))):
-            with handed_over(self._submit([self._chat_of(each) for each in some], kwargs)):
-                for each, own in zip(some, configs, strict=True):
-                    try:
-                        outputs.append(self.invoke(each, own, **kwargs))
-                    except Exception as error:
-                        if not return_exceptions:
-                            raise
-                        outputs.append(error)
-        return outputs
+        outputs = dict(self._completed(inputs, config, return_exceptions, kwargs))
+        return [outputs[number] for number in range(len(inputs))]
 
     async def abatch(
-        self, inputs: Inputs, config: Configs = None, *, return_exceptions: bool = False,
+        self, inputs: Inputs, config: Config = None, *, return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:  # fmt: skip
         if len(inputs) < 2 or self._decides_by_run:
             return await super().abatch(
                 inputs, config, return_exceptions=return_exceptions, **kwargs
             )
-        outputs: list[Any] = []
-        for some, configs in _parts(inputs, get_config_list(config, len(inputs))):
-            chats = [self._chat_of(each) for each in some]
-            with handed_over(await self._asubmit(chats, kwargs)):
-                runs = (
-                    self.ainvoke(each, own, **kwargs)
-                    for each, own in zip(some, configs, strict=True)
-                )
-                outputs += await asyncio.gather(*runs, return_exceptions=return_exceptions)
-        return outputs
+        completed = self._acompleted(inputs, config, return_exceptions, kwargs)
+        async with aclosing(completed):
+            outputs = {number: output async for number, output in completed}
+        return [outputs[number] for number in range(len(inputs))]
+
+    def batch_as_completed(
+        self, inputs: Sequence[LanguageModelInput], config: Configs = None, *,
+        return_exceptions: bool = False, **kwargs: Any,
+    ) -> Iterator[tuple[int, Any]]:  # fmt: skip
+        if len(inputs) < 2 or self._decides_by_run:
+            more = {"return_exceptions": return_exceptions, **kwargs}
+            return super().batch_as_completed(inputs, config, **more)
+        return self._completed(inputs, config, return_exceptions, kwargs)
+
+    def abatch_as_completed(
+        self, inputs: Sequence[LanguageModelInput], config: Configs = None, *,
+        return_exceptions: bool = False, **kwargs: Any,
+    ) -> AsyncIterator[tuple[int, Any]]:  # fmt: skip
+        if len(inputs) < 2 or self._decides_by_run:
+            more = {"return_exceptions": return_exceptions, **kwargs}
+            return super().abatch_as_completed(inputs, config, **more)
+        return self._acompleted(inputs, config, return_exceptions, kwargs)
+
+    def _completed(
+        self, inputs: Sequence[LanguageModelInput], config: Configs, return_exceptions: bool,
+        kwargs: dict[str, Any],
+    ) -> Iterator[tuple[int, Any]]:  # fmt: skip
+        """Places of inputs and their answers, as they end."""
+        configs = get_config_list(config, len(inputs))
+        for part in _parts(configs):
+            handed = self._submit([self._chat_of(inputs[n]) for n in part], kwargs)
+            run = partial(self._run, handed, return_exceptions, kwargs)
+            threads: RunnableConfig = {"max_concurrency": min(len(part), _THREADS)}
+            with get_executor_for_config(threads) as executor, closing(handed):
+                runs = [executor.submit(run, n, inputs[n], configs[n]) for n in part]
+                try:
+                    for ended in as_completed(runs):
+                        yield ended.result()
+                finally:
+                    for each in runs:
+                        each.cancel()
+
+    def _run(
+        self, handed: Handed, return_exceptions: bool, kwargs: dict[str, Any],
+        number: int, given: LanguageModelInput, config: RunnableConfig,
+    ) -> tuple[int, Any]:  # fmt: skip
+        with within(handed):
+            try:
+                return number, self.invoke(given, config, **kwargs)
+            except Exception as error:
+                if not return_exceptions:
+                    raise
+                return number, error
+
+    async def _acompleted(
+        self, inputs: Sequence[LanguageModelInput], config: Configs, return_exceptions: bool,
+        kwargs: dict[str, Any],
+    ) -> AsyncGenerator[tuple[int, Any]]:  # fmt: skip
+        """As `_completed`, for asyncio."""
+        configs = get_config_list(config, len(inputs))
+        for part in _parts(configs):
+            handed = await self._asubmit([self._chat_of(inputs[n]) for n in part], kwargs)
+            run = partial(self._arun, handed, return_exceptions, kwargs)
+            with closing(handed):
+                runs = [asyncio.create_task(run(n, inputs[n], configs[n])) for n in part]
+                try:
+                    for ended in asyncio.as_completed(runs):
+                        yield await ended
+                finally:
+                    for each in runs:
+                        each.cancel()
+                    await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _arun(
+        self, handed: Handed, return_exceptions: bool, kwargs: dict[str, Any],
+        number: int, given: LanguageModelInput, config: RunnableConfig,
+    ) -> tuple[int, Any]:  # fmt: skip
+        with within(handed):
+            try:
+                return number, await self.ainvoke(given, config, **kwargs)
+            except Exception as error:
+                if not return_exceptions:
+                    raise
+                return number, error
 
     def generate(
         self, messages: list[list[BaseMessage]], stop: list[str] | None = None,
@@ -101,7 +175,8 @@ class RaggedBatches(BaseChatModel):
         if len(messages) < 2 or self._decides_by_run:
             return super().generate(messages, stop, callbacks, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _OF_THE_RUN}
-        with handed_over(self._submit([_told(each) for each in messages], options, stop)):
+        handed = self._submit([_told(each) for each in messages], options, stop)
+        with closing(handed), within(handed):
             return super().generate(messages, stop, callbacks, **kwargs)
 
     async def agenerate(
@@ -111,8 +186,8 @@ class RaggedBatches(BaseChatModel):
         if len(messages) < 2 or self._decides_by_run:
             return await super().agenerate(messages, stop, callbacks, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in _OF_THE_RUN}
-        chats = [_told(each) for each in messages]
-        with handed_over(await self._asubmit(chats, options, stop)):
+        handed = await self._asubmit([_told(each) for each in messages], options, stop)
+        with closing(handed), within(handed):
             return await super().agenerate(messages, stop, callbacks, **kwargs)
 
     @property
@@ -123,27 +198,31 @@ class RaggedBatches(BaseChatModel):
     def _submit(
         self, chats: Sequence[Conversation | None], given: Mapping[str, Any],
         stop: list[str] | None = None,
-    ) -> list[Ahead]:  # fmt: skip
+    ) -> Handed:  # fmt: skip
         """Where something is wrong nothing is submitted here: the run that it belongs to raises it,
         so that its callbacks learn of it."""
         with suppress(Exception):
             rag = self._open()
-            return submit(self, rag, chats, self._chat_options(rag, given, stop))
-        return []
+            options = self._chat_options(rag, given, stop, asynchronous=False)
+            return Handed(submit(self, rag, chats, options))
+        return Handed([])
 
     async def _asubmit(
         self, chats: Sequence[Conversation | None], given: Mapping[str, Any],
         stop: list[str] | None = None,
-    ) -> list[Ahead]:  # fmt: skip
+    ) -> Handed:  # fmt: skip
         with suppress(Exception):
             rag = await self._aopen()
-            return await asubmit(self, rag, chats, self._chat_options(rag, given, stop))
-        return []
+            options = self._chat_options(rag, given, stop, asynchronous=True)
+            return Handed(await asubmit(self, rag, chats, options))
+        return Handed([])
 
     def _chat_options(
-        self, rag: RagCache, given: Mapping[str, Any], stop: list[str] | None
+        self, rag: RagCache, given: Mapping[str, Any], stop: list[str] | None, *, asynchronous: bool
     ) -> dict[str, Any]:
         options = dict(given)
+        if self._should_stream(async_api=asynchronous, **given):
+            options["n"] = 1  # as the runs will ask
         return self._call(rag, options.pop("stop", stop), options).chat
 
     def _chat_of(self, given: LanguageModelInput) -> Conversation | None:
@@ -153,12 +232,13 @@ class RaggedBatches(BaseChatModel):
         return None
 
 
-def _parts(
-    inputs: Inputs, configs: Sequence[RunnableConfig]
-) -> Iterator[tuple[Inputs, Sequence[RunnableConfig]]]:
-    most = configs[0].get("max_concurrency") or len(inputs)
-    for begin in range(0, len(inputs), most):
-        yield inputs[begin : begin + most], configs[begin : begin + most]
+def _parts(configs: Sequence[RunnableConfig]) -> Iterator[range]:
+    """Places of the inputs that are submitted at once."""
+    most = configs[0].get("max_concurrency") or len(configs)
+    if most < 1:
+        raise InvalidRequest(f"max_concurrency is {most}; it must be at least 1")
+    for begin in range(0, len(configs), most):
+        yield range(begin, min(begin + most, len(configs)))
 
 
 def _told(messages: Sequence[BaseMessage]) -> Conversation | None:

@@ -18,12 +18,19 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.shapes import LlamaShape
-from ragcache_connectors.langchain.bench_corpus import fill, prompt_of, shaped_model, subjects
+from ragcache_connectors.langchain.bench_corpus import (
+    fill,
+    headed,
+    prompt_of,
+    shaped_model,
+    subjects,
+)
 from ragcache_connectors.langchain.chat_model import ChatRagCache
 from ragcache_connectors.langchain.retriever import RagCacheRetriever
 
 if TYPE_CHECKING:
     from ragcache import RagCache
+    from ragcache.store import ModuleRow
 
 Progress = Callable[[str], None]
 
@@ -47,7 +54,8 @@ class LangChainSetting:
     """shape: of the model over the synthetic modules. modules: how many there are; module_words:
     the words of each. questions, runs: how many questions, and how often each is asked each way.
     batch: conversations over `shared` documents in different orders; new_tokens: of each answer.
-    lengths, sizes: of prompts in characters and of indexes in modules, for recognition alone."""
+    lengths, sizes: of prompts in characters and of indexes in modules, for recognition alone.
+    headed_words: words of the modules that begin alike, of recognition alone."""
 
     handbook: Path = Path("examples/handbook")
     shape: LlamaShape = LlamaShape(num_layers=6)
@@ -61,6 +69,7 @@ class LangChainSetting:
     new_tokens: int = 32
     lengths: tuple[int, ...] = (8_192, 32_768, 131_072)
     sizes: tuple[int, ...] = (100, 1_000, 10_000)
+    headed_words: int = 35
     finds: int = 20
 
 
@@ -73,8 +82,8 @@ def bench_langchain(
     is known where the retrieved modules are recognised, over the synthetic modules;
     `handbook.ratio` is the same for the embedded reader. Both take everything from the question's
     text on; neither side shares states between its runs. recognise_ms_32k_10000: milliseconds to
-    find the modules in a prompt of 32,768 characters among 10,000. batch_ratio: tokens a second of
-    one `batch` over those of single calls.
+    find the modules in a prompt of 32,768 characters among 10,000; with `_common_header`, among
+    10,000 that begin alike. batch_ratio: tokens a second of one `batch` over those of single calls.
     """
     setting = setting or LangChainSetting()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,18 +91,23 @@ def bench_langchain(
         synthetic, found, batch = _synthetic(setting, Path(folder) / "synthetic", progress)
     return {
         "ratio_recognised_to_plain": synthetic["ratio"],
-        "recognise_ms_32k_10000": next(
-            (row["ms"] for row in found if (row["characters"], row["modules"]) == (32_768, 10_000)),
-            None,
-        ),
+        "recognise_ms_32k_10000": _typical(found["plain"]),
+        "recognise_ms_32k_10000_common_header": _typical(found["headed"]),
         "batch_ratio": batch["ratio"],
         "handbook": handbook,
         "synthetic": synthetic,
-        "recognition": found,
+        "recognition": found["plain"],
+        "recognition_common_header": found["headed"],
         "batch": batch,
         "setting": asdict(setting) | {"handbook": str(setting.handbook)},
         "machine": describe_machine(),
     }
+
+
+def _typical(rows: Sequence[dict[str, Any]]) -> float | None:
+    return next(
+        (row["ms"] for row in rows if (row["characters"], row["modules"]) == (32_768, 10_000)), None
+    )
 
 
 def _handbook(setting: LangChainSetting, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -107,7 +121,7 @@ def _handbook(setting: LangChainSetting, folder: Path, progress: Progress) -> di
 
 def _synthetic(
     setting: LangChainSetting, folder: Path, progress: Progress
-) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], dict[str, Any]]:
     from ragcache import RagCache
 
     progress("building the model")
@@ -119,7 +133,12 @@ def _synthetic(
         questions = [f"What is said of the {subject}?" for subject in asked]
         chains = _chains(rag, "synthetic", questions, setting, progress)
         batch = _batch(rag, setting, progress)
-        return chains, _recognition(rag, setting, progress), batch
+        rows = rag._parts.catalogue.modules("synthetic")
+        found = {
+            "plain": _recognition(rows, setting, progress),
+            "headed": _recognition(headed(rows, setting.headed_words), setting, progress),
+        }
+        return chains, found, batch
 
 
 def chain(rag: RagCache, collection: str, k: int, **options: Any) -> Runnable[str, Any]:
@@ -167,13 +186,14 @@ def _chains(
 
 
 def _recognition(
-    rag: RagCache, setting: LangChainSetting, progress: Progress
+    rows: Sequence[ModuleRow], setting: LangChainSetting, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Milliseconds to find modules, by the prompt's length and the number of modules."""
+    """Milliseconds to find modules, by the prompt's length and the number of modules; how many
+    stand in the prompt, and how many were found."""
     from ragcache.recognition import find
-    from ragcache.recognition.prints import Prints, Table
+    from ragcache.recognition.prints import Prints
+    from ragcache.recognition.table import Table
 
-    rows = rag._parts.catalogue.modules("synthetic")
     result = []
     for size in setting.sizes:
         if size > len(rows):
@@ -181,11 +201,18 @@ def _recognition(
         progress(f"recognition among {size:,} modules")
         table = Table(Prints.of(rows[:size]))
         for length in setting.lengths:
-            text = prompt_of([row.text for row in rows[: min(size, 16)]], length)
+            pasted = [row.text for row in rows[: min(size, 500)]]
+            text = prompt_of(pasted, length)
             times = [_timed(partial(find, text, table)) for _ in range(setting.finds)]
-            found = len(find(text, table))
-            ms = 1000 * statistics.median(times)
-            result.append({"characters": length, "modules": size, "ms": ms, "found": found})
+            result.append(
+                {
+                    "characters": length,
+                    "modules": size,
+                    "ms": 1000 * statistics.median(times),
+                    "found": len(find(text, table)),
+                    "standing": sum(map(text.count, pasted)),
+                }
+            )
     return result
 
 

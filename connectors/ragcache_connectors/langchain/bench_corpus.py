@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from ragcache import RagCache
     from ragcache.bench.shapes import LlamaShape
     from ragcache.models import LoadedModel
+    from ragcache.store import ModuleRow
 
+HEADER = "Handbook of the harbour, third edition > Rules\nNot to be copied without leave.\n\n"
 _SYLLABLES = "ba be bo da de do fa fi fo ga ge go ka ki ko la le lo ma mi mo na ne no pa".split()
 _COMMON = (
     "the of and to in is was for on with at by from that which are were be has had its every "
@@ -51,6 +54,11 @@ def fill(rag: RagCache, collection: str, count: int, words: int) -> None:
         module = NewModule(f"{name}#1", text, ids, encoder.key(ids, "rooted"))
         rows.append(NewDocument(name, name, name, [module], {}, text))
     rag._parts.catalogue.replace(collection, rows)
+
+
+def headed(rows: Sequence[ModuleRow], words: int) -> list[ModuleRow]:
+    """Modules of so many words, with the subjects of these, all under one header."""
+    return [replace(row, text=HEADER + text_of(row.document, (), words)) for row in rows]
 
 
 def prompt_of(texts: Sequence[str], length: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -14,14 +13,14 @@ from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from ragcache.errors import ConfigurationError
 from ragcache_connectors.langchain import ahead
 from ragcache_connectors.langchain.batches import RaggedBatches
 from ragcache_connectors.langchain.errors import as_langchain
 from ragcache_connectors.langchain.messages import conversation
-from ragcache_connectors.langchain.opening import declare, shared_rag
+from ragcache_connectors.langchain.opening import ashared_rag, declare, opened_rag, shared_rag
 from ragcache_connectors.langchain.options import Call
 from ragcache_connectors.langchain.replies import Chunks, result
 from ragcache_connectors.langchain.served import Served
@@ -86,9 +85,7 @@ class ChatRagCache(RaggedBatches):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     priority: int | None = None
-    streaming: bool = False
-
-    _served: Served | None = PrivateAttr(default=None)
+    streaming: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -104,16 +101,20 @@ class ChatRagCache(RaggedBatches):
         """Another class may open the folder before the first message comes."""
         if self.rag is None:
             declare(self.state, model=self.model, **self.open_options)
+        elif self.model is not None and _name(self.model) != Served(self.rag).name:
+            raise ConfigurationError(
+                f"`rag` is open with the model {Served(self.rag).name!r}, not with "
+                f"{_name(self.model)!r:.80}; leave model= out, or open another `RagCache`"
+            )
         return self
 
     @property
     def model_name(self) -> str:
         """The model's name, as answers tell it once the folder is open."""
-        if self.rag is not None or self._served is not None:
-            return (self._served or Served(self.rag)).name
-        if self.model is None:
-            return EMBEDDED
-        return str(getattr(self.model, "name", self.model))
+        rag = opened_rag(self.rag, self.state, **self._declared)
+        if rag is not None:
+            return Served(rag).name
+        return EMBEDDED if self.model is None else _name(self.model)
 
     @property
     def _llm_type(self) -> str:
@@ -126,7 +127,9 @@ class ChatRagCache(RaggedBatches):
         if self.rag is not None:
             where = Served(self.rag).identity
         opened = {name: str(value) for name, value in sorted(self.open_options.items())}
-        return {"model": self.model_name, **where, "open_options": opened, **self._options()}
+        options = self._options()
+        options["stop_sequences"] = options.pop("stop")  # LangChain sets `stop` to the call's
+        return {"model": self.model_name, **where, "open_options": opened, **options}
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OPTIONS}
@@ -141,22 +144,17 @@ class ChatRagCache(RaggedBatches):
 
     def _open(self) -> RagCache:
         """Opens the state folder, or finds it open. Loads the model."""
-        return shared_rag(self.rag, self.state, model=self._model_to_open, **self.open_options)
-
-    @property
-    def _model_to_open(self) -> Any:
-        return None if self.rag is not None else self.model
+        return shared_rag(self.rag, self.state, **self._declared)
 
     async def _aopen(self) -> RagCache:
-        return self._open() if self._served is not None else await asyncio.to_thread(self._open)
+        return await ashared_rag(self.rag, self.state, **self._declared)
+
+    @property
+    def _declared(self) -> dict[str, Any]:
+        return {} if self.rag is not None else {"model": self.model, **self.open_options}
 
     def _call(self, rag: RagCache, stop: Sequence[str] | None, given: Mapping[str, Any]) -> Call:
-        return Call.of(self._options(), stop, given, self._served_by(rag))
-
-    def _served_by(self, rag: RagCache) -> Served:
-        if self._served is None or self._served.rag is not rag:
-            self._served = Served(rag)
-        return self._served
+        return Call.of(self._options(), stop, given, Served(rag))
 
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
@@ -166,8 +164,8 @@ class ChatRagCache(RaggedBatches):
         with as_langchain():
             rag, chat = self._open(), conversation(messages)
             call = self._call(rag, stop, kwargs)
-            stream = ahead.take(self, chat) or rag.stream_chat(chat, **call.chat)
-            return result(stream.result(), call, self._served_by(rag))
+            stream = ahead.take(self, chat, call.chat) or rag.stream_chat(chat, **call.chat)
+            return result(stream.result(), call, Served(rag))
 
     async def _agenerate(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
@@ -177,8 +175,8 @@ class ChatRagCache(RaggedBatches):
         with as_langchain():
             rag, chat = await self._aopen(), conversation(messages)
             call = self._call(rag, stop, kwargs)
-            stream = ahead.take(self, chat) or await rag.astream_chat(chat, **call.chat)
-            return result(await stream, call, self._served_by(rag))
+            stream = ahead.take(self, chat, call.chat) or await rag.astream_chat(chat, **call.chat)
+            return result(await stream, call, Served(rag))
 
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None,
@@ -189,8 +187,8 @@ class ChatRagCache(RaggedBatches):
         with as_langchain():
             rag, chat = self._open(), conversation(messages)
             call = self._call(rag, stop, {**kwargs, "n": 1})
-            chunks = Chunks(call, self._served_by(rag))
-            stream = ahead.take(self, chat) or rag.stream_chat(chat, **call.chat)
+            chunks = Chunks(call, Served(rag))
+            stream = ahead.take(self, chat, call.chat) or rag.stream_chat(chat, **call.chat)
             with stream:
                 for piece in stream.pieces():
                     yield from chunks.read(piece)
@@ -204,8 +202,8 @@ class ChatRagCache(RaggedBatches):
         with as_langchain():
             rag, chat = await self._aopen(), conversation(messages)
             call = self._call(rag, stop, {**kwargs, "n": 1})
-            chunks = Chunks(call, self._served_by(rag))
-            stream = ahead.take(self, chat) or await rag.astream_chat(chat, **call.chat)
+            chunks = Chunks(call, Served(rag))
+            stream = ahead.take(self, chat, call.chat) or await rag.astream_chat(chat, **call.chat)
             async with stream, aclosing(stream.pieces()) as pieces:
                 async for piece in pieces:
                     for chunk in chunks.read(piece):
@@ -216,15 +214,15 @@ class ChatRagCache(RaggedBatches):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
-        strict: bool | None = None,  # noqa: ARG002
-        **kwargs: Any,
+        strict: bool | None = None, **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:  # fmt: skip
         """The model with tools that it may call.
 
         tools: functions, classes, LangChain's tools, or JSON descriptions. tool_choice: `auto`,
         `any` (or `required`), `none`, or the name of a tool. Calls that are asked for are decoded
         under a grammar (extra `structured`), so that they always are some tool's; so are those of
-        `auto` where the extra is installed. strict: they keep to the schemas in any case.
+        `auto` where the extra is installed and can hold to the schemas. strict: those of `auto`
+        keep to the schemas too, or the call raises `MissingExtra` or `InvalidRequest`.
 
         Raises `InvalidRequest` here, and a call `UnsupportedModel` where the model's chat template
         takes no tools.
@@ -235,6 +233,8 @@ class ChatRagCache(RaggedBatches):
                 kwargs["tool_choice"] = choice_of(tool_choice, formatted)
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
+        if strict is not None:
+            kwargs["strict"] = strict
         return self.bind(tools=formatted, **kwargs)
 
     def with_structured_output(
@@ -261,12 +261,18 @@ class ChatRagCache(RaggedBatches):
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text as a message holds it."""
         with as_langchain():
-            return self._served_by(self._open()).token_ids(text)
+            return Served(self._open()).token_ids(text)
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None, **_: Any
     ) -> int:
-        """Tokens of the whole prompt, in the words of the chat template."""
+        """Tokens of the whole prompt, in the words of the chat template; of no messages 0."""
+        if not messages:
+            return 0
         with as_langchain():
-            served = self._served_by(self._open())
+            served = Served(self._open())
             return served.count(conversation(messages), described(tools) if tools else None)
+
+
+def _name(model: Any) -> str:
+    return str(getattr(model, "name", model))

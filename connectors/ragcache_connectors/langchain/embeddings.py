@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from langchain_core.embeddings import Embeddings
 
 from ragcache.errors import ConfigurationError
+from ragcache_connectors.langchain.opening import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -17,22 +20,22 @@ _loaded: list[Embeddings] = []  # minilm, once for the process
 
 
 class RagCacheEmbeddings(Embeddings):
-    """all-MiniLM-L6-v2 (`minilm`, 384 dimensions), or the embedder that a `RagCache` was opened
-    with. Loaded at first use; the model is shared by the process.
+    """The embedder that a `RagCache` was opened with; without one all-MiniLM-L6-v2 (`minilm`, 384
+    dimensions), which the process shares. Loaded at first use.
 
-    Raises at first use `MissingExtra` where minilm is not installed, `ConfigurationError` for a
-    `RagCache` without an embedder.
+    rag, or state: as of `shared_rag`; neither is minilm. Raises at first use `MissingExtra` where
+    minilm is not installed, `ConfigurationError` for a `RagCache` without an embedder.
     """
 
-    def __init__(self, rag: RagCache | None = None) -> None:
-        self.rag = rag
+    def __init__(self, rag: RagCache | None = None, *, state: str | Path | None = None) -> None:
+        self._rag, self._state = rag, state
 
     @property
     def embedder(self) -> Embeddings:
-        """The embedder itself."""
-        if self.rag is None:
+        """The embedder itself. Loads it, or opens its folder."""
+        if self._rag is None and self._state is None:
             return minilm()
-        found = self.rag.retriever().embedder
+        found = shared_rag(self._rag, self._state).retriever().embedder
         if found is None:
             raise ConfigurationError(
                 "this RagCache has no embedder; open it with embedding='minilm' or with an "
@@ -47,10 +50,12 @@ class RagCacheEmbeddings(Embeddings):
         return self.embedder.embed_query(text)
 
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
-        return await self.embedder.aembed_documents(texts) if texts else []
+        embedder = await asyncio.to_thread(lambda: self.embedder)
+        return await embedder.aembed_documents(texts) if texts else []
 
     async def aembed_query(self, text: str) -> list[float]:
-        return await self.embedder.aembed_query(text)
+        embedder = await asyncio.to_thread(lambda: self.embedder)
+        return await embedder.aembed_query(text)
 
 
 def minilm() -> Embeddings:

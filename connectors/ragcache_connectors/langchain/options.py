@@ -22,7 +22,7 @@ _NAMES = {
     "stop_sequences": "stop",
 }
 # What LangChain hands on for itself, or for models that are elsewhere.
-_NOT_OURS = ("stream", "strict", "ls_structured_output_format", "structured_output_format")
+_NOT_OURS = ("stream", "ls_structured_output_format", "structured_output_format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,8 @@ class Call:
         _check_model(options.pop("model", None), served.name)
         mode, recognise = options.pop("mode"), options.pop("recognise")
         logprobs = _logprobs(options)
-        tools, style, grammar = _tools(options, served)
         form = _form(options.pop("response_format", None))
-        if form is not None and tools:
-            raise InvalidRequest(
-                "tools and response_format were given together; an answer keeps to one form"
-            )
+        tools, style, grammar = _tools(options, served, form)
         return cls(_generation(options, grammar or form, style), mode, recognise, tools, style,
                    logprobs)  # fmt: skip
 
@@ -100,9 +96,9 @@ def _logprobs(options: dict[str, Any]) -> bool:
 
 
 def _tools(
-    options: dict[str, Any], served: Served
+    options: dict[str, Any], served: Served, form: Grammar | None
 ) -> tuple[list[dict[str, Any]] | None, ToolStyle | None, Grammar | None]:
-    tools = options.pop("tools", None)
+    tools, strict = options.pop("tools", None), bool(options.pop("strict", False))
     wanted, parallel = options.pop("tool_choice", None), options.pop("parallel_tool_calls", True)
     if not tools:
         if wanted in (None, "none", "auto", False):
@@ -111,7 +107,7 @@ def _tools(
     choice = choice_of(wanted, tools)
     if choice == "none":
         return None, None, None
-    grammar = call_grammar(tools, choice, served.style, parallel)
+    grammar = call_grammar(tools, choice, served.style, parallel, strict, form)
     return list(tools), served.style, grammar
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -78,7 +77,8 @@ class Chunks:
         self._call, self._served = call, served
         self._trim = Trim()
         self._spoken = False
-        self._ids: dict[int, str] = {}
+        self._first = 0
+        self._parts: dict[int, str] = {}  # of each call, the arguments that were told
         self._calls = None
         if call.style is not None:
             from ragcache.structured import ToolCallStream
@@ -103,7 +103,7 @@ class Chunks:
         called = False
         if self._calls is not None:
             yield from self._said(self._calls.finish())
-            yield from self._untold()
+            yield from self._refusals()
             called = any(isinstance(each, Called) for each in self._calls.calls)
         reason = _reason(answer.finish_reason, called)
         last = AIMessageChunk(
@@ -133,34 +133,51 @@ class Chunks:
                 yield self._part(delta.index, delta.name, delta.arguments)
 
     def _part(self, index: int, name: str | None, arguments: str) -> ChatGenerationChunk:
-        begins = index not in self._ids
-        identity = self._ids.setdefault(index, _call_id())
-        # Text before the calls has the index 0 in content of version 1.
-        place = index + 1 if self._spoken else index
+        if not self._parts:
+            self._first = int(self._spoken)
+        begins = index not in self._parts
+        self._parts[index] = self._parts.get(index, "") + arguments
+        # Content in version 1 numbers text and calls together, and LangChain joins what has one
+        # number. It counts texts by twos, from 0, or from 1 where a call comes first.
+        place = 2 * index + self._first
         part = tool_call_chunk(
-            name=name, args=arguments, id=identity if begins else None, index=place
+            name=name, args=arguments, id=_call_id() if begins else None, index=place
         )
         return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[part]))
 
-    def _untold(self) -> Iterator[ChatGenerationChunk]:
-        """Calls that were none from the beginning. Their text must not parse as an object, which
-        would make LangChain take them for calls."""
+    def _refusals(self) -> Iterator[ChatGenerationChunk]:
+        """More of each call that is invalid: what keeps LangChain from mending its arguments, which
+        would make a call of it that somebody runs."""
         from ragcache.structured import InvalidToolCall as Invalid
 
         assert self._calls is not None
         for index, call in enumerate(self._calls.calls):
-            if index not in self._ids and isinstance(call, Invalid):
-                yield self._part(index, call.name, _unparsable(call.text))
+            if isinstance(call, Invalid):
+                told = self._parts.get(index)
+                if told is None:
+                    yield self._part(index, call.name, call.text + _spoiling(call.text))
+                else:
+                    yield self._part(index, None, _spoiling(told))
 
 
-def _unparsable(text: str) -> str:
+def _spoiling(arguments: str) -> str:
+    """What to write behind arguments so that LangChain cannot mend them to an object: nothing, or
+    the end of a string that is open, and a bracket that closes nothing."""
+    return next(
+        end + bracket
+        for end in ("", '"', '\\"')
+        for bracket in ("", "]", "}")
+        if not _mendable(arguments + end + bracket)
+    )
+
+
+def _mendable(arguments: str) -> bool:
     from langchain_core.utils.json import parse_partial_json
 
     try:
-        parsed = parse_partial_json(text or "{}")
+        return not arguments or isinstance(parse_partial_json(arguments), dict)
     except ValueError:
-        return text
-    return json.dumps(text) if isinstance(parsed, dict) else text
+        return False
 
 
 def _chunk(text: str) -> ChatGenerationChunk:

@@ -36,7 +36,7 @@ class RagCacheRetriever(BaseRetriever):
     too. Raises `UnknownCollection` or `InvalidRequest` when it is asked.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     collection: str
     rag: Any = Field(default=None, exclude=True, repr=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Served:
-    """What a chat model asks of an open `RagCache` besides answers."""
+    """What a chat model asks of an open `RagCache` besides answers. Made for each call."""
 
     rag: RagCache
 

@@ -58,13 +58,15 @@ def _named(name: str, tools: Sequence[Tool]) -> str:
 
 
 def call_grammar(
-    tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool
-) -> Grammar | None:
-    """What holds the answer's calls to the tools.
+    tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool,
+    strict: bool = False, form: Grammar | None = None,
+) -> Grammar | None:  # fmt: skip
+    """What holds the answer's calls to the tools; form: what the answer is where it calls none.
 
     None where the model may choose and the extra `structured` is missing, or the arguments of a
-    tool are beyond what decoding can hold to: then it calls as it was trained to. Raises
-    `InvalidRequest`, or `UnsupportedModel` for a template without tools.
+    tool are beyond what decoding can hold to: then it calls as it was trained to, unless `strict`
+    or a form asks for more. Raises `InvalidRequest`, or `UnsupportedModel` for a template without
+    tools.
     """
     from ragcache.structured import tool_call_grammar
 
@@ -73,8 +75,8 @@ def call_grammar(
             "this model's chat template takes no tools whose calls can be read; ask without "
             "`bind_tools`, or use a model that was trained with them (Qwen, Llama 3, Mistral)"
         )
-    if choice != "auto":
-        return tool_call_grammar(tools, choice, style=style, parallel=parallel)
+    if choice != "auto" or strict or form is not None:
+        return tool_call_grammar(tools, choice, style=style, parallel=parallel, form=form)
     if find_spec("xgrammar") is None:
         return None
     try:

@@ -146,8 +146,9 @@ class RagCacheVectorStore(VectorStore):
     async def _asimilarity_search_with_relevance_scores(
         self, query: str, k: int = 4, **kwargs: Any
     ) -> Scored:
-        await asyncio.to_thread(self._searching)  # may load a model: not in the event loop
-        return await super()._asimilarity_search_with_relevance_scores(query, k, **kwargs)
+        relevance = await asyncio.to_thread(self._select_relevance_score_fn)  # may load a model
+        found = await self.asimilarity_search_with_score(query, k, **kwargs)
+        return [(document, relevance(score)) for document, score in found]
 
     async def amax_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
@@ -205,9 +206,9 @@ class RagCacheVectorStore(VectorStore):
         return self._documents(selection)
 
     async def _afound(self, query: str, criteria: Callable[[], Criteria]) -> Scored:
-        wanted = await asyncio.to_thread(criteria)
+        wanted, searching = await asyncio.to_thread(lambda: (criteria(), self._searching()))
         try:
-            selection = await self._searching().aretrieve(query, self.collection, wanted)
+            selection = await searching.aretrieve(query, self.collection, wanted)
         except UnknownCollection:
             return []
         return await asyncio.to_thread(self._documents, selection)

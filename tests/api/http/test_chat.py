@@ -143,6 +143,51 @@ def test_what_is_not_served_is_refused_in_openais_shape(
         assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"k": None}, {"mode": None}, {"k": None, "mode": None, "collection": "notes"},
+        {"function_call": "none"}, {"function_call": None}, {"function_call": "auto"},
+    ],
+)  # fmt: skip
+def test_what_clients_send_for_nothing_is_nothing(client: TestClient, body: dict[str, Any]) -> None:
+    plain = {"collection": body["collection"]} if "collection" in body else {}
+    told = ask(client, **body)
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"] == ask(client, **plain).json()["choices"]
+
+
+def test_a_top_p_of_nothing_takes_the_likeliest(client: TestClient) -> None:
+    drawn = ask(client, temperature=1.5, top_p=0, seed=1)
+    assert drawn.json()["choices"] == ask(client).json()["choices"]
+
+
+def test_a_refusal_that_a_client_sends_back_is_text(client: TestClient) -> None:
+    def asked(part: dict[str, str]) -> Any:
+        said = [{"role": "assistant", "content": [part]}, {"role": "user", "content": LEAVE}]
+        return ask(client, messages=[{"role": "user", "content": "Hi"}, *said])
+
+    told = asked({"type": "refusal", "refusal": "No."})
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"] == asked({"type": "text", "text": "No."}).json()["choices"]
+    assert asked({"type": "refusal", "text": "No."}).status_code == 400
+
+
+def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
+    client: TestClient, rag: RagCache
+) -> None:
+    window = rag.parts.model.causal.window
+    words = "word " * (window - 200)  # so that the answer, which never ends, is short
+    messages = [{"role": "user", "content": words}]
+    told = ask(client, messages=messages, max_tokens=None, ignore_eos=True).json()
+    usage = told["usage"]
+    assert told["choices"][0]["finish_reason"] == "length"
+    assert usage["completion_tokens"] > 64
+    assert usage["total_tokens"] == window
+    too_long = ask(client, messages=[{"role": "user", "content": words * 2}], max_tokens=None)
+    assert too_long.status_code == 400
+
+
 def test_unknown_fields_that_change_nothing_are_passed_over(client: TestClient) -> None:
     told = ask(client, user="me", metadata={"a": "b"}, service_tier="auto", logit_bias={})
     assert told.status_code == 200

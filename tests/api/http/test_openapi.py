@@ -68,9 +68,20 @@ def test_every_answer_is_documented_at_length(client: TestClient) -> None:
     check_all(client, 60)
 
 
+def test_openais_interface_tells_400_of_what_cannot_be_read(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        told = set(paths[path]["post"]["responses"])
+        assert {"400", "500", "501", "504", "507"} <= told
+        assert "422" not in told
+    assert "422" in paths["/v1/answers"]["post"]["responses"]
+
+
 def _shorten(body: Any) -> None:
     """Long answers test the model, not the document."""
     if isinstance(body, dict):
         for name in ("max_tokens", "max_completion_tokens", "n"):
             if isinstance(body.get(name), int) and body[name] > 4:
                 body[name] = 4
+        if "messages" in body and not body.get("max_tokens"):
+            body["max_tokens"] = 4

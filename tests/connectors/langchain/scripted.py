@@ -74,7 +74,7 @@ def scripted() -> LoadedModel:
 def _table() -> torch.Tensor:
     """[tokens, HIDDEN]: how much each token is wanted after each, and in the last column at all."""
     table = torch.zeros(len(tokenizer()), HIDDEN)
-    for token, wanted in (("<|im_end|>", 0.5), ("}", 0.4), (",", 0.3), ('"', 0.2)):
+    for token, wanted in (("<|im_end|>", 0.5), ("}", 0.4), (",", 0.3), ('"', 0.2), ("{", 0.1)):
         table[_ids(token)[0], -1] = wanted
     chains = [
         _ids("|") + _ids("<tool_call>"),

@@ -1,21 +1,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.rate_limiters import InMemoryRateLimiter
 
 from ragcache import RagCache
-from ragcache.errors import PromptTooLong
+from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Asked
 from ragcache_connectors.langchain import ChatRagCache
+from ragcache_connectors.langchain.ahead import Handed, submit, within
 from tests.connectors.langchain.chats import DOCUMENT, idle, notes_open
 
 TEXTS = ["Hello", f"{DOCUMENT} Where is the boat?", "Who was it?", "Hello"]
@@ -91,6 +94,98 @@ def test_a_chain_hands_its_batch_on(model: ChatRagCache, events: list[str]) -> N
     chain = ChatPromptTemplate.from_template("Q: {q}") | model.bind(stop=["never"])
     chain.batch([{"q": text} for text in TEXTS])
     assert events == ["submit"] * 4 + ["wait"] * 4
+
+
+class Held(BaseCallbackHandler):
+    """Holds a run at its beginning until `go` is set."""
+
+    raise_error = True
+
+    def __init__(self, go: Callable[[], object]) -> None:
+        self.go = go
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, **kwargs: Any) -> None:
+        self.go()
+
+
+class HeldTask(AsyncCallbackHandler):
+    def __init__(self, go: asyncio.Event) -> None:
+        self.go = go
+
+    async def on_chat_model_start(self, serialized: Any, messages: Any, **kwargs: Any) -> None:
+        await self.go.wait()
+
+
+def test_answers_come_as_they_end(model: ChatRagCache, events: list[str]) -> None:
+    go = Event()
+    configs: Any = [{"callbacks": [Held(lambda: go.wait(60))]}, {}, {}]
+    coming = model.batch_as_completed(TEXTS[:3], configs)
+    first = [next(coming), next(coming)]
+    assert events[:3] == ["submit"] * 3
+    assert sorted(number for number, _ in first) == [1, 2]
+    go.set()
+    said = dict([*first, *coming])
+    assert events == ["submit"] * 3 + ["wait"] * 3
+    assert [said[n].content for n in range(3)] == singly(model, TEXTS[:3])
+
+
+async def test_answers_come_as_they_end_to_asyncio_too(
+    model: ChatRagCache, events: list[str]
+) -> None:
+    go = asyncio.Event()
+    configs: Any = [{"callbacks": [HeldTask(go)]}, {}]
+    coming = model.abatch_as_completed(TEXTS[:2], configs)
+    number, second = await anext(coming)
+    assert (number, events) == (1, ["submit", "submit", "wait"])
+    go.set()
+    [(number, first)] = [each async for each in coming]
+    assert number == 0
+    told = await asyncio.to_thread(singly, model, TEXTS[:2])
+    assert [first.content, second.content] == told
+
+
+async def test_leaving_a_batch_gives_up_what_is_under_way(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000)
+    texts, config = ["Hello", TOO_LONG, "Hey"], None
+    for number, output in model.batch_as_completed(texts, config, return_exceptions=True):
+        assert (number, type(output).__name__) == (1, "PromptTooLong")
+        break
+    idle(rag)
+    with pytest.raises(PromptTooLong):
+        await model.abatch(texts)
+    idle(rag)
+
+
+def test_the_runs_of_a_batch_are_under_way_together(model: ChatRagCache) -> None:
+    together = Barrier(4, timeout=60)
+    answers = model.batch(TEXTS, {"callbacks": [Held(together.wait)]})
+    assert len(answers) == 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_runs_that_stream_take_what_was_submitted(
+    rag: RagCache, events: list[str], asynchronous: bool
+) -> None:
+    model = ChatRagCache(rag=rag, n=2, max_tokens=3, min_tokens=3, streaming=True)
+    answers = await model.abatch(TEXTS[:2]) if asynchronous else model.batch(TEXTS[:2])
+    assert events.count("submit") == 2
+    assert [answer.usage_metadata["output_tokens"] for answer in answers] == [3, 3]
+
+
+def test_runs_that_ask_otherwise_take_nothing(model: ChatRagCache, events: list[str]) -> None:
+    conversation = [{"role": "user", "content": "Hello"}]
+    options = model._call(model._open(), None, {}).chat
+    handed = Handed(submit(model, model._open(), [conversation], options))
+    with closing(handed), within(handed):
+        assert model.invoke("Hello", max_tokens=2).usage_metadata["output_tokens"] <= 2
+        assert events.count("submit") == 2
+        model.invoke("Hello")
+        assert events.count("submit") == 2
+
+
+def test_max_concurrency_that_is_no_number_of_inputs_is_refused(model: ChatRagCache) -> None:
+    with pytest.raises(InvalidRequest, match="max_concurrency is -1"):
+        model.batch(TEXTS, {"max_concurrency": -1})
 
 
 def test_max_concurrency_bounds_what_is_submitted(model: ChatRagCache, events: list[str]) -> None:

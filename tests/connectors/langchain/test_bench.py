@@ -9,12 +9,24 @@ import pytest
 from typer.testing import CliRunner
 
 from ragcache.bench.shapes import LlamaShape
+from ragcache.store import ModuleRow
 from ragcache_api.cli.main import app
 from ragcache_connectors.langchain import bench
 from ragcache_connectors.langchain.bench import LangChainSetting, bench_langchain
-from ragcache_connectors.langchain.bench_corpus import prompt_of, subjects, text_of
+from ragcache_connectors.langchain.bench_corpus import (
+    HEADER,
+    headed,
+    prompt_of,
+    subjects,
+    text_of,
+)
 
-KEYS = {"ratio_recognised_to_plain", "recognise_ms_32k_10000", "batch_ratio"}
+KEYS = {
+    "ratio_recognised_to_plain",
+    "recognise_ms_32k_10000",
+    "recognise_ms_32k_10000_common_header",
+    "batch_ratio",
+}
 
 
 def small(handbook: Path) -> LangChainSetting:
@@ -33,10 +45,12 @@ def test_it_measures_what_it_says(notes: Path) -> None:
         assert 0 < chain["cached_tokens"] < chain["prompt_tokens"]
         assert chain["ratio"] == chain["seconds"]["plain"] / chain["seconds"]["recognised"]
     assert result["recognise_ms_32k_10000"] is None  # there are 40 modules
-    assert [(row["modules"], row["characters"]) for row in result["recognition"]] == [
-        (20, 1_000), (20, 32_768), (40, 1_000), (40, 32_768),
-    ]  # fmt: skip
-    assert all(row["found"] > 0 for row in result["recognition"])
+    for name in ("recognition", "recognition_common_header"):
+        rows = result[name]
+        assert [(row["modules"], row["characters"]) for row in rows] == [
+            (20, 1_000), (20, 32_768), (40, 1_000), (40, 32_768),
+        ]  # fmt: skip
+        assert all(row["found"] == row["standing"] > 0 for row in rows)
     assert result["batch_ratio"] > 0
 
 
@@ -49,6 +63,7 @@ def test_the_command_prints_tables_and_writes_json(
     done = CliRunner().invoke(app, ["bench", "langchain", "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert "tokens a second" in done.stdout
+    assert "40 modules under one header" in done.stdout
     assert json.loads(file.read_text()).keys() >= KEYS
 
 
@@ -56,6 +71,14 @@ def test_every_module_has_a_subject_of_its_own() -> None:
     names = subjects(10_000)
     assert len(set(names)) == 10_000
     assert text_of(names[0], names[1:4], 60).lower().split().count(names[0]) == 2
+
+
+def test_modules_of_one_header_differ_below_it() -> None:
+    names = subjects(100)
+    rows = [ModuleRow(n, f"{name}#1", name, "", "long ago") for n, name in enumerate(names)]
+    texts = [row.text for row in headed(rows, 20)]
+    assert all(text.startswith(HEADER) for text in texts)
+    assert len({text[len(HEADER) :] for text in texts}) == 100
 
 
 def test_prompts_have_the_length_that_is_asked_for() -> None:

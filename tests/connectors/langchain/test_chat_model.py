@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, trim_messages
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
@@ -180,6 +183,8 @@ def test_options_may_be_chosen_when_a_chain_runs(said: RagCache) -> None:
     chosen = ChatRagCache(rag=said).configurable_fields(max_tokens=ConfigurableField(id="most"))
     assert chosen.with_config(configurable={"most": 1}).invoke("x").content == SAID[0]
     assert chosen.invoke("x").content == SAID
+    chunks = list(chosen.with_config(configurable={"most": 3}).stream("x"))
+    assert sum(bool(chunk.content) for chunk in chunks) == len(SAID), "it still streams"
 
 
 def test_langchains_own_counter_counts_right(said: RagCache) -> None:
@@ -194,6 +199,12 @@ def test_tokens_of_messages_are_those_of_the_prompt(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=1)
     counted = model.get_num_tokens_from_messages([HumanMessage("How many?")])
     assert counted == model.invoke("How many?").usage_metadata["input_tokens"]
+    assert model.get_num_tokens_from_messages([]) == 0
+    kept = trim_messages(
+        [HumanMessage("Hello"), AIMessage("Which boat is it?")], max_tokens=counted,
+        token_counter=model, strategy="first", allow_partial=True,
+    )  # fmt: skip
+    assert kept[0].content == "Hello"
 
 
 def test_too_long_a_prompt_raises_in_langchains_terms(said: RagCache) -> None:
@@ -251,6 +262,30 @@ def test_what_changes_an_answer_identifies_the_model(said: RagCache, tmp_path: P
     assert ChatRagCache(rag=said.within("other"))._identifying_params != base
     folders = [ChatRagCache(state=tmp_path / name)._identifying_params for name in "ab"]
     assert folders[0] != folders[1]
+
+
+def test_the_cache_of_langchain_knows_the_models_own_stop(said: RagCache) -> None:
+    cache = InMemoryCache()
+    whole, short = (ChatRagCache(rag=said, cache=cache, stop=s) for s in (None, [SAID[1:]]))
+    assert whole._get_llm_string() != short._get_llm_string()
+    assert [whole.invoke("x").content, short.invoke("x").content] == [SAID, SAID[0]]
+
+
+def test_a_model_that_the_open_folder_has_not_is_refused(said: RagCache) -> None:
+    assert ChatRagCache(rag=said, model="scripted").invoke("x").content == SAID
+    with pytest.raises(ValidationError, match="open with the model 'scripted', not with 'another'"):
+        ChatRagCache(rag=said, model="another")
+
+
+def test_a_model_of_a_folder_may_be_pickled_and_copied_at_any_time(tmp_path: Path) -> None:
+    model = ChatRagCache(state=tmp_path, max_tokens=2)
+    try:
+        for _ in range(2):
+            copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+            said = [each.invoke("Hello").content for each in (model, *copies)]
+            assert said == [said[0]] * 3
+    finally:
+        close_shared()
 
 
 def test_a_folder_is_opened_at_the_first_call_and_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from langchain_tests.unit_tests import EmbeddingsUnitTests
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache.models import LoadedModel
-from ragcache_connectors.langchain import RagCacheEmbeddings, embeddings
+from ragcache_connectors.langchain import RagCacheEmbeddings, close_shared, embeddings
+from ragcache_connectors.langchain.opening import declare
 
 
 class TestUnit(EmbeddingsUnitTests):
@@ -44,6 +46,32 @@ def test_the_embedder_of_an_open_folder(tmp_path: Path, reader: LoadedModel) -> 
         assert embeddings.unwrapped(found) is fake
     assert embeddings.unwrapped(fake) is fake
     assert embeddings.unwrapped(None) is None
+
+
+async def test_the_embedder_of_a_state_folder(tmp_path: Path, reader: LoadedModel) -> None:
+    fake = DeterministicFakeEmbedding(size=6)
+    declare(tmp_path, model=reader, embedding=fake)
+    found = RagCacheEmbeddings(state=tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing is opened yet"
+    try:
+        assert await found.aembed_query("boat") == fake.embed_query("boat")
+        assert found.embedder is fake
+    finally:
+        close_shared()
+
+
+async def test_nothing_is_loaded_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def loading() -> Embeddings:
+        threads.append(threading.current_thread())
+        return DeterministicFakeEmbedding(size=6)
+
+    monkeypatch.setattr(embeddings, "minilm", loading)
+    await RagCacheEmbeddings().aembed_query("boat")
+    await RagCacheEmbeddings().aembed_documents(["boat"])
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 def test_a_folder_without_an_embedder_is_named(rag: RagCache) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
 from ragcache import RagCache, SourceDocument
-from ragcache.errors import ConfigurationError, StoreError
+from ragcache.errors import ConfigurationError, ModelNotFound, StoreError
 from ragcache.models import LoadedModel
-from ragcache_connectors.langchain import close_shared, shared_rag
-from ragcache_connectors.langchain.opening import declare
+from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
+from ragcache_connectors.langchain.opening import ashared_rag, declare
+from ragcache_connectors.langchain.served import Served
+from tests.connectors.langchain.scripted import scripted
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +57,68 @@ def test_what_was_declared_holds_for_whoever_comes_first(
     declare(tmp_path, model=reader, module_tokens=None)
     declare(tmp_path, model=reader, module_tokens=64)
     assert not (tmp_path / "ledger.sqlite").exists(), "nothing is opened"
-    with pytest.raises(ConfigurationError, match=r"opened with module_tokens=64 .*=96 needs"):
-        declare(tmp_path, module_tokens=96)
     rag = shared_rag(None, tmp_path)
     rag.ingest("notes", SourceDocument("a", "A boat. " * 100))
     assert max(row.tokens for row in rag.list_modules()) <= 64
+
+
+def test_until_a_folder_is_open_the_later_declaration_holds(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    declare(tmp_path, model="mistyped")
+    declare(tmp_path, model=reader)
+    assert Served(shared_rag(None, tmp_path)).name == reader.name
+    with pytest.raises(ConfigurationError, match="is opened with model="):
+        declare(tmp_path, model="mistyped")
+
+
+def test_options_that_opened_nothing_are_forgotten(tmp_path: Path, reader: LoadedModel) -> None:
+    for state in (tmp_path, None):
+        with pytest.raises(ModelNotFound):
+            shared_rag(None, state, model=tmp_path / "mistyped")
+        assert Served(shared_rag(None, state, model=reader)).name == reader.name
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Opening a folder named `slow` waits: set when it has begun, and to be set."""
+    begun, go, opening = Event(), Event(), RagCache.open
+
+    def opened(folder: Path, **options: Any) -> RagCache:
+        if folder.name == "slow":
+            begun.set()
+            go.wait(60)
+        return opening(folder, **options)
+
+    monkeypatch.setattr(RagCache, "open", opened)
+    yield begun, go
+    go.set()
+
+
+async def test_nobody_waits_for_another_folder(
+    tmp_path: Path, reader: LoadedModel, slowly: tuple[Event, Event]
+) -> None:
+    begun, go = slowly
+    ready = shared_rag(None, tmp_path / "ready", model=reader)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(shared_rag, None, tmp_path / "slow", model=reader)
+        assert begun.wait(60)
+        made = pool.submit(ChatRagCache, state=tmp_path / "slow")
+        assert made.result(timeout=60).model_name == "ragcache-reader"
+        assert await ashared_rag(None, tmp_path / "ready") is ready
+        waits = asyncio.create_task(ashared_rag(None, tmp_path / "slow"))
+        await asyncio.sleep(0)
+        assert not slow.done(), "the event loop goes on while the folder is opened"
+        go.set()
+        assert await waits is await asyncio.wrap_future(slow)
+
+
+def test_the_process_has_a_folder_for_each_model(reader: LoadedModel) -> None:
+    one, other = (ChatRagCache(model=each, max_tokens=1) for each in (reader, scripted()))
+    assert other.invoke("x").response_metadata["model_name"] == "scripted"
+    assert one.invoke("x").response_metadata["model_name"] == reader.name
+    assert shared_rag(None, None) is shared_rag(None, None, model=scripted()), "the first opened"
+    assert one.invoke("x").response_metadata["model_name"] == reader.name
 
 
 def test_a_folder_that_cannot_be_opened_may_be_tried_again(

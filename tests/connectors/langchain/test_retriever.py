@@ -9,6 +9,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import create_retriever_tool
 from langchain_tests.integration_tests import RetrieversIntegrationTests
+from pydantic import ValidationError
 
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
@@ -144,3 +145,8 @@ async def test_it_stands_in_chains_and_tools(notes: RagCache) -> None:
     assert await chain.ainvoke("red cupboard") == TEXTS["keys"]
     tool = create_retriever_tool(retriever, "notes", "Searches the notes.")
     assert TEXTS["keys"] in tool.invoke({"query": "red cupboard"})
+
+
+def test_a_field_that_there_is_not_is_refused(rag: RagCache) -> None:
+    with pytest.raises(ValidationError, match="thresold"):
+        RagCacheRetriever(rag=rag, collection="notes", thresold=0.9)

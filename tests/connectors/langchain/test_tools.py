@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from pydantic import BaseModel
 
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, UnsupportedModel
@@ -115,6 +118,19 @@ def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None
         assert [call["name"] for call in message.invalid_tool_calls] == [None]
 
 
+def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCache) -> None:
+    bound = ChatRagCache(rag=rag).bind_tools([weather], tool_choice="any")
+    length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]
+    for most in range(1, length + 1):
+        chunks: list[Any] = list(bound.stream("x", max_tokens=most))
+        told, seen = bound.invoke("x", max_tokens=most), sum(chunks[1:], chunks[0])
+        assert [c["args"] for c in seen.tool_calls] == [c["args"] for c in told.tool_calls]
+        wrong = [[c["name"] for c in each.invalid_tool_calls] for each in (told, seen)]
+        assert wrong[0] == wrong[1]
+        reasons = {each.response_metadata["finish_reason"] for each in (told, seen)}
+        assert len(reasons) == 1
+
+
 def test_a_template_without_tools_is_named(
     tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
 ) -> None:
@@ -131,8 +147,19 @@ def test_what_cannot_be_chosen_or_described_is_refused(model: ChatRagCache) -> N
         choice_of({"type": "function"}, described([add]))
     with pytest.raises(InvalidRequest, match="cannot be described"):
         model.bind_tools([{"nameless": 1}])
-    with pytest.raises(InvalidRequest, match="one form"):
-        model.bind_tools([add], response_format={"type": "json_object"}).invoke("x")
+
+
+class Boat(BaseModel):
+    """A boat."""
+
+    name: str
+
+
+def test_an_agent_calls_tools_and_answers_in_a_form(model: ChatRagCache) -> None:
+    agent = create_agent(model, tools=[weather], response_format=ProviderStrategy(Boat))
+    said = agent.invoke({"messages": [("user", "Which boat?")]}, {"recursion_limit": 6})
+    assert said["structured_response"] == Boat(name=STRING)
+    assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
 
 
 def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
@@ -142,9 +169,23 @@ def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
     assert call_grammar(unheld, "auto", ToolStyle.HERMES, True) is None
     with pytest.raises(InvalidRequest, match="'not'"):
         call_grammar(unheld, "required", ToolStyle.HERMES, True)
+    with pytest.raises(InvalidRequest, match="'not'"):
+        call_grammar(unheld, "auto", ToolStyle.HERMES, True, strict=True)
     assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is not None
     monkeypatch.setattr("ragcache_connectors.langchain.tools.find_spec", lambda _: None)
     assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is None
+    strict = call_grammar(described([add]), "auto", ToolStyle.HERMES, True, strict=True)
+    assert strict is not None, "the engine names the extra that is missing"
+
+
+def test_strict_reaches_the_call(model: ChatRagCache) -> None:
+    unheld = {
+        "title": "f", "description": "f", "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}},
+    }  # fmt: skip
+    assert isinstance(model.bind_tools([unheld]).invoke("x"), AIMessage)
+    with pytest.raises(InvalidRequest, match="'uniqueItems'"):
+        model.bind_tools([unheld], strict=True).invoke("x")
 
 
 def test_parallel_calls_may_be_off(rag: RagCache) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from ragcache import RagCache
 from ragcache.errors import DocumentError, InvalidRequest, MissingExtra, UnstorableMetadata
+from ragcache.retrieval import Retriever
 from ragcache_connectors.langchain import RagCacheVectorStore
 
 LONG = "# Boats\n\n" + " ".join(f"Boat number {n} is moored at quay {n}." for n in range(60)) + "  "
@@ -54,6 +56,24 @@ async def test_scores_are_cosines_and_relevance_is_never_negative(
     assert await store.asimilarity_search_with_relevance_scores("bar", k=3) == relevant
     near = store.similarity_search_with_relevance_scores("bar", k=3, score_threshold=0.99)
     assert [document.id for document, _ in near] == ["bar"]
+
+
+async def test_a_search_opens_nothing_in_the_event_loop(
+    store: RagCacheVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store)
+    searching, threads = store._searching, []
+
+    def seen() -> Retriever:
+        threads.append(threading.current_thread())
+        return searching()
+
+    monkeypatch.setattr(store, "_searching", seen)
+    await store.asimilarity_search("bar")
+    await store.asimilarity_search_with_relevance_scores("bar")
+    await store.amax_marginal_relevance_search("bar")
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_a_vector_finds_what_its_text_does(store: RagCacheVectorStore) -> None:

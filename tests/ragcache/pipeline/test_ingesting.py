@@ -21,7 +21,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.models import CausalLM, LoadedModel
-from ragcache.pipeline import ingesting
+from ragcache.pipeline import worker
 from ragcache.pipeline.encoding import ModuleEncoder
 from tests.conftest import tiny_model
 
@@ -150,19 +150,50 @@ def test_what_cannot_be_ingested_is_refused_at_once(
     assert rag.jobs.list().items == ()
 
 
-def test_a_full_queue_takes_no_more(
+def test_a_full_queue_takes_no_more_but_knows_what_it_has(
     rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = rag._parts.common.worker
-    monkeypatch.setattr(worker, "_room", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(worker, "WAITING", 2)
     jobs = [rag.jobs.submit(f"notes {n}", DOCUMENTS, idempotency_key=str(n)).id for n in range(2)]
-    with pytest.raises(QueueFull, match=f"{ingesting.WAITING} ingestions wait"):
+    with pytest.raises(QueueFull, match="2 ingestions wait"):
         rag.jobs.submit("notes", DOCUMENTS)
+    assert rag.jobs.submit("notes 1", DOCUMENTS, idempotency_key="1").id == jobs[1]
+    with pytest.raises(IdempotencyConflict):
+        rag.jobs.submit("notes 0", DOCUMENTS, idempotency_key="1")
+    assert len(rag.jobs.list().items) == 2
     gate.opened.set()
     for job in jobs:
         assert rag.jobs.wait(job, 20).status == "done"
-    assert rag.jobs.submit("notes 0", DOCUMENTS, idempotency_key="0").id == jobs[0]
     assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+
+
+def test_documents_that_wait_have_a_budget_of_bytes(
+    tmp_path: Path, model: LoadedModel, gate: Gate
+) -> None:
+    large = [SourceDocument("a", "The kiln is warm. " * 40)]
+    with RagCache.open(tmp_path / "state", model, ingestion_bytes="1KiB") as rag:
+        first = rag.jobs.submit("notes", large)  # alone it may be larger: 1.1 KB
+        with pytest.raises(QueueFull, match="1,024"):
+            rag.jobs.submit("notes", DOCUMENTS)
+        gate.opened.set()
+        rag.jobs.wait(first.id, 20)
+        assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+
+
+def test_a_request_that_failed_is_queued_again_under_its_number(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ModuleEncoder, "lease", lambda *_, **__: 1 / 0)
+        job = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a").id
+        assert rag.jobs.wait(job, 20).status == "failed"
+        again = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
+        assert rag.jobs.wait(again.id, 20).status == "failed"
+    again = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
+    assert again.id == job
+    done = rag.jobs.wait(job, 20)
+    assert (done.status, done.error, done.done, done.states) == ("done", "", 2, 0)
+    assert rag.ask("Where is the kiln?", collection="notes").sources
 
 
 def test_a_job_that_fails_says_why_and_the_next_one_runs(
@@ -180,7 +211,7 @@ def test_closing_interrupts_what_runs_and_what_waits(
 ) -> None:
     rag = RagCache.open(tmp_path / "state", model)
     running = rag.jobs.submit("notes", DOCUMENTS).id
-    waiting = rag.jobs.submit("plans", DOCUMENTS).id
+    waiting = rag.jobs.submit("plans", DOCUMENTS, idempotency_key="a").id
     assert gate.reached.wait(20)
     closing = threading.Thread(target=rag.close)
     closing.start()
@@ -196,3 +227,6 @@ def test_closing_interrupts_what_runs_and_what_waits(
         assert "the same documents again" in rows[waiting].error
         assert again.jobs.wait(again.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
         assert again.jobs.get(running).states == 0, "the next one of its target took them over"
+        resent = again.jobs.submit("plans", DOCUMENTS, idempotency_key="a")
+        assert resent.id == waiting
+        assert again.jobs.wait(waiting, 20).status == "done"

@@ -11,7 +11,8 @@ from ragcache.pipeline import ChatText, TemplateText
 from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.script import LEAST, Script, write_script
 from ragcache.recognition import find
-from ragcache.recognition.prints import Prints, Table
+from ragcache.recognition.prints import Prints
+from ragcache.recognition.table import Table
 from ragcache.store import ModuleRow
 from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import ragcache.recognition.prints as prints
 from ragcache.recognition import WINDOW, Found, find
-from ragcache.recognition.prints import Prints, Table
+from ragcache.recognition.prints import Prints
+from ragcache.recognition.table import Table
 from ragcache.store import ModuleRow
 
 HEAD = "# The handbook of the harbour\n\n## Boats\n\n"  # longer than a fingerprint
+FOOT = "\n\nPrinted at the harbour office; not to be taken aboard.\n"
 
 
 def rows_of(texts: list[str]) -> list[ModuleRow]:
@@ -55,19 +55,33 @@ def trimmed(found: list[Found], text: str) -> list[tuple[int, int, int]]:
 
 
 LETTERS = st.text(st.sampled_from("ab \n"), min_size=20, max_size=50)
-MODULES = st.lists(
-    st.builds("{}{}{}".format, st.sampled_from(["", HEAD]), LETTERS, LETTERS), max_size=6
-)
+FEW = st.text(st.sampled_from("a\u4e00"), max_size=4)
+PLAIN = st.builds("{}{}{}{}".format, st.sampled_from(["", HEAD]), LETTERS, LETTERS,
+                  st.sampled_from(["", FOOT]))  # fmt: skip
+ALIKE = st.builds("{}{}{}".format, st.just(HEAD), FEW, st.sampled_from(["", FOOT, "\n"]))
+RUNS = st.builds("{}{}".format, st.integers(30, 60).map("a".__mul__), st.sampled_from(["", "b"]))
+BASE = st.one_of(PLAIN, ALIKE, RUNS)
 
 
-@given(MODULES, st.data())
+@st.composite
+def modules(draw: st.DrawFn) -> list[str]:
+    """With parts of one another: beginnings, ends and middles, which overlap where they stand."""
+    texts = draw(st.lists(BASE, max_size=6))
+    for text in draw(st.lists(st.sampled_from(texts), max_size=4)) if texts else ():
+        begin = draw(st.sampled_from([0, 0, 5, 17]))
+        texts.append(text[begin : len(text) - draw(st.sampled_from([0, 1, 9, 23]))])
+    return texts
+
+
+@given(modules(), st.data())
 @example(["a" * 40, "a" * 33, "a" * 40 + "\n"], None)
 def test_it_finds_what_a_naive_search_finds(texts: list[str], data: st.DataObject | None) -> None:
     if data is None:
         text = "b" + "a" * 120
     else:
         known = st.sampled_from(texts or ["b"])
-        part = st.one_of(LETTERS, known, known.map(str.strip), known.map(lambda t: t[:-7]))
+        cut = st.builds(lambda t, a, b: t[a:b], known, st.integers(0, 40), st.integers(40, 150))
+        part = st.one_of(LETTERS, known, known.map(str.strip), known.map(lambda t: t[:-7]), cut)
         text = "".join(data.draw(st.lists(part, max_size=8)))
     found = find(text, table_of(texts))
     assert trimmed(found, text) == naive(text, texts)
@@ -126,14 +140,18 @@ def test_many_modules_of_one_beginning_are_told_apart() -> None:
     assert len(find(text, table_of(texts))) == 40
 
 
-def test_a_text_that_repeats_itself_is_searched_only_so_far(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_that_repeats_itself_is_searched_to_its_end() -> None:
     texts = ["a" * (WINDOW + n) for n in range(20)]
     text = "a" * 400 + "b" + "a" * 60
     assert trimmed(find(text, table_of(texts)), text) == naive(text, texts)
-    monkeypatch.setattr(prints, "_PAIRS", 50 * len(texts))
-    found = find(text, table_of(texts))
-    assert [each.begin for each in found] == [0], "of the first 50 places"
-    monkeypatch.setattr(prints, "_PAIRS", len(texts) - 1)
-    assert find(text, table_of(texts)) == []
+
+
+def test_where_the_longest_has_no_room_a_shorter_one_is_found() -> None:
+    short = "The survey boat Pipit is moored at the"
+    longer = short + " north quay."
+    longest = "north quay. The crew meets at eight, aboard, in oilskins and boots."
+    text = short + " " + longest
+    assert places(find(text, table_of([short, longer, longest]))) == [
+        (0, len(short), 0),
+        (len(short) + 1, len(text), 2),
+    ]

@@ -27,6 +27,28 @@ def test_a_request_is_queued_once_in_a_namespace(jobs: Jobs) -> None:
     assert len({job, *plain}) == 3
 
 
+def test_a_request_that_ended_early_is_queued_once_more(jobs: Jobs, database: Database) -> None:
+    assert jobs.known("key", "digest") is None
+    job, _ = jobs.queue("collection notes", "key", "digest")
+    jobs.start(job)
+    jobs.expect(job, [make_key(1)])
+    jobs.fail(job, ValueError("no"))
+    known = jobs.known("key", "digest")
+    assert known is not None
+    assert (known.id, known.can_be_retried) == (job, True)
+    with pytest.raises(IdempotencyConflict):
+        jobs.known("key", "another digest")
+    later = Jobs(database, "there")
+    assert later.queue("collection notes", "key", "digest") == (job, True)
+    assert jobs.queue("collection notes", "key", "digest") == (job, False), "one caller runs it"
+    row = jobs.get(job)
+    assert (row.status, row.error, row.started_at, row.finished_at) == ("queued", "", None, None)
+    assert (row.states, row.can_be_retried) == (1, False)
+    with database.transaction() as session:
+        end_sessions(session, ["there"])
+    assert jobs.get(job).status == "interrupted", "it is the session's that queued it last"
+
+
 def test_pages_join_to_the_whole_list(jobs: Jobs) -> None:
     ids = [jobs.begin(f"collection {n}", n) for n in range(7)]
     jobs.within("tenant").begin("collection x", 1)

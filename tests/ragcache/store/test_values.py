@@ -37,6 +37,13 @@ def test_a_value_is_replaced_and_deleted(values: Values) -> None:
     values.delete([])
 
 
+def test_the_first_value_of_a_key_is_kept(values: Values) -> None:
+    assert values.keep("a", b"1") == b"1"
+    assert values.keep("a", b"2") == b"1"
+    values.put({"a": b"3"})
+    assert values.keep("a", b"4") == b"3"
+
+
 def test_many_keys_are_read_in_portions(values: Values) -> None:
     kept = {f"k{number:05}": bytes([number % 256]) for number in range(1300)}
     values.put(kept)

@@ -67,6 +67,21 @@ def test_required_calls_and_nothing_else(style: ToolStyle) -> None:
 
 
 @styles
+def test_calls_or_an_answer_of_a_form(style: ToolStyle) -> None:
+    form = Grammar.json_schema({"type": "object", "properties": {"boat": {"type": "string"}}})
+    either = tool_call_grammar(TOOLS, style=style, form=form)
+    assert allows(either, CALL[style])
+    assert allows(either, TWO[style])
+    assert allows(either, '{"boat": "Pipit"}')
+    assert not allows(either, "Hello.")
+    assert not allows(either, '{"boat": 3}')
+    calls = tool_call_grammar(TOOLS, "required", style=style, form=form)
+    assert calls == tool_call_grammar(TOOLS, "required", style=style)
+    with pytest.raises(InvalidRequest, match="not to a regex"):
+        tool_call_grammar(TOOLS, style=style, form=Grammar.regex("a+"))
+
+
+@styles
 def test_a_tool_by_its_name(style: ToolStyle) -> None:
     assert allows(tool_call_grammar(TOOLS, "add", style=style), CALL[style])
     assert not allows(tool_call_grammar(TOOLS, "add", style=style), TWO[style])

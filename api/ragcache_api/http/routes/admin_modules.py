@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
 
+from ragcache_api.http.numbers import numbers
 from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.wire.admin import (
     ChangesTold,
@@ -30,21 +31,24 @@ async def list_modules(
     descending: Flag = False, cursor: Cursor = None, limit: Limit = 100,
 ) -> PageOf[ModuleTold]:  # fmt: skip
     """Modules with what the tiers hold of them."""
+    public = numbers(call)
     page = await off_loop(
         call.rag.modules.page, collection=collection, document=document, tier=tier, pinned=pinned,
-        search=search, sort=sort, descending=descending, cursor=cursor, limit=limit,
+        search=search, sort=sort, descending=descending, cursor=public.cursor(cursor), limit=limit,
     )  # fmt: skip
-    return PageOf[ModuleTold].model_validate(page)
+    return public.page(PageOf[ModuleTold].model_validate(page))
 
 
 @router.get("/modules/{number}")
 async def get_module(number: Number, call: CallDep) -> ModuleTextTold:
     """A module with its text."""
-    detail = await off_loop(call.rag.modules.get, number)
-    return ModuleTextTold(
+    public = numbers(call)
+    detail = await off_loop(public.find, call.rag.modules.get, number)
+    told = ModuleTextTold(
         **asdict(detail.listing), text=detail.text, uri=detail.uri,
         metadata=dict(detail.attributes), states=[asdict(state) for state in detail.states],
     )  # fmt: skip
+    return public.of(told)
 
 
 @router.delete("/modules/{number}")
@@ -92,7 +96,7 @@ def _one(
     call: Call, number: int, action: str, dry_run: bool, *, tier: str | None = None
 ) -> ChangesTold:
     modules = call.rag.modules
-    row = modules.get(number).listing
+    row = numbers(call).find(modules.get, number).listing
     more = {"tier": tier} if tier is not None else {}
     act = getattr(modules, action)
     changes = act(row.collection, names=[row.name], dry_run=dry_run, **more)

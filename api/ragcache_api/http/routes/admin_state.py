@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 
 from ragcache_api.http.errors import Refusal
+from ragcache_api.http.numbers import numbers
 from ragcache_api.http.paging import page_of
 from ragcache_api.http.running import Entry
 from ragcache_api.http.service import Call, CallDep, off_loop
@@ -70,8 +71,9 @@ async def evictions(
     call: CallDep, cursor: Cursor = None, limit: Limit = 100
 ) -> PageOf[EvictionTold]:
     """States that left a tier, the latest first."""
-    page = await off_loop(call.rag.evictions, cursor, limit)
-    return PageOf[EvictionTold].model_validate(page)
+    public = numbers(call)
+    page = await off_loop(call.rag.evictions, public.cursor(cursor), limit)
+    return public.page(PageOf[EvictionTold].model_validate(page))
 
 
 @router.get("/requests")

@@ -32,9 +32,8 @@ async def ask(body: AnswerRequest, call: CallDep) -> Response:
     """
     generation, rag = body.generation(call.deadline), call.rag
     opening = lambda: rag.astream(  # noqa: E731
-        body.question, collection=body.collection, k=body.k, mode=body.mode,
-        generation=generation, **body.retrieval(),
-    )  # fmt: skip
+        body.question, collection=body.collection, generation=generation, **body.retrieval()
+    )
     return await _respond(call, "answer", body.collection, opening, stream=body.stream)
 
 

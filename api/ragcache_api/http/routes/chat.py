@@ -40,12 +40,11 @@ async def complete(body: ChatRequest, call: CallDep) -> Response:
     async def opening() -> AsyncAnswerStream:
         if body.collection is not None:
             return await rag.astream(
-                body.question, collection=body.collection, k=body.k, mode=body.mode,
-                generation=generation, **body.retrieval(),
-            )  # fmt: skip
+                body.question, collection=body.collection, generation=generation, **body.retrieval()
+            )
         messages = [message.plain() for message in body.messages]
         return await rag.astream_chat(
-            messages, mode=body.mode, tools=shape.tools, generation=generation
+            messages, tools=shape.tools, generation=generation, **body.reading()
         )
 
     if body.stream:

@@ -57,11 +57,10 @@ def _opening(
 
     async def opening() -> AsyncAnswerStream:
         if body.collection is None:
-            return await rag.astream_chat(prompt, mode=body.mode, generation=generation)
+            return await rag.astream_chat(prompt, generation=generation, **body.reading())
         return await rag.astream(
-            prompt, collection=body.collection, k=body.k, mode=body.mode, generation=generation,
-            **body.retrieval(),
-        )  # fmt: skip
+            prompt, collection=body.collection, generation=generation, **body.retrieval()
+        )
 
     return opening
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response
 
-from ragcache.documents import load_sources
+from ragcache.store import DocumentRow
 from ragcache_api.http.errors import Refusal
-from ragcache_api.http.paging import page_of
-from ragcache_api.http.service import Call, CallDep, off_loop
+from ragcache_api.http.numbers import numbers
+from ragcache_api.http.service import CallDep, off_loop
 from ragcache_api.http.uploads import sent_documents
 from ragcache_api.http.wire.common import (
     CollectionName,
@@ -21,6 +21,8 @@ from ragcache_api.http.wire.common import (
 )
 from ragcache_api.http.wire.documents import (
     MULTIPART,
+    CollectionMade,
+    CollectionSent,
     CollectionTold,
     DocumentsSent,
     DocumentTold,
@@ -38,30 +40,27 @@ async def list_collections(
     call: CallDep, cursor: Cursor = None, limit: Limit = 100
 ) -> PageOf[CollectionTold]:
     """The collections, by name."""
-    counts = await off_loop(_counts, call)
-    return page_of(counts, lambda c: c.name, lambda c: c, cursor, limit)
+    page = await off_loop(call.rag.collection_page, cursor, limit)
+    return PageOf[CollectionTold].model_validate(page)
 
 
-def _counts(call: Call) -> list[CollectionTold]:
-    rag = call.rag
-    return [
-        CollectionTold(
-            name=name, documents=number,
-            modules=rag.modules.page(collection=name, limit=1).total or 0,
-        )
-        for name, number in rag.stats().collections.items()
-    ]  # fmt: skip
+@router.post(
+    "", status_code=201,
+    responses={200: {"model": CollectionMade, "description": "It was there already"}},
+)  # fmt: skip
+async def add_collection(
+    body: CollectionSent, call: CallDep, response: Response
+) -> CollectionMade:  # fmt: skip
+    """Makes a collection without documents."""
+    created = await off_loop(call.rag.create_collection, body.name)
+    response.status_code = 201 if created else 200
+    return CollectionMade(name=body.name, created=created)
 
 
 @router.delete("/{collection}")
 async def delete_collection(collection: Collection, call: CallDep) -> Deleted:
-    """Deletes all documents of a collection."""
-    return Deleted(deleted=await off_loop(_empty, call, collection))
-
-
-def _empty(call: Call, collection: str) -> int:
-    ids = [row.source_id for row in call.rag.documents(collection)]
-    return call.rag.delete(collection, ids)
+    """Deletes a collection with its documents; tells how many there were."""
+    return Deleted(deleted=await off_loop(call.rag.delete_collection, collection))
 
 
 @router.post(
@@ -77,15 +76,15 @@ async def add_documents(
 ) -> JobTold:  # fmt: skip
     """Stores documents in the background; the job tells how far it is."""
     documents = await sent_documents(call.request)
-    await off_loop(load_sources, documents)  # what cannot be ingested is refused now
     if call.service.running.draining:
         raise Refusal(503, "stopping", "the service is being stopped; try again",
                       {"Retry-After": "5"})  # fmt: skip
-    job = await off_loop(
+    row = await off_loop(
         call.rag.jobs.submit, collection, documents, idempotency_key=idempotency_key
     )
+    job = numbers(call).of(JobTold.model_validate(row))
     response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return JobTold.model_validate(job)
+    return job
 
 
 @router.get("/{collection}/documents")
@@ -93,17 +92,18 @@ async def list_documents(
     collection: Collection, call: CallDep, cursor: Cursor = None, limit: Limit = 100
 ) -> PageOf[DocumentTold]:
     """The documents of a collection, by id."""
-    rows = await off_loop(call.rag.documents, collection)
-    return page_of(rows, lambda row: row.source_id, _told, cursor, limit)
+    page = await off_loop(call.rag.document_page, collection, cursor, limit)
+    told = [_told(row) for row in page.items]
+    return PageOf(items=told, next=page.next, total=page.total)
 
 
 @router.get("/{collection}/documents/{document:path}")
 async def get_document(collection: Collection, document: Document, call: CallDep) -> DocumentTold:
     """One document."""
-    for row in await off_loop(call.rag.documents, collection):
-        if row.source_id == document:
-            return _told(row)
-    raise _unknown(collection, document)
+    found = await off_loop(call.rag.documents, collection, [document])
+    if not found:
+        raise _unknown(collection, document)
+    return _told(found[0])
 
 
 @router.delete("/{collection}/documents/{document:path}")
@@ -120,7 +120,7 @@ def _unknown(collection: str, document: str) -> Refusal:
     return Refusal(404, "unknown-document", detail)
 
 
-def _told(row: Any) -> DocumentTold:
+def _told(row: DocumentRow) -> DocumentTold:
     return DocumentTold(
         id=row.source_id, uri=row.uri, digest=row.digest, modules=row.modules,
         metadata=dict(row.attributes),

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Path
 from starlette.responses import Response
 
 from ragcache_api.http.faults import fault_in_stream
+from ragcache_api.http.numbers import numbers
 from ragcache_api.http.running import stopping
 from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.sse import Events, event
@@ -26,8 +27,9 @@ _OPEN = ("queued", "running")
 @router.get("")
 async def list_jobs(call: CallDep, cursor: Cursor = None, limit: Limit = 100) -> PageOf[JobTold]:
     """The ingestions, the newest first."""
-    page = await off_loop(call.rag.jobs.list, cursor, limit)
-    return PageOf[JobTold].model_validate(page)
+    public = numbers(call)
+    page = await off_loop(call.rag.jobs.list, public.cursor(cursor), limit)
+    return public.page(PageOf[JobTold].model_validate(page))
 
 
 @router.get("/{number}", response_model=JobTold, responses=event_stream("The job"))
@@ -41,7 +43,9 @@ async def get_job(number: Number, call: CallDep) -> JobTold | Response:
 
 
 async def _job(call: Call, number: int) -> JobTold:
-    return JobTold.model_validate(await off_loop(call.rag.jobs.get, number))
+    public = numbers(call)
+    row = await off_loop(public.find, call.rag.jobs.get, number)
+    return public.of(JobTold.model_validate(row))
 
 
 async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path
+from pydantic import TypeAdapter, ValidationError
 
+from ragcache_api.http.errors import Refusal
 from ragcache_api.http.paging import page_of
-from ragcache_api.http.service import CallDep, off_loop
-from ragcache_api.http.wire.common import Cursor, Deleted, Limit, PageOf, problems
+from ragcache_api.http.service import Call, CallDep, off_loop
+from ragcache_api.http.wire.common import (
+    Cursor,
+    Deleted,
+    Limit,
+    PageOf,
+    PathName,
+    problems,
+)
 from ragcache_api.http.wire.documents import SchemaSent, SchemaTold
+from ragcache_schemas import Placement, parse_schema
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"], responses=problems(507))
-Name = Annotated[str, Path(min_length=1, max_length=200)]
+Name = Annotated[PathName, Path()]
+_NAME = TypeAdapter(PathName)
 
 
 @router.get("")
@@ -27,10 +38,21 @@ async def list_schemas(
 @router.post("", status_code=201)
 async def add_schema(body: SchemaSent, call: CallDep) -> SchemaTold:
     """Stores a schema and encodes its modules."""
-    schema = await off_loop(
-        call.rag.add_schema, body.text, placement=body.placement, source="schema"
-    )
-    return SchemaTold(name=schema.name, placement=body.placement)
+    name = await off_loop(_add, call, body.text, body.placement)
+    return SchemaTold(name=name, placement=body.placement)
+
+
+def _add(call: Call, text: str, placement: Placement) -> str:
+    name = parse_schema(text, source="schema").name
+    try:
+        _NAME.validate_python(name)
+    except ValidationError:
+        raise Refusal(
+            422, "unusable-name",
+            f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
+            "characters and no `/`, and is neither `.` nor `..`",
+        ) from None  # fmt: skip
+    return call.rag.add_schema(text, placement=placement, source="schema").name
 
 
 @router.get("/{name}")

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ragcache.store.changes import Change
-from ragcache_api.http.wire.common import CollectionName, Told, Wire
+from ragcache_api.http.wire.common import CollectionName, Numbered, Told, Wire
 
 Tier = Annotated[str, Field(min_length=1, max_length=20)]
 
 
-class ModuleTold(Told):
-    id: int
+class ModuleTold(Numbered):
     name: str
     document: str
     collection: str
@@ -97,10 +96,9 @@ class TierTold(Told):
     persistent: bool
 
 
-class EvictionTold(Told):
+class EvictionTold(Numbered):
     """reason: pressure, ttl, manual, superseded or corrupt. at: Unix seconds."""
 
-    id: int
     key: str
     module: str | None
     tier: str

@@ -37,14 +37,16 @@ class AnswerRequest(Choosing):
 
     question: Annotated[str, Field(min_length=1, max_length=1_000_000)]
     collection: CollectionName
-    k: Annotated[int, Field(ge=1, le=1000)] = DEFAULT_K
-    mode: Annotated[str, Field(max_length=20)] = "rooted"
+    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
+    mode: Annotated[str, Field(max_length=20)] | None = Field(None, description="`rooted`.")
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     def retrieval(self) -> dict[str, Any]:
-        """What narrows retrieval, if anything does."""
-        given = {"filters": self.filters, "threshold": self.threshold}
+        """How documents are found and read, as far as the request says."""
+        given = {
+            "k": self.k, "mode": self.mode, "filters": self.filters, "threshold": self.threshold,
+        }  # fmt: skip
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -9,11 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 T = TypeVar("T")
 
-CollectionName = Annotated[
-    str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^/\x00-\x1f\x7f]+$")
-]
+_NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
+PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
+"""A name that can be one part of a path."""
+CollectionName = PathName
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
-Cursor = Annotated[str | None, Query(max_length=200, description="`next` of the page before.")]
+Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
 
 Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
 """In a query: `?name` alone is true."""
@@ -29,6 +30,12 @@ class Told(BaseModel):
     """A value that is answered."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=(), from_attributes=True)
+
+
+class Numbered(Told):
+    """What callers name by its id."""
+
+    id: int
 
 
 class PageOf(Told, Generic[T]):
@@ -86,7 +93,8 @@ def problems(*more: int) -> dict[int | str, dict[str, Any]]:
 def openai_problems() -> dict[int | str, dict[str, Any]]:
     """The errors of a route of OpenAI's interface, for the OpenAPI document."""
     schema = _inlined(OpenAIError.model_json_schema(ref_template="#/components/schemas/{model}"))
-    return _documented((), "application/json", schema)
+    documented = _documented((500, 501, 507), "application/json", schema)
+    return {status: told for status, told in documented.items() if status != 422}
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:

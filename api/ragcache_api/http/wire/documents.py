@@ -7,9 +7,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ragcache import SourceDocument
-from ragcache_api.http.wire.common import Told, Wire
+from ragcache_api.http.wire.common import CollectionName, Numbered, Told, Wire
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class CollectionSent(Wire):
+    """A collection to make, without documents."""
+
+    name: CollectionName
+
+
+class CollectionMade(Told):
+    """created: false where it was there already."""
+
+    name: str
+    created: bool
 
 
 class CollectionTold(Told):
@@ -42,10 +55,9 @@ class DocumentTold(Told):
     metadata: dict[str, Any]
 
 
-class JobTold(Told):
+class JobTold(Numbered):
     """An ingestion. done and total count modules; times are Unix seconds."""
 
-    id: int
     target: str
     status: str
     done: int

@@ -15,6 +15,7 @@ from ragcache_api.http.errors import Refusal
 from ragcache_api.http.wire.common import CollectionName
 
 Text = Annotated[str, Field(max_length=4_000_000)]
+_LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
 
 
 class OpenAIWire(BaseModel):
@@ -34,6 +35,14 @@ class StreamOptions(OpenAIWire):
 class Part(OpenAIWire):
     type: str
     text: Text | None = None
+    refusal: Text | None = None
+
+    def plain(self) -> str:
+        """Its text, or that of an earlier refusal. Raises `Refusal` (400)."""
+        said = {"text": self.text, "refusal": self.refusal}.get(self.type)
+        if said is None:
+            raise unsupported(f"messages.content.{self.type}")
+        return said
 
 
 class Function(OpenAIWire):
@@ -69,10 +78,7 @@ class ChatMessage(OpenAIWire):
     def _text(self) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise unsupported(f"messages.content.{part.type}")
-        return "".join(part.text or "" for part in self.content)
+        return "".join(part.plain() for part in self.content)
 
 
 class Tool(OpenAIWire):
@@ -105,7 +111,7 @@ class Asking(OpenAIWire):
     model: Annotated[str, Field(max_length=1000)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -116,8 +122,8 @@ class Asking(OpenAIWire):
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
-    k: Annotated[int, Field(ge=1, le=1000)] = DEFAULT_K
-    mode: Annotated[str, Field(max_length=20)] = "rooted"
+    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
+    mode: Annotated[str | None, Field(max_length=20)] = None
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
@@ -125,7 +131,8 @@ class Asking(OpenAIWire):
         """Those of `Generation.of`."""
         return {
             "max_new_tokens": self.max_tokens, "temperature": self.temperature,
-            "top_p": self.top_p, "n": self.n, "stop": self.stop or None, "seed": self.seed,
+            "top_p": None if self.top_p is None else max(self.top_p, _LIKELIEST),
+            "n": self.n, "stop": self.stop or None, "seed": self.seed,
             "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
             "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
             "timeout": deadline,
@@ -136,9 +143,15 @@ class Asking(OpenAIWire):
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def reading(self) -> dict[str, Any]:
+        """How kept states are read, if the request says."""
+        return {} if self.mode is None else {"mode": self.mode}
+
     def retrieval(self) -> dict[str, Any]:
-        """What narrows retrieval, if anything does."""
-        given = {"filters": self.filters, "threshold": self.threshold}
+        """How documents are found and read, as far as the request says."""
+        given = {
+            "k": self.k, "mode": self.mode, "filters": self.filters, "threshold": self.threshold,
+        }  # fmt: skip
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -152,17 +165,21 @@ class ChatRequest(Asking):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    function_call: Any = None
 
     def generation(self, deadline: float) -> Generation:
-        """Raises `InvalidRequest` or `Refusal` (400)."""
-        self.refuse("logit_bias", "functions", "function_call", "audio", "web_search_options")
+        """Without a limit of the request's own the answer ends where the model ends it, or the
+        window. Raises `InvalidRequest` or `Refusal` (400)."""
+        self.refuse("logit_bias", "functions", "audio", "web_search_options")
+        if self.function_call not in (None, "none", "auto"):  # without functions these ask nothing
+            raise unsupported("function_call")
         if self.top_logprobs and not self.logprobs:
             raise Refusal(400, "invalid-request", "top_logprobs needs logprobs", None,
                           "top_logprobs")  # fmt: skip
         most = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         given = self.options(deadline) | {"max_new_tokens": most, "logprobs": logprobs}
-        return Generation.of(**given)
+        return Generation.of(**given, unbounded=most is None)
 
     @property
     def question(self) -> str:
