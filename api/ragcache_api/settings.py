@@ -6,12 +6,17 @@ what comes first in this order counts.
 
 from __future__ import annotations
 
+import ipaddress
+import os
+from collections.abc import Collection
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -21,13 +26,24 @@ from ragcache.errors import ConfigurationError
 
 Size = int | str
 Positive = Annotated[int, Field(ge=1)]
+FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
+
+
+def _split(value: Any) -> Any:
+    """Options and variables give lists as `a, b`."""
+    if not isinstance(value, str):
+        return value
+    return [part for part in (each.strip() for each in value.split(",")) if part]
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 class ServiceSettings(BaseSettings):
     """Sizes are bytes, or texts such as `8GiB`; times are seconds."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RAGCACHE_", toml_file="ragcache.toml", extra="forbid", frozen=True,
+        env_prefix=PREFIX, toml_file=FILE, extra="forbid", frozen=True,
         protected_namespaces=(),
     )  # fmt: skip
 
@@ -58,14 +74,20 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="The address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
-    deadline: float = Field(300.0, gt=0, description="The most seconds of a request, then 504.")
+    connections: Positive = Field(1000, description="The most connections; one more gets 503.")
+    deadline: float = Field(
+        300.0, gt=0, description="The most seconds of an answer, then 504, and of a body's coming."
+    )
     grace: float = Field(20.0, ge=0, description="Seconds that running requests get at the end.")
     body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
     upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")
     rate: str | None = Field(None, description="Requests of a key or address, as `100/minute`.")
-    allowed_hosts: list[str] = Field(
+    allowed_hosts: Names = Field(
         default=["localhost", "127.0.0.1", "::1"],
         description="Names by which a service without keys may be called.",
+    )
+    trusted_proxies: Names = Field(
+        default=[], description="Addresses or networks whose `X-Forwarded-For` counts."
     )
     page: bool = Field(True, description="Whether the operator's page is served at /admin/.")
     telemetry: bool = Field(False, description="OpenTelemetry traces (extra `otel`).")
@@ -82,16 +104,31 @@ class ServiceSettings(BaseSettings):
             parse_many(text)  # raises ValueError
         return text
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, proxies: list[str]) -> list[str]:
+        for proxy in proxies:
+            ipaddress.ip_network(proxy)  # raises ValueError
+        return proxies
+
     @classmethod
     def read(cls, **given: Any) -> ServiceSettings:
         """Options that are None are left to the environment and the file. Raises
         `ConfigurationError`."""
+        given = {name: value for name, value in given.items() if value is not None}
         try:
-            return cls(**{name: value for name, value in given.items() if value is not None})
+            return cls(**given)
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise ConfigurationError(f"setting {name!r}: {first['msg']}") from None
+            name = str(first["loc"][0])
+            raise ConfigurationError(
+                f"setting {name!r} ({_place(name, given)}): {first['msg']}; docs/operating.md "
+                "lists the settings"
+            ) from None
+        except TOMLDecodeError as error:
+            raise ConfigurationError(f"{Path(FILE).resolve()} is no TOML: {error}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{Path(FILE).resolve()} cannot be read: {error}") from None
 
     @classmethod
     def settings_customise_sources(
@@ -114,3 +151,11 @@ class ServiceSettings(BaseSettings):
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _place(name: str, options: Collection[str]) -> str:
+    """Where a value came from: the first place that has one."""
+    variable = PREFIX + name.upper()
+    if name in options:
+        return "an option"
+    return f"the variable {variable}" if variable in map(str.upper, os.environ) else FILE

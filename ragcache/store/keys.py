@@ -47,6 +47,15 @@ class KeyRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """exist: whether a key was ever made, from when on nobody gets in without one, also when all
+    are revoked. key: the one that the secret belongs to, None where it belongs to none."""
+
+    exist: bool
+    key: KeyRow | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """The keys as they were read. active: those that are not revoked, by digest."""
 
@@ -108,18 +117,30 @@ class Keys:
     def check(self, secret: str) -> KeyRow | None:
         """The key that a secret belongs to; None where it belongs to none, or to one that was
         revoked. Only digests are compared, and in constant time."""
-        digest = _digest(secret)
-        found = _find(self._current(_AGE), digest)
-        if found is None and secret.startswith(_MARK):
-            found = _find(self._current(_UNKNOWN_AGE), digest)
-        if found is not None:
-            self._used[found.id] = time.time()
-        return found
+        return self.judge(secret).key
 
     def any(self) -> bool:
-        """Whether a key was ever made: from then on nobody gets in without one, also when all
-        are revoked."""
+        """Whether a key was ever made."""
         return self._current(_AGE).exist
+
+    def judge(self, secret: str) -> Verdict:
+        """Whom a secret lets in. May read rows."""
+        verdict = self.recall(secret)
+        if verdict is None:
+            known = self._current(_UNKNOWN_AGE)
+            verdict = Verdict(known.exist, self._find(known, secret))
+        return verdict
+
+    def recall(self, secret: str) -> Verdict | None:
+        """As `judge`, from memory and without waiting; None where rows are to be read first."""
+        known = self._known
+        if known is None or self._age(known) > _AGE:
+            return None
+        found = self._find(known, secret)
+        young = self._age(known) <= _UNKNOWN_AGE
+        if found is None and secret.startswith(_MARK) and not young:
+            return None
+        return Verdict(known.exist, found)
 
     def flush(self) -> None:
         """Writes when keys were last used. Where that fails nothing is lost but a time."""
@@ -136,14 +157,23 @@ class Keys:
 
     def _current(self, age: float) -> _Known:
         known = self._known
-        if known is not None and self._clock() - known.read_at <= age:
+        if known is not None and self._age(known) <= age:
             return known
         with self._lock:  # threads that come at once read once
             known = self._known
-            if known is None or self._clock() - known.read_at > age:
+            if known is None or self._age(known) > age:
                 self.flush()
                 known = self._known = self._read()
             return known
+
+    def _age(self, known: _Known) -> float:
+        return self._clock() - known.read_at
+
+    def _find(self, known: _Known, secret: str) -> KeyRow | None:
+        found = _find(known, _digest(secret))
+        if found is not None:
+            self._used[found.id] = time.time()
+        return found
 
     def _forget(self) -> None:
         with self._lock:  # after whoever is reading what was there before

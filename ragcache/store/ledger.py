@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class TierTotals:
 class Ledger:
     """Rows of (key, tier), as one session sees them: tiers in memory are its own, the disk is
     that of its `place`, everything else is everybody's. Uses are noted in memory; `flush` writes
-    them."""
+    them. refetched: by tier, evicted states that this session fetched again."""
 
     def __init__(self, database: Database, place: str = "") -> None:
         self.database = database
@@ -51,6 +52,7 @@ class Ledger:
         self.claims = Claims(self.sessions)
         self.notes = Notes(self.sessions.id)
         self.failures = 0
+        self.refetched: Counter[str] = Counter()
         self._clock = 0
         self._ticking = threading.Lock()
         self._flushing = threading.Lock()
@@ -98,11 +100,12 @@ class Ledger:
         values = [row.values(self._place_of(row.tier))]
         with self.database.transaction() as session:
             upsert(session, StateTable, values, _CHANGED)
-            note_fetched_again(session, [(str(row.key), row.tier)])
+            again = note_fetched_again(session, [(str(row.key), row.tier)])
             if last:
                 self.claims.drop_within(session, [row.key])
             else:
                 self._reserve(session, row.key, "", 0)
+        self._count_again(again)
 
     def claim(
         self, keys: Sequence[KVKey], unreadable: Collection[KVKey]
@@ -205,6 +208,7 @@ class Ledger:
                 pending = self.notes.write(session)
                 self.sessions.beat(session)
             self._beaten = now
+            self._count_again(pending.again)
         except StoreError as error:
             if pending is not None:
                 self.notes.restore(pending)
@@ -235,6 +239,10 @@ class Ledger:
                 of[reason] = of.get(reason, 0) + number
                 of["fetched_again"] = of.get("fetched_again", 0) + (number if again else 0)
         return counts
+
+    def _count_again(self, again: Counter[str]) -> None:
+        with self._ticking:
+            self.refetched.update(again)
 
     def _at(self, tier: str) -> ColumnElement[bool]:
         return and_(StateTable.tier == tier, StateTable.place == self._place_of(tier))

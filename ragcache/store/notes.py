@@ -37,6 +37,7 @@ class Pending:
     evictions: list[dict[str, Any]] = field(default_factory=list)
     costs: dict[KVKey, float] = field(default_factory=dict)
     together: Counter[tuple[int, int]] = field(default_factory=Counter)
+    again: Counter[str] = field(default_factory=Counter)  # once written: fetched again, by tier
 
     def __bool__(self) -> bool:
         return any((self.touches, self.memory, self.evictions, self.costs, self.together))
@@ -95,7 +96,7 @@ class Notes:
         with self._lock:
             pending, self._pending = self._pending, Pending()
         try:
-            _write_memory(session, pending, self._place)
+            pending.again = _write_memory(session, pending, self._place)
             _write_touches(session, pending, self._place)
             _write_evictions(session, pending)
             _write_together(session, pending)
@@ -118,7 +119,7 @@ class Notes:
             pending.together.update(later.together)
 
 
-def _write_memory(session: Session, pending: Pending, place: str) -> None:
+def _write_memory(session: Session, pending: Pending, place: str) -> Counter[str]:
     gone: dict[str, list[KVKey]] = {}
     rows = []
     for (tier, key), row in pending.memory.items():
@@ -134,7 +135,7 @@ def _write_memory(session: Session, pending: Pending, place: str) -> None:
                 )
             )
     upsert(session, StateTable, rows, _CHANGED)
-    note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
+    return note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
 
 
 def _write_touches(session: Session, pending: Pending, place: str) -> None:
@@ -162,15 +163,18 @@ def _write_evictions(session: Session, pending: Pending) -> None:
         session.execute(delete(EvictionTable).where(EvictionTable.id <= newest - EVICTIONS_KEPT))
 
 
-def note_fetched_again(session: Session, places: list[tuple[str, str]]) -> None:
-    """Marks the evictions of (key, tier) that hold states once more."""
+def note_fetched_again(session: Session, places: list[tuple[str, str]]) -> Counter[str]:
+    """Marks the evictions of (key, tier) that hold states once more; tells how many, by tier."""
     table = Base.metadata.tables[EvictionTable.__tablename__]
     statement = update(table).where(
         table.c.key == bindparam("k"), table.c.tier == bindparam("t"), ~table.c.fetched_again
     )
-    if places:
-        rows = [{"k": key, "t": tier} for key, tier in places]
-        session.execute(statement.values(fetched_again=True), rows)
+    marked: Counter[str] = Counter()
+    for tier in {tier for _, tier in places}:
+        rows = [{"k": key, "t": tier} for key, at in places if at == tier]
+        done = session.connection().execute(statement.values(fetched_again=True), rows)
+        marked[tier] = max(0, done.rowcount)  # -1 where a driver does not count
+    return marked
 
 
 def _write_together(session: Session, pending: Pending) -> None:

@@ -221,7 +221,7 @@ class SharedTiers:
         with self._holdings.lock:
             for key in gone:
                 shelf.remove(key)
-        self._counters.evicted(shelf.name, reason, len(gone))
+            self._counters.evicted(shelf.name, reason, len(gone))
         return gone
 
     def discard(self, keys: Iterable[KVKey]) -> None:
@@ -235,8 +235,8 @@ class SharedTiers:
             for shelf in self.shelves:
                 gone = self._ledger.reclaim(shelf.name, mine) if mine else []
                 with self._holdings.lock:
-                    for key in gone:
-                        shelf.remove(key)
+                    held = sum(shelf.remove(key) > 0 for key in gone)
+                    self._counters.evicted(shelf.name, "superseded", held)
                 self._delete_blobs(shelf, gone)
         finally:
             self._flights.end(mine)

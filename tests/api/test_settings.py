@@ -28,7 +28,8 @@ def test_options_come_before_the_environment_and_that_before_the_file(
 @pytest.mark.parametrize(
     ("given", "name"),
     [({"port": 70000}, "port"), ({"surprise": 1}, "surprise"), ({"rate": "often"}, "rate"),
-     ({"deadline": 0}, "deadline"), ({"kv_dtype": "int3"}, "kv_dtype")],
+     ({"deadline": 0}, "deadline"), ({"kv_dtype": "int3"}, "kv_dtype"),
+     ({"trusted_proxies": "nginx"}, "trusted_proxies")],
 )  # fmt: skip
 def test_what_cannot_be_used_is_named(given: dict[str, object], name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
@@ -41,6 +42,45 @@ def test_an_unknown_line_of_the_file_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ragcache.toml").write_text("prot = 8001\n", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="prot"):
+        ServiceSettings.read()
+
+
+def test_lists_are_split_at_commas_outside_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGCACHE_ALLOWED_HOSTS", "localhost, reader.local,")
+    monkeypatch.setenv("RAGCACHE_TRUSTED_PROXIES", "")
+    settings = ServiceSettings.read()
+    assert settings.allowed_hosts == ["localhost", "reader.local"]
+    assert settings.trusted_proxies == []
+    assert ServiceSettings.read(trusted_proxies="10.0.0.0/8,::1").trusted_proxies == [
+        "10.0.0.0/8", "::1",
+    ]  # fmt: skip
+
+
+def test_an_error_says_where_the_value_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragcache.toml").write_text('port = "many"\n', encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"'port' \(ragcache.toml\)"):
+        ServiceSettings.read()
+    monkeypatch.setenv("RAGCACHE_PORT", "more")
+    with pytest.raises(ConfigurationError, match=r"'port' \(the variable RAGCACHE_PORT\)"):
+        ServiceSettings.read()
+    with pytest.raises(ConfigurationError, match=r"'port' \(an option\)"):
+        ServiceSettings.read(port="most")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"port = \n", "is no TOML.*line 1"), (b"port", "is no TOML"),
+     (b'host = "\xff"\n', "cannot be read")],
+)  # fmt: skip
+def test_a_broken_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragcache.toml").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=f"ragcache.toml {told}"):
         ServiceSettings.read()
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
@@ -38,7 +39,7 @@ from ragcache_api.http.tracing import telemetry, trace_answers
 from ragcache_api.settings import ServiceSettings
 
 PAGE = Path(__file__).parent / "page"
-_THREADS = 64  # that wait for retrieval and leases; the engine computes in its own
+_THREADS = 64  # of routes, and as many that wait for retrieval and leases
 ROUTERS = (
     health.router, models.router, chat.router, completions.router, answers.router,
     schemas.router, documents.router, jobs.router, admin_modules.router, admin_state.router,
@@ -69,6 +70,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         rate=RateLimit(settings.rate),
         body_bytes=settings.body_bytes,
         upload_bytes=settings.upload_bytes,
+        deadline=settings.deadline,
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
         open_paths=_open_paths(page),
     )
@@ -85,6 +87,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     pool = ThreadPoolExecutor(_THREADS, "ragcache-http")
     asyncio.get_running_loop().set_default_executor(pool)
+    current_default_thread_limiter().total_tokens = _THREADS
     ticking = asyncio.create_task(_tick(service))
     try:
         yield

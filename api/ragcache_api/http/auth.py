@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from starlette.concurrency import run_in_threadpool
+from anyio import CapacityLimiter, to_thread
 
 from ragcache.config import NAMESPACE
 from ragcache.store import Keys
 from ragcache_api.http.errors import Refusal
+
+_THREADS = 4  # that wait for keys; one of them reads, for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +30,23 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Doorkeeper:
-    """Checks keys. They stay in memory; now and then they are read again, which may wait."""
+    """Checks keys from memory, in the event loop. Now and then they are read again, in threads that
+    no other work can take."""
 
     keys: Keys
+    threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
 
     async def caller(self, authorization: str | None, address: str) -> Caller:
         """Raises `Refusal` (401). Until a first key is made everybody is an administrator: the
         service listens on loopback alone then."""
-        return await run_in_threadpool(self._caller, authorization, address)
-
-    def _caller(self, authorization: str | None, address: str) -> Caller:
-        if not self.keys.any():
-            return Caller("", "admin", NAMESPACE, address)
         scheme, _, secret = (authorization or "").partition(" ")
-        row = self.keys.check(secret.strip()) if scheme.lower() == "bearer" else None
+        secret = secret.strip() if scheme.lower() == "bearer" else ""
+        verdict = self.keys.recall(secret)
+        if verdict is None:
+            verdict = await to_thread.run_sync(self.keys.judge, secret, limiter=self.threads)
+        if not verdict.exist:
+            return Caller("", "admin", NAMESPACE, address)
+        row = verdict.key
         if row is None:
             raise Refusal(
                 401, "unauthorised",

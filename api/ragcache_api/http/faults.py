@@ -25,6 +25,14 @@ def fault_response(fault: Fault, path: str) -> Response:
     return JSONResponse(fault.problem(path), fault.status, fault.headers, media_type)
 
 
+def fault_in_stream(error: Exception) -> Fault:
+    """What is told of an error for which no status can be sent any longer."""
+    fault = fault_of(error)
+    if fault is None:
+        logger.error("a stream failed", exc_info=error)
+    return fault or UNNAMED
+
+
 def install(app: FastAPI) -> None:
     """Every error that leaves a route is told in the shape of its path."""
     for kind in (Refusal, RequestValidationError, HTTPException, RagCacheError, PMLError):

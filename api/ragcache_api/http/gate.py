@@ -12,11 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ragcache_api.http.auth import Caller, Doorkeeper
 from ragcache_api.http.errors import Refusal, fault_of
 from ragcache_api.http.faults import fault_response
-from ragcache_api.http.limits import RateLimit, check_length, counted
+from ragcache_api.http.limits import RateLimit, bounded, check_length, end_of
 
 _UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
 _OPEN = frozenset(("/health/live", "/health/ready"))
 _ADMIN = re.compile(r"/(admin|metrics)(/|$)")
+TIMEOUT_HEADER = "x-request-timeout"
+_OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,8 @@ class Gate:
     """ASGI middleware. Denies by default: but for health and the page's files, every path asks for
     a key as soon as one exists, and those of the operator for one with the role `admin`.
 
-    The caller stands in `scope["state"]["caller"]`. open_paths: of the page's files.
+    The caller stands in `scope["state"]["caller"]`, and in `["end"]` when the request is to have
+    ended. deadline: the most seconds until then. open_paths: of the page's files.
     """
 
     app: ASGIApp
@@ -32,6 +35,7 @@ class Gate:
     rate: RateLimit
     body_bytes: int
     upload_bytes: int
+    deadline: float
     allowed_hosts: Collection[str]
     open_paths: frozenset[str]
 
@@ -41,9 +45,10 @@ class Gate:
             return
         path: str = scope["path"]
         try:
-            headers = Headers(scope=scope)
+            headers, state = Headers(scope=scope), scope.setdefault("state", {})
             if path not in _OPEN and path not in self.open_paths:
-                scope.setdefault("state", {})["caller"] = await self._admit(scope, headers, path)
+                state["caller"] = await self._admit(scope, headers, path)
+            end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), self.deadline)
             most = self.upload_bytes if _UPLOAD.match(path) else self.body_bytes
             length = headers.get("content-length")
             check_length(None if length is None else length.encode(), most)
@@ -52,7 +57,7 @@ class Gate:
             assert fault is not None
             await fault_response(fault, path)(scope, receive, send)
             return
-        await self.app(scope, counted(receive, most), send)
+        await self.app(scope, bounded(receive, most, end), send)
 
     async def _admit(self, scope: Scope, headers: Headers, path: str) -> Caller:
         client = scope.get("client")
@@ -67,7 +72,7 @@ class Gate:
 
     def _check_origin(self, headers: Headers) -> None:
         """Without keys, pages of other sites that a browser on this machine shows could call the
-        service, by a name of theirs that leads here or by a form."""
+        service, by a name of theirs that leads here or by a form. A key they do not have."""
         name = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
         if name not in self.allowed_hosts:
             raise Refusal(
@@ -75,5 +80,16 @@ class Gate:
                 "a service without keys answers to its own names alone (setting allowed_hosts); "
                 "make a key with `ragcache keys create`",
             )  # fmt: skip
-        if headers.get("sec-fetch-site") == "cross-site":
-            raise Refusal(403, "cross-site", "a service without keys takes no calls of other sites")
+        site = headers.get("sec-fetch-site", "none").lower()
+        if site not in _OWN_SITES or not _of_own_page(headers):
+            raise Refusal(
+                403, "cross-site",
+                "a service without keys takes no calls of other sites' pages, nor of those on "
+                "other ports; make a key with `ragcache keys create`",
+            )  # fmt: skip
+
+
+def _of_own_page(headers: Headers) -> bool:
+    """Whether the page that calls, if one does, came from here. Its scheme may be a proxy's."""
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2].lower() == headers["host"].lower()

@@ -1,10 +1,11 @@
-"""Limits before a request is read: how large it is, and how many come."""
+"""Limits before a request is read: how large it is, how long it takes, and how many come."""
 
 from __future__ import annotations
 
 import math
 import time
 
+import anyio
 from limits import RateLimitItem, parse_many
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
@@ -44,20 +45,41 @@ def check_length(declared: bytes | None, most: int) -> None:
         raise _too_large(most)
 
 
-def counted(receive: Receive, most: int) -> Receive:
-    """A body without a declared length is counted while it comes."""
-    taken = 0
+def end_of(asked: str | None, most: float) -> float:
+    """When a request that comes now is to have ended, on `time.monotonic`: after the seconds that
+    it asks for, at most those of the settings. Raises `Refusal` (400)."""
+    try:
+        seconds = most if asked is None else float(asked)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise Refusal(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
+    return time.monotonic() + min(seconds, most)
 
-    async def receive_counted() -> Message:
-        nonlocal taken
-        message = await receive()
+
+def bounded(receive: Receive, most: int, end: float) -> Receive:
+    """A body without a declared length is counted while it comes, and it comes in time. Raises
+    `Refusal` (413, 408)."""
+    taken, more = 0, True
+
+    async def receive_bounded() -> Message:
+        nonlocal taken, more
+        if not more:
+            return await receive()
+        try:
+            with anyio.fail_after(end - time.monotonic()):
+                message = await receive()
+        except TimeoutError:
+            detail = "the body has not come within the time of the request"
+            raise Refusal(408, "body-too-slow", detail, {"Connection": "close"}) from None
         if message["type"] == "http.request":
+            more = message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > most:
                 raise _too_large(most)
         return message
 
-    return receive_counted
+    return receive_bounded
 
 
 def _too_large(most: int) -> Refusal:

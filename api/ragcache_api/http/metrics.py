@@ -54,12 +54,13 @@ class Metrics:
                 self._first_token.labels(kind).observe(answer.timings.first_token)
 
     def text(self) -> bytes:
-        """All of it as Prometheus reads it."""
+        """All of it as Prometheus reads it. May wait for the store."""
         return generate_latest(self.registry)
 
 
 class Standing(Collector):
-    """What the store and the engine tell of themselves."""
+    """What the store and the engine tell of themselves since they were opened. The ledger's record
+    of evictions is bounded, so that its rows are no totals."""
 
     def __init__(self, looking: Looking, running: Running) -> None:
         self._looking, self._running = looking, running
@@ -96,16 +97,14 @@ class Standing(Collector):
         evictions = CounterMetricFamily(
             "ragcache_evictions", "States that left a tier.", labels=["tier", "reason"]
         )
+        for (tier, reason), number in store.counters.evictions.copy().items():
+            evictions.add_metric([tier, reason], number)
+        yield evictions
         again = CounterMetricFamily(
             "ragcache_refetched", "Evicted states that were wanted again.", labels=["tier"]
         )
-        for tier, reasons in store.ledger.evictions().items():
-            for reason, number in reasons.items():
-                if reason == "fetched_again":
-                    again.add_metric([tier], number)
-                else:
-                    evictions.add_metric([tier, reason], number)
-        yield evictions
+        for tier, number in store.ledger.refetched.copy().items():
+            again.add_metric([tier], number)
         yield again
 
     def _engine(self) -> Iterator[Metric]:

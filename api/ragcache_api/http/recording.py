@@ -101,16 +101,29 @@ class Record:
             for kind, times in (("hit", self.hit), ("miss", self.miss))
         }
 
-    def heat(self, minutes: int, modules: int) -> dict[str, Any]:
-        """How often the most used modules stood in a prompt, minute by minute."""
+    def heat(self, minutes: int) -> Heat:
+        """How often modules stood in a prompt, minute by minute."""
         now = int(self._clock()) // 60 * 60
         buckets = [now - 60 * (minutes - 1 - i) for i in range(minutes)]
+        return Heat(buckets, [self._heat.get(at, Counter()).copy() for at in buckets])
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """A copy, of which any thread may make a map. buckets: minutes, in Unix seconds; used: the
+    modules of each, with numbers."""
+
+    buckets: list[int]
+    used: list[Counter[str]]
+
+    def map(self, modules: int) -> dict[str, Any]:
+        """Of the most used modules. counts: [modules, minutes]."""
         total: Counter[str] = Counter()
-        for at in buckets:
-            total.update(self._heat.get(at, Counter()))
+        for counter in self.used:
+            total.update(counter)
         names = [name for name, _ in total.most_common(modules)]
-        counts = [[self._heat.get(at, Counter())[name] for at in buckets] for name in names]
-        return {"modules": names, "buckets": buckets, "counts": counts}
+        counts = [[counter[name] for counter in self.used] for name in names]
+        return {"modules": names, "buckets": self.buckets, "counts": counts}
 
 
 class Recorder:

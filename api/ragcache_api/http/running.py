@@ -14,7 +14,7 @@ from uuid import uuid4
 from fastapi import Request
 
 from ragcache import Answer, AsyncAnswerStream
-from ragcache.errors import RequestCancelled
+from ragcache.errors import DeadlineExceeded, RequestCancelled
 from ragcache_api.http.errors import Refusal
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ _STATES = ("generating", "computing", "waiting")
 @dataclass(slots=True)
 class Entry:
     """A request that runs. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
-    `cancelled` once it has ended, "" before. context: of the call that made it."""
+    `cancelled` once it has ended, "" before. late: its time was over before it ended. context: of
+    the call that made it."""
 
     id: str
     kind: str
@@ -35,6 +36,7 @@ class Entry:
     streams: list[AsyncAnswerStream] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     outcome: str = ""
+    late: bool = False
     context: Context = field(default_factory=copy_context)
 
     def attach(self, stream: AsyncAnswerStream) -> AsyncAnswerStream:
@@ -49,6 +51,19 @@ class Entry:
     def give_up(self) -> None:
         for stream in self.streams:
             stream.close()
+
+    def expire(self) -> None:
+        """Gives it up because its time is over."""
+        self.late = True
+        self.give_up()
+
+    def named(self, error: Exception) -> Exception:
+        """A cancellation that the service itself caused, under its right name."""
+        if isinstance(error, RequestCancelled) and self.late:
+            return too_late()
+        if isinstance(error, RequestCancelled) and self.running.stopped:
+            return stopping()
+        return error
 
     @property
     def read_tokens(self) -> list[Mapping[str, int]]:
@@ -140,26 +155,29 @@ class Running:
         finally:
             self._watchers.discard(wake)
 
-    def named(self, error: BaseException) -> BaseException:
-        """A cancellation that the service itself caused, under its right name."""
-        if self.stopped and isinstance(error, RequestCancelled):
-            return stopping()
-        return error
-
 
 def stopping() -> Refusal:
     return Refusal(503, "stopping", "the service is being stopped; try again", {"Retry-After": "5"})
 
 
-async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
-    """What is awaited, which is cancelled if the client goes away. The body must have been read.
+def too_late() -> DeadlineExceeded:
+    return DeadlineExceeded("the request's time was over before it ended; give it more")
 
-    Raises `Refusal` (499), which nobody reads.
+
+async def unless_gone(request: Request, awaited: Awaitable[T], seconds: float) -> T:
+    """What is awaited, which is cancelled if the client goes away or the time is over. The body
+    must have been read.
+
+    Raises `DeadlineExceeded`, or `Refusal` (499), which nobody reads.
     """
     task = asyncio.ensure_future(awaited)
     gone = asyncio.ensure_future(_until_gone(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(
+            (task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not ended:
+            raise too_late()
         if not task.done():
             raise Refusal(499, "client-gone", "the client went away")
         return task.result()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from ragcache import RagCache
+from ragcache.errors import DeadlineExceeded
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import Refusal
 from ragcache_api.http.looking import Looking
@@ -22,7 +22,6 @@ from ragcache_api.http.wire.openai_told import Spelling
 from ragcache_api.settings import ServiceSettings
 
 T = TypeVar("T")
-TIMEOUT_HEADER = "x-request-timeout"
 
 
 @dataclass(slots=True)
@@ -83,19 +82,12 @@ class Call:
 
     @property
     def deadline(self) -> float:
-        """Seconds that the request may take: those of its header `X-Request-Timeout`, at most
-        those of the settings. Raises `Refusal` (400)."""
-        most = self.service.settings.deadline
-        text = self.request.headers.get(TIMEOUT_HEADER)
-        if text is None:
-            return most
-        try:
-            asked = float(text)
-        except ValueError:
-            asked = math.nan
-        if not asked > 0:
-            raise Refusal(400, "bad-timeout", "X-Request-Timeout is not a positive time in seconds")
-        return min(asked, most)
+        """Seconds that are left of the request's time, which began when it came. Raises
+        `DeadlineExceeded`."""
+        left: float = self.request.state.end - monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the request's time was over before it was read")
+        return left
 
     def operator(self) -> None:
         """Raises `Refusal` (403) unless the caller may see what all namespaces share."""
@@ -106,14 +98,15 @@ class Call:
             )  # fmt: skip
 
 
-def _call(request: Request) -> Call:
+# FastAPI calls dependencies that are no coroutines in a thread.
+async def _call(request: Request) -> Call:
     return Call(request, request.app.state.service, request.state.caller)
 
 
 CallDep = Annotated[Call, Depends(_call)]
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 

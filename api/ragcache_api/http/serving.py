@@ -10,6 +10,7 @@ from socket import socket
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError
@@ -62,12 +63,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     `KeyNeeded`."""
     check_reach(rag, settings)
     app = create_app(rag, settings)
-    config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_level=settings.log_level,
-        timeout_graceful_shutdown=int(settings.grace + _TOLD_SECONDS) or 1, server_header=False,
-        access_log=settings.log_level == "debug", lifespan="on",
-        timeout_keep_alive=75,  # clients that keep connections must not meet their end
-    )  # fmt: skip
+    config = server_config(app, settings)
     # uvicorn raises the signal once more when it has ended: the folder is to be closed after that
     before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
     try:
@@ -75,6 +71,20 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
+    """How the server listens. Who calls is told by proxies that the settings name, else by the
+    connection alone."""
+    return uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_level=settings.log_level,
+        timeout_graceful_shutdown=int(settings.grace + _TOLD_SECONDS) or 1, server_header=False,
+        access_log=settings.log_level == "debug", lifespan="on",
+        timeout_keep_alive=75,  # clients that keep connections must not meet their end
+        limit_concurrency=settings.connections,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
+    )  # fmt: skip
 
 
 def check_reach(rag: RagCache, settings: ServiceSettings) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+from contextlib import suppress
+from typing import Any
 
+import pytest
+from sqlalchemy import delete
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
+from ragcache.store.tables import EvictionTable
+from ragcache_api.http import ServiceSettings, create_app
+from ragcache_api.http.metrics import Metrics
+from ragcache_api.http.recording import Heat
+from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
 
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
@@ -71,6 +82,15 @@ def test_evicting_tells_what_would_go_and_then_what_went(client: TestClient) -> 
     assert told[0]["reason"] == "manual"
     number = module(client, "keys.md#1")["id"]
     client.post(f"/admin/modules/{number}/warm")
+
+
+def test_a_flag_without_a_value_is_true(client: TestClient) -> None:
+    for query, dry in (("dry_run", True), ("dry_run=", True), ("dry_run=0", False), ("", False)):
+        told = client.post(f"/admin/evict?{query}", json={"collection": "notes", "documents": []})
+        assert told.json()["dry_run"] is dry, query
+    assert client.post("/admin/evict?dry_run=maybe", json={}).status_code == 422
+    assert client.get("/admin/modules?pinned").json()["items"] == []
+    assert client.get("/admin/modules?descending").status_code == 200
 
 
 def test_statistics_count_what_the_service_answered(client: TestClient) -> None:
@@ -150,6 +170,58 @@ def test_metrics_name_everything_that_an_operator_watches(client: TestClient) ->
     assert 'cache="hit"' in text
 
 
+def evicted(client: TestClient) -> float:
+    """How many states were taken from the disk by hand."""
+    found = re.search(
+        r'^ragcache_evictions_total{reason="manual",tier="disk"} (\S+)$',
+        client.get("/metrics").text, re.MULTILINE,
+    )  # fmt: skip
+    return float(found[1]) if found else 0.0
+
+
+def test_evictions_are_totals_whatever_the_ledger_forgets(
+    client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, before, taken = module(client, "keys.md#1")["id"], evicted(client), 0
+    for _ in range(3):
+        client.post(f"/admin/modules/{number}/warm")
+        changes = client.delete(f"/admin/modules/{number}").json()["changes"]
+        taken += sum(change["tier"] == "disk" for change in changes)
+    assert taken >= 2
+    with rag.parts.database.transaction() as session:
+        session.execute(delete(EvictionTable))
+    monkeypatch.setattr(type(rag.parts.store.ledger), "evictions", None)
+    assert evicted(client) == before + taken
+    assert 'ragcache_refetched_total{tier="disk"}' in client.get("/metrics").text
+    client.post(f"/admin/modules/{number}/warm")
+
+
+def test_metrics_and_heat_are_computed_beside_the_loop(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def noting(made: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            with suppress(RuntimeError):
+                seen.append(str(asyncio.get_running_loop()))
+            return made(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Metrics, "text", noting(Metrics.text))
+    monkeypatch.setattr(Heat, "map", noting(Heat.map))
+    for path in ("/metrics", "/admin/heat"):
+        assert client.get(path).status_code == 200
+    assert not seen
+
+
+def test_a_map_of_heat_has_a_size(client: TestClient) -> None:
+    for minutes, modules, status in ((1440, 40, 200), (100, 1000, 200), (1440, 1000, 400)):
+        got = client.get("/admin/heat", params={"minutes": minutes, "modules": modules})
+        assert got.status_code == status
+
+
 def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
     from tests.api.http.conftest import client_of
 
@@ -161,3 +233,47 @@ def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
         refused = ending.post("/v1/answers", json=ASK)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
+
+
+@pytest.mark.parametrize("path", ["/v1/answers", "/v1/chat/completions"])
+def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: str) -> None:
+    body = {**ASK, "max_tokens": 2500, "temperature": 100}
+    if path != "/v1/answers":
+        model = rag.parts.model.name
+        body |= {"model": model, "messages": [{"role": "user", "content": LEAVE}]}
+        del body["question"]
+    app = create_app(rag, ServiceSettings.read(deadline=60))
+    caller, service = Caller(json.dumps(body).encode()), app.state.service
+
+    async def watched() -> tuple[dict[str, Any], dict[str, int]]:
+        call = asyncio.create_task(caller.call(app, "POST", path))
+        while not any(entry.generated > 2 for entry in service.running.entries.values()):
+            await asyncio.sleep(0.01)
+        told = []
+        for looked in ("/admin/requests", "/admin/stats"):
+            look = Caller()
+            await look.call(app, "GET", looked)
+            told.append(json.loads(look.told[1]["body"]))
+        [library] = rag.running()
+        service.running.stop()
+        await call
+        [seen] = told[0]["running"]
+        assert seen["prompt_tokens"] == library.prompt_tokens > 0
+        return seen, told[1]["requests"]
+
+    seen, counts = asyncio.run(asyncio.wait_for(watched(), 60))
+    assert seen["state"] == "generating"
+    assert seen["generated"] > 2
+    assert (counts["running"], counts["waiting"]) == (1, 0)
+    assert caller.status == 503
+
+
+def test_states_of_a_deleted_document_are_counted(client: TestClient, rag: RagCache) -> None:
+    sent = {"documents": [{"id": "a", "text": "The old lamp is green and stands in the hall."}]}
+    job = client.post("/v1/collections/gone/documents", json=sent).json()["id"]
+    rag.jobs.wait(job, 60)
+    counted = rag.parts.store.counters.evictions
+    before = counted["disk", "superseded"]
+    assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
+    assert counted["disk", "superseded"] == before + 1
+    assert 'evictions_total{reason="superseded",tier="disk"}' in client.get("/metrics").text

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
+from anyio import to_thread
+from anyio.to_thread import current_default_thread_limiter
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
+from ragcache_api.http import ServiceSettings, create_app
+from tests.api.http.asgi import App, Caller
 from tests.api.http.conftest import LEAVE, client_of
 
 PATHS = [
@@ -76,6 +82,7 @@ def test_the_files_of_the_page_are_open_and_nothing_beside_them(
     page = client.get("/admin/")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
     for linked in re.findall(r'(?:src|href)="([\w./-]+\.(?:js|css|svg))"', page.text):
         assert client.get(f"/admin/{linked}").status_code == 200, linked
     for path in ("/admin/../stats", "/admin/%2e%2e/app.py", "/admin/stats"):
@@ -102,9 +109,41 @@ def test_without_keys_only_this_machines_names_are_answered(rag: RagCache) -> No
             ("localhost:8000", 200), ("reader.local", 200), ("evil.example", 403), ("", 403),
         ):  # fmt: skip
             assert client.get("/v1/models", headers={"Host": host}).status_code == status, host
-        crossed = {"Sec-Fetch-Site": "cross-site"}
-        assert client.get("/v1/models", headers=crossed).status_code == 403
-        assert client.get("/v1/models", headers={"Sec-Fetch-Site": "same-origin"}).is_success
+
+
+OTHERS = [
+    {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
+    {"Origin": "http://localhost:3000"}, {"Origin": "http://localhost"},
+    {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": ""},
+    {"Origin": "http://localhost:8000.evil.example", "Sec-Fetch-Site": "same-origin"},
+    {"Origin": "http://evil.example/?http://localhost:8000"},
+]  # fmt: skip
+OWN = [
+    {}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"},
+    {"Origin": "http://localhost:8000", "Sec-Fetch-Site": "same-origin"},
+    {"Origin": "https://LOCALHOST:8000"},
+]  # fmt: skip
+EVICT = {"dry_run": "true"}
+
+
+def test_without_keys_no_page_of_another_origin_is_answered(rag: RagCache) -> None:
+    with client_of(rag) as client:
+        for allowed, tried in ((True, OWN), (False, OTHERS)):
+            for headers in tried:
+                sent = {**headers, "Host": "localhost:8000"}
+                got = client.get("/v1/models", headers=sent)
+                done = client.post("/admin/evict", params=EVICT, json={}, headers=sent)
+                assert (got.status_code == 200, done.status_code == 200) == (allowed,) * 2, headers
+
+
+def test_with_a_key_a_page_of_any_origin_is_answered(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    client, rag = locked
+    _, secret = rag.keys.create("me", role="admin")
+    for headers in OTHERS:
+        sent = {**headers, **bearer(secret), "Host": "localhost:8000"}
+        assert client.post("/admin/flush", headers=sent).status_code == 200, headers
 
 
 def test_a_rate_is_kept_and_says_when_to_come_again(rag: RagCache) -> None:
@@ -142,3 +181,34 @@ def test_a_body_without_a_length_is_counted_while_it_comes(rag: RagCache, path: 
         refused = client.post(path, content=parts(), headers={"Content-Type": "application/json"})
     assert refused.status_code == 413
     assert refused.headers["content-type"] == "application/problem+json"
+
+
+def test_keys_are_checked_where_all_threads_are_taken(
+    locked: tuple[TestClient, RagCache],
+) -> None:
+    _, rag = locked
+    _, secret = rag.keys.create("me")
+    release = threading.Event()
+
+    async def call(app: App) -> int:
+        caller = Caller()
+        async with anyio.create_task_group() as group:
+            threads = current_default_thread_limiter()
+            for _ in range(int(threads.total_tokens)):
+                group.start_soon(to_thread.run_sync, release.wait)
+            while threads.available_tokens:
+                await anyio.sleep(0.01)
+            try:
+                with anyio.fail_after(10):
+                    await caller.call(app, "GET", "/v1/models", authorization=f"Bearer {secret}")
+            finally:
+                release.set()
+        return caller.status
+
+    assert anyio.run(call, create_app(rag, ServiceSettings.read())) == 200
+
+
+def test_routes_and_retrieval_have_as_many_threads(rag: RagCache) -> None:
+    with client_of(rag) as client:
+        assert client.portal is not None
+        assert client.portal.call(lambda: current_default_thread_limiter().total_tokens) == 64

@@ -81,10 +81,18 @@ def test_heat_counts_modules_by_minute() -> None:
     clock.now += 120
     for name in ("new", "new", "other"):
         record.ended(entry("a", answer(name, 1, 0.1)))
-    heat = record.heat(2, 1)
+    heat = record.heat(2).map(1)
     assert heat["modules"] == ["new"]
     assert heat["counts"] == [[0, 2]]
-    assert record.heat(3, 9)["counts"] == [[0, 0, 2], [1, 0, 0], [0, 0, 1]]
+    assert record.heat(3).map(9)["counts"] == [[0, 0, 2], [1, 0, 0], [0, 0, 1]]
+
+
+def test_heat_is_a_copy() -> None:
+    record = Record(Clock())
+    record.ended(entry("a", answer("old", 1, 0.1)))
+    heat = record.heat(1)
+    record.ended(entry("a", answer("new", 1, 0.1)))
+    assert heat.map(9)["modules"] == ["old"]
 
 
 def test_only_the_last_requests_are_kept() -> None:

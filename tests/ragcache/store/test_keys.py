@@ -117,3 +117,23 @@ def test_what_cannot_be_used_is_refused(
     with pytest.raises(ConfigurationError, match=message):
         keys.create(name, role, namespace)
     assert keys.list() == []
+
+
+def test_what_is_in_memory_is_told_without_reading(
+    keys: Keys, database: Database, clock: Clock
+) -> None:
+    _, secret = keys.create("page")
+    assert keys.recall(secret) is None, "nothing was read yet"
+    judged = keys.judge(secret)
+    assert judged.exist
+    assert judged.key is not None
+    seen = statements(database)
+    assert keys.recall(secret) == judged
+    assert keys.recall("rc-unknown") is not None
+    clock.now += 5
+    assert keys.recall(secret) == judged
+    assert keys.recall("rc-unknown") is None, "another process may have made it"
+    assert keys.recall("no key at all") is not None
+    clock.now += 6
+    assert keys.recall(secret) is None
+    assert not seen

@@ -139,6 +139,9 @@ def test_a_tier_in_memory_forgets_what_left_it_and_keeps_the_reason(ledger: Ledg
     ledger.notes.admitted(row(1, "host"))
     ledger.flush()
     assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 1}}
+    ledger.notes.admitted(row(1, "host"))
+    ledger.flush()
+    assert ledger.refetched == {"host": 1}
 
 
 def test_the_record_of_evictions_is_bounded(
@@ -167,6 +170,7 @@ def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
     assert other.claim([make_key(1)], ()) == ([], [make_key(1)])
     other.record(row(1), last=True)
     assert ledger.evictions()["disk"]["fetched_again"] == 1
+    assert (other.refetched["disk"], ledger.refetched["disk"]) == (1, 0)
 
 
 @pytest.mark.parametrize("reason", ["pressure", "ttl", "manual"])

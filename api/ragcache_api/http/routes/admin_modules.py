@@ -16,7 +16,7 @@ from ragcache_api.http.wire.admin import (
     ModuleTold,
     MoveSent,
 )
-from ragcache_api.http.wire.common import CollectionName, Cursor, Limit, PageOf, problems
+from ragcache_api.http.wire.common import CollectionName, Cursor, Flag, Limit, PageOf, problems
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 Number = Annotated[int, Path(ge=1, lt=2**63)]
@@ -27,8 +27,8 @@ Word = Annotated[str | None, Query(max_length=1000)]
 @router.get("/modules")
 async def list_modules(
     call: CallDep, collection: CollectionName | None = None, document: Word = None,
-    tier: Word = None, pinned: bool | None = None, search: Word = None, sort: Sort = "id",
-    descending: bool = False, cursor: Cursor = None, limit: Limit = 100,
+    tier: Word = None, pinned: Flag | None = None, search: Word = None, sort: Sort = "id",
+    descending: Flag = False, cursor: Cursor = None, limit: Limit = 100,
 ) -> PageOf[ModuleTold]:  # fmt: skip
     """Modules with what the tiers hold of them."""
     public = numbers(call)
@@ -53,7 +53,7 @@ async def get_module(number: Number, call: CallDep) -> ModuleTextTold:
 
 @router.delete("/modules/{number}")
 async def evict_module(
-    number: Number, call: CallDep, tier: Word = None, dry_run: bool = False
+    number: Number, call: CallDep, tier: Word = None, dry_run: Flag = False
 ) -> ChangesTold:
     """Evicts a module's states; its document stays, and they are encoded again when a question
     needs them."""
@@ -61,33 +61,33 @@ async def evict_module(
 
 
 @router.post("/modules/{number}/pin")
-async def pin_module(number: Number, call: CallDep, dry_run: bool = False) -> ChangesTold:
+async def pin_module(number: Number, call: CallDep, dry_run: Flag = False) -> ChangesTold:
     """Keeps a module's states from being evicted for pressure or time."""
     return await off_loop(_one, call, number, "pin", dry_run)
 
 
 @router.delete("/modules/{number}/pin")
-async def unpin_module(number: Number, call: CallDep, dry_run: bool = False) -> ChangesTold:
+async def unpin_module(number: Number, call: CallDep, dry_run: Flag = False) -> ChangesTold:
     """Lets a module's states be evicted again."""
     return await off_loop(_one, call, number, "unpin", dry_run)
 
 
 @router.post("/modules/{number}/warm")
-async def warm_module(number: Number, call: CallDep, dry_run: bool = False) -> ChangesTold:
+async def warm_module(number: Number, call: CallDep, dry_run: Flag = False) -> ChangesTold:
     """Brings a module's states to the first tier, and encodes them if no tier has them."""
     return await off_loop(_one, call, number, "warm", dry_run)
 
 
 @router.post("/modules/{number}/move")
 async def move_module(
-    number: Number, body: MoveSent, call: CallDep, dry_run: bool = False
+    number: Number, body: MoveSent, call: CallDep, dry_run: Flag = False
 ) -> ChangesTold:
     """Brings a module's states to a tier, and takes them from those above it."""
     return await off_loop(_one, call, number, "move", dry_run, tier=body.tier)
 
 
 @router.post("/evict")
-async def evict(body: EvictSent, call: CallDep, dry_run: bool = False) -> ChangesTold:
+async def evict(body: EvictSent, call: CallDep, dry_run: Flag = False) -> ChangesTold:
     """Evicts states of a collection or of all; tells each that went, or would go."""
     return await off_loop(_evict, call, body, dry_run)
 

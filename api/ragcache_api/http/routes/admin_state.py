@@ -17,6 +17,7 @@ from ragcache_api.http.wire.admin import EvictionTold, StatsTold, TierTold
 from ragcache_api.http.wire.common import Cursor, Limit, PageOf, Told, problems
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
+HEAT_CELLS = 100_000  # a day of 69 modules
 
 
 class SchemaListed(Told):
@@ -94,7 +95,12 @@ async def heat(
     modules: Annotated[int, Query(ge=1, le=1000)] = 40,
 ) -> dict[str, Any]:
     """How often the most used modules stood in a prompt, minute by minute."""
-    return call.service.recorder.of(call.caller.namespace).heat(minutes, modules)
+    if minutes * modules > HEAT_CELLS:
+        raise Refusal(
+            400, "too-many-cells", f"minutes times modules may be {HEAT_CELLS:,} at most"
+        )  # fmt: skip
+    heat = call.service.recorder.of(call.caller.namespace).heat(minutes)
+    return await off_loop(heat.map, modules)
 
 
 @router.get("/schemas")

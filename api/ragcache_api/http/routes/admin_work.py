@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from ragcache_api.http.service import CallDep, off_loop
 from ragcache_api.http.wire.admin import Flushed, PlanSent, VerifyTold
-from ragcache_api.http.wire.common import problems
+from ragcache_api.http.wire.common import Flag, problems
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500, 507))
 
@@ -24,7 +24,7 @@ async def flush(call: CallDep) -> Flushed:
 
 
 @router.post("/verify")
-async def verify(call: CallDep, repair: bool = False) -> VerifyTold:
+async def verify(call: CallDep, repair: Flag = False) -> VerifyTold:
     """Checks every row of the ledger against every blob; `repair` mends what can be mended."""
     call.operator()
     report = await off_loop(call.service.looking.verify, repair=repair)

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from ragcache_api.http.errors import Refusal
 from ragcache_api.http.metrics import CONTENT_TYPE
 from ragcache_api.http.running import stopping
-from ragcache_api.http.service import CallDep, ServiceDep
+from ragcache_api.http.service import CallDep, ServiceDep, off_loop
 from ragcache_api.http.wire.common import Told, problems
 
 router = APIRouter(tags=["health"])
@@ -40,4 +40,4 @@ async def ready(service: ServiceDep) -> Health:
 async def metrics(call: CallDep) -> Response:
     """For Prometheus."""
     call.operator()
-    return Response(call.service.metrics.text(), media_type=CONTENT_TYPE)
+    return Response(await off_loop(call.service.metrics.text), media_type=CONTENT_TYPE)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Path
 from starlette.responses import Response
 
+from ragcache_api.http.faults import fault_in_stream
 from ragcache_api.http.numbers import numbers
+from ragcache_api.http.running import stopping
 from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.sse import Events, event
 from ragcache_api.http.wire.common import Cursor, Limit, PageOf, event_stream, problems
@@ -32,7 +35,7 @@ async def list_jobs(call: CallDep, cursor: Cursor = None, limit: Limit = 100) ->
 @router.get("/{number}", response_model=JobTold, responses=event_stream("The job"))
 async def get_job(number: Number, call: CallDep) -> JobTold | Response:
     """An ingestion. With `Accept: text/event-stream`, an event `progress` whenever it changes,
-    until it has ended."""
+    until it has ended, or `error`."""
     job = await _job(call, number)
     if "text/event-stream" in call.request.headers.get("accept", ""):
         return Events(_progress(call, job))
@@ -46,15 +49,27 @@ async def _job(call: Call, number: int) -> JobTold:
 
 
 async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:
-    """Ends with the job, or with the service."""
-    stopping = asyncio.Event()
-    with call.service.running.watching(stopping.set):
-        yield event(job.model_dump(), "progress")
-        while job.status in _OPEN and not call.service.running.draining:
-            try:
-                await asyncio.wait_for(stopping.wait(), POLL_SECONDS)
-            except TimeoutError:
-                now = await _job(call, job.id)
-                if now != job:
-                    job = now
-                    yield event(job.model_dump(), "progress")
+    """Ends with the job, or with an error: of the service's end, or of what could not be read."""
+    yield event(job.model_dump(), "progress")
+    try:
+        async with aclosing(_changes(call, job)) as changes:
+            async for changed in changes:
+                yield event(changed.model_dump(), "progress")
+    except Exception as error:
+        fault = fault_in_stream(error)
+        yield event(fault.problem(call.request.url.path), "error")
+
+
+async def _changes(call: Call, job: JobTold) -> AsyncGenerator[JobTold, None]:
+    """Raises `Refusal` (503) where the service ends before the job does."""
+    draining = asyncio.Event()
+    with call.service.running.watching(draining.set):
+        while job.status in _OPEN:
+            if call.service.running.draining:
+                raise stopping()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(draining.wait(), POLL_SECONDS)
+            now = await _job(call, job.id)
+            if now != job:
+                job = now
+                yield job

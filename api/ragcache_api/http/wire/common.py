@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 T = TypeVar("T")
 
@@ -15,6 +15,9 @@ PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, patter
 CollectionName = PathName
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
 Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
+
+Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
+"""In a query: `?name` alone is true."""
 
 
 class Wire(BaseModel):
@@ -74,7 +77,8 @@ class OpenAIError(Told):
 
 _STATUSES = {
     400: "A value that cannot be used", 401: "No valid key", 403: "Not with this key",
-    404: "No such thing", 413: "The body is too large", 422: "A body that cannot be read",
+    404: "No such thing", 408: "The body did not come in time", 413: "The body is too large",
+    422: "A body that cannot be read",
     429: "Too many requests, or the queue is full", 503: "Not now", 504: "The time was over",
 }  # fmt: skip
 
