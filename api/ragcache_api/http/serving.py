@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import signal
 from socket import socket
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -59,18 +58,15 @@ class GracefulServer(uvicorn.Server):
 
 
 def serve(rag: RagCache, settings: ServiceSettings) -> None:
-    """Serves until SIGTERM or SIGINT; the state folder stays the caller's to close. Raises
-    `KeyNeeded`."""
+    """Serves until SIGTERM or SIGINT; the state folder stays the caller's to close. From then on
+    both signals do nothing in this process: uvicorn raises the one it got once more when it has
+    ended, and impatient senders theirs, while the folder is being closed. Raises `KeyNeeded`."""
     check_reach(rag, settings)
     app = create_app(rag, settings)
     config = server_config(app, settings)
-    # uvicorn raises the signal once more when it has ended: the folder is to be closed after that
-    before = {number: signal.signal(number, _nothing) for number in _SIGNALS}
-    try:
-        GracefulServer(config, app.state.service.running, settings.grace, page=settings.page).run()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    GracefulServer(config, app.state.service.running, settings.grace, page=settings.page).run()
 
 
 def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
@@ -104,7 +100,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Ends nothing."""

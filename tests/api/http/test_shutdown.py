@@ -78,6 +78,18 @@ def test_what_runs_has_time_to_finish(start: Start, state: Path) -> None:
     assert server.stop() == 0
 
 
+def test_further_signals_do_not_keep_the_folder_from_being_closed(
+    start: Start, state: Path
+) -> None:
+    server = start(state)
+    while server.process.poll() is None:
+        server.process.terminate()
+        time.sleep(0.005)
+    assert server.process.returncode == 0, "".join(server.log)
+    with sqlite3.connect(state / "ledger.sqlite") as ledger:
+        assert ledger.execute("select count(*) from sessions").fetchone() == (0,)
+
+
 def test_an_open_address_without_a_key_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
     with RagCache.open(tmp_path / "state", reader) as rag:
         check_reach(rag, ServiceSettings.read(host="127.0.0.1"))
