@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,14 @@ def bells(count: int, tone: str = "loud") -> list[SourceDocument]:
     return [SourceDocument(f"d{i}", f"Bell number {i} rings {tone} at dawn.") for i in range(count)]
 
 
+def nothing_stays_leased(rag: RagCache) -> None:
+    """The store's own upkeep may hold states for a moment."""
+    until = time.monotonic() + PATIENCE
+    while any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries):
+        assert time.monotonic() < until, "a lease was never released"
+        time.sleep(0.01)
+
+
 def test_threads_ask_in_every_mode_while_others_ingest_and_delete(rag: RagCache) -> None:
     expected = {m: rag.ask(QUESTION, collection="bells", mode=m).text for m in ("rooted", "exact")}
 
@@ -53,7 +62,7 @@ def test_threads_ask_in_every_mode_while_others_ingest_and_delete(rag: RagCache)
             reuse = answer.reuse
             parts = reuse.cached_tokens + reuse.shared_tokens + reuse.computed_tokens
             assert parts == reuse.prompt_tokens
-    assert not any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
+    nothing_stays_leased(rag)
     assert rag.stats().collections == {"bells": 6, "other0": 7, "other1": 7, "other2": 7}
 
 
@@ -62,7 +71,7 @@ def test_a_full_queue_refuses_and_keeps_no_lease(rag: RagCache) -> None:
     with pytest.raises(QueueFull):
         rag.ask_batch([QUESTION] * 200, collection="bells", generation=long)
     rag.stats()
-    assert not any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
+    nothing_stays_leased(rag)
     assert rag.ask(QUESTION, collection="bells").sources
 
 
