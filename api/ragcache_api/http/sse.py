@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 PING_SECONDS, STALL_SECONDS, WATCH_SECONDS = 15.0, 30.0, 5.0
 _BODY = "http.response.body"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -88,4 +89,4 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 def compact(value: Any) -> str:
     """JSON without spaces. Numbers that are not finite have no place in it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _JSON.encode(value)
