@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ragcache.models import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +58,11 @@ class LlamaShape:
             dtype=dtype,
         )
         return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def shaped_model(shape: LlamaShape) -> LoadedModel:
+    """A random model of the shape, in bfloat16, with the tokenizer of the embedded reader."""
+    from ragcache.models import CausalLM, LoadedModel, load_model
+
+    model = CausalLM.patch(shape.build(torch.bfloat16))
+    return LoadedModel("shape", model, load_model().tokenizer)

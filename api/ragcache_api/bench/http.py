@@ -26,6 +26,7 @@ import uvicorn
 from ragcache import Generation, RagCache
 from ragcache.bench.ledger import fill_ledger
 from ragcache.bench.machine import describe_machine
+from ragcache.bench.shapes import LlamaShape, shaped_model
 from ragcache_api.bench.clients import first_token, request, run_streams
 from ragcache_api.bench.foreign import foreign_first_tokens
 from ragcache_api.http import ServiceSettings, create_app
@@ -38,12 +39,14 @@ _COLLECTION = "bench"
 @dataclass(frozen=True, slots=True)
 class HttpSetting:
     """runs: first tokens of each side. streams, tokens: that run at once, and of each. rounds: how
-    often each side streams. modules, pages: of the listing. foreign: texts of another namespace."""
+    often each side streams. shape: of the model that streams; the reader does too. modules, pages:
+    of the listing. foreign: texts of another namespace."""
 
     runs: int = 60
     streams: int = 32
-    tokens: int = 96
+    tokens: int = 32
     rounds: int = 5
+    shape: LlamaShape = LlamaShape()
     modules: int = 100_000
     pages: int = 60
     foreign: int = 24
@@ -53,8 +56,9 @@ def bench_http(
     setting: HttpSetting | None = None, progress: Report = lambda _: None
 ) -> dict[str, Any]:
     """ttft_overhead_ms_p50: of the differences of neighbours. throughput_share: tokens a second of
-    all streams over HTTP, of those of the calls beside; the median of the rounds. list_ms_p50: of a
-    page of 100. foreign_ttft_ratio: see `foreign_first_tokens`."""
+    all streams over HTTP, of those of the calls beside; the median of the rounds, with a model of
+    the shape of all our figures, and (`_reader`) with the reader, whose steps are short.
+    list_ms_p50: of a page of 100. foreign_ttft_ratio: see `foreign_first_tokens`."""
     setting = setting or HttpSetting()
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:
         progress("ingesting documents")
@@ -63,9 +67,14 @@ def bench_http(
                 rag.ingest(_COLLECTION, [_document(topic)])
             with serving(rag) as port:
                 result = _first_tokens(rag, port, setting, progress)
-                result |= _throughput(rag, port, setting, progress)
+                result |= _throughput(rag, port, setting, "_reader", progress)
                 progress("texts of another namespace")
                 result |= foreign_first_tokens(rag, port, setting.foreign)
+        progress("building a model of the shape")
+        with RagCache.open(Path(place) / "shape", shaped_model(setting.shape)) as rag:
+            rag.ingest(_COLLECTION, [_document(topic) for topic in _TOPICS])
+            with serving(rag) as port:
+                result |= _throughput(rag, port, setting, "", progress)
         progress(f"filling a ledger with {setting.modules:,} modules")
         many = Path(place) / "many"
         many.mkdir()
@@ -133,8 +142,10 @@ def _called(rag: RagCache, question: str) -> float:
     raise AssertionError("an answer without a token")
 
 
-def _throughput(rag: RagCache, port: int, setting: HttpSetting, progress: Report) -> dict[str, Any]:
-    progress(f"{setting.streams} streams, in turn")
+def _throughput(
+    rag: RagCache, port: int, setting: HttpSetting, suffix: str, progress: Report
+) -> dict[str, Any]:
+    progress(f"{setting.streams} streams, in turn, of {rag.stats().model}")
     questions = [f"What of {_TOPICS[n % len(_TOPICS)]}?" for n in range(setting.streams)]
     told = {"min_tokens": setting.tokens, "stream_options": {"include_usage": True}}
     bodies = [_chat(rag, question, setting.tokens) | told for question in questions]
@@ -151,10 +162,10 @@ def _throughput(rag: RagCache, port: int, setting: HttpSetting, progress: Report
                 rates[side].append(count / seconds)
     shares = [s / c for s, c in zip(rates["served"][1:], rates["called"][1:], strict=True)]
     return {
-        "throughput_share": statistics.median(shares),
-        "throughput_share_by_round": shares,
-        "called_tokens_per_second": statistics.median(rates["called"][1:]),
-        "served_tokens_per_second": statistics.median(rates["served"][1:]),
+        f"throughput_share{suffix}": statistics.median(shares),
+        f"throughput_share_by_round{suffix}": shares,
+        f"called_tokens_per_second{suffix}": statistics.median(rates["called"][1:]),
+        f"served_tokens_per_second{suffix}": statistics.median(rates["served"][1:]),
     }
 
 

@@ -32,10 +32,12 @@ def http(
         "to the first token, more", f"{result['ttft_overhead_ms_p50']:.2f} ms",
         f"{result['ttft_called_ms_p50']:.1f} ms",
     )  # fmt: skip
-    table.add_row(
-        f"tokens a second, {streams} streams", f"{100 * result['throughput_share']:.1f}%",
-        f"{result['called_tokens_per_second']:.0f}",
-    )  # fmt: skip
+    for model, suffix in (("model of 0.4 B", ""), ("reader", "_reader")):
+        table.add_row(
+            f"tokens a second, {streams} streams, {model}",
+            f"{100 * result[f'throughput_share{suffix}']:.1f}%",
+            f"{result[f'called_tokens_per_second{suffix}']:.0f}",
+        )
     table.add_row(f"a page of {modules:,} modules", f"{result['list_ms_p50']:.1f} ms", "")
     table.add_row(
         "first token of a text that another namespace has ingested",

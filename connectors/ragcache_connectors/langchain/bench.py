@@ -17,12 +17,11 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from ragcache.bench.machine import describe_machine
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.shapes import LlamaShape, shaped_model
 from ragcache_connectors.langchain.bench_corpus import (
     fill,
     headed,
     prompt_of,
-    shaped_model,
     subjects,
 )
 from ragcache_connectors.langchain.chat_model import ChatRagCache

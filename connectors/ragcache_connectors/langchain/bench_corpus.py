@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.bench.shapes import LlamaShape
-    from ragcache.models import LoadedModel
     from ragcache.store import ModuleRow
 
 HEADER = "Handbook of the harbour, third edition > Rules\nNot to be copied without leave.\n\n"
@@ -70,13 +68,3 @@ def prompt_of(texts: Sequence[str], length: int) -> str:
         if size >= length:
             return "".join(parts)[:length]
     return ""
-
-
-def shaped_model(shape: LlamaShape) -> LoadedModel:
-    """A random model of the shape, with the embedded reader's tokenizer and template."""
-    import torch
-
-    from ragcache.models import CausalLM, LoadedModel, load_model
-
-    model = shape.build(torch.bfloat16)
-    return LoadedModel("shape", CausalLM.patch(model), load_model().tokenizer)

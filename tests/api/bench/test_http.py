@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ragcache.bench.shapes import LlamaShape
 from ragcache_api.bench import http
 from ragcache_api.cli.main import app
 
+SHAPE = LlamaShape(1, 64, 4, 2, 96, 32_000, 2048)
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1", "localhost", "::1"])]
 
 
 def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(replace, http.HttpSetting(tokens=3, pages=5, foreign=2))
+    small = partial(replace, http.HttpSetting(tokens=3, pages=5, foreign=2, shape=SHAPE))
     monkeypatch.setattr(http, "HttpSetting", small)
     file = tmp_path / "http.json"
     options = ["--runs", "2", "--streams", "2", "--rounds", "1", "--modules", "200"]
@@ -25,7 +27,9 @@ def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.M
     assert done.exit_code == 0, done.output
     told = json.loads(file.read_text())
     assert min(told["ttft_called_ms_p50"], told["ttft_served_ms_p50"]) > 0
-    assert told["throughput_share"] == told["throughput_share_by_round"][0] > 0
+    for suffix in ("", "_reader"):
+        rounds = told[f"throughput_share_by_round{suffix}"]
+        assert told[f"throughput_share{suffix}"] == rounds[0] > 0
     assert told["list_ms_p50"] > 0
     assert set(told["list_ms_p50_by_sort"]) == {"id", "name", "nbytes", "hits", "last_use"}
     assert set(told["ttft_ms_p50_by_owner"]) == {"own", "foreign", "unknown"}
