@@ -13,7 +13,7 @@ from typing import Any
 _END = b"0\r\n\r\n"
 _TOKEN = b'"delta":{"content":"'
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
 _KEPT = 1024  # of what came: the usage, which comes last, stands in it, however it was cut
 
 

@@ -44,9 +44,9 @@ class HttpSetting:
 
     runs: int = 60
     streams: int = 32
-    tokens: int = 32
+    tokens: int = 96
     rounds: int = 5
-    shape: LlamaShape = LlamaShape()
+    shape: LlamaShape = LlamaShape(num_layers=6)
     modules: int = 100_000
     pages: int = 60
     foreign: int = 24
@@ -56,8 +56,8 @@ def bench_http(
     setting: HttpSetting | None = None, progress: Report = lambda _: None
 ) -> dict[str, Any]:
     """ttft_overhead_ms_p50: of the differences of neighbours. throughput_share: tokens a second of
-    all streams over HTTP, of those of the calls beside; the median of the rounds, with a model of
-    the shape of all our figures, and (`_reader`) with the reader, whose steps are short.
+    all streams over HTTP, of those of the calls beside; the median of the rounds, with six layers
+    of the shape of all our figures, and (`_reader`) with the reader, whose steps are short.
     list_ms_p50: of a page of 100. foreign_ttft_ratio: see `foreign_first_tokens`."""
     setting = setting or HttpSetting()
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:

@@ -32,7 +32,7 @@ def http(
         "to the first token, more", f"{result['ttft_overhead_ms_p50']:.2f} ms",
         f"{result['ttft_called_ms_p50']:.1f} ms",
     )  # fmt: skip
-    for model, suffix in (("model of 0.4 B", ""), ("reader", "_reader")):
+    for model, suffix in (("six layers", ""), ("reader", "_reader")):
         table.add_row(
             f"tokens a second, {streams} streams, {model}",
             f"{100 * result[f'throughput_share{suffix}']:.1f}%",
