@@ -59,7 +59,7 @@ class Guarded:
         self._constraint: Constraint | None = None
         try:
             self._constraint = make()
-        except Exception as error:
+        except Exception as error:  # it is another's code, and ends its own request alone
             self._fail("making it", error)
 
     def mask(self) -> Tensor | None:

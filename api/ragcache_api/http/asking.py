@@ -63,7 +63,7 @@ async def _guarded(
         try:
             async for event in events:
                 yield event
-        except Exception as error:
+        except Exception as error:  # the answer has begun: only an event can tell of it
             named = entry.named(error)
             entry.running.end(entry, named)
             yield fault(fault_in_stream(named))

@@ -132,7 +132,7 @@ class RaggedBatches(BaseChatModel):
         with within(handed):
             try:
                 return number, self.invoke(given, config, **kwargs)
-            except Exception as error:
+            except Exception as error:  # what `return_exceptions` is for
                 if not return_exceptions:
                     raise
                 return number, error
@@ -163,7 +163,7 @@ class RaggedBatches(BaseChatModel):
         with within(handed):
             try:
                 return number, await self.ainvoke(given, config, **kwargs)
-            except Exception as error:
+            except Exception as error:  # what `return_exceptions` is for
                 if not return_exceptions:
                     raise
                 return number, error

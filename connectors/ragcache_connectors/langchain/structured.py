@@ -93,7 +93,7 @@ class _Whole:
                 "the answer was cut off before its JSON ended; give a larger max_tokens",
                 llm_output=first.text,
             )
-        return super().parse_result(result, partial=partial)  # type: ignore[misc]
+        return super().parse_result(result, partial=partial)  # type: ignore[misc]  # a mixin
 
 
 class _Json(_Whole, JsonOutputParser):

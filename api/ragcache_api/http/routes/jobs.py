@@ -55,7 +55,7 @@ async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:
         async with aclosing(_changes(call, job)) as changes:
             async for changed in changes:
                 yield event(changed.model_dump(), "progress")
-    except Exception as error:
+    except Exception as error:  # the answer has begun: only an event can tell of it
         fault = fault_in_stream(error)
         yield event(fault.problem(call.request.url.path), "error")
 
