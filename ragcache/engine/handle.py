@@ -68,6 +68,11 @@ class Channel(Generic[EventT, ResultT]):
         return len(self._events)
 
     @property
+    def waits(self) -> bool:
+        """Whether the request is neither begun nor ended."""
+        return not self.started and self._outcome is None
+
+    @property
     def outcome(self) -> ResultT | BaseException | None:
         """The result, or what the caller sees raised; None while the request is under way."""
         ended = self._outcome

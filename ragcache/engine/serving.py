@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from weakref import WeakSet
 
 from ragcache.engine.contiguous import runner_of
 from ragcache.engine.core import Answers, EngineCore
@@ -38,6 +39,7 @@ class Engine:
         self._core = EngineCore(runner_of(model), self.settings)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
+        self._queue: WeakSet[Answers] = WeakSet()  # those that wait, and some that no longer do
         self._open = True
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
@@ -65,12 +67,7 @@ class Engine:
         now = time.perf_counter()
         with self._lock:
             self._check_open()
-            waiting = self._core.waiting + self._inbox.qsize()
-            if waiting >= self.settings.queue:
-                raise QueueFull(
-                    f"{waiting} requests wait already, as many as the queue holds; try again "
-                    "later, or open the engine with a longer queue"
-                )
+            self._take_place(channel)
             self._inbox.put(lambda: self._core.add(request, channel, now))
         give_workers_back()
         return Handle(channel)
@@ -108,6 +105,17 @@ class Engine:
     def _check_open(self) -> None:
         if not self._open:
             raise EngineClosed("the engine is closed; open it again to ask")
+
+    def _take_place(self, channel: Answers) -> None:
+        """A request holds its place until it is begun or has ended, given up by its caller too."""
+        if len(self._queue) >= self.settings.queue:
+            self._queue = WeakSet(each for each in self._queue if each.waits)
+        if len(self._queue) >= self.settings.queue:
+            raise QueueFull(
+                f"{len(self._queue)} requests wait already, as many as the queue holds; try again "
+                "later, or open the engine with a longer queue"
+            )
+        self._queue.add(channel)
 
     def _wake(self) -> None:
         """A caller gave a request up: the engine looks at it before its next step."""

@@ -207,6 +207,19 @@ def test_no_more_wait_than_the_queue_holds(engine: Engine, gate: Gate) -> None:
     assert len(engine.submit(request()).result(LONG).token_ids) == 8, "there is room again"
 
 
+def test_requests_that_were_given_up_free_their_places_at_once(engine: Engine, gate: Gate) -> None:
+    gate.shut()
+    first = engine.submit(request())
+    gate.wait()
+    for handle in [engine.submit(request(n % 16)) for n in range(20)]:
+        handle.cancel()
+    later = [engine.submit(request(n % 16)) for n in range(20)]
+    with pytest.raises(QueueFull, match="20 requests wait already"):
+        engine.submit(request())
+    gate.open.set()
+    assert {len(handle.result(LONG).token_ids) for handle in (first, *later)} == {8}
+
+
 def test_what_could_never_run_is_refused_where_it_is_submitted(engine: Engine) -> None:
     with pytest.raises(PromptTooLong):
         engine.submit(request(limit=600))
