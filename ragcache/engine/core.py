@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ragcache.engine.bell import together
 from ragcache.engine.encoder import EncodeJob, Encoding
 from ragcache.engine.encodings import Encodings, States
 from ragcache.engine.handle import Channel
@@ -129,7 +130,8 @@ class EngineCore:
         logits = step()
         computed = self.clock()
         self._account(shares)
-        self._sample(shares, logits, computed)
+        with together():  # one wake-up tells a loop of all that the step brought
+            self._sample(shares, logits, computed)
         tally = self.tally
         tally.steps += 1
         tally.planning += planned - begin

@@ -6,15 +6,15 @@ their own, asyncio tasks on a future that is set in their loop.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
+from ragcache.engine.bell import Bell, bell_here
 from ragcache.errors import RequestCancelled
 
 EventT = TypeVar("EventT")
@@ -132,20 +132,17 @@ class Channel(Generic[EventT, ResultT]):
     def _is_ready(self, seen: float) -> bool:
         return self._outcome is not None or len(self._events) > seen
 
-    @contextmanager
-    def _waiting(self, seen: float, wake: Callable[[], None]) -> Iterator[None]:
-        waiter = _Waiter(seen, wake)
+    def _join(self, waiter: _Waiter) -> None:
         with self._lock:
-            if ready := self._is_ready(seen):
-                wake()
-            else:
+            if not self._is_ready(waiter.seen):
                 self._waiters.append(waiter)
-        try:
-            yield
-        finally:
-            if not ready:
-                with self._lock:
-                    self._waiters = [other for other in self._waiters if other is not waiter]
+                return
+        waiter.wake()
+
+    def _leave(self, waiter: _Waiter) -> None:
+        """For whoever does not wait until it is woken."""
+        with self._lock:
+            self._waiters = [other for other in self._waiters if other is not waiter]
 
 
 class Handle(Generic[EventT, ResultT]):
@@ -198,9 +195,9 @@ class Handle(Generic[EventT, ResultT]):
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[EventT]:
-        seen = 0
+        seen, bell = 0, bell_here()
         try:
-            while await self._ready(seen) and seen < len(self._channel._events):
+            while await self._ready(seen, bell) and seen < len(self._channel._events):
                 yield self._channel._events[seen]
                 seen += 1
             self._get()  # raises where the request failed
@@ -209,7 +206,7 @@ class Handle(Generic[EventT, ResultT]):
 
     async def _result(self) -> ResultT:
         try:
-            await self._ready(math.inf)
+            await self._ready(math.inf, bell_here())
             return self._get()
         finally:
             self.cancel()
@@ -224,30 +221,29 @@ class Handle(Generic[EventT, ResultT]):
         if self._channel._is_ready(seen):
             return True
         woken = threading.Event()
-        with self._channel._waiting(seen, woken.set):
+        waiter = _Waiter(seen, woken.set)
+        self._channel._join(waiter)
+        try:
             return woken.wait(timeout)
+        finally:
+            if not woken.is_set():
+                self._channel._leave(waiter)
 
-    async def _ready(self, seen: float) -> bool:
-        """Waits in the running loop until there are more than `seen` events or the end."""
+    async def _ready(self, seen: float, bell: Bell) -> bool:
+        """Waits in the bell's loop until there are more than `seen` events or the end."""
         if self._channel._is_ready(seen):
             return True
-        loop = asyncio.get_running_loop()
-        woken = loop.create_future()
-
-        def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits there any longer
-                loop.call_soon_threadsafe(_set, woken)
-
-        with self._channel._waiting(seen, wake):
+        woken = bell.waiter()
+        waiter = _Waiter(seen, partial(bell.ring, woken))
+        self._channel._join(waiter)
+        try:
             await woken
+        except BaseException:
+            self._channel._leave(waiter)
+            raise
         return True
 
 
 def _abandon(channel: weakref.ref[Channel[Any, Any]]) -> None:
     if (abandoned := channel()) is not None:
         abandoned.cancel()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -17,9 +17,9 @@ from ragcache.engine.encodings import States
 from ragcache.engine.handle import Handle
 from ragcache.engine.request import Completion, Piece, Request
 from ragcache.engine.settings import EngineSettings, Tally
-from ragcache.engine.threads import give_workers_back
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
 from ragcache.models import LanguageModel
+from ragcache.openmp import give_workers_back
 from ragcache.states import KVStates
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Engine:
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
+        give_workers_back()  # of whoever loaded the model
 
     @property
     def tally(self) -> Tally:

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
+from ragcache.openmp import keeps_no_workers
 from ragcache.states.key import FORMAT_VERSION, KVKey
 from ragcache.states.quantised import StoredStates, model_dtype, rebuild, tensors_of
 
@@ -36,6 +37,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
+@keeps_no_workers
 def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
     """The header and the tensors of a blob, to be written one after another; only tensors that are
     on another device or not contiguous are copied. The key is part of the checksum: a blob cannot

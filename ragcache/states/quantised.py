@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import ConfigurationError
+from ragcache.openmp import keeps_no_workers
 from ragcache.states.kv import KVStates
 
 KVDtype = Literal["model", "fp8", "int8"]
@@ -56,6 +57,7 @@ class QuantisedStates:
         """Bytes of all four tensors."""
         return sum(tensor.nbytes for tensor in tensors_of(self).values())
 
+    @keeps_no_workers
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
         """States in `dtype`, by default the one that they had before, on the same device.
 
@@ -73,6 +75,7 @@ StoredStates = KVStates | QuantisedStates
 """What a tier holds."""
 
 
+@keeps_no_workers
 def quantise(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     """States as a tier of this `kv_dtype` keeps them; the same object where they are so already.
 

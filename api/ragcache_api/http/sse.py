@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -11,11 +10,11 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+from pydantic_core import to_json
 from starlette.types import Message, Receive, Scope, Send
 
 PING_SECONDS, STALL_SECONDS, WATCH_SECONDS = 15.0, 30.0, 5.0
 _BODY = "http.response.body"
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -84,9 +83,9 @@ class Events(EventSourceResponse):
 
 def event(value: Any, name: str | None = None) -> bytes:
     """An event with a value as JSON."""
-    return format_sse_event(data_str=compact(value), event=name)
+    return format_sse_event(data_str=compact(value).decode(), event=name)
 
 
-def compact(value: Any) -> str:
-    """JSON without spaces. Numbers that are not finite have no place in it."""
-    return _JSON.encode(value)
+def compact(value: Any) -> bytes:
+    """JSON without spaces. Numbers that are not finite have no place in it: null stands there."""
+    return to_json(value, inf_nan_mode="null")

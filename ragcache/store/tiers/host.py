@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ragcache.errors import StateMissing
+from ragcache.openmp import keeps_no_workers
 from ragcache.states import KVKey
 from ragcache.states.quantised import (
     KVDtype,
@@ -86,6 +87,7 @@ class HostTier:
     def size_of(self, states: StoredStates) -> int:
         return self._size(quantised_nbytes(states, self.kv_dtype))
 
+    @keeps_no_workers
     def put(self, key: KVKey, states: StoredStates) -> int:
         """As `Tier.put`. States in memory from `allocate` are kept as they are, others copied."""
         kept = quantise(states, self.kv_dtype)

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from ragcache.engine.handle import _Waiter
 from tests.ragcache.engine.conftest import (
     LONG,
     IntChannel,
@@ -127,5 +128,5 @@ def test_the_end_comes_once(channel: IntChannel, handle: IntHandle, wakes: Wakes
 def test_an_event_put_while_a_caller_begins_to_wait_wakes_it(channel: IntChannel) -> None:
     channel.put(0)  # after the caller looked, before it waits
     woken = threading.Event()
-    with channel._waiting(0, woken.set):
-        assert woken.is_set()
+    channel._join(_Waiter(0, woken.set))
+    assert woken.is_set()

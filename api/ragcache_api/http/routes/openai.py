@@ -11,7 +11,7 @@ from ragcache import Answer, AsyncAnswerStream
 from ragcache.engine import Piece
 from ragcache_api.http.errors import Fault
 from ragcache_api.http.running import Entry
-from ragcache_api.http.sse import compact
+from ragcache_api.http.sse import compact, event
 from ragcache_api.http.wire.openai_told import Head, extras, told_sources, usage
 
 DONE = b"data: [DONE]\n\n"
@@ -26,17 +26,16 @@ class Chunks:
     head: Head
     with_usage: bool
     with_sources: bool
-    _prefix: str = field(init=False)
+    _prefix: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._prefix = self.head.prefix()
+        self._prefix = b"data: " + self.head.prefix()
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """An event with some choices."""
         if self.with_usage:
             more.setdefault("usage", None)
-        rest = f",{compact(more)[1:-1]}" if more else ""
-        return f'data: {self._prefix},"choices":{compact(choices)}{rest}}}\n\n'.encode()
+        return self._prefix + compact({"choices": choices, **more})[1:] + b"\n\n"
 
     def ending(self, answers: list[Answer]) -> bytes:
         """Usage, if it was asked for, and the end."""
@@ -60,4 +59,4 @@ async def pieces_of(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[P
 
 def told_fault(fault: Fault) -> bytes:
     """An error in the middle of a stream, as OpenAI tells it."""
-    return f"data: {compact(fault.openai())}\n\n".encode()
+    return event(fault.openai())

@@ -129,8 +129,8 @@ class Head:
         }
         return told | ({"sources": told_sources(answers)} if sources else {})
 
-    def prefix(self) -> str:
-        """The beginning of every chunk, up to its choices."""
+    def prefix(self) -> bytes:
+        """The beginning of every chunk, up to the comma before its choices."""
         told = {
             "id": self.id,
             "object": "chat.completion.chunk" if self.chat else "text_completion",
@@ -138,7 +138,7 @@ class Head:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
-        return compact(told)[:-1]
+        return compact(told)[:-1] + b","
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:

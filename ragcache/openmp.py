@@ -1,9 +1,10 @@
-"""OpenMP's workers of the threads that wait for the engine.
+"""OpenMP's workers of the threads that compute beside the engine.
 
 Every thread that has computed keeps a team of workers. With more of them than cores, libgomp lets
 none spin between two parallel regions, and each of the hundreds of regions of a step pays for a
-wake-up: 0.37 s instead of 0.25 s to a first token on two cores. A thread that hands its work to the
-engine therefore gives its team back; it gets another when it computes again (about 0.1 ms).
+wake-up: on two cores 0.37 s instead of 0.25 s to a first token, and 320 instead of 500 tokens a
+second of 32 streams. A thread that hands its work to the engine, or has copied states, therefore
+gives its team back; it gets another when it computes again (about 0.1 ms).
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _HARD = 2  # omp_pause_hard: the calling thread's team ends (OpenMP 5.0, §3.2.44)
 
 
@@ -21,6 +25,19 @@ def give_workers_back() -> None:
     pause = _pause()
     if pause is not None:
         pause(_HARD)
+
+
+def keeps_no_workers(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that computes, and afterwards gives the calling thread's team back."""
+
+    @wraps(function)
+    def computing(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            give_workers_back()
+
+    return computing
 
 
 @cache

@@ -1,0 +1,74 @@
+"""A thread that waits for the engine, or that has copied states, keeps no workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ragcache.openmp import _pause
+
+SCRIPT = """
+import os, threading, torch
+from ragcache.openmp import _pause, give_workers_back
+def tasks(): return len(os.listdir("/proc/self/task"))
+torch.set_num_threads(3)
+give_workers_back()
+before = tasks()
+product = torch.ones(512, 512) @ torch.ones(512, 512)
+torch.ones(10**6).exp_()
+working = tasks()
+give_workers_back()
+import time; time.sleep(0.2)
+print(_pause() is not None, working > before, tasks() <= before, float(product[0, 0]))
+torch.ones(10**6).exp_()
+print("again")
+"""
+
+
+def test_workers_are_given_back_and_come_again() -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.splitlines()
+    here, worked, gone, product = out[0].split()
+    assert product == "512.0"
+    if here == "True":
+        assert worked == "True"
+        assert gone == "True"
+    assert out[1] == "again"
+
+
+STORING = """
+import os, time, torch
+from ragcache.openmp import give_workers_back
+from ragcache.states import KVStates
+from ragcache.states.blob import blob_parts
+from ragcache.states.key import KVKey
+from ragcache.states.quantised import quantise
+from ragcache.store.tiers.host import HostTier
+torch.set_num_threads(3)
+def tasks():
+    time.sleep(0.2)
+    return len(os.listdir("/proc/self/task"))
+plain = torch.ones(8, 4, 64, 512).transpose(2, 3)
+states = KVStates(plain, plain, 0)
+key = KVKey("ab" * 16)
+give_workers_back()
+alone = tasks()
+torch.ones(10**6).exp_()
+print(tasks() - alone)
+for step in (
+    lambda: HostTier(2**30).put(key, states), lambda: blob_parts(key, states),
+    lambda: quantise(states, "int8"), lambda: quantise(states, "int8").restore(),
+):
+    step()
+    print(tasks() - alone)
+"""
+
+
+def test_threads_that_copy_states_keep_no_workers() -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", STORING], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.split()
+    if _pause() is not None:
+        assert int(out[0]) > 0, "workers can be counted"
+        assert out[1:] == ["0"] * 4
