@@ -5,25 +5,25 @@ from __future__ import annotations
 
 import json
 import re
+import selectors
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _END = b"0\r\n\r\n"
 _TOKEN = b'"delta":{"content":"'
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
-_LOOK_SECONDS = 0.02
-_KEPT = 1024  # of what came: the usage, which comes last, stands in it, however it was cut
+_MORE_THAN_COMES = 1 << 20  # bytes
 
 
-def request(path: str, body: Any, port: int, key: str | None = None) -> bytes:
-    """A request over a connection that stays open."""
+def request(path: str, body: Any, port: int, key: str | None = None, more: str = "") -> bytes:
+    """A request over a connection that stays open, unless a header in `more` says else."""
     sent = json.dumps(body).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
-        f"{authorization}Content-Length: {len(sent)}\r\n\r\n"
+        f"{authorization}{more}Content-Length: {len(sent)}\r\n\r\n"
     )
     return head.encode() + sent
 
@@ -43,41 +43,51 @@ def first_token(link: socket.socket, sent: bytes) -> float:
     return first
 
 
-def run_streams(port: int, bodies: list[dict[str, Any]]) -> tuple[int, float]:
-    """Streams of chats at once, whose usage is told: how many tokens, and in how many seconds.
+def run_clients(port: int, queues: Sequence[Sequence[dict[str, Any]]]) -> tuple[int, float]:
+    """Clients at once, each of which sends its streamed chats, whose usage is told, one after
+    another: how many tokens came, and in how many seconds.
 
-    Looks for what has come every few steps alone: a client that wakes for every event takes the
-    cores that the service computes on, which on two of them costs more than the service does.
+    The system wakes this thread when an answer has ended, and for nothing before: a client that
+    wakes for every event takes the cores that the service computes on.
     """
-    links = [socket.create_connection(("127.0.0.1", port)) for _ in bodies]
+    selector = selectors.DefaultSelector()
     begin = time.perf_counter()
-    for link, body in zip(links, bodies, strict=True):
-        link.sendall(request("/v1/chat/completions", body, port))
-        link.setblocking(False)
-    kept = dict.fromkeys(links, b"")
-    while not all(last.endswith(_END) for last in kept.values()):
-        time.sleep(_LOOK_SECONDS)
-        for link, last in kept.items():
-            if not last.endswith(_END):
-                kept[link] = _read(link, last)
-    seconds = time.perf_counter() - begin
-    for link in links:
-        link.close()
-    return sum(_tokens(last) for last in kept.values()), seconds
+    for bodies in queues:
+        _send_next(selector, port, iter(bodies))
+    tokens = 0
+    while selector.get_map():
+        for ready, _ in selector.select():
+            link = selector.unregister(ready.fileobj).fileobj
+            assert isinstance(link, socket.socket)
+            with link:
+                tokens += _tokens(_rest(link))
+            _send_next(selector, port, ready.data)
+    return tokens, time.perf_counter() - begin
 
 
-def _read(link: socket.socket, last: bytes) -> bytes:
-    """The end of what came until now."""
-    with suppress(BlockingIOError):
-        while part := link.recv(65536):
-            last = (last + part)[-_KEPT:]
-        if not last.endswith(_END):
-            raise ConnectionError("the service ended before the answer did")
-    return last
+def _send_next(
+    selector: selectors.BaseSelector, port: int, bodies: Iterator[dict[str, Any]]
+) -> None:
+    body = next(bodies, None)
+    if body is None:
+        return
+    link = socket.create_connection(("127.0.0.1", port))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _MORE_THAN_COMES)
+    link.sendall(request("/v1/chat/completions", body, port, more="Connection: close\r\n"))
+    selector.register(link, selectors.EVENT_READ, bodies)
 
 
-def _tokens(last: bytes) -> int:
-    told = _USAGE.search(last)
-    if told is None:
-        raise ConnectionError(last.decode(errors="replace"))
+def _rest(link: socket.socket) -> bytes:
+    """Everything, up to where the service closed the connection."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    parts = []
+    while part := link.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _tokens(got: bytes) -> int:
+    told = _USAGE.search(got)
+    if told is None or not got.endswith(_END):
+        raise ConnectionError(got[-1024:].decode(errors="replace"))
     return int(told[1])

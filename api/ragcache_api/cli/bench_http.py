@@ -14,7 +14,7 @@ from ragcache_api.cli.console import console, errors, plain_table
 def http(
     runs: Annotated[int, typer.Option(min=2, help="First tokens of each side.")] = 60,
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each side streams.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
     modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
     json_file: Annotated[
         Path | None,

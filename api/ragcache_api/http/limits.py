@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 
-import anyio
 from limits import RateLimitItem, parse_many
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
@@ -67,7 +67,7 @@ def bounded(receive: Receive, most: int, end: float) -> Receive:
         if not more:
             return await receive()
         try:
-            with anyio.fail_after(end - time.monotonic()):
+            async with asyncio.timeout(end - time.monotonic()):
                 message = await receive()
         except TimeoutError:
             detail = "the body has not come within the time of the request"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-import anyio
-from anyio.abc import TaskGroup
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from pydantic_core import to_json
 from starlette.types import Message, Receive, Scope, Send
+
+from ragcache_api.http.compact import compact
 
 PING_SECONDS, STALL_SECONDS, WATCH_SECONDS = 15.0, 30.0, 5.0
 _BODY = "http.response.body"
@@ -28,7 +27,7 @@ class Events(EventSourceResponse):
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None,
-        seconds: float = math.inf,
+        seconds: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(events, headers=_HEADERS)
         self._events, self._close, self._seconds = events, close, seconds
@@ -36,56 +35,81 @@ class Events(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
-            async with anyio.create_task_group() as group:
-                stop = group.cancel_scope
-                stop.deadline = anyio.current_time() + self._seconds
-                group.start_soon(self._until_gone, receive, stop)
-                group.start_soon(self._watch, send, group)
-                await self._send_all(send)
-                stop.cancel()
+            async with asyncio.timeout(self._seconds) as limit:
+                watch = _Watch(self, send, limit)
+                gone = asyncio.create_task(_until_gone(receive, limit))
+                try:
+                    await self._send_all(send)
+                finally:
+                    gone.cancel()
+                    watch.end()
+        except TimeoutError:
+            if not limit.expired():
+                raise
         finally:
-            with anyio.CancelScope(shield=True):
+            try:
                 await self._events.aclose()
-            self._close()
+            finally:
+                self._close()
 
     async def _send_all(self, send: Send) -> None:
         start = {"status": self.status_code, "headers": self.raw_headers}
-        await self._send(send, {"type": "http.response.start", **start})
+        await self.send_now(send, {"type": "http.response.start", **start})
         async for event in self._events:
-            await self._send(send, {"type": _BODY, "body": event, "more_body": True})
+            await self.send_now(send, {"type": _BODY, "body": event, "more_body": True})
         self._sending, self._since = True, time.monotonic()  # for good: nothing may follow
         await send({"type": _BODY, "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, message: Message) -> None:
+    async def send_now(self, send: Send, message: Message) -> None:
+        """Notes since when the client has not taken it."""
         self._sending, self._since = True, time.monotonic()
         await send(message)
         self._sending, self._since = False, time.monotonic()
 
-    async def _until_gone(self, receive: Receive, stop: anyio.CancelScope) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        stop.cancel()
+    def state(self) -> tuple[bool, float]:
+        """Whether something is being sent, and since when, or since when nothing is (seconds)."""
+        return self._sending, time.monotonic() - self._since
 
-    async def _watch(self, send: Send, group: TaskGroup) -> None:
-        """A timer for each send would cost as much as the send."""
-        while True:
-            await anyio.sleep(WATCH_SECONDS)
-            quiet = time.monotonic() - self._since
-            if self._sending and quiet >= STALL_SECONDS:
-                group.cancel_scope.cancel()
-            elif quiet >= PING_SECONDS:
-                group.start_soon(self._ping, send)
 
-    async def _ping(self, send: Send) -> None:
-        if not self._sending:
-            await self._send(send, {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True})
+class _Watch:
+    """Looks at a response now and then: a timer for each send would cost as much as the send."""
+
+    def __init__(self, events: Events, send: Send, limit: asyncio.Timeout) -> None:
+        self._events, self._send, self._limit = events, send, limit
+        self._ping: asyncio.Task[None] | None = None
+        self._rest()
+
+    def end(self) -> None:
+        self._timer.cancel()
+        if self._ping is not None:
+            self._ping.cancel()
+
+    def _rest(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._look)
+
+    def _look(self) -> None:
+        sending, quiet = self._events.state()
+        if sending and quiet >= STALL_SECONDS:
+            _stop(self._limit)
+            return
+        if not sending and quiet >= PING_SECONDS:
+            comment = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
+            self._ping = asyncio.ensure_future(self._events.send_now(self._send, comment))
+        self._rest()
+
+
+async def _until_gone(receive: Receive, limit: asyncio.Timeout) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    _stop(limit)
+
+
+def _stop(limit: asyncio.Timeout) -> None:
+    """Ends the block of the limit now."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
 
 
 def event(value: Any, name: str | None = None) -> bytes:
     """An event with a value as JSON."""
     return format_sse_event(data_str=compact(value).decode(), event=name)
-
-
-def compact(value: Any) -> bytes:
-    """JSON without spaces. Numbers that are not finite have no place in it: null stands there."""
-    return to_json(value, inf_nan_mode="null")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict
 from time import monotonic
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
 from ragcache_api.http.asking import Opening, answered, streamed
+from ragcache_api.http.compact import CompactResponse
 from ragcache_api.http.errors import Fault
 from ragcache_api.http.running import Entry
 from ragcache_api.http.service import Call, CallDep
@@ -56,11 +56,11 @@ async def _respond(
         return await streamed(call, entry, opening, _told, _told_fault)
     with running.entry(kind, call.caller.namespace, collection) as entry:
         [answer] = await answered(call, entry, opening)
-    return JSONResponse(told_answer(entry.id, answer))
+    return CompactResponse(told_answer(entry.id, answer))
 
 
 async def _told(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[bytes, None]:
-    yield event([asdict(source) for source in stream.sources], "sources")
+    yield event(stream.sources, "sources")
     async with aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
             if piece.text:

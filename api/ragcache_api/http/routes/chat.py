@@ -7,11 +7,12 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
 from ragcache.engine import Piece
 from ragcache_api.http.asking import answered, streamed
+from ragcache_api.http.compact import CompactResponse
 from ragcache_api.http.routes.models import check_model
 from ragcache_api.http.routes.openai import Chunks, pieces_of, told_fault
 from ragcache_api.http.running import Entry
@@ -56,7 +57,7 @@ async def complete(body: ChatRequest, call: CallDep) -> Response:
         told = _Chat(call, body, shape, entry)
         choices = [told.choice(index) for index in range(len(answer.choices))]
         whole = told.head.completion(choices, entry.answers, sources=body.collection is not None)
-    return JSONResponse(whole)
+    return CompactResponse(whole)
 
 
 class _Chat:

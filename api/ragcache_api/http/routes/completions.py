@@ -8,11 +8,12 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream, Generation
 from ragcache.engine import Choice, Piece
 from ragcache_api.http.asking import Opening, answered, streamed
+from ragcache_api.http.compact import CompactResponse
 from ragcache_api.http.errors import Refusal
 from ragcache_api.http.routes.models import check_model
 from ragcache_api.http.routes.openai import Chunks, pieces_of, told_fault
@@ -47,7 +48,7 @@ async def complete(body: CompletionRequest, call: CallDep) -> Response:
         told = _Completion(call, body, entry)
         choices = told.choices(prompts)
         whole = told.head.completion(choices, answers, sources=body.collection is not None)
-    return JSONResponse(whole)
+    return CompactResponse(whole)
 
 
 def _opening(

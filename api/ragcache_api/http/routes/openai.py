@@ -9,9 +9,10 @@ from typing import Any
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.engine import Piece
+from ragcache_api.http.compact import compact
 from ragcache_api.http.errors import Fault
 from ragcache_api.http.running import Entry
-from ragcache_api.http.sse import compact, event
+from ragcache_api.http.sse import event
 from ragcache_api.http.wire.openai_told import Head, extras, told_sources, usage
 
 DONE = b"data: [DONE]\n\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -99,14 +98,14 @@ class AnswerTold(Told):
 
 
 def told_answer(number: str, answer: Answer) -> dict[str, Any]:
-    """An answer as JSON."""
+    """An answer, to be written as JSON."""
     return {
         "id": number,
         "question": answer.question,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
         "mode": answer.mode,
-        "sources": [asdict(source) for source in answer.sources],
-        "reuse": asdict(answer.reuse),
-        "timings": asdict(answer.timings),
+        "sources": answer.sources,
+        "reuse": answer.reuse,
+        "timings": answer.timings,
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import time
 from typing import Any, Literal
 
-from ragcache import Answer
+from ragcache import Answer, Source
 from ragcache.engine import Choice
 from ragcache.engine.sampler import Chosen
-from ragcache_api.http.sse import compact
+from ragcache_api.http.compact import compact
 from ragcache_api.http.wire.common import Told
 
 
@@ -157,13 +157,11 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 def extras(answers: Sequence[Answer]) -> dict[str, Any]:
     """What OpenAI has no field for, of the first prompt."""
     first = answers[0]
-    return {
-        "mode": first.mode, "reuse": asdict(first.reuse), "timings": asdict(first.timings),
-    }  # fmt: skip
+    return {"mode": first.mode, "reuse": first.reuse, "timings": first.timings}
 
 
-def told_sources(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    return [asdict(source) for answer in answers for source in answer.sources]
+def told_sources(answers: Sequence[Answer]) -> list[Source]:
+    return [source for answer in answers for source in answer.sources]
 
 
 def reason(choice: Choice) -> str:
