@@ -50,11 +50,7 @@ def throughput(
     """
     name = f"{len(load)} streams of {rag.stats().model}"
     expected = sum(tokens for client in load for _, tokens in client)
-    told = {"stream_options": {"include_usage": True}}
-    bodies = [
-        [chat(rag, collection, *asked) | {"min_tokens": asked[1]} | told for asked in client]
-        for client in load
-    ]
+    bodies = [[_told(rag, collection, *asked) for asked in client] for client in load]
     context = multiprocessing.get_context("spawn")
     runs: list[list[float]] = []
     with ProcessPoolExecutor(1, mp_context=context) as clients:
@@ -85,6 +81,11 @@ def chat(rag: RagCache, collection: str, question: str, tokens: int) -> dict[str
         "model": rag.stats().model, "messages": [{"role": "user", "content": question}],
         "collection": collection, "max_tokens": tokens, "stream": True, "ignore_eos": True,
     }  # fmt: skip
+
+
+def _told(rag: RagCache, collection: str, question: str, tokens: int) -> dict[str, Any]:
+    body = chat(rag, collection, question, tokens)
+    return body | {"min_tokens": tokens, "stream_options": {"include_usage": True}}
 
 
 def _share(runs: Sequence[Sequence[float]]) -> float:

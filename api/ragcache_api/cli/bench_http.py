@@ -33,9 +33,11 @@ def http(
         f"{result['ttft_called_ms_p50']:.1f} ms",
     )  # fmt: skip
     for model, suffix in (("six layers", ""), ("reader", "_reader")):
+        low, high = result[f"throughput_share_interval{suffix}"]
         table.add_row(
             f"tokens a second, {streams} streams, {model}",
-            f"{100 * result[f'throughput_share{suffix}']:.1f}%",
+            f"{100 * result[f'throughput_share{suffix}']:.1f}% "
+            f"({100 * low:.1f}% to {100 * high:.1f}%)",
             f"{result[f'called_tokens_per_second{suffix}']:.0f}",
         )
     table.add_row(f"a page of {modules:,} modules", f"{result['list_ms_p50']:.1f} ms", "")
