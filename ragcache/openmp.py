@@ -10,6 +10,7 @@ gives its team back; it gets another when it computes again (about 0.1 ms).
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
@@ -38,6 +39,19 @@ def keeps_no_workers(function: Callable[P, T]) -> Callable[P, T]:
             give_workers_back()
 
     return computing
+
+
+def spin_briefly() -> None:
+    """Lets libgomp's workers spin between two parallel regions for a fraction of a millisecond, and
+    not for several, unless the environment says how long. For whoever owns the process, before
+    torch is imported.
+
+    With cores of its own an engine is as fast (32 streams of the reader on two: 800 to 910 tokens a
+    second beside 820 to 890). Beside two busy processes, whose turn the workers would spin away, it
+    is faster (230 to 270 beside 150 to 170).
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 @cache

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from ragcache.errors import RagCacheError
+from ragcache.openmp import spin_briefly
 from ragcache_api.cli import (
     ask,
     bench,
@@ -51,6 +52,7 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Runs a command; a named error becomes one line on standard error and exit status 1."""
+    spin_briefly()
     try:
         app()
     except (RagCacheError, PMLError) as error:

@@ -1,7 +1,8 @@
 """The ids of jobs, modules and evictions as the callers of a namespace see them.
 
 In the ledger they count through all namespaces, so that the difference of two would tell a tenant
-how much the others did between them. In `default`, which is the operator's, they are what they are.
+how much the others did between them; and so does the clock of uses, which a tenant is not told. In
+`default`, which is the operator's, all are what they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ N = TypeVar("N", bound=Numbered)
 
 _HALF = 26  # bits; ids of twice as many are exact numbers in JavaScript too
 _ROUNDS = 8
+_VALUE = 2  # where a cursor of modules has what they are sorted by, whose name stands first
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,13 @@ class Numbers:
 
     def of(self, told: N) -> N:
         """A value as callers see it."""
-        return told.model_copy(update={"id": self.told(told.id)})
+        if self.key is None:
+            return told
+        return told.model_copy(update={"id": self.told(told.id), **told.hidden()})
 
     def page(self, page: PageOf[N]) -> PageOf[N]:
-        """A page as callers see it. The id of its last item stands last in the cursor."""
+        """A page as callers see it. The id of its last item stands last in the cursor, after what
+        it is sorted by."""
         following = None if page.next is None else self._cursor(page.next, self.told)
         return page.model_copy(
             update={"items": [self.of(each) for each in page.items], "next": following}
@@ -71,6 +76,8 @@ class Numbers:
         *place, last = values_of(cursor)
         if type(last) is not int:
             raise InvalidRequest("the cursor is not one of this list; begin without a cursor")
+        if len(place) > _VALUE and place[0] == "last_use" and type(place[_VALUE]) is int:
+            place[_VALUE] = number(place[_VALUE])
         return cursor_of(*place, number(last))
 
     def _permuted(self, number: int, rounds: range) -> int:

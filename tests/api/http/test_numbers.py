@@ -50,6 +50,15 @@ def test_cursors_hold_the_id_that_is_told() -> None:
             KEYED.cursor(odd)
 
 
+def test_cursors_do_not_hold_the_clock_of_uses() -> None:
+    kept = cursor_of("last_use", 1, 7, "key", 12)
+    page = KEYED._cursor(kept, KEYED.told)
+    assert values_of(page) == ["last_use", 1, KEYED.told(7), "key", KEYED.told(12)]
+    assert KEYED.cursor(page) == kept
+    unused = cursor_of("last_use", 1, None, "", 12)
+    assert KEYED.cursor(KEYED._cursor(unused, KEYED.told)) == unused
+
+
 @pytest.fixture(scope="module")
 def two(
     reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
@@ -94,6 +103,23 @@ def test_pages_and_things_are_reached_by_the_ids_that_are_told(
     client.delete(f"/admin/modules/{one['id']}", headers=red)
     left = listed(client, "/admin/evictions", red)
     assert [each["id"] for each in left] == [public.told(r.id) for r in tenant.evictions().items]
+
+
+def test_a_tenant_sorts_by_the_last_use_and_is_not_told_it(
+    two: tuple[TestClient, RagCache, dict[str, str]],
+) -> None:
+    client, rag, red = two
+    tenant = rag.within("red")
+    for name in "cab":
+        tenant.ask(f"What of leaf {name}?", collection="notes", k=1)
+        rag.parts.store.ledger.flush()
+    wanted = [each.name for each in tenant.modules.page(sort="last_use", descending=True).items]
+    modules = listed(client, "/admin/modules", red, sort="last_use", descending=True)
+    assert [each["name"] for each in modules] == wanted
+    assert {each["last_use"] for each in modules} == {None}
+    one = client.get(f"/admin/modules/{modules[0]['id']}", headers=red).json()
+    assert {state["last_use"] for state in (one, *one["states"])} == {None}
+    assert len(one["states"]) > 0
 
 
 def test_a_new_job_is_told_with_its_own_id(

@@ -14,6 +14,9 @@ Tier = Annotated[str, Field(min_length=1, max_length=20)]
 
 
 class ModuleTold(Numbered):
+    """last_use: by the store's clock, which counts the uses of all namespaces; None in any but
+    `default`, which is the operator's."""
+
     name: str
     document: str
     collection: str
@@ -21,9 +24,12 @@ class ModuleTold(Numbered):
     nbytes: int
     tiers: list[str]
     hits: int
-    last_use: int
+    last_use: int | None
     pinned: bool
     expires_at: float | None
+
+    def hidden(self) -> dict[str, Any]:
+        return {"last_use": None}
 
 
 class ModuleTextTold(ModuleTold):
@@ -33,6 +39,10 @@ class ModuleTextTold(ModuleTold):
     uri: str
     metadata: dict[str, Any]
     states: list[dict[str, Any]]
+
+    def hidden(self) -> dict[str, Any]:
+        states = [{**state, "last_use": None} for state in self.states]
+        return super().hidden() | {"states": states}
 
 
 class ChangeTold(Told):

@@ -37,6 +37,10 @@ class Numbered(Told):
 
     id: int
 
+    def hidden(self) -> dict[str, Any]:
+        """Fields that count through all namespaces, as a tenant is told them."""
+        return {}
+
 
 class PageOf(Told, Generic[T]):
     """A part of a list. next: the cursor of what follows; None at the end."""

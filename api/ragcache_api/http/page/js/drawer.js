@@ -106,7 +106,9 @@ function facts(module) {
     ["Size", bytes(module.nbytes)],
     ["Tiers", module.tiers.length ? tierChips(module.tiers) : "none: encoded when needed"],
     ["Hits", count(module.hits)],
-    ["Last use", `${lastUse(module.last_use)} by the clock of uses`],
+    ...(module.last_use === null
+      ? []
+      : [["Last use", `${lastUse(module.last_use)} by the clock of uses`]]),
     ["Pinned", module.pinned ? "yes" : "no"],
     ["Expires", module.expires_at ? date(module.expires_at) : "never"],
     ...attributes.map(([name, value]) => [

@@ -150,7 +150,7 @@ function columns(toggle) {
     {
       id: "last_use",
       title: "Last use",
-      hint: "By the store's own clock, which counts uses: the larger, the later",
+      hint: "By the store's own clock, which counts uses: the larger, the later. Sorts everywhere, and is told in the namespace default alone",
       sort: true,
       num: true,
       width: "104px",
