@@ -93,9 +93,14 @@ class _Watch:
             _stop(self._limit)
             return
         if not sending and quiet >= PING_SECONDS:
-            comment = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
-            self._ping = asyncio.ensure_future(self._events.send_now(self._send, comment))
+            self._ping = asyncio.create_task(self._fill())
         self._rest()
+
+    async def _fill(self) -> None:
+        sending, _ = self._events.state()  # by now something may be, the last event for one
+        if not sending:
+            comment = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
+            await self._events.send_now(self._send, comment)
 
 
 async def _until_gone(receive: Receive, limit: asyncio.Timeout) -> None:
