@@ -97,7 +97,9 @@ class EngineCore:
             )
 
     def add(self, request: Request, channel: Answers, submitted_at: float) -> None:
-        """Puts a request that was checked in the queue."""
+        """Puts a request that was checked in the queue, unless it was given up meanwhile."""
+        if channel.cancelled:
+            return
         try:
             group = Group(request, channel, submitted_at, shares=self.runner.shares)
             sequence = self._sequence(group, 0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
-from ragcache.engine.bell import Bell, bell_here
+from ragcache.engine.bell import bell_here
 from ragcache.errors import RequestCancelled
 
 EventT = TypeVar("EventT")
@@ -195,9 +195,9 @@ class Handle(Generic[EventT, ResultT]):
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[EventT]:
-        seen, bell = 0, bell_here()
+        seen = 0
         try:
-            while await self._ready(seen, bell) and seen < len(self._channel._events):
+            while await self._ready(seen) and seen < len(self._channel._events):
                 yield self._channel._events[seen]
                 seen += 1
             self._get()  # raises where the request failed
@@ -206,7 +206,7 @@ class Handle(Generic[EventT, ResultT]):
 
     async def _result(self) -> ResultT:
         try:
-            await self._ready(math.inf, bell_here())
+            await self._ready(math.inf)
             return self._get()
         finally:
             self.cancel()
@@ -229,10 +229,11 @@ class Handle(Generic[EventT, ResultT]):
             if not woken.is_set():
                 self._channel._leave(waiter)
 
-    async def _ready(self, seen: float, bell: Bell) -> bool:
-        """Waits in the bell's loop until there are more than `seen` events or the end."""
+    async def _ready(self, seen: float) -> bool:
+        """Waits in the running loop until there are more than `seen` events or the end."""
         if self._channel._is_ready(seen):
             return True
+        bell = bell_here()
         woken = bell.waiter()
         waiter = _Waiter(seen, partial(bell.ring, woken))
         self._channel._join(waiter)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import anyio
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Message, Receive, Scope, Send
 
 from ragcache_api.http.compact import compact
 
+logger = logging.getLogger(__name__)
 PING_SECONDS, STALL_SECONDS, WATCH_SECONDS = 15.0, 30.0, 5.0
 _BODY = "http.response.body"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -48,7 +51,8 @@ class Events(EventSourceResponse):
                 raise
         finally:
             try:
-                await self._events.aclose()
+                with anyio.CancelScope(shield=True):  # below a scope of whoever mounted the app
+                    await self._events.aclose()
             finally:
                 self._close()
 
@@ -98,14 +102,22 @@ class _Watch:
 
     async def _fill(self) -> None:
         sending, _ = self._events.state()  # by now something may be, the last event for one
-        if not sending:
+        if sending:
+            return
+        try:
             comment = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
             await self._events.send_now(self._send, comment)
+        except Exception as error:  # whatever a server raises for a client that is gone
+            logger.info("a stream ends, as its client cannot be reached: %r", error)
+            _stop(self._limit)
 
 
 async def _until_gone(receive: Receive, limit: asyncio.Timeout) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception as error:  # of a body that nobody else reads: there is no telling who listens
+        logger.info("a stream ends, as its request cannot be read: %r", error)
     _stop(limit)
 
 

@@ -9,9 +9,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from ragcache import RagCache
 from ragcache_api.http import ServiceSettings, asking, create_app, sse
+from ragcache_api.http.errors import Refusal
 from ragcache_api.http.service import Service
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
@@ -98,6 +100,43 @@ def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(asyncio.wait_for(caller.call(events, "GET", "/"), 10))
     assert ended == ["events", "response"]
     assert len(caller.told) == 5
+
+
+def test_a_stream_whose_request_cannot_be_read_ends() -> None:
+    ended = []
+
+    async def forever() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.01)
+
+    async def broken() -> Message:
+        await asyncio.sleep(0.05)
+        raise Refusal(408, "body-too-slow", "it did not come")
+
+    caller = Caller()
+    events = sse.Events(forever(), lambda: ended.append("response"))
+    asyncio.run(asyncio.wait_for(events({}, broken, caller.send), 10))
+    assert ended == ["response"]
+    assert caller.told
+
+
+def test_a_ping_that_cannot_be_sent_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "WATCH_SECONDS", 0.02)
+    ended = []
+
+    async def silent() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        if message.get("body", b"").startswith(b":"):
+            raise OSError("the client is gone")
+
+    events = sse.Events(silent(), lambda: ended.append("response"))
+    asyncio.run(asyncio.wait_for(events({}, Caller().receive, send), 10))
+    assert ended == ["response"]
 
 
 def test_a_pause_is_filled_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from ragcache import RagCache
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.serving import server_config
+from ragcache_api.http.serving import long_lived, server_config
 from tests.api.http.asgi import App, Caller
 
 
@@ -37,3 +38,9 @@ def test_only_proxies_that_are_named_tell_who_calls(
 def test_connections_are_counted(rag: RagCache) -> None:
     settings = ServiceSettings.read(connections=7)
     assert server_config(create_app(rag, settings), settings).limit_concurrency == 7
+
+
+def test_full_collections_pass_by_what_stood_when_serving_began() -> None:
+    with long_lived():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0

@@ -26,6 +26,8 @@ from ragcache.engine import (
     complete,
     encode,
 )
+from ragcache.engine.handle import Handle
+from ragcache.engine.request import Completion, Piece
 from ragcache.errors import (
     EngineClosed,
     EngineFailed,
@@ -38,6 +40,7 @@ from ragcache.models.causal import Step
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.engine.conftest import LONG
 from tests.ragcache.engine.engines import check_whole, plain
+from tests.ragcache.engine.loops import CountingLoop
 
 PROMPTS = [random_tokens(5 + n, seed=n) for n in range(16)]
 
@@ -218,6 +221,54 @@ def test_requests_that_were_given_up_free_their_places_at_once(engine: Engine, g
         engine.submit(request())
     gate.open.set()
     assert {len(handle.result(LONG).token_ids) for handle in (first, *later)} == {8}
+
+
+def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
+    engine: Engine, gate: Gate
+) -> None:
+    gate.shut()
+    first = engine.submit(request(0, limit=4))
+    gate.wait()
+    for _ in range(200):
+        engine.submit(request(1)).cancel()
+    admitted = engine.tally.admitted
+    gate.open.set()
+    first.result(LONG)
+    settled(engine)
+    assert engine.tally.admitted == admitted + 1, "the one that `settled` sends"
+    check_whole(engine.core)
+
+
+def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: Engine) -> None:
+    async def read(handle: Handle[Piece, Completion]) -> int:
+        return len([piece async for piece in handle])
+
+    async def all_of_them() -> list[int]:
+        return await asyncio.gather(*(read(engine.submit(request(n, limit=40))) for n in range(12)))
+
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, CountingLoop)
+        assert min(runner.run(all_of_them())) > 0
+        assert 0 < loop.woken <= engine.tally.steps < 12 * 40
+
+
+def test_an_iteration_goes_on_in_another_loop(engine: Engine, gate: Gate) -> None:
+    handle = engine.submit(request(0, limit=5))
+    pieces = handle.__aiter__()
+
+    async def take() -> Piece:
+        return await anext(pieces)
+
+    async def rest() -> int:
+        return len([piece async for piece in pieces])
+
+    first = asyncio.Runner()
+    first.run(take())
+    with asyncio.Runner() as second:
+        assert second.run(rest()) > 0
+    first.close()
+    assert len(handle.result(LONG).token_ids) == 5
 
 
 def test_what_could_never_run_is_refused_where_it_is_submitted(engine: Engine) -> None:
