@@ -2,8 +2,8 @@
 
 Every thread that has computed keeps a team of workers. With more of them than cores, libgomp lets
 none spin between two parallel regions, and each of the hundreds of regions of a step pays for a
-wake-up: on two cores 0.37 s instead of 0.25 s to a first token, and 320 instead of 500 tokens a
-second of 32 streams. A thread that hands its work to the engine, or has copied states, therefore
+wake-up: on two cores 0.37 s instead of 0.25 s to a first token, and about 320 instead of 460 tokens
+a second of 32 streams. A thread that hands its work to the engine, or has copied states, therefore
 gives its team back; it gets another when it computes again (about 0.1 ms).
 """
 

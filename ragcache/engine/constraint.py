@@ -7,7 +7,8 @@ the libraries that compile them, and a request without a constraint pays nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.functional import embedding, pad
 
 from ragcache.errors import ConstraintFailed
 
+T = TypeVar("T")
 # What is added to the logits of eight tokens, for every byte of a mask: [256, 8].
 _OF_BYTE = torch.tensor(
     [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)],
@@ -56,37 +58,34 @@ class Guarded:
 
     def __init__(self, make: MakeConstraint) -> None:
         self.failure: ConstraintFailed | None = None
-        self._constraint: Constraint | None = None
-        try:
-            self._constraint = make()
-        except Exception as error:  # it is another's code, and ends its own request alone
-            self._fail("making it", error)
+        self._constraint = self._tried("making it", make, None)
 
     def mask(self) -> Tensor | None:
         """See `Constraint.mask`."""
         if self._constraint is None:
             return _NONE_ALLOWED
-        try:
-            return self._constraint.mask()
-        except Exception as error:
-            self._fail("asking which tokens may follow", error)
-            return _NONE_ALLOWED
+        doing = "asking which tokens may follow"
+        return self._tried(doing, self._constraint.mask, _NONE_ALLOWED)
 
     def accept(self, token: int) -> bool:
         """Takes a token. Returns whether the answer is complete."""
         if self._constraint is None:
             return False
-        try:
-            self._constraint.accept(token)
-            return self._constraint.finished
-        except Exception as error:
-            self._fail(f"taking token {token}", error)
-            return False
+        return self._tried(f"taking token {token}", partial(_taken, self._constraint, token), False)
 
-    def _fail(self, doing: str, error: Exception) -> None:
-        self._constraint = None
-        self.failure = ConstraintFailed(f"the request's constraint failed in {doing}: {error!r}")
-        self.failure.__cause__ = error
+    def _tried(self, doing: str, ask: Callable[[], T], otherwise: T) -> T:
+        try:
+            return ask()
+        except Exception as error:  # it is another's code, and ends its own request alone
+            failure = ConstraintFailed(f"the request's constraint failed in {doing}: {error!r}")
+            failure.__cause__ = error
+            self._constraint, self.failure = None, failure
+            return otherwise
+
+
+def _taken(constraint: Constraint, token: int) -> bool:
+    constraint.accept(token)
+    return constraint.finished
 
 
 def forbid(logits: Tensor, masks: Sequence[Tensor | None]) -> None:

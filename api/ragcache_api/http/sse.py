@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -39,12 +40,10 @@ class Events(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
             async with asyncio.timeout(self._seconds) as limit:
-                watch = _Watch(self, send, limit)
-                gone = asyncio.create_task(_until_gone(receive, limit))
+                watch = _Watch(self, receive, send, limit)
                 try:
                     await self._send_all(send)
                 finally:
-                    gone.cancel()
                     watch.end()
         except TimeoutError:
             if not limit.expired():
@@ -76,17 +75,23 @@ class Events(EventSourceResponse):
 
 
 class _Watch:
-    """Looks at a response now and then: a timer for each send would cost as much as the send."""
+    """Ends a response whose client has gone, or takes nothing, and fills its pauses.
 
-    def __init__(self, events: Events, send: Send, limit: asyncio.Timeout) -> None:
+    Looks now and then: a timer for each send would cost as much as the send. limit: of the block
+    that sends; it ends where the watch fails, too, since nobody would notice a gone client then.
+    """
+
+    def __init__(
+        self, events: Events, receive: Receive, send: Send, limit: asyncio.Timeout
+    ) -> None:
         self._events, self._send, self._limit = events, send, limit
-        self._ping: asyncio.Task[None] | None = None
+        self._tasks = [self._begin(self._until_gone(receive))]
         self._rest()
 
     def end(self) -> None:
         self._timer.cancel()
-        if self._ping is not None:
-            self._ping.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def _rest(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._look)
@@ -94,37 +99,37 @@ class _Watch:
     def _look(self) -> None:
         sending, quiet = self._events.state()
         if sending and quiet >= STALL_SECONDS:
-            _stop(self._limit)
+            self._stop()
             return
         if not sending and quiet >= PING_SECONDS:
-            self._ping = asyncio.create_task(self._fill())
+            self._tasks[1:] = [self._begin(self._fill())]
         self._rest()
 
     async def _fill(self) -> None:
         sending, _ = self._events.state()  # by now something may be, the last event for one
-        if sending:
-            return
-        try:
+        if not sending:
             comment = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
             await self._events.send_now(self._send, comment)
-        except Exception as error:  # whatever a server raises for a client that is gone
-            logger.info("a stream ends, as its client cannot be reached: %r", error)
-            _stop(self._limit)
 
-
-async def _until_gone(receive: Receive, limit: asyncio.Timeout) -> None:
-    try:
+    async def _until_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-    except Exception as error:  # of a body that nobody else reads: there is no telling who listens
-        logger.info("a stream ends, as its request cannot be read: %r", error)
-    _stop(limit)
+        self._stop()
 
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._ended)
+        return task
 
-def _stop(limit: asyncio.Timeout) -> None:
-    """Ends the block of the limit now."""
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.info("a stream ends, as its client cannot be watched: %r", error)
+            self._stop()
+
+    def _stop(self) -> None:
+        with suppress(RuntimeError):  # the block has ended, or ends
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 def event(value: Any, name: str | None = None) -> bytes:

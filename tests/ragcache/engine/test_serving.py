@@ -10,6 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -229,13 +231,18 @@ def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
     gate.shut()
     first = engine.submit(request(0, limit=4))
     gate.wait()
+    begun = []
+
+    def begin() -> NoReturn:
+        begun.append("a constraint")
+        raise AssertionError("nobody waits for its request")
+
     for _ in range(200):
-        engine.submit(request(1)).cancel()
-    admitted = engine.tally.admitted
+        engine.submit(replace(request(1), constraint=begin)).cancel()
     gate.open.set()
     first.result(LONG)
     settled(engine)
-    assert engine.tally.admitted == admitted + 1, "the one that `settled` sends"
+    assert begun == []
     check_whole(engine.core)
 
 
@@ -251,7 +258,7 @@ def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: Engine) -> None:
         assert isinstance(loop, CountingLoop)
         assert min(runner.run(all_of_them())) > 0
     engine.close(drain=True)  # the last step is counted once it has told what it brought
-    assert 0 < loop.woken <= 2 * engine.tally.steps < 12 * 40, "once a step, with room for doubt"
+    assert 0 < loop.woken <= engine.tally.steps < 12 * 40
 
 
 def test_an_iteration_goes_on_in_another_loop(engine: Engine, gate: Gate) -> None:
