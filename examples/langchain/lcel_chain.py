@@ -3,7 +3,7 @@
     python examples/langchain/lcel_chain.py [FOLDER]
 
 The retriever's documents are pasted into the prompt; the model finds their texts there and starts
-from their states. The same chain with `recognise=False` reads everything again.
+from their states. The same chain with `recognize=False` reads everything again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main(folder: Path = HANDBOOK) -> None:
     with tempfile.TemporaryDirectory() as state, RagCache.open(state) as rag:
         rag.ingest("handbook", [folder])
         retriever = RagCacheRetriever(rag=rag, collection="handbook", k=4)
-        for recognise in (True, False):
-            model = ChatRagCache(rag=rag, recognise=recognise)
+        for recognize in (True, False):
+            model = ChatRagCache(rag=rag, recognize=recognize)
             chain = (
                 {"context": retriever | join, "question": RunnablePassthrough()} | PROMPT | model
             )

@@ -15,7 +15,7 @@ from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, enc
 from ragcache.errors import NoDocuments
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.states import KVStates
-from ragcache.states.quantised import KVDtype, quantise, restored
+from ragcache.states.quantization import KVDtype, quantize, restored
 
 _MODULE_TOKENS = 384
 
@@ -80,7 +80,7 @@ def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Asked]:
 def _first_tokens(model: LoadedModel, asked: Sequence[_Asked], kind: KVDtype) -> list[int]:
     requests = []
     for each in asked:
-        kept = [restored(quantise(states, kind)) for states in each.states]
+        kept = [restored(quantize(states, kind)) for states in each.states]
         context = assemble(kept, each.own, window=model.causal.window, max_new_tokens=1)
         requests.append(Request(context, 1))
     return [done.token_ids[0] for done in complete(model.causal, requests)]
@@ -88,7 +88,7 @@ def _first_tokens(model: LoadedModel, asked: Sequence[_Asked], kind: KVDtype) ->
 
 def _errors(asked: Sequence[_Asked], kind: KVDtype) -> dict[str, float]:
     exact = list({id(states): states for each in asked for states in each.states}.values())
-    kept = [quantise(states, kind) for states in exact]
+    kept = [quantize(states, kind) for states in exact]
     found = [restored(states) for states in kept]
     return {
         "bytes_share": sum(s.nbytes for s in kept) / sum(s.nbytes for s in exact),

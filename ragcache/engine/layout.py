@@ -120,7 +120,7 @@ def _segment_runs(works: Sequence[Work], rows: Sequence[tuple[int, int]]) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Neighbouring stretches of one request with the same readers, as one. chunks: their indexes
+    """Neighboring stretches of one request with the same readers, as one. chunks: their indexes
     among the request's."""
 
     stretch: Stretch

@@ -41,7 +41,7 @@ class Tally:
         self._counts[token] += 1
 
 
-def penalise(logits: Tensor, samplings: Sequence[Sampling], tallies: Sequence[Tally]) -> Tensor:
+def penalize(logits: Tensor, samplings: Sequence[Sampling], tallies: Sequence[Tally]) -> Tensor:
     """Applies each row's penalties: repetition first, then frequency and presence.
 
     logits: float32 [R, V]. Returns a new tensor.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ragcache.engine.constraint import forbid
 from ragcache.engine.draw import draw, keep_likeliest, shares_of
-from ragcache.engine.penalties import Tally, penalise
+from ragcache.engine.penalties import Tally, penalize
 from ragcache.engine.sampling import MAX_LOGPROBS, Sampling
 from ragcache.errors import UnusableLogits
 
@@ -45,7 +45,7 @@ class SamplerState:
         """The state of the index-th of a request's n sequences; each has a stream of its own."""
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         repeats = sampling.repetition_penalty != 1
-        tally = Tally(prompt_tokens if repeats else ()) if sampling.penalised else None
+        tally = Tally(prompt_tokens if repeats else ()) if sampling.penalized else None
         return cls(sampling, seed, index, tally=tally)
 
     def uniform(self) -> float:
@@ -162,11 +162,11 @@ def _adjusted(
     masks: Sequence[Tensor | None],
 ) -> Tensor:
     """The tokens of rows that are not plainly greedy. logits: float32 [R, V], overwritten."""
-    penalised = [(row, s, s.tally) for row, s in enumerate(states) if s.tally is not None]
-    if penalised:
-        rows = [row for row, _, _ in penalised]
-        samplings = [s.sampling for _, s, _ in penalised]
-        logits[rows] = penalise(logits[rows], samplings, [tally for _, _, tally in penalised])
+    penalized = [(row, s, s.tally) for row, s in enumerate(states) if s.tally is not None]
+    if penalized:
+        rows = [row for row, _, _ in penalized]
+        samplings = [s.sampling for _, s, _ in penalized]
+        logits[rows] = penalize(logits[rows], samplings, [tally for _, _, tally in penalized])
     places = [
         (row, token)
         for row, banned in enumerate(forbidden)

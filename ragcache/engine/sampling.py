@@ -15,7 +15,7 @@ GREEDY_BELOW = 1e-5
 class Sampling:
     """Settings of one sequence. The default is greedy.
 
-    The penalties come first, then the temperature, then top-k, then top-p over the renormalised
+    The penalties come first, then the temperature, then top-k, then top-p over the renormalized
     k likeliest, then min-p (the order of Hugging Face's `generate`). Tokens of equal probability
     at a filter's boundary are all kept.
 
@@ -62,7 +62,7 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Whether what was said before changes the logits."""
         added = self.frequency_penalty != 0 or self.presence_penalty != 0
         return added or self.repetition_penalty != 1

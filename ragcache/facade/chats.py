@@ -30,7 +30,7 @@ class Chats:
     _parts: Parts
 
     def chat(
-        self, messages: Conversation, *, mode: str = "rooted", recognise: bool = True,
+        self, messages: Conversation, *, mode: str = "rooted", recognize: bool = True,
         tools: Tools = None, generation: Generation = GREEDY,
     ) -> Answer:  # fmt: skip
         """Answers a conversation, in the words of the model's own chat template.
@@ -40,7 +40,7 @@ class Chats:
         texts they are ordinary characters. Raises `RequestError`, or `UnsupportedModel` where the
         template has no place for `tools`.
 
-        recognise: texts of ingested modules that stand in the prompt are read from their kept
+        recognize: texts of ingested modules that stand in the prompt are read from their kept
         states, whichever collection they belong to; `answer.sources` lists them in the order of the
         prompt. A text may lack the module's outer whitespace, but must agree with it inside; those
         under 32 characters are not looked for.
@@ -48,78 +48,78 @@ class Chats:
         mode: how they were encoded: `rooted`, after the preamble of the collections' prompts, or
         `isolated`. In a chat they stand after another beginning, so the answer may differ from that
         of `exact`, which computes everything. `linked:N` computes the first N tokens of each again.
-        `answer.mode` is `recognised:MODE` where states were reused, else `exact`.
+        `answer.mode` is `recognized:MODE` where states were reused, else `exact`.
         """
         return self.stream_chat(
-            messages, mode=mode, recognise=recognise, tools=tools, generation=generation
+            messages, mode=mode, recognize=recognize, tools=tools, generation=generation
         ).result()
 
     def chat_batch(
         self, conversations: Sequence[Conversation], *, mode: str = "rooted",
-        recognise: bool = True, tools: Tools = None, generation: Generation = GREEDY,
+        recognize: bool = True, tools: Tools = None, generation: Generation = GREEDY,
     ) -> list[Answer]:  # fmt: skip
         """Answers conversations together: every module that several share is read once a step."""
-        return results(self._start_chats(conversations, mode, recognise, tools, generation))
+        return results(self._start_chats(conversations, mode, recognize, tools, generation))
 
     def stream_chat(
-        self, messages: Conversation, *, mode: str = "rooted", recognise: bool = True,
+        self, messages: Conversation, *, mode: str = "rooted", recognize: bool = True,
         tools: Tools = None, generation: Generation = GREEDY,
     ) -> AnswerStream:  # fmt: skip
         """As `chat`, but returns when the conversation is queued; iterate for the text as it
         comes."""
-        [asked] = self._start_chats([messages], mode, recognise, tools, generation)
+        [asked] = self._start_chats([messages], mode, recognize, tools, generation)
         return AnswerStream(asked)
 
     def stream_chat_batch(
         self, conversations: Sequence[Conversation], *, mode: str = "rooted",
-        recognise: bool = True, tools: Tools = None, generation: Generation = GREEDY,
+        recognize: bool = True, tools: Tools = None, generation: Generation = GREEDY,
     ) -> list[AnswerStream]:  # fmt: skip
         """As `chat_batch`, but returns when all conversations are queued."""
-        asked = self._start_chats(conversations, mode, recognise, tools, generation)
+        asked = self._start_chats(conversations, mode, recognize, tools, generation)
         return [AnswerStream(each) for each in asked]
 
     async def achat(
-        self, messages: Conversation, *, mode: str = "rooted", recognise: bool = True,
+        self, messages: Conversation, *, mode: str = "rooted", recognize: bool = True,
         tools: Tools = None, generation: Generation = GREEDY,
     ) -> Answer:  # fmt: skip
         """`chat` for asyncio."""
         return await (
             await self.astream_chat(
-                messages, mode=mode, recognise=recognise, tools=tools, generation=generation
+                messages, mode=mode, recognize=recognize, tools=tools, generation=generation
             )
         )
 
     async def achat_batch(
         self, conversations: Sequence[Conversation], *, mode: str = "rooted",
-        recognise: bool = True, tools: Tools = None, generation: Generation = GREEDY,
+        recognize: bool = True, tools: Tools = None, generation: Generation = GREEDY,
     ) -> list[Answer]:  # fmt: skip
         """`chat_batch` for asyncio."""
-        arguments = (conversations, mode, recognise, tools, generation)
+        arguments = (conversations, mode, recognize, tools, generation)
         return await awaited(await asyncio.to_thread(self._start_chats, *arguments))
 
     async def astream_chat(
-        self, messages: Conversation, *, mode: str = "rooted", recognise: bool = True,
+        self, messages: Conversation, *, mode: str = "rooted", recognize: bool = True,
         tools: Tools = None, generation: Generation = GREEDY,
     ) -> AsyncAnswerStream:  # fmt: skip
         """`stream_chat` for asyncio."""
-        arguments = ([messages], mode, recognise, tools, generation)
+        arguments = ([messages], mode, recognize, tools, generation)
         [asked] = await asyncio.to_thread(self._start_chats, *arguments)
         return AsyncAnswerStream(asked)
 
     async def astream_chat_batch(
         self, conversations: Sequence[Conversation], *, mode: str = "rooted",
-        recognise: bool = True, tools: Tools = None, generation: Generation = GREEDY,
+        recognize: bool = True, tools: Tools = None, generation: Generation = GREEDY,
     ) -> list[AsyncAnswerStream]:  # fmt: skip
         """`stream_chat_batch` for asyncio."""
-        arguments = (conversations, mode, recognise, tools, generation)
+        arguments = (conversations, mode, recognize, tools, generation)
         asked = await asyncio.to_thread(self._start_chats, *arguments)
         return [AsyncAnswerStream(each) for each in asked]
 
     def _start_chats(
-        self, conversations: Sequence[Conversation], mode: str, recognise: bool, tools: Tools,
+        self, conversations: Sequence[Conversation], mode: str, recognize: bool, tools: Tools,
         generation: Generation,
     ) -> list[Asked]:  # fmt: skip
         checked = check_mode(mode)
         self._parts.returned.release()
-        options = ChatOptions(checked, recognise, tools)
+        options = ChatOptions(checked, recognize, tools)
         return self._parts.chats.start(conversations, options, generation)

@@ -33,7 +33,7 @@ def model_fingerprint(model: Any) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A digest of vocabulary and merges: the serialised tokenizer less the padding and truncation
+    """A digest of vocabulary and merges: the serialized tokenizer less the padding and truncation
     that its last caller asked for."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     entries = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())

@@ -40,7 +40,7 @@ class LoadedModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens that stand in it are recognised."""
+        """Token ids of a text; control tokens that stand in it are recognized."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 

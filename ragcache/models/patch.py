@@ -1,4 +1,4 @@
-"""The patch: Hugging Face's own hooks, no copied modelling code.
+"""The patch: Hugging Face's own hooks, no copied modeling code.
 
 `AttentionInterface` lets a model call `ragged_attention` instead of its attention kernel, and a
 `Cache` subclass receives each layer's new keys and values. Models that know no attention interface

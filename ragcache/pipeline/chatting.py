@@ -1,4 +1,4 @@
-"""Conversations: render, recognise, lease, place, submit."""
+"""Conversations: render, recognize, lease, place, submit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.script import Script, write_script
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import MARK
-from ragcache.recognition import Found, Recogniser
+from ragcache.recognition import Found, Recognizer
 from ragcache.store import Catalogue, Lease
 
 Conversation = Sequence[Message] | str
@@ -33,7 +33,7 @@ class ChatOptions:
     """What the conversations of a call have in common."""
 
     mode: str = "rooted"
-    recognise: bool = True
+    recognize: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
 
     @property
@@ -51,7 +51,7 @@ class _Spelled:
     found: list[Found]
     script: Script
     draft: Request
-    recognised_at: float
+    recognized_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ChatRunner:
 
     text: ChatText
     inside: InsideText
-    recogniser: Recogniser
+    recognizer: Recognizer
     catalogue: Catalogue
     encoder: ModuleEncoder
     tokens: ModuleTokens
@@ -99,8 +99,8 @@ class ChatRunner:
             if isinstance(conversation, str)
             else self.text.render(conversation, options.tools)
         )
-        found = self._found(text) if options.recognise else []
-        recognised = time.perf_counter()
+        found = self._found(text) if options.recognize else []
+        recognized = time.perf_counter()
         exact = options.mode == "exact"
         read = [] if exact else found
         script = write_script(
@@ -116,11 +116,11 @@ class ChatRunner:
         draft = self.submitter.draft(own, script.length - own, generation, reuse=not exact)
         if script.read:
             self._announce(script, options)
-        return _Spelled(_question(conversation), found, script, draft, recognised)
+        return _Spelled(_question(conversation), found, script, draft, recognized)
 
     def _found(self, text: str) -> list[Found]:
         """A module that holds private characters is left out: one could be a mark."""
-        found = self.recogniser.find(text)
+        found = self.recognizer.find(text)
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
     def _announce(self, script: Script, options: ChatOptions) -> None:
@@ -147,7 +147,7 @@ class ChatRunner:
                 if lease.source[key] == "encoded":
                     self.catalogue.claim(reading.module.id, key)
             context = script.context(lease.keys[1:], lease.states[1:])
-            ready = _ready(spelled, f"recognised:{options.mode}", called, context, lease)
+            ready = _ready(spelled, f"recognized:{options.mode}", called, context, lease)
             asked = self.submitter.submit(spelled.draft, context, ready, lease)
             undo.pop_all()
         return asked
@@ -180,7 +180,7 @@ def _ready(
         prompt_tokens=context.prompt_tokens,
         cached_tokens=tokens.total() - tokens["encoded"],
         bytes_moved=dict(lease.moved) if lease is not None else {},
-        marks=Marks(called, spelled.recognised_at, time.perf_counter()),
+        marks=Marks(called, spelled.recognized_at, time.perf_counter()),
         created_tokens=tokens["encoded"],
         kind="chat",
         tokens=tokens,

@@ -13,7 +13,7 @@ from ragcache.models import LoadedModel
 class SharedModel(LoadedModel):
     """A model whose texts any number of threads tokenise.
 
-    Whether control tokens are recognised is a state of a Hugging Face tokenizer, which every call
+    Whether control tokens are recognized is a state of a Hugging Face tokenizer, which every call
     sets. With one tokenizer for both, a question that is spelled in one thread could be read as
     the template of another, and its `<|end|>` as the end of a turn. So text from outside has a
     tokenizer of its own, and the state of neither ever changes.

@@ -27,7 +27,7 @@ from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.pipeline.worker import Worker
-from ragcache.recognition import Recogniser
+from ragcache.recognition import Recognizer
 from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embedders import embedder_name
 from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts
@@ -167,7 +167,7 @@ def _wire(common: Common, namespace: str) -> Parts:
         ChatRunner(
             ChatText(model, common.template),
             InsideText(model, common.template),
-            Recogniser(catalogue),
+            Recognizer(catalogue),
             catalogue,
             encoder,
             tokens,

@@ -18,7 +18,7 @@ from ragcache.errors import StoreError
 from ragcache.models import LanguageModel
 from ragcache.planning.pages import drop_pages, fill_pages
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantised import KV_DTYPES, check_kv_dtype, restored
+from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
 from ragcache.store import DiskTier, HostTier
 from ragcache.store.tiers.files import named_os_error
 

@@ -14,7 +14,7 @@ from ragcache.planning.break_even import break_even_bandwidth, break_even_tokens
 from ragcache.planning.corpus import Corpus
 from ragcache.planning.measuring import Measured, measure, spread
 from ragcache.planning.sizes import TierSize, bytes_per_token, tier_sizes
-from ragcache.states.quantised import KV_DTYPES
+from ragcache.states.quantization import KV_DTYPES
 
 SAMPLE = 6
 

@@ -11,7 +11,7 @@ import torch
 
 from ragcache.models import LanguageModel
 from ragcache.states import KVStates
-from ragcache.states.quantised import KV_DTYPES, check_kv_dtype
+from ragcache.states.quantization import KV_DTYPES, check_kv_dtype
 from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
 
 

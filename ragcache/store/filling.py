@@ -10,7 +10,7 @@ from functools import partial
 
 from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantised import StoredStates, restored
+from ragcache.states.quantization import StoredStates, restored
 from ragcache.store.admission import Origin, Sightings
 from ragcache.store.counters import Counters
 from ragcache.store.flights import Flights

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey, KVStates
-from ragcache.states.blob import Allocate
-from ragcache.states.quantised import StoredStates, restored
+from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.serialization import Allocate
 from ragcache.store.counters import Counters
 from ragcache.store.notes import Notes
 from ragcache.store.rows import Facts, StateRow

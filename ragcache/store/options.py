@@ -8,7 +8,7 @@ import torch
 
 from ragcache.config import parse_bytes
 from ragcache.errors import ConfigurationError
-from ragcache.states.quantised import check_kv_dtype
+from ragcache.states.quantization import check_kv_dtype
 from ragcache.store.policy import check_policy
 from ragcache.store.tiers import DeviceTier, RemoteTier, Tier
 

@@ -19,8 +19,8 @@ from ragcache.errors import (
     StoreUnreadable,
 )
 from ragcache.states import KVKey, KVStates
-from ragcache.states.blob import Allocate
-from ragcache.states.quantised import StoredStates, restored
+from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.serialization import Allocate
 from ragcache.store.counters import Counters
 from ragcache.store.flights import Flights
 from ragcache.store.holdings import Holdings

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantised import KVDtype
+from ragcache.states.quantization import KVDtype
 from ragcache.store.admission import Sightings
 from ragcache.store.background import Background
 from ragcache.store.counters import Counters

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 from ragcache.states import KVKey
-from ragcache.states.quantised import StoredStates
+from ragcache.states.quantization import StoredStates
 from ragcache.store.tiers import DiskTier, HostTier, RemoteTier, Tier
 
 Move = Callable[[], StoredStates]

@@ -27,14 +27,14 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_chain_hits_the_cache_where_it_recognises(
+def test_the_chain_hits_the_cache_where_it_recognizes(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program("lcel_chain.py")["main"](small)
     with_cache, without = capsys.readouterr().out.splitlines()
     read, whole = map(int, re.findall(r"(\d+) of (\d+) tokens", with_cache)[0])
     assert read > 0.8 * whole
-    assert "recognised:rooted" in with_cache
+    assert "recognized:rooted" in with_cache
     assert ": 0 of" in without
     assert "exact" in without
 

@@ -153,7 +153,7 @@ def test_questions_through_a_chat_paste_what_was_retrieved(rag: RagCache) -> Non
     rooted, linked, exact = reports.values()
     assert [report.mode for report in reports.values()] == [f"chat:{mode}" for mode in reports]
     assert rooted.computed_tokens < exact.computed_tokens
-    assert rooted.retrieved == exact.retrieved == pytest.approx(2 / 3), "sources were recognised"
+    assert rooted.retrieved == exact.retrieved == pytest.approx(2 / 3), "sources were recognized"
     assert [m.given for m in linked.marked] == [m.given for m in exact.marked]
     assert first_tokens_agree(linked, exact) == first_tokens_agree(rooted, rooted) == 1.0
     assert all(m.first_token is not None for m in rooted.marked)

@@ -66,9 +66,9 @@ STORING = """
 import os, time, torch
 from ragcache.openmp import give_workers_back
 from ragcache.states import KVStates
-from ragcache.states.blob import blob_parts
+from ragcache.states.serialization import blob_parts
 from ragcache.states.key import KVKey
-from ragcache.states.quantised import quantise
+from ragcache.states.quantization import quantize
 from ragcache.store.tiers.host import HostTier
 torch.set_num_threads(3)
 def tasks():
@@ -83,7 +83,7 @@ torch.ones(10**6).exp_()
 print(tasks() - alone)
 for step in (
     lambda: HostTier(2**30).put(key, states), lambda: blob_parts(key, states),
-    lambda: quantise(states, "int8"), lambda: quantise(states, "int8").restore(),
+    lambda: quantize(states, "int8"), lambda: quantize(states, "int8").restore(),
 ):
     step()
     print(tasks() - alone)

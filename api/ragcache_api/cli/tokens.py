@@ -38,7 +38,7 @@ class Tokens:
         return cls(loaded, TemplateText(loaded))
 
     def count_trusted(self, text: str) -> int:
-        """Tokens of a text in which control tokens are recognised, as in a generated schema."""
+        """Tokens of a text in which control tokens are recognized, as in a generated schema."""
         return len(self.model.encode(text))
 
     def shown(self, text: str) -> str:

@@ -160,7 +160,7 @@ def _chains(
     """Seconds from the question's text to the first token, of both chains in turn."""
     ways = {
         "recognised": chain(rag, collection, setting.k, max_tokens=1),
-        "plain": chain(rag, collection, setting.k, max_tokens=1, recognise=False),
+        "plain": chain(rag, collection, setting.k, max_tokens=1, recognize=False),
     }
     progress(f"the chain over {collection}: encoding what it reads")
     tokens = [ways["recognised"].invoke(q).usage_metadata["input_tokens"] for q in questions]

@@ -34,7 +34,7 @@ EMBEDDED = "ragcache-reader"
 
 # Fields that change an answer; those of the engine by LangChain's names.
 _OPTIONS = (
-    "mode recognise temperature top_p top_k min_p repetition_penalty frequency_penalty "
+    "mode recognize temperature top_p top_k min_p repetition_penalty frequency_penalty "
     "presence_penalty seed max_tokens min_tokens stop n timeout logprobs top_logprobs priority"
 ).split()
 # What programs give to any chat model, and what means nothing to one in this process.
@@ -47,7 +47,7 @@ class ChatRagCache(RaggedBatches):
     `ChatRagCache(rag=rag)` uses an open `RagCache`, `ChatRagCache(state=DIR)` opens a folder at the
     first call, and `ChatRagCache()` a temporary one, with the embedded reader. Texts of ingested
     modules that stand in a prompt are read from their kept states: an ordinary chain that pastes
-    retrieved documents needs nothing else. `response_metadata["ragcache"]` says what was recognised
+    retrieved documents needs nothing else. `response_metadata["ragcache"]` says what was recognized
     and how it was read, `usage_metadata` how many tokens that saved.
 
     Every option may be given to a call or to `bind` as well; the call's come first. Errors are
@@ -56,7 +56,7 @@ class ChatRagCache(RaggedBatches):
 
     state: the state folder. model: None is the embedded reader; else a folder, a hub name or a
     `LoadedModel`, with which the state folder is opened. open_options: more of `RagCache.open`.
-    mode, recognise: see `RagCache.chat`. max_tokens: None is the state folder's. stop: strings that
+    mode, recognize: see `RagCache.chat`. max_tokens: None is the state folder's. stop: strings that
     end an answer and do not belong to it. n: how many answers `generate` gives. timeout: in
     seconds. logprobs, top_logprobs: as OpenAI has them. The rest: see `Generation`.
     """
@@ -68,7 +68,7 @@ class ChatRagCache(RaggedBatches):
     model: Any = Field(default=None, alias="model_name")
     open_options: dict[str, Any] = Field(default_factory=dict)
     mode: str = "rooted"
-    recognise: bool = True
+    recognize: bool = True
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -122,7 +122,7 @@ class ChatRagCache(RaggedBatches):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Everything that changes an answer: the model, the texts that are recognised, options."""
+        """Everything that changes an answer: the model, the texts that are recognized, options."""
         where = {"state": None if self.state is None else str(Path(self.state).resolve())}
         if self.rag is not None:
             where = Served(self.rag).identity

@@ -70,7 +70,7 @@ def marks(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
 
 
 def found_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
-    """Modules as documents: the text that ragcache recognises in a prompt, the document's metadata
+    """Modules as documents: the text that ragcache recognizes in a prompt, the document's metadata
     with a `source`, and `metadata["ragcache"]`."""
     return [
         Document(

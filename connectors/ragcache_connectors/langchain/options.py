@@ -32,7 +32,7 @@ class Call:
 
     generation: Generation
     mode: str
-    recognise: bool
+    recognize: bool
     tools: Sequence[Mapping[str, Any]] | None = None
     style: ToolStyle | None = None
     logprobs: bool = False
@@ -42,7 +42,7 @@ class Call:
     def __post_init__(self) -> None:
         chat = {
             "mode": self.mode,
-            "recognise": self.recognise,
+            "recognize": self.recognize,
             "tools": self.tools,
             "generation": self.generation,
         }
@@ -59,11 +59,11 @@ class Call:
         if stop is not None:
             options["stop"] = stop
         _check_model(options.pop("model", None), served.name)
-        mode, recognise = options.pop("mode"), options.pop("recognise")
+        mode, recognize = options.pop("mode"), options.pop("recognize")
         logprobs = _logprobs(options)
         form = _form(options.pop("response_format", None))
         tools, style, grammar = _tools(options, served, form)
-        return cls(_generation(options, grammar or form, style), mode, recognise, tools, style,
+        return cls(_generation(options, grammar or form, style), mode, recognize, tools, style,
                    logprobs)  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Served:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this model, its defaults and the texts that it recognises from others."""
+        """What tells this model, its defaults and the texts that it recognizes from others."""
         parts = self.rag.parts
         return {
             "fingerprint": parts.model.causal.fingerprint,

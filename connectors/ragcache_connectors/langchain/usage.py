@@ -31,7 +31,7 @@ def usage(answer: Answer) -> UsageMetadata:
 
 
 def told(answer: Answer) -> dict[str, Any]:
-    """What was recognised, and what it saved: plain values, for `response_metadata["ragcache"]`."""
+    """What was recognized, and what it saved: plain values, for `response_metadata["ragcache"]`."""
     return {
         "mode": answer.mode,
         "sources": [asdict(source) for source in answer.sources],

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ragcache.errors import StateMissing, StoreFull
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantised import (
+from ragcache.states.quantization import (
     KVDtype,
     StoredStates,
     model_dtype,
-    quantised_nbytes,
+    quantized_nbytes,
     rebuild,
     restored,
     tensors_of,
@@ -52,7 +52,7 @@ class DeviceTier:
         return self._used
 
     def size_of(self, states: StoredStates) -> int:
-        return 2 * -(-quantised_nbytes(states, "model") // 2 // _BLOCK) * _BLOCK
+        return 2 * -(-quantized_nbytes(states, "model") // 2 // _BLOCK) * _BLOCK
 
     def put(self, key: KVKey, states: StoredStates) -> int:
         nbytes = self.size_of(states)

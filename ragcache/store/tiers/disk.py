@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ragcache.errors import StateMissing
 from ragcache.states import KVKey
-from ragcache.states.blob import Allocate, blob_parts, load_blob, map_blob
-from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
+from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
+from ragcache.states.serialization import Allocate, blob_parts, load_blob, map_blob
 from ragcache.store.tiers.files import (
     PART,
     SUFFIX,
@@ -79,10 +79,10 @@ class DiskTier:
         return sizes
 
     def size_of(self, states: StoredStates) -> int:
-        return -(-quantised_nbytes(states, self.kv_dtype) // _BLOCK) * _BLOCK + _HEADER
+        return -(-quantized_nbytes(states, self.kv_dtype) // _BLOCK) * _BLOCK + _HEADER
 
     def put(self, key: KVKey, states: StoredStates) -> int:
-        states = quantise(states, self.kv_dtype)
+        states = quantize(states, self.kv_dtype)
         room = self.size_of(states)
         with self._lock:
             check_budget(self.name, self.budget_bytes, self._used, room)

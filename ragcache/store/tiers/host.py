@@ -14,12 +14,12 @@ from torch import Tensor
 from ragcache.errors import StateMissing
 from ragcache.openmp import keeps_no_workers
 from ragcache.states import KVKey
-from ragcache.states.quantised import (
+from ragcache.states.quantization import (
     KVDtype,
     StoredStates,
     model_dtype,
-    quantise,
-    quantised_nbytes,
+    quantize,
+    quantized_nbytes,
     rebuild,
     tensors_of,
 )
@@ -85,12 +85,12 @@ class HostTier:
         return torch.from_numpy(block[begin : begin + nbytes])
 
     def size_of(self, states: StoredStates) -> int:
-        return self._size(quantised_nbytes(states, self.kv_dtype))
+        return self._size(quantized_nbytes(states, self.kv_dtype))
 
     @keeps_no_workers
     def put(self, key: KVKey, states: StoredStates) -> int:
         """As `Tier.put`. States in memory from `allocate` are kept as they are, others copied."""
-        kept = quantise(states, self.kv_dtype)
+        kept = quantize(states, self.kv_dtype)
         own = kept if self.owns(kept) else self._copy(kept)
         with self._lock:
             self._states[key] = own

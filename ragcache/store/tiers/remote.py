@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ragcache.errors import ConfigurationError, MissingExtra, StateMissing
 from ragcache.states import KVKey
-from ragcache.states.blob import Allocate, read_blob, to_blob
-from ragcache.states.quantised import KVDtype, StoredStates, quantise, quantised_nbytes
+from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
+from ragcache.states.serialization import Allocate, read_blob, to_blob
 from ragcache.store.tiers.calls import Calls, Patience
 from ragcache.store.tiers.files import PART, SUFFIX, key_of
 from ragcache.store.tiers.tier import check_budget
@@ -89,10 +89,10 @@ class RemoteTier:
         return found
 
     def size_of(self, states: StoredStates) -> int:
-        return quantised_nbytes(states, self.kv_dtype) + _HEADER
+        return quantized_nbytes(states, self.kv_dtype) + _HEADER
 
     def put(self, key: KVKey, states: StoredStates) -> int:
-        blob = to_blob(key, quantise(states, self.kv_dtype))
+        blob = to_blob(key, quantize(states, self.kv_dtype))
         with self._lock:
             check_budget(self.name, self.budget_bytes, self._used, len(blob))
             self._used += len(blob)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey
-from ragcache.states.quantised import KVDtype, StoredStates
+from ragcache.states.quantization import KVDtype, StoredStates
 
 
 class Tier(Protocol):
@@ -24,7 +24,7 @@ class Tier(Protocol):
     """Whether what is here outlives the process, and other processes may see it."""
 
     kv_dtype: KVDtype
-    """How states are kept: `put` quantises, and nothing restores before it is asked to."""
+    """How states are kept: `put` quantizes, and nothing restores before it is asked to."""
 
     budget_bytes: int | None
     """The most that may be allocated, None for no limit. Never exceeded."""
@@ -45,7 +45,7 @@ class Tier(Protocol):
         """
 
     def get(self, key: KVKey) -> StoredStates:
-        """The states, verified if they were outside of memory, and as they were kept: quantised
+        """The states, verified if they were outside of memory, and as they were kept: quantized
         ones are not restored.
 
         They stay as they are when the key is deleted or put again. Raises `StateMissing`,

@@ -86,13 +86,13 @@ def test_a_collection_answers_the_last_question(client: TestClient) -> None:
     assert silent.status_code == 400
 
 
-def test_documents_in_a_message_are_recognised(client: TestClient) -> None:
+def test_documents_in_a_message_are_recognized(client: TestClient) -> None:
     text = (
         "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow two weeks "
         "ahead."
     )
     told = ask(client, messages=[{"role": "user", "content": f"{text}\n\n{LEAVE}"}]).json()
-    assert told["ragcache"]["mode"].startswith("recognised")
+    assert told["ragcache"]["mode"].startswith("recognized")
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 

@@ -72,7 +72,7 @@ def test_things_of_one_do_not_exist_for_the_other(
         assert "leave.md" not in refused.text
 
 
-def test_texts_of_one_are_not_recognised_for_the_other(
+def test_texts_of_one_are_not_recognized_for_the_other(
     two: tuple[TestClient, dict[str, str], dict[str, str]],
 ) -> None:
     client, red, blue = two
@@ -87,7 +87,7 @@ def test_texts_of_one_are_not_recognised_for_the_other(
     cached = {n: t["usage"]["prompt_tokens_details"]["cached_tokens"] for n, t in told.items()}
     assert cached["red"] > 0
     assert cached["blue"] == 0
-    assert told["red"]["ragcache"]["mode"].startswith("recognised")
+    assert told["red"]["ragcache"]["mode"].startswith("recognized")
     assert told["blue"]["ragcache"]["mode"] == "exact"
 
 

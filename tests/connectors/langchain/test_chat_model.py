@@ -61,7 +61,7 @@ def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCa
     answer = (prompt | model).invoke(values)
     assert answer.content == (prompt | model | StrOutputParser()).invoke(values)
     told = answer.response_metadata["ragcache"]
-    assert told["mode"] == "recognised:rooted"
+    assert told["mode"] == "recognized:rooted"
     assert [source["document"] for source in told["sources"]] == ["boats"]
     details = answer.usage_metadata["input_token_details"]
     length = len(model.get_token_ids(DOCUMENT))
@@ -70,7 +70,7 @@ def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCa
 
 
 def test_recognition_may_be_off_for_a_model_or_a_call(rag: RagCache) -> None:
-    off = ChatRagCache(rag=rag, max_tokens=2, recognise=False).invoke(QUESTION)
+    off = ChatRagCache(rag=rag, max_tokens=2, recognize=False).invoke(QUESTION)
     assert off.response_metadata["ragcache"]["sources"] == []
     exact = ChatRagCache(rag=rag, max_tokens=2).invoke(QUESTION, mode="exact")
     assert exact.response_metadata["ragcache"]["mode"] == "exact"
@@ -255,7 +255,7 @@ def test_what_changes_an_answer_identifies_the_model(said: RagCache, tmp_path: P
     assert base["model"] == "scripted"
     assert base["fingerprint"] == Served(said).model.causal.fingerprint
     for option in (
-        {"mode": "exact"}, {"recognise": False}, {"temperature": 0.5}, {"stop": ["x"]},
+        {"mode": "exact"}, {"recognize": False}, {"temperature": 0.5}, {"stop": ["x"]},
         {"max_tokens": 3}, {"seed": 1}, {"top_k": 2},
     ):  # fmt: skip
         assert ChatRagCache(rag=said, **option)._identifying_params != base

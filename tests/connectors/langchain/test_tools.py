@@ -192,7 +192,7 @@ def test_parallel_calls_may_be_off(rag: RagCache) -> None:
     from ragcache_connectors.langchain.options import Call
     from ragcache_connectors.langchain.served import Served
 
-    options = {"mode": "rooted", "recognise": True, "tools": described([add])}
+    options = {"mode": "rooted", "recognize": True, "tools": described([add])}
     more = {"tool_choice": "any", "parallel_tool_calls": False}
     one, several = (Call.of(options, None, given, Served(rag)) for given in (more, {**more,
                     "parallel_tool_calls": True}))  # fmt: skip

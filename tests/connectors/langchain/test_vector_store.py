@@ -152,7 +152,7 @@ def test_a_prompt_that_pastes_what_was_found_reads_its_states(store: RagCacheVec
     found = [*store.similarity_search("boat", k=2), *store.similarity_search("key", k=20)[-2:]]
     pasted = "\n\n".join(dict.fromkeys(contents(found)))
     answer = store.rag.chat([{"role": "user", "content": f"Read:\n\n{pasted}\n\nWhere?"}])
-    assert answer.mode == "recognised:rooted"
+    assert answer.mode == "recognized:rooted"
     assert len(answer.sources) == len(set(contents(found)))
 
 

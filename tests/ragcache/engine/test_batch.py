@@ -150,7 +150,7 @@ def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
 def test_what_another_request_left_in_its_chunk_is_never_read(
     causal: CausalLM, pool: ChunkPool
 ) -> None:
-    """A row with fewer pages than its neighbours is filled up with a page that is hidden: states
+    """A row with fewer pages than its neighbors is filled up with a page that is hidden: states
     that are not finite, of whomever, must not reach it."""
     broken = in_pages(causal, pool, CHUNK, seed=1)
     assert isinstance(broken.private, Pages)

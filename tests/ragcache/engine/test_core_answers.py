@@ -165,7 +165,7 @@ def test_log_probabilities_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(-1.5, 0.0), (2.0, 0.0), (0.5, 2.0)])
-def test_tokens_of_the_answer_are_penalised(
+def test_tokens_of_the_answer_are_penalized(
     core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float
 ) -> None:
     sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence)

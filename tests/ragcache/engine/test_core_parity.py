@@ -51,7 +51,7 @@ def llama() -> tuple[Any, CausalLM]:
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.4])
-def test_repetitions_are_penalised_as_by_generate(
+def test_repetitions_are_penalized_as_by_generate(
     llama: tuple[Any, CausalLM], penalty: float
 ) -> None:
     model, causal = llama

@@ -136,7 +136,7 @@ def test_a_prefilling_and_a_decoding_request_share(pool: ChunkPool) -> None:
     assert private_runs(turned) == [([0, 1], [(0, 1), (1, 4)])]
 
 
-def test_chunks_that_are_not_neighbours_are_runs_of_their_own(pool: ChunkPool) -> None:
+def test_chunks_that_are_not_neighbors_are_runs_of_their_own(pool: ChunkPool) -> None:
     layout = lay_out([work(pages(pool, [0, 2, 1, 5], 12)), work(pages(pool, [0, 2, 1, 8], 13))])
     both = [(0, 1), (1, 2)]
     assert private_runs(layout) == [([0], both), ([2], both), ([1], both)]

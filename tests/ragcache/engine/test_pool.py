@@ -73,7 +73,7 @@ def test_scattered_chunks_are_taken_from_the_lowest_on() -> None:
     assert some_of(pool, 3) == [1, 3, 5]
 
 
-def test_neighbours_given_back_are_one_run_again() -> None:
+def test_neighbors_given_back_are_one_run_again() -> None:
     pool = pool_with_free(6, [2, 4, 3])
     assert some_of(pool, 3) == [2, 3, 4]
 

@@ -67,14 +67,14 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 
 def test_the_default_is_greedy_and_changes_no_logits() -> None:
     plain = Sampling()
-    assert (plain.greedy, plain.penalised, plain.filtered) == (True, False, False)
+    assert (plain.greedy, plain.penalized, plain.filtered) == (True, False, False)
     assert Sampling(temperature=1e-6).greedy
     assert not Sampling(temperature=0.01).greedy
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_each_penalty_is_noticed(name: str) -> None:
-    assert Sampling(**{name: 0.5}).penalised  # type: ignore[arg-type]
+    assert Sampling(**{name: 0.5}).penalized  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("top_p", 0.9), ("min_p", 0.1)])

@@ -54,7 +54,7 @@ def test_a_stream_tells_its_sources_first_and_then_its_pieces(rag: RagCache) -> 
     stream = rag.stream_chat(CHATS[0])
     assert stream.sources == expected.sources
     assert [source.document for source in stream.sources] == ["k", "b"]
-    assert stream.mode == "recognised:rooted"
+    assert stream.mode == "recognized:rooted"
     pieces = list(stream)
     assert len(pieces) > 1
     assert "".join(pieces) == stream.answer.choices[0].text

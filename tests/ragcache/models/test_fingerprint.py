@@ -109,7 +109,7 @@ def test_using_a_tokenizer_changes_no_fingerprint(tmp_path: Path, reader: Loaded
     assert tokenizer_fingerprint(loaded) == reader.tokenizer_fingerprint
 
 
-def test_without_a_serialised_form_tokens_count_with_their_ids() -> None:
+def test_without_a_serialized_form_tokens_count_with_their_ids() -> None:
     """Slow tokenizers tell their vocabulary only."""
 
     def slow(vocabulary: dict[str, int]) -> str:

@@ -37,7 +37,7 @@ def test_a_patched_model_called_ordinarily_is_unchanged(family: str) -> None:
     torch.testing.assert_close(ordinary(model, tokens), before, rtol=0, atol=0)
 
 
-def test_a_patched_model_still_honours_padding(family: str) -> None:
+def test_a_patched_model_still_honors_padding(family: str) -> None:
     model = tiny_model(family)
     tokens = torch.tensor([[0] * 5 + random_tokens(12), random_tokens(17, seed=1)])
     mask = torch.ones_like(tokens)

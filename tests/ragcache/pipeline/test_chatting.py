@@ -53,7 +53,7 @@ def test_a_plain_chat_generates_what_hugging_face_does(rag: RagCache, model: Loa
         ids["input_ids"], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     expected = out[0, ids["input_ids"].shape[1] :].tolist()
-    for options in ({"recognise": False}, {"mode": "exact"}, {}):
+    for options in ({"recognize": False}, {"mode": "exact"}, {}):
         answer = rag.chat(chat, generation=FREE, **options)  # type: ignore[arg-type]
         assert tokens(answer) == expected
         assert (answer.mode, answer.sources) == ("exact", ())
@@ -62,7 +62,7 @@ def test_a_plain_chat_generates_what_hugging_face_does(rag: RagCache, model: Loa
 
 
 @pytest.mark.parametrize("mode", ["rooted", "isolated"])
-def test_a_recognised_chat_reads_the_context_that_is_built_by_hand(
+def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     rag: RagCache, model: LoadedModel, mode: str
 ) -> None:
     """The notes' states after the preamble of a question, or alone, at their places in the chat."""
@@ -85,7 +85,7 @@ def test_a_recognised_chat_reads_the_context_that_is_built_by_hand(
     [expected] = complete(model.causal, [request])
     answer = rag.chat(PASTED, mode=mode, generation=FREE)
     assert tokens(answer) == list(expected.token_ids)
-    assert answer.mode == f"recognised:{mode}"
+    assert answer.mode == f"recognized:{mode}"
     assert [source.module for source in answer.sources] == ["keys#1", "boats#1"]
     assert {source.score for source in answer.sources} == {1.0}
     assert answer.reuse.prompt_tokens == context.prompt_tokens
@@ -99,7 +99,7 @@ def test_a_module_at_the_place_that_it_was_encoded_for_costs_nothing(
     asked = user(f"{frame.preamble.removeprefix('<|user|>')}{KEYS}\n\nQuestion: Where?")
     rooted = rag.chat(asked, generation=FREE)
     assert tokens(rooted) == tokens(rag.chat(asked, mode="exact", generation=FREE))
-    assert rooted.mode == "recognised:rooted"
+    assert rooted.mode == "recognized:rooted"
 
 
 def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
@@ -113,10 +113,10 @@ def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
     exact = rag.chat(PASTED, mode="exact")
     assert (exact.mode, exact.reuse.cached_tokens) == ("exact", 0)
     assert [source.tier for source in exact.sources] == ["computed", "computed"]
-    plain = rag.chat(PASTED, recognise=False)
+    plain = rag.chat(PASTED, recognize=False)
     assert (plain.mode, plain.sources, plain.reuse.cached_tokens) == ("exact", (), 0)
     linked = rag.chat(PASTED, mode="linked:4")
-    assert linked.mode == "recognised:linked:4"
+    assert linked.mode == "recognized:linked:4"
     assert linked.reuse.cached_tokens == kept.reuse.cached_tokens - 8
     assert tokens(rag.chat(PASTED, mode="linked:400")) == tokens(exact)
 
@@ -158,8 +158,8 @@ def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:
     [expected] = complete(model.causal, [FREE.request(context, model, 8, None)])
     text = f"{KEYS} So the key"
     assert tokens(rag.chat(text, mode="exact", generation=FREE)) == list(expected.token_ids)
-    recognised = rag.chat(text, generation=FREE)
-    assert (recognised.mode, recognised.question) == ("recognised:rooted", text)
+    recognized = rag.chat(text, generation=FREE)
+    assert (recognized.mode, recognized.question) == ("recognized:rooted", text)
     assert rag.chat(f"{KEYS}\n\n", generation=FREE).reuse.computed_tokens == 1
     with pytest.raises(InvalidRequest, match="no place for tools; give messages"):
         rag.chat(text, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -188,7 +188,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
 
 def test_a_chat_over_the_window_is_refused_before_anything_is_encoded(rag: RagCache) -> None:
     encoded = rag.stats().encoded
-    for options in ({}, {"mode": "isolated"}, {"recognise": False}):
+    for options in ({}, {"mode": "isolated"}, {"recognize": False}):
         with pytest.raises(PromptTooLong, match="window holds 512"):
             rag.chat_batch([PASTED, user(KEYS + " key" * 600)], **options)  # type: ignore[arg-type]
     assert rag.stats().encoded == encoded

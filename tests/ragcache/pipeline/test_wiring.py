@@ -82,7 +82,7 @@ def test_private_states_are_shared_within_a_namespace_alone(rag: RagCache, other
     assert other.ask(long, collection="notes").reuse.shared_tokens
 
 
-def test_foreign_texts_are_not_recognised(rag: RagCache, other: RagCache) -> None:
+def test_foreign_texts_are_not_recognized(rag: RagCache, other: RagCache) -> None:
     rag.ingest("notes", [SourceDocument("gate", "The gate is behind the shed, under the lime.")])
     message = [{"role": "user", "content": "The gate is behind the shed, under the lime. Where?"}]
     assert [source.document for source in rag.chat(message).sources] == ["gate"]

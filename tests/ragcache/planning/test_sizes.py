@@ -10,7 +10,7 @@ import torch
 from ragcache.models import CausalLM
 from ragcache.planning.sizes import TierSize, bytes_per_token, shape_of, tier_sizes
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantised import KV_DTYPES, check_kv_dtype, quantise, quantised_nbytes
+from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, quantize, quantized_nbytes
 from ragcache.store import DiskTier, HostTier
 
 
@@ -24,7 +24,7 @@ def drawn(causal: CausalLM, tokens: int) -> KVStates:
 @pytest.mark.parametrize("kind", KV_DTYPES)
 def test_a_token_takes_what_another_one_adds(causal: CausalLM, kind: str) -> None:
     kv_dtype = check_kv_dtype(kind)
-    one, two = (quantise(drawn(causal, n), kv_dtype).nbytes for n in (40, 41))
+    one, two = (quantize(drawn(causal, n), kv_dtype).nbytes for n in (40, 41))
     assert bytes_per_token(causal)[kind] == two - one
 
 
@@ -42,7 +42,7 @@ def test_tiers_allocate_no_more_than_is_planned(
         for tier in (host, disk):
             tier.put(KVKey(f"{number:064x}"), drawn(causal, tokens))
     assert host.used_bytes == planned["host", kind]
-    needed = sum(quantised_nbytes(drawn(causal, n), kv_dtype) for n in lengths)
+    needed = sum(quantized_nbytes(drawn(causal, n), kv_dtype) for n in lengths)
     assert needed < disk.used_bytes <= planned["disk", kind]
 
 

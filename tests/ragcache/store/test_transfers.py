@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragcache.errors import StateMissing
-from ragcache.states.quantised import StoredStates
+from ragcache.states.quantization import StoredStates
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier
 from ragcache.store.transfers import Transfers, promote
 from tests.ragcache.store.conftest import make_key, make_states, same

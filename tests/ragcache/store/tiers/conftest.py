@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.states.quantised import KVDtype
+from ragcache.states.quantization import KVDtype
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, Patience, RemoteTier, Tier
 
 QUICK = Patience(seconds=2.0, attempts=2, pause=0.0, rest=60.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ragcache.errors import StateMissing, StoreBudgetExceeded
 from ragcache.states import KVStates
-from ragcache.states.quantised import QuantisedStates, kv_dtype_of, quantise, restored
+from ragcache.states.quantization import QuantizedStates, kv_dtype_of, quantize, restored
 from ragcache.store.tiers import DeviceTier
 from tests.ragcache.store.conftest import make_key, make_states, same
 from tests.ragcache.store.tiers.conftest import Make
@@ -110,7 +110,7 @@ def test_what_was_got_stays_when_the_key_goes(make: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_quantised_states_are_kept_as_they_are(make: Make, kind: str) -> None:
+def test_quantized_states_are_kept_as_they_are(make: Make, kind: str) -> None:
     states = make_states(1, 40)
     tier = make(kv_dtype=kind)
     nbytes = tier.put(make_key(1), states)
@@ -119,17 +119,17 @@ def test_quantised_states_are_kept_as_they_are(make: Make, kind: str) -> None:
     if isinstance(tier, DeviceTier):
         assert tier.kv_dtype == kv_dtype_of(kept) == "model"
         return
-    assert isinstance(kept, QuantisedStates)
-    expected = quantise(states, kind)  # type: ignore[arg-type]
+    assert isinstance(kept, QuantizedStates)
+    expected = quantize(states, kind)  # type: ignore[arg-type]
     assert torch.equal(kept.keys.view(torch.uint8), expected.keys.view(torch.uint8))
     assert same(kept.restore(), restored(expected))
     tier.put(make_key(2), kept)
     assert same(found(tier, 2), kept.restore())
 
 
-def test_quantised_states_from_below_are_kept_as_the_tier_wants_them(make: Make) -> None:
+def test_quantized_states_from_below_are_kept_as_the_tier_wants_them(make: Make) -> None:
     tier = make(kv_dtype="model")
-    below = quantise(make_states(1, 40), "int8")
+    below = quantize(make_states(1, 40), "int8")
     assert tier.put(make_key(1), below) <= tier.size_of(below)
     assert kv_dtype_of(tier.get(make_key(1))) == "model"
     assert same(found(tier, 1), restored(below))

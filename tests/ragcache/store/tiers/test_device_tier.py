@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragcache.errors import StoreBudgetExceeded
-from ragcache.states.quantised import quantise, restored
+from ragcache.states.quantization import quantize, restored
 from ragcache.store.tiers import DeviceTier, HostTier
 from ragcache.store.transfers import Transfers, promote
 from tests.ragcache.store.conftest import make_key, make_states, same
@@ -39,11 +39,11 @@ def test_bytes_are_counted_as_the_allocator_rounds_them(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_quantised_states_cross_as_they_are_and_are_restored_there(device: str) -> None:
+def test_quantized_states_cross_as_they_are_and_are_restored_there(device: str) -> None:
     host, tier = HostTier(10**6, kv_dtype="int8"), DeviceTier(10**6, device)
     host.put(make_key(1), make_states(1, 30))
     promote(make_key(1), host, tier)
-    expected = restored(quantise(make_states(1, 30), "int8"))
+    expected = restored(quantize(make_states(1, 30), "int8"))
     assert same(on_cpu(tier, 1), expected)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ragcache.errors import StateCorrupt, StoreBudgetExceeded, StoreError
 from ragcache.states import KVStates
-from ragcache.states.quantised import quantise
+from ragcache.states.quantization import quantize
 from ragcache.store.tiers import DiskTier, HostTier
 from ragcache.store.tiers import host as host_module
 from ragcache.store.transfers import promote
@@ -85,12 +85,12 @@ def test_many_blocks_come_and_go_without_drift() -> None:
     assert host.used_bytes == 0
 
 
-def test_quantised_states_fill_one_block() -> None:
+def test_quantized_states_fill_one_block() -> None:
     host = HostTier(10**6, kv_dtype="int8")
     host.put(make_key(1), make_states(1, 30))
     kept = host.get(make_key(1))
     assert kept.keys.untyped_storage().data_ptr() == kept.values.untyped_storage().data_ptr()
-    assert quantise(kept, "int8") is kept
+    assert quantize(kept, "int8") is kept
     host.put(make_key(1), kept)
     assert host.get(make_key(1)) is kept
 

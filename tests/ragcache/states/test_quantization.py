@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from ragcache.errors import ConfigurationError
 from ragcache.states import KVStates
-from ragcache.states.quantised import (
+from ragcache.states.quantization import (
     KVDtype,
-    QuantisedStates,
+    QuantizedStates,
     check_kv_dtype,
     kv_dtype_of,
-    quantise,
-    quantised_nbytes,
+    quantize,
+    quantized_nbytes,
     restored,
     tensors_of,
 )
@@ -33,9 +33,9 @@ def draw(dtype: torch.dtype, seed: int = 0, tokens: int = 7, spread: float = 3.0
     return KVStates(keys.to(dtype), values.to(dtype), 5)
 
 
-def quantised(states: KVStates, kind: KVDtype) -> QuantisedStates:
-    kept = quantise(states, kind)
-    assert isinstance(kept, QuantisedStates)
+def quantized(states: KVStates, kind: KVDtype) -> QuantizedStates:
+    kept = quantize(states, kind)
+    assert isinstance(kept, QuantizedStates)
     return kept
 
 
@@ -46,7 +46,7 @@ def test_no_element_is_wrong_by_more_than_is_stated(
     dtype: torch.dtype, kind: KVDtype, seed: int, spread: float, tokens: int
 ) -> None:
     states = draw(dtype, seed, tokens, spread)
-    kept = quantised(states, kind)
+    kept = quantized(states, kind)
     back = kept.restore()
     sides = (
         (states.keys, back.keys, kept.key_scales),
@@ -60,7 +60,7 @@ def test_no_element_is_wrong_by_more_than_is_stated(
 
 
 def test_scales_stand_for_channels_of_keys_and_tokens_of_values() -> None:
-    kept = quantised(draw(torch.bfloat16, tokens=7), "int8")
+    kept = quantized(draw(torch.bfloat16, tokens=7), "int8")
     assert kept.key_scales.shape == (2, 3, 1, 6)
     assert kept.value_scales.shape == (2, 3, 7, 1)
     assert kept.length == 7
@@ -68,29 +68,29 @@ def test_scales_stand_for_channels_of_keys_and_tokens_of_values() -> None:
 
 def test_model_is_the_same_object_and_so_exact_to_the_bit() -> None:
     states = draw(torch.bfloat16)
-    assert quantise(states, "model") is states
+    assert quantize(states, "model") is states
     assert restored(states) is states
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_what_is_kept_so_already_is_not_quantised_again(kind: KVDtype) -> None:
-    kept = quantise(draw(torch.bfloat16), kind)
-    assert quantise(kept, kind) is kept
+def test_what_is_kept_so_already_is_not_quantized_again(kind: KVDtype) -> None:
+    kept = quantize(draw(torch.bfloat16), kind)
+    assert quantize(kept, kind) is kept
     assert kv_dtype_of(kept) == kind
-    plain = quantise(kept, "model")
+    plain = quantize(kept, "model")
     assert torch.equal(plain.keys, restored(kept).keys)
     assert plain.keys.dtype == torch.bfloat16
 
 
 def test_bytes_are_those_of_all_tensors_and_about_half() -> None:
     states = KVStates(*torch.randn(2, 8, 2, 300, 64).bfloat16(), 0)
-    kept = quantise(states, "int8")
+    kept = quantize(states, "int8")
     assert kept.nbytes == sum(t.untyped_storage().nbytes() for t in tensors_of(kept).values())
     assert kept.nbytes < 0.54 * states.nbytes
 
 
 def test_restoring_in_another_dtype() -> None:
-    kept = quantised(draw(torch.bfloat16), "int8")
+    kept = quantized(draw(torch.bfloat16), "int8")
     assert kept.restore(torch.float32).keys.dtype == torch.float32
     assert kept.restore().values.dtype == torch.bfloat16
 
@@ -98,16 +98,16 @@ def test_restoring_in_another_dtype() -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_zeros_and_runs_without_tokens_survive(kind: KVDtype) -> None:
     zeros = KVStates(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
-    assert not restored(quantise(zeros, kind)).keys.any()
+    assert not restored(quantize(zeros, kind)).keys.any()
     empty = KVStates(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), 0)
-    assert restored(quantise(empty, kind)).length == 0
+    assert restored(quantize(empty, kind)).length == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_states_that_are_not_finite_are_left_alone(value: float) -> None:
     states = draw(torch.float32)
     states.values[0, 0, 2, 1] = value
-    assert quantise(states, "int8") is states
+    assert quantize(states, "int8") is states
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
@@ -118,7 +118,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
 @given(tokens=st.integers(0, 20), layers=st.integers(1, 3), size=st.integers(1, 9))
 def test_the_bytes_are_known_before(tokens: int, layers: int, size: int) -> None:
     states = KVStates(*torch.randn(2, layers, 2, tokens, size).bfloat16(), 0)
-    forms = [quantise(states, "int8"), quantise(states, "fp8"), states]
+    forms = [quantize(states, "int8"), quantize(states, "fp8"), states]
     for form in forms:
         for kind in ("int8", "fp8", "model"):
-            assert quantised_nbytes(form, kind) == quantise(form, kind).nbytes
+            assert quantized_nbytes(form, kind) == quantize(form, kind).nbytes

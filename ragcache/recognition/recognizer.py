@@ -1,4 +1,4 @@
-"""The recogniser: fingerprints of a namespace's modules, as the catalogue holds them now."""
+"""The recognizer: fingerprints of a namespace's modules, as the catalogue holds them now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Indexed:
     table: Table
 
 
-class Recogniser:
+class Recognizer:
     """Finds modules of all collections of one catalogue. Thread-safe."""
 
     def __init__(self, catalogue: Catalogue) -> None:

@@ -1,4 +1,4 @@
-"""The recogniser knows what the catalogue holds now, and reads what changed alone."""
+"""The recognizer knows what the catalogue holds now, and reads what changed alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcache.recognition import Recogniser
+from ragcache.recognition import Recognizer
 from ragcache.states import KVKey
 from ragcache.store import Catalogue, Database, NewDocument, NewModule
 
@@ -40,39 +40,39 @@ def database(tmp_path: Path) -> Iterator[Database]:
     opened.close()
 
 
-def names(recogniser: Recogniser, text: str = BOATS + KEYS) -> list[str]:
-    return [found.module.name for found in recogniser.find(text)]
+def names(recognizer: Recognizer, text: str = BOATS + KEYS) -> list[str]:
+    return [found.module.name for found in recognizer.find(text)]
 
 
 def test_modules_of_every_collection_are_found(database: Database) -> None:
     catalogue = Reading(database)
-    recogniser = Recogniser(catalogue)
-    assert names(recogniser) == []
+    recognizer = Recognizer(catalogue)
+    assert names(recognizer) == []
     catalogue.replace("a", [document("boats", BOATS)])
-    assert names(recogniser) == ["boats#1"]
+    assert names(recognizer) == ["boats#1"]
     catalogue.replace("b", [document("keys", KEYS)])
-    assert names(recogniser) == ["boats#1", "keys#1"]
-    assert names(recogniser) == ["boats#1", "keys#1"]
+    assert names(recognizer) == ["boats#1", "keys#1"]
+    assert names(recognizer) == ["boats#1", "keys#1"]
     assert catalogue.read == ["a", "b"], "each was read once, when it had changed"
 
 
 def test_what_was_deleted_or_renamed_is_not_found_by_its_old_name(database: Database) -> None:
     catalogue = Reading(database)
-    recogniser = Recogniser(catalogue)
+    recognizer = Recognizer(catalogue)
     catalogue.replace("a", [document("boats", BOATS), document("keys", KEYS)])
-    assert names(recogniser) == ["boats#1", "keys#1"]
+    assert names(recognizer) == ["boats#1", "keys#1"]
     catalogue.rename("a", "keys", "locks")
-    assert names(recogniser) == ["boats#1", "locks#1"]
+    assert names(recognizer) == ["boats#1", "locks#1"]
     catalogue.delete("a", ["boats"])
-    assert names(recogniser) == ["locks#1"]
+    assert names(recognizer) == ["locks#1"]
 
 
 def test_another_namespace_is_not_seen(database: Database) -> None:
     mine, theirs = Reading(database, "mine"), Reading(database, "theirs")
     theirs.replace("a", [document("boats", BOATS)])
-    assert names(Recogniser(mine)) == []
+    assert names(Recognizer(mine)) == []
     assert mine.read == []
-    assert names(Recogniser(theirs)) == ["boats#1"]
+    assert names(Recognizer(theirs)) == ["boats#1"]
 
 
 def test_a_collection_that_goes_while_it_is_read_is_empty(database: Database) -> None:
@@ -80,14 +80,14 @@ def test_a_collection_that_goes_while_it_is_read_is_empty(database: Database) ->
     catalogue.replace("a", [document("boats", BOATS)])
     stamps = {**catalogue.stamps(), "gone": (99, 1)}
     catalogue.stamps = lambda: stamps  # type: ignore[method-assign]
-    assert names(Recogniser(catalogue)) == ["boats#1"]
+    assert names(Recognizer(catalogue)) == ["boats#1"]
 
 
 def test_threads_that_ask_at_once_build_one_index(database: Database) -> None:
     catalogue = Reading(database)
     catalogue.replace("a", [document("boats", BOATS), document("keys", KEYS)])
-    recogniser = Recogniser(catalogue)
+    recognizer = Recognizer(catalogue)
     with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda _: names(recogniser), range(24)))
+        found = list(threads.map(lambda _: names(recognizer), range(24)))
     assert all(each == ["boats#1", "keys#1"] for each in found)
     assert catalogue.read == ["a"]

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
-from ragcache.states import KVKey, KVStates
-from ragcache.states import blob as blob_module
-from ragcache.states.blob import load_blob, map_blob, read_blob, to_blob
-from ragcache.states.quantised import QuantisedStates, StoredStates, quantise, tensors_of
+from ragcache.states import KVKey, KVStates, serialization
+from ragcache.states.quantization import QuantizedStates, StoredStates, quantize, tensors_of
+from ragcache.states.serialization import load_blob, map_blob, read_blob, to_blob
 
 KEY = KVKey("ab" * 32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,11 +78,11 @@ def test_a_view_of_part_of_a_run_is_written_as_that_part(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantised_states_come_back_as_they_were_kept(
+def test_quantized_states_come_back_as_they_were_kept(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    states = quantise(draw(dtype), kind)  # type: ignore[arg-type]
-    assert isinstance(states, QuantisedStates)
+    states = quantize(draw(dtype), kind)  # type: ignore[arg-type]
+    assert isinstance(states, QuantizedStates)
     assert_same(read_bytes(to_blob(KEY, states), tmp_path), states)
 
 
@@ -94,7 +93,7 @@ def test_a_run_without_tokens_is_a_blob_too(tmp_path: Path) -> None:
 def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
     from safetensors.torch import load
 
-    states = quantise(draw(torch.bfloat16), "fp8")
+    states = quantize(draw(torch.bfloat16), "fp8")
     read = load(to_blob(KEY, states))
     for name, tensor in tensors_of(states).items():
         assert torch.equal(read[name].view(torch.uint8), tensor.view(torch.uint8))
@@ -131,7 +130,7 @@ def test_writing_to_mapped_states_does_not_reach_the_file(tmp_path: Path) -> Non
 
 def test_loading_asks_for_exactly_the_bytes_of_the_tensors(tmp_path: Path) -> None:
     asked: list[int] = []
-    states = quantise(draw(), "int8")
+    states = quantize(draw(), "int8")
 
     def room(nbytes: int) -> torch.Tensor:
         asked.append(nbytes)
@@ -145,7 +144,7 @@ def test_loading_asks_for_exactly_the_bytes_of_the_tensors(tmp_path: Path) -> No
 def test_blobs_longer_than_a_part_are_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob_module, "_CHUNK", 7)
+    monkeypatch.setattr(serialization, "_CHUNK", 7)
     assert_same(read_bytes(to_blob(KEY, draw()), tmp_path), draw())
 
 
@@ -167,7 +166,7 @@ def test_a_read_that_fails_is_not_called_corrupt(
         raise OSError(errno.EIO, "Input/output error")
 
     path = written(to_blob(KEY, draw()), tmp_path)
-    monkeypatch.setattr(blob_module, "read_blob", fail)
+    monkeypatch.setattr(serialization, "read_blob", fail)
     with pytest.raises(StoreUnreadable, match=r"cannot read .*: Input/output error"):
         load_blob(path, KEY, plain)
 
@@ -229,7 +228,7 @@ def test_a_blob_of_another_format_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = to_blob(KEY, draw())
-    monkeypatch.setattr(blob_module, "FORMAT_VERSION", 999)
+    monkeypatch.setattr(serialization, "FORMAT_VERSION", 999)
     with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(content, tmp_path)
 

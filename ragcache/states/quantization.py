@@ -32,8 +32,8 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedStates:
-    """Quantised keys and values of a run of tokens.
+class QuantizedStates:
+    """Quantized keys and values of a run of tokens.
 
     keys, values: [L, Hkv, S, D], int8 or float8_e4m3fn. key_scales: [L, Hkv, 1, D] and
     value_scales: [L, Hkv, S, 1], float32; an element is its number times its scale. dtype: that of
@@ -61,7 +61,7 @@ class QuantisedStates:
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
         """States in `dtype`, by default the one that they had before, on the same device.
 
-        Against the states that were quantised an element is wrong by at most half of its scale
+        Against the states that were quantized an element is wrong by at most half of its scale
         (int8), or by the larger of 1/16 of itself and 2^-10 of its scale (fp8), and by the rounding
         of `dtype`.
         """
@@ -71,15 +71,15 @@ class QuantisedStates:
         return KVStates(keys, values, self.start)
 
 
-StoredStates = KVStates | QuantisedStates
+StoredStates = KVStates | QuantizedStates
 """What a tier holds."""
 
 
 @keeps_no_workers
-def quantise(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
+def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     """States as a tier of this `kv_dtype` keeps them; the same object where they are so already.
 
-    States that were quantised are restored first: `model` brings them back in their own dtype, but
+    States that were quantized are restored first: `model` brings them back in their own dtype, but
     not the bits that were lost. States that are not finite have no scale and stay as the model
     computed them. Raises `ConfigurationError` for an unknown `kv_dtype`.
     """
@@ -93,11 +93,11 @@ def quantise(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     values, value_scales = _scaled(plain.values, 3, kv_dtype)
     if not (key_scales.isfinite().all() and value_scales.isfinite().all()):
         return plain
-    return QuantisedStates(keys, values, key_scales, value_scales, plain.start, plain.keys.dtype)
+    return QuantizedStates(keys, values, key_scales, value_scales, plain.start, plain.keys.dtype)
 
 
-def quantised_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
-    """The bytes that `quantise` would return, from shapes alone (for finite states)."""
+def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
+    """The bytes that `quantize` would return, from shapes alone (for finite states)."""
     if kv_dtype_of(states) == kv_dtype:
         return states.nbytes
     layers, heads, tokens, size = states.keys.shape
@@ -108,8 +108,8 @@ def quantised_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
 
 
 def restored(states: StoredStates) -> KVStates:
-    """States that attention can read: these themselves unless they are quantised."""
-    return states.restore() if isinstance(states, QuantisedStates) else states
+    """States that attention can read: these themselves unless they are quantized."""
+    return states.restore() if isinstance(states, QuantizedStates) else states
 
 
 def kv_dtype_of(states: StoredStates) -> KVDtype:
@@ -121,7 +121,7 @@ def kv_dtype_of(states: StoredStates) -> KVDtype:
 
 def model_dtype(states: StoredStates) -> torch.dtype:
     """The dtype in which the model computed states."""
-    return states.dtype if isinstance(states, QuantisedStates) else states.keys.dtype
+    return states.dtype if isinstance(states, QuantizedStates) else states.keys.dtype
 
 
 def check_kv_dtype(kv_dtype: str) -> KVDtype:
@@ -148,7 +148,7 @@ def rebuild(tensors: Mapping[str, Tensor], start: int, dtype: torch.dtype) -> St
     if len(tensors) == 2:
         return KVStates(keys, values, start)
     key_scales, value_scales = tensors["key_scales"], tensors["value_scales"]
-    return QuantisedStates(keys, values, key_scales, value_scales, start, dtype)
+    return QuantizedStates(keys, values, key_scales, value_scales, start, dtype)
 
 
 def _scaled(states: Tensor, axis: int, kv_dtype: KVDtype) -> tuple[Tensor, Tensor]:

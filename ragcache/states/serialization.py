@@ -1,7 +1,7 @@
 """States as bytes: one safetensors blob a key, with a checksum that is verified when it is read.
 
 A blob is a safetensors file (8 bytes of length, a JSON header padded with spaces, the tensors).
-Its header tells the format version, the key, the start, the dtype before quantisation, and an xxh3
+Its header tells the format version, the key, the start, the dtype before quantization, and an xxh3
 checksum over all of these, the shapes and the tensors. Tensors start at a multiple of 64 bytes.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.openmp import keeps_no_workers
 from ragcache.states.key import FORMAT_VERSION, KVKey
-from ragcache.states.quantised import StoredStates, model_dtype, rebuild, tensors_of
+from ragcache.states.quantization import StoredStates, model_dtype, rebuild, tensors_of
 
 Allocate = Callable[[int], Tensor]
 """Makes room for so many bytes: uint8, [N], in main memory."""
