@@ -114,7 +114,6 @@ class Answerer:
         """The selection's modules as they are encoded: together where a scaffold says so."""
         tokens = self.tokens.of([hit.module for hit in selection.hits])
         numbers = [hit.module.id for hit in selection.hits]
-        self.encoder.store.ledger.notes.together(numbers)
         self.scaffolds.note(call.collection, numbers)
         return [
             Run(begin, end, tuple(token for ids in tokens[begin:end] for token in ids))

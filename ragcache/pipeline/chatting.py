@@ -124,9 +124,7 @@ class ChatRunner:
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
     def _announce(self, script: Script, options: ChatOptions) -> None:
-        """Notes that these modules stand in one prompt, and begins to bring their states."""
-        modules = [reading.module.id for reading in script.read]
-        self.encoder.store.ledger.notes.together(modules)
+        """Begins to bring the states of these modules."""
         starts = [reading.first for reading in script.read]
         self.encoder.prefetch([r.token_ids for r in script.read], options.encoded, starts)
 

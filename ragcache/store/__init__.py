@@ -30,7 +30,6 @@ from ragcache.store.schemas import SchemaText, SchemaTexts
 from ragcache.store.status import TierStatus, tier_status
 from ragcache.store.store import KVStore
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
-from ragcache.store.values import Values
 from ragcache.store.vectors import Vectors
 
 __all__ = [
@@ -68,7 +67,6 @@ __all__ = [
     "Tier",
     "TierOptions",
     "TierStatus",
-    "Values",
     "Vectors",
     "Wish",
     "choose_victims",

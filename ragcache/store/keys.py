@@ -17,14 +17,15 @@ from sqlalchemy import select, update
 from ragcache.config import NAMESPACE, check_namespace
 from ragcache.errors import ConfigurationError, StoreError, UnknownKey
 from ragcache.store.database import Database
-from ragcache.store.statements import namespace_id
-from ragcache.store.tables import ApiKeyTable, NamespaceTable
+from ragcache.store.statements import insert_new, namespace_id
+from ragcache.store.tables import ApiKeyTable, NamespaceTable, SecretTable
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("user", "admin")
 
 _MARK = "rc-"
+_SERVICE = "service"  # the name of the secret that services share
 _SECRET_BYTES = 32
 _SHOWN = 9  # characters of a secret that stay readable: 36 of its 256 bits
 _NAME = 100  # characters
@@ -113,6 +114,14 @@ class Keys:
                 raise UnknownKey(f"there is no key {key}; `ragcache keys ls` lists them")
             row.revoked_at = row.revoked_at or time.time()
         self._forget()
+
+    def service_secret(self) -> bytes:
+        """Random bytes that all services over this ledger share, made at the first call."""
+        with self._database.transaction() as session:
+            made = {"name": _SERVICE, "value": secrets.token_bytes(_SECRET_BYTES)}
+            insert_new(session, SecretTable, made)
+            kept = select(SecretTable.value).where(SecretTable.name == _SERVICE)
+            return session.scalars(kept).one()
 
     def check(self, secret: str) -> KeyRow | None:
         """The key that a secret belongs to; None where it belongs to none, or to one that was

@@ -15,13 +15,7 @@ from sqlalchemy.orm import Session
 from ragcache.states import KVKey
 from ragcache.store.rows import StateRow
 from ragcache.store.statements import chunks, upsert
-from ragcache.store.tables import (
-    Base,
-    CoRetrievalTable,
-    EvictionTable,
-    ModuleTable,
-    StateTable,
-)
+from ragcache.store.tables import Base, EvictionTable, StateTable
 
 EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
 
@@ -36,11 +30,10 @@ class Pending:
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
     evictions: list[dict[str, Any]] = field(default_factory=list)
     costs: dict[KVKey, float] = field(default_factory=dict)
-    together: Counter[tuple[int, int]] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)  # once written: fetched again, by tier
 
     def __bool__(self) -> bool:
-        return any((self.touches, self.memory, self.evictions, self.costs, self.together))
+        return any((self.touches, self.memory, self.evictions, self.costs))
 
 
 class Notes:
@@ -82,14 +75,6 @@ class Notes:
         with self._lock:
             self._pending.costs[key] = seconds
 
-    def together(self, module_ids: Iterable[int]) -> None:
-        """Modules stood in one prompt."""
-        ids = sorted(set(module_ids))
-        with self._lock:
-            self._pending.together.update(
-                (first, second) for i, first in enumerate(ids) for second in ids[i + 1 :]
-            )
-
     def write(self, session: Session) -> Pending:
         """Writes everything; what was written is returned, for `restore` should the transaction
         fail."""
@@ -99,7 +84,6 @@ class Notes:
             pending.again = _write_memory(session, pending, self._place)
             _write_touches(session, pending, self._place)
             _write_evictions(session, pending)
-            _write_together(session, pending)
         except BaseException:
             self.restore(pending)
             raise
@@ -116,7 +100,6 @@ class Notes:
             pending.evictions += later.evictions
             del pending.evictions[:-EVICTIONS_KEPT]
             pending.costs.update(later.costs)
-            pending.together.update(later.together)
 
 
 def _write_memory(session: Session, pending: Pending, place: str) -> Counter[str]:
@@ -175,14 +158,3 @@ def note_fetched_again(session: Session, places: list[tuple[str, str]]) -> Count
         done = session.connection().execute(statement.values(fetched_again=True), rows)
         marked[tier] = max(0, done.rowcount)  # -1 where a driver does not count
     return marked
-
-
-def _write_together(session: Session, pending: Pending) -> None:
-    for (first, second), count in pending.together.items():
-        table = CoRetrievalTable
-        row = session.get(table, (first, second), with_for_update=True)
-        if row is not None:
-            row.count += count
-        elif len(session.scalars(select(ModuleTable.id).where(
-            ModuleTable.id.in_((first, second)))).all()) == 2:  # fmt: skip
-            session.add(table(first_id=first, second_id=second, count=count))

@@ -11,7 +11,6 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
-from secrets import token_bytes
 from typing import TypeVar
 
 from ragcache import RagCache
@@ -98,7 +97,7 @@ class Numbering:
     """The numbers of every namespace, by a secret that the ledger keeps."""
 
     def __init__(self, rag: RagCache) -> None:
-        self._secret = rag.within(NAMESPACE).values("ragcache.http").keep("ids", token_bytes(32))
+        self._secret = rag.keys.service_secret()
 
     def of(self, namespace: str) -> Numbers:
         if namespace == NAMESPACE:

@@ -1,12 +1,11 @@
-"""LangChain: chat model, retriever, vector store, embeddings, record manager, byte store and loader
-over a `RagCache`, and schemas from prompt templates. Names are loaded on first use."""
+"""LangChain: chat model, retriever, vector store, embeddings, record manager and loader over a
+`RagCache`, and schemas from prompt templates. Names are loaded on first use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ragcache_connectors.langchain.byte_store import RagCacheByteStore
     from ragcache_connectors.langchain.chat_model import ChatRagCache
     from ragcache_connectors.langchain.embeddings import RagCacheEmbeddings
     from ragcache_connectors.langchain.loader import RagCacheLoader
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatRagCache",
-    "RagCacheByteStore",
     "RagCacheEmbeddings",
     "RagCacheLoader",
     "RagCacheRecordManager",
@@ -32,7 +30,6 @@ __all__ = [
 
 _HOMES = {
     "ChatRagCache": "chat_model",
-    "RagCacheByteStore": "byte_store",
     "RagCacheEmbeddings": "embeddings",
     "RagCacheLoader": "loader",
     "RagCacheRecordManager": "record_manager",

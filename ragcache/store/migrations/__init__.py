@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-HEAD = "0004"
-FIRST = "0001"
-"""The tables of before there were migrations: what a ledger without a revision holds."""
+HEAD = "0001"

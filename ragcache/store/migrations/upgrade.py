@@ -7,19 +7,17 @@ from pathlib import Path
 from sqlalchemy import Connection, inspect, text
 
 from ragcache.errors import LedgerTooNew
-from ragcache.store.migrations import FIRST, HEAD
+from ragcache.store.migrations import HEAD
 
 _LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
 
 
 def revision_of(connection: Connection) -> str | None:
-    """The revision of a ledger; that of before there were any, or None where it is empty."""
-    tables = inspect(connection).get_table_names()
-    if "alembic_version" in tables:
-        stamped = connection.scalar(text("SELECT version_num FROM alembic_version"))
-        if stamped is not None:
-            return str(stamped)
-    return FIRST if "collections" in tables else None
+    """The revision of a ledger, or None where it is empty."""
+    if "alembic_version" not in inspect(connection).get_table_names():
+        return None
+    stamped = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return None if stamped is None else str(stamped)
 
 
 def upgrade(connection: Connection) -> None:
@@ -41,6 +39,4 @@ def upgrade(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = connection
-    if current == FIRST and "alembic_version" not in inspect(connection).get_table_names():
-        command.stamp(config, FIRST)
     command.upgrade(config, "head")

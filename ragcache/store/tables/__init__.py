@@ -6,14 +6,12 @@ What changes here needs a migration (`migrations/versions`); a test compares the
 from ragcache.store.tables.base import DEFAULT_NAMESPACE, SHARED, Base
 from ragcache.store.tables.documents import (
     CollectionTable,
-    CoRetrievalTable,
     DocumentTable,
     DocumentTextTable,
     ModuleTable,
     NamespaceTable,
     RecordTable,
     TokenTable,
-    ValueTable,
     VectorTable,
 )
 from ragcache.store.tables.states import (
@@ -29,6 +27,7 @@ from ragcache.store.tables.work import (
     ClaimTable,
     JobStateTable,
     JobTable,
+    SecretTable,
     SessionTable,
 )
 
@@ -38,7 +37,6 @@ __all__ = [
     "ApiKeyTable",
     "Base",
     "ClaimTable",
-    "CoRetrievalTable",
     "CollectionTable",
     "DocumentTable",
     "DocumentTextTable",
@@ -52,9 +50,9 @@ __all__ = [
     "ScaffoldTable",
     "SchemaStateTable",
     "SchemaTable",
+    "SecretTable",
     "SessionTable",
     "StateTable",
     "TokenTable",
-    "ValueTable",
     "VectorTable",
 ]

@@ -90,19 +90,6 @@ class VectorTable(Base):
     vector: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class CoRetrievalTable(Base):
-    """How often two modules, the smaller id first, stood in one prompt."""
-
-    __tablename__ = "co_retrievals"
-    first_id: Mapped[int] = mapped_column(
-        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
-    )
-    second_id: Mapped[int] = mapped_column(
-        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
-    )
-    count: Mapped[int]
-
-
 class RecordTable(Base):
     """What an indexing has written, and when: `space` names the indexing, updated_at is in Unix
     seconds."""
@@ -116,15 +103,3 @@ class RecordTable(Base):
     key: Mapped[str] = mapped_column(primary_key=True)
     group_id: Mapped[str | None]
     updated_at: Mapped[float]
-
-
-class ValueTable(Base):
-    """Bytes under a name of a caller's choice. `key` is UTF-8: PostgreSQL's texts hold no NUL."""
-
-    __tablename__ = "kept_values"
-    namespace_id: Mapped[int] = mapped_column(
-        ForeignKey("namespaces.id", ondelete="CASCADE"), primary_key=True
-    )
-    space: Mapped[str] = mapped_column(primary_key=True)
-    key: Mapped[bytes] = mapped_column(LargeBinary, primary_key=True)
-    value: Mapped[bytes] = mapped_column(LargeBinary)

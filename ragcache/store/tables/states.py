@@ -16,7 +16,7 @@ class StateTable(Base):
     place: which one of the tier: for memory the session, with which it ends; for a disk its folder,
     where the ledger is shared by machines; else empty. `last_use` is a logical clock. expires_at:
     Unix seconds. mode, root, model and format: what the states depend on, of which their key is the
-    digest; for states of before the second revision they are empty.
+    digest.
     """
 
     __tablename__ = "states"

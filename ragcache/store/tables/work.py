@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ForeignKey, Index
+from sqlalchemy import ForeignKey, Index, LargeBinary
 from sqlalchemy.orm import Mapped, mapped_column
 
 from ragcache.store.tables.base import DEFAULT_NAMESPACE, Base
@@ -83,3 +83,11 @@ class ApiKeyTable(Base):
     created_at: Mapped[float]
     last_used: Mapped[float | None]
     revoked_at: Mapped[float | None]
+
+
+class SecretTable(Base):
+    """Random bytes that every service over the ledger shares."""
+
+    __tablename__ = "secrets"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[bytes] = mapped_column(LargeBinary)

@@ -27,7 +27,7 @@ import sys
 from ragcache_connectors.langchain import *
 RagCacheRetriever(collection="notes", state="nowhere")
 RagCacheVectorStore(collection="notes", state="nowhere").as_retriever()
-RagCacheEmbeddings(), RagCacheRecordManager("notes"), RagCacheByteStore()
+RagCacheEmbeddings(), RagCacheRecordManager("notes")
 RagCacheLoader([], collection="notes")
 print([name for name in {HEAVY!r} if name in sys.modules])
 """

@@ -134,11 +134,11 @@ def test_a_folder_that_cannot_be_opened_may_be_tried_again(
 
 def test_after_closing_it_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:
     first = shared_rag(None, tmp_path, model=reader)
-    first.values("kept").put({"a": b"1"})
+    first.records("kept").update(["a"])
     close_shared()
     second = shared_rag(None, tmp_path, model=reader)
     assert second is not first
-    assert second.values("kept").get(["a"]) == [b"1"]
+    assert second.records("kept").keys() == ["a"]
 
 
 def test_without_a_folder_there_is_one_of_the_process(reader: LoadedModel) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sqlalchemy import select
 
 from ragcache import RagCache, SourceDocument
 from ragcache.engine import Engine, assemble, encode
@@ -18,7 +17,6 @@ from ragcache.models import LoadedModel
 from ragcache.models.prompting import prompt_frame
 from ragcache.pipeline import ModuleEncoder
 from ragcache.store import Database, KVStore
-from ragcache.store.tables import CoRetrievalTable
 from tests.ragcache.pipeline.conftest import last_logits
 
 DOCUMENTS = [
@@ -190,15 +188,3 @@ def test_another_model_on_the_same_folder_encodes_its_own_states(
         assert back.delete("notes", ["boats", "keys", "leave"]) == 3
     left = list((tmp_path / "state" / "states").glob("??/*.safetensors"))
     assert len(left) == 1, "the preamble; the other model answered one question alone"
-
-
-def test_modules_that_stand_in_one_prompt_are_counted(tmp_path: Path, model: LoadedModel) -> None:
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=2, private_bytes="8MiB") as rag:
-        rag.ingest("notes", DOCUMENTS)
-        for _ in range(3):
-            rag.ask(QUESTION, collection="notes", k=2)
-        rag.parts.store.ledger.flush()
-        with rag.parts.database.reading() as session:
-            [pair] = session.scalars(select(CoRetrievalTable))
-            assert pair.count == 3
-            assert pair.first_id < pair.second_id

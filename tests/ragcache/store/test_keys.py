@@ -137,3 +137,9 @@ def test_what_is_in_memory_is_told_without_reading(
     clock.now += 6
     assert keys.recall(secret) is None
     assert not seen
+
+
+def test_all_services_over_a_ledger_share_one_secret(database: Database) -> None:
+    first = Keys(database).service_secret()
+    assert len(first) == 32
+    assert Keys(database).service_secret() == first

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 
-from ragcache.store import Catalogue, Database
+from ragcache.store import Database
+from ragcache.store.tables import Base
 from ragcache.store.verify import verify
 from tests.ragcache.store.library import Library
-from tests.ragcache.store.test_database import FIRST_TABLES
 
 NAMES = ("ash", "elm", "fir", "oak")
 LONGEST = 0.25  # seconds until a process is killed
@@ -125,17 +126,14 @@ def kill_migrations(tmp_path: Path, kills: int) -> set[bool]:
     on the time that a migration takes, however busy the machine is."""
     rng, seen, longest = random.Random(7), set(), 0.1
     for turn in range(kills):
-        path = tmp_path / f"old{turn}.sqlite"
-        connection = sqlite3.connect(path)
-        connection.executescript(FIRST_TABLES)
-        connection.close()
+        path = tmp_path / f"new{turn}.sqlite3"
         opening = lambda tell, path=path: (Database.open(path), tell("done"))  # noqa: E731
         done = "done" in run_and_kill(opening, rng.uniform(0.0, longest))
         longest *= 0.8 if done else 1.25
         seen.add(done)
         database = Database.open(path)
-        [module] = Catalogue(database, "tokenizer", None).modules("notes")
-        assert module.text == "The tide is out."
+        with database.engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
         database.close()
     return seen
 

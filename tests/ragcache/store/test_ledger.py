@@ -15,7 +15,7 @@ from ragcache.store.ledger import TierTotals
 from ragcache.store.notes import EVICTIONS_KEPT
 from ragcache.store.rows import Facts, StateRow
 from ragcache.store.statements import CHUNK
-from ragcache.store.tables import CoRetrievalTable, EvictionTable, SessionTable, StateTable
+from ragcache.store.tables import EvictionTable, SessionTable, StateTable
 from tests.ragcache.store.conftest import make_key
 
 
@@ -214,22 +214,6 @@ def test_more_keys_than_one_statement_takes(ledger: Ledger, database: Database) 
     assert [found.key for found in ledger.find(many)] == [make_key(1)]
     ledger.pin(many, True)
     assert ledger.load()[0].pinned
-
-
-def test_how_often_modules_stand_together_is_counted(ledger: Ledger, database: Database) -> None:
-    from ragcache.store import Catalogue, NewDocument, NewModule
-
-    modules = [NewModule(f"m{n}", "t", [n], make_key(n)) for n in range(3)]
-    catalogue = Catalogue(database, "tokenizer", None)
-    catalogue.replace("notes", [NewDocument("a", "", "", modules)])
-    a, b, c = (module.id for module in catalogue.modules("notes"))
-    for ids in ([b, a], [a, b, c], [a, 999]):
-        ledger.notes.together(ids)
-        ledger.flush()
-    with database.reading() as session:
-        rows = session.scalars(select(CoRetrievalTable))
-        counts = {(r.first_id, r.second_id): r.count for r in rows}
-    assert counts == {(a, b): 2, (a, c): 1, (b, c): 1}
 
 
 def test_an_idle_session_still_says_that_it_lives(
