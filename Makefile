@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all check format bench-ttft eval clean
+.PHONY: demo test test-all check house format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -21,6 +21,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Figures of the source tree; import circles and classes that share a name are listed.
+house: $(INSTALLED)
+	-$(BIN)/python tools/house.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,76 @@
+"""The figures of a made-up tree that breaks both rules."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "house.py"))
+FILES = {
+    "ragcache/__init__.py": "",
+    "ragcache/store/__init__.py": "from ragcache.store.disk import Disk\n",
+    "ragcache/store/disk.py": "from . import shapes\nclass Disk: ...\nclass _Row: ...\n",
+    "ragcache/store/shapes.py": "from .disk import Disk\nclass Shape: ...\nclass _Row: ...\n",
+    "ragcache/rag.py": (
+        "from typing import TYPE_CHECKING\n"
+        "from ragcache.store import Disk\n"
+        "if TYPE_CHECKING:\n    from ragcache import demo\n"
+    ),
+    "ragcache/demo.py": "import ragcache.rag\ndef run():\n    from ragcache.rag import Rag\n",
+    "api/ragcache_api/__init__.py": "",
+    "api/ragcache_api/shapes.py": "class Shape: ...\n",
+    "tests/test_rag.py": "class Shape: ...\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+def test_circles_are_found_through_relative_imports_and_submodules(tree: Path) -> None:
+    house = TOOL["measure"](tree)
+    assert house["circles"] == [["ragcache.store.disk", "ragcache.store.shapes"]]
+    assert house["unloaded_circles"] == [["ragcache.demo", "ragcache.rag"]]
+
+
+def test_public_classes_of_one_name_are_found_outside_tests(tree: Path) -> None:
+    house = TOOL["measure"](tree)
+    assert house["doubled_classes"] == {"Shape": ["ragcache.store.shapes", "ragcache_api.shapes"]}
+
+
+def test_importers_are_counted_through_re_exported_names(tree: Path) -> None:
+    importers = TOOL["Tree"](tree).importers()
+    assert importers["ragcache.store.disk"] == {"ragcache.store.shapes", "ragcache.rag"}
+    assert importers["ragcache.store.shapes"] == {"ragcache.store.disk"}
+    assert "ragcache.store.shapes" in TOOL["measure"](tree)["one_importer"]
+
+
+def test_sizes_are_of_the_source(tree: Path) -> None:
+    house = TOOL["measure"](tree)
+    assert (house["files"], house["test_files"]) == (8, 1)
+    assert house["lines"] == sum(text.count("\n") for text in FILES.values()) - 1
+    assert house["import_share"] == pytest.approx(8 / house["lines"])
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_the_exit_code_tells_whether_a_rule_is_broken(
+    tree: Path, capsys: pytest.CaptureFixture[str], broken: bool
+) -> None:
+    if not broken:
+        (tree / "ragcache/store/shapes.py").write_text("")
+    assert TOOL["main"]([str(tree)]) == int(broken)
+    assert (
+        "class Shape: ragcache.store.shapes, ragcache_api.shapes" in capsys.readouterr().out
+    ) == broken
+    TOOL["main"]([str(tree), "--json"])
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert bool(figures["circles"]) == broken

@@ -1,0 +1,151 @@
+"""Figures of the source tree, and two rules: no import circles, no class name defined twice.
+
+`from package import name` imports the submodule of that name, if there is one, and else the
+package's `__init__`. Circles are strongly connected modules over the imports that run when a module
+is loaded: not those in functions or under `TYPE_CHECKING`, whose circles are listed and break no
+rule. A module with one importer is one that exactly one other module imports, anywhere in it: names
+that an `__init__` re-exports count for the modules that they come from, and the `__init__` itself
+only where nothing else imports the module. Classes named `_X` are private to their module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOTS = {"ragcache": ".", "schemas": "schemas", "connectors": "connectors", "api": "api"}
+
+
+class Module:
+    """A source file: its lines, classes, and what it imports when it is loaded and at all."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        nodes = list(ast.walk(tree := ast.parse(text, str(path))))
+        self.name, self.is_package = name, path.name == "__init__.py"
+        self.lines = len(text.splitlines())
+        self.loaded = [each for node in _run_at_load(tree) for each in self._imports(node)]
+        self.imports = [each for node in nodes for each in self._imports(node)]
+        statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        self.import_lines = sum((n.end_lineno or n.lineno) - n.lineno + 1 for n in statements)
+        self.classes = [n.name for n in nodes if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
+
+    def _imports(self, node: ast.AST) -> Iterator[tuple[str, str]]:
+        """The module that is named, and the name taken from it or ""."""
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            parts = self.name.split(".")
+            above = parts[: len(parts) - node.level + self.is_package] if node.level else []
+            source = ".".join(filter(None, [*above, node.module]))
+            yield from ((source, alias.name) for alias in node.names)
+
+
+def _run_at_load(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        if not guarded and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _run_at_load(child)
+
+
+class Tree:
+    """All modules under a root, by name."""
+
+    def __init__(self, root: Path) -> None:
+        self.modules = dict[str, Module]()
+        for folder, base in ROOTS.items():
+            for path in sorted((root / folder).rglob("*.py")):
+                parts = path.relative_to(root / base).with_suffix("").parts
+                name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+                self.modules[name] = Module(name, path)
+
+    def target(self, source: str, name: str) -> str:
+        """The module that an import names; "" outside the tree."""
+        submodule = f"{source}.{name}"
+        return submodule if submodule in self.modules else source if source in self.modules else ""
+
+    def home(self, source: str, name: str) -> str:
+        """The same, past packages that re-export the name."""
+        target = self.target(source, name)
+        if target == source and target and self.modules[target].is_package:
+            for origin, exported in self.modules[target].imports:
+                if exported == name and origin != source:
+                    return self.home(origin, name)
+        return target
+
+    def importers(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {name: set() for name in self.modules}
+        for name, module in self.modules.items():
+            for home in {self.home(*each) for each in module.imports} - {"", name}:
+                found[home].add(name)
+        return {n: by if len(by) < 2 else by - {n.rpartition(".")[0]} for n, by in found.items()}
+
+    def circles(self, imports: str) -> list[list[str]]:
+        graph = {
+            name: {self.target(*each) for each in getattr(module, imports)} - {"", name}
+            for name, module in self.modules.items()
+        }
+        ahead = {name: _reachable(graph, name) for name in graph}  # itself only on a circle
+        rings = {frozenset(o for o in ahead[n] if n in ahead[o]) for n in graph if n in ahead[n]}
+        return sorted(sorted(ring) for ring in rings)
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    found, waiting = set[str](), [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting.extend(new)
+    return found
+
+
+def measure(root: Path) -> dict[str, Any]:
+    """All figures of the tree under `root`; `circles` and `doubled_classes` should be empty."""
+    tree = Tree(root)
+    modules = tree.modules.values()
+    lines = [module.lines for module in modules]
+    homes = dict[str, list[str]]()
+    for name, home in sorted((name, module.name) for module in modules for name in module.classes):
+        homes.setdefault(name, []).append(home)
+    circles = tree.circles("loaded")
+    return {
+        "files": len(lines),
+        "lines": sum(lines),
+        "median_lines": sorted(lines)[len(lines) // 2],
+        "import_share": sum(module.import_lines for module in modules) / sum(lines),
+        "test_files": len(list((root / "tests").rglob("*.py"))),
+        "one_importer": sorted(n for n, by in tree.importers().items() if len(by) == 1),
+        "unloaded_circles": [each for each in tree.circles("imports") if each not in circles],
+        "circles": circles,
+        "doubled_classes": {name: at for name, at in homes.items() if len(at) > 1},
+    }
+
+
+def in_words(house: dict[str, Any]) -> str:
+    short = {n: len(v) if isinstance(v, list | dict) else round(v, 3) for n, v in house.items()}
+    lines = [f"{name.replace('_', ' '):18}{figure:>8,}" for name, figure in short.items()]
+    circles = [*house["circles"], *house["unloaded_circles"]]
+    lines += [f"circle: {' <-> '.join(circle)}" for circle in circles]
+    lines += [f"class {name}: {', '.join(at)}" for name, at in house["doubled_classes"].items()]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the figures; 1 where a rule is broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("root", nargs="?", type=Path, default=Path())
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+    options = parser.parse_args(arguments)
+    house = measure(options.root)
+    print(json.dumps(house, indent=2) if options.json else in_words(house))
+    return int(bool(house["circles"] or house["doubled_classes"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
