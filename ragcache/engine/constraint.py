@@ -64,8 +64,8 @@ class Guarded:
         """See `Constraint.mask`."""
         if self._constraint is None:
             return _NONE_ALLOWED
-        doing = "asking which tokens may follow"
-        return self._tried(doing, self._constraint.mask, _NONE_ALLOWED)
+        none: Tensor | None = _NONE_ALLOWED
+        return self._tried("asking which tokens may follow", self._constraint.mask, none)
 
     def accept(self, token: int) -> bool:
         """Takes a token. Returns whether the answer is complete."""

@@ -4,11 +4,16 @@ No tensors, no database, no files: text comes from the caller, and tokens are co
 that the caller passes in.
 """
 
-from .builder import collection_schema, document_module, expand
-from .characters import carried_text
-from .code import code_schema
-from .compiler import Content, MaxTokens, PromptProgram, prompt_program, turn
-from .errors import (
+from ragcache_schemas.builder import (
+    TraitTable,
+    code_schema,
+    collection_schema,
+    document_module,
+    expand,
+)
+from ragcache_schemas.chat_template import Render, spell_prompt, spell_schema
+from ragcache_schemas.compiler import Content, MaxTokens, PromptProgram, prompt_program, turn
+from ragcache_schemas.errors import (
     DuplicateName,
     ForbiddenMarkup,
     InvalidAttribute,
@@ -27,17 +32,13 @@ from .errors import (
     UnknownElement,
     UnknownName,
 )
-from .index import Catalogue, SchemaIndex, Scope
-from .layout import CountTokens, Layout, Placement, Span, lay_out
-from .lint import Finding, is_prompt, lint_prompt, lint_schema
-from .names import is_name, module_name, module_names
-from .parser import parse_prompt, parse_schema
-from .plan import Piece, Plan
-from .resolve import resolve_prompt
-from .scanner import Limits
-from .spelling import Render, spell_prompt, spell_schema
-from .traits import TraitTable
-from .tree import (
+from ragcache_schemas.layout import CountTokens, Layout, Placement, Span, lay_out
+from ragcache_schemas.lint import Finding, is_prompt, lint_prompt, lint_schema
+from ragcache_schemas.parser import parse_prompt, parse_schema
+from ragcache_schemas.resolve import MemberCatalog, Piece, Plan, SchemaIndex, Scope, resolve_prompt
+from ragcache_schemas.scanner import ScanLimits
+from ragcache_schemas.text import carried_text, is_name, module_name, module_names
+from ragcache_schemas.tree import (
     Arguments,
     Chat,
     Import,
@@ -53,11 +54,10 @@ from .tree import (
     Text,
     Union,
 )
-from .writer import write_prompt, write_schema
+from ragcache_schemas.writer import write_prompt, write_schema
 
 __all__ = [
     "Arguments",
-    "Catalogue",
     "Chat",
     "Content",
     "CountTokens",
@@ -69,9 +69,9 @@ __all__ = [
     "InvalidName",
     "Layout",
     "LimitExceeded",
-    "Limits",
     "Location",
     "MaxTokens",
+    "MemberCatalog",
     "MisplacedText",
     "MissingArgument",
     "Module",
@@ -90,6 +90,7 @@ __all__ = [
     "ReservedName",
     "Role",
     "Scaffold",
+    "ScanLimits",
     "Schema",
     "SchemaIndex",
     "Scope",

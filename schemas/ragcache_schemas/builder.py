@@ -5,18 +5,36 @@ members are all modules of the collection, so that any k documents may be import
 the members are looked up in a catalogue and only `expand` writes them out.
 """
 
+# MERGED ragcache_schemas.traits: Schemas generated from tables of traits: a union per column,
+#   a module per value (§5.6.2).
+# MERGED ragcache_schemas.code: Schemas generated from source code: files, or their classes,
+#   are modules (§5.6.1).
+
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, cast
 
-from .checks import schema_problems
-from .errors import InvalidAttribute, InvalidName, UnknownName
-from .names import name_problem
-from .tree import Chat, Module, Node, Parameter, Schema, SchemaNode, Slot, Text, Union
-
-__all__ = ["collection_schema", "document_module", "expand"]
+from ragcache_schemas.errors import InvalidAttribute, InvalidName, UnknownName
+from ragcache_schemas.text import carried_text, free_name, module_name, module_names, name_problem
+from ragcache_schemas.tree import (
+    Chat,
+    Import,
+    Module,
+    Node,
+    Parameter,
+    Prompt,
+    Schema,
+    SchemaNode,
+    Slot,
+    Text,
+    Union,
+)
+from ragcache_schemas.validate import schema_problems
 
 
 def collection_schema(
@@ -119,3 +137,153 @@ def _checked(schema: Schema) -> Schema:
     for problem in schema_problems(schema):
         raise problem
     return schema
+
+
+_PLACE = re.compile(r"\{column\}|\{value\}")
+
+
+@dataclass(frozen=True)
+class TraitTable:
+    """A table of traits: `columns` gives each column's values, and each value's text.
+
+    Its schema is the preamble and a union for each column; `prompt` picks one value of each. A
+    text says its column too, since a module is encoded alone. Two columns may share a value.
+    """
+
+    name: str
+    columns: Mapping[str, Mapping[str, str]]
+    preamble: str = ""
+
+    @classmethod
+    def from_rows(
+        cls,
+        name: str,
+        rows: Iterable[Mapping[str, str]],
+        *,
+        preamble: str = "",
+        text: str = "{column}: {value}\n",
+    ) -> TraitTable:
+        """The table of what occurs in `rows`, as csv.DictReader gives them; blanks do not count.
+
+        `text` is what a value's module says, with {column} and {value} put in.
+        """
+        columns: dict[str, dict[str, str]] = {}
+        for row in rows:
+            for column, value in row.items():
+                if value and value.strip():
+                    columns.setdefault(column, {})[value] = _filled_traits(text, column, value)
+        return cls(name, columns, preamble)
+
+    @cached_property
+    def names(self) -> dict[tuple[str, str], str]:
+        """The module of each (column, value): the value, after the column's name if it is taken."""
+        taken: set[str] = set()
+        return {
+            (column, value): free_name(
+                [module_name(value), module_name(f"{column}-{value}")], taken
+            )
+            for column, values in self.columns.items()
+            for value in values
+        }
+
+    @cached_property
+    def schema(self) -> Schema:
+        """The schema. Raises PMLError where a name is none."""
+        nodes: list[SchemaNode] = [Text(carried_text(self.preamble))]
+        for column, values in self.columns.items():
+            members = (
+                Module(self.names[column, value], (Text(carried_text(text)),))
+                for value, text in values.items()
+            )
+            nodes.append(Union(tuple(members)))
+        schema = Schema(self.name, tuple(nodes))
+        for problem in schema_problems(schema):
+            raise problem
+        return schema
+
+    def prompt(self, traits: Mapping[str, str], text: str = "") -> Prompt:
+        """The prompt of one row of traits, and of new text after them.
+
+        A column that is not given, or blank, is left out. Raises UnknownName for a column or a
+        value that the table lacks.
+        """
+        unknown = [column for column in traits if column not in self.columns]
+        if unknown:
+            raise _unknown("column", unknown[0], self.columns)
+        imports: list[Import | Text] = []
+        for column, values in self.columns.items():
+            value = traits.get(column)
+            if not value or not value.strip():
+                continue
+            if value not in values:
+                raise _unknown(f"value in {column!r}", value, values)
+            imports.append(Import(self.names[column, value]))
+        return Prompt(self.name, (*imports, Text(text)))
+
+
+def _filled_traits(text: str, column: str, value: str) -> str:
+    put = {"{column}": column, "{value}": value}
+    return _PLACE.sub(lambda found: put[found[0]], text)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> UnknownName:
+    return UnknownName(f"no {what} {name!r}", expected=f"there are: {', '.join(list(known)[:8])}")
+
+
+def code_schema(
+    name: str,
+    files: Mapping[str, str] | Iterable[tuple[str, str]],
+    *,
+    by: Literal["file", "class"] = "file",
+    preamble: str = "",
+    heading: str = "# {path}\n",
+    epilogue: str = "",
+) -> Schema:
+    """preamble, a module for each file of `files` (path to text) in its order, epilogue.
+
+    by="class" also makes each top-level class of a Python file a module nested in that of its
+    file, whose other text is imported with it. Where two paths come to one module name, both stay
+    apart (`module_names`). `heading` begins each file, so that the model can tell them apart.
+    """
+    if by not in ("file", "class"):
+        raise InvalidAttribute(f"by={by!r}", expected='write "file" or "class"')
+    texts = dict(files)
+    names = module_names(texts)
+    modules: list[SchemaNode] = [Text(preamble)]
+    for path, text in texts.items():
+        lines = _lines(text)
+        parts = _classes(path, lines) if by == "class" else [Text("".join(lines))]
+        title = Text(carried_text(heading.replace("{path}", path)))
+        modules.append(Module(names[path], (title, *parts)))
+    schema = Schema(name, (*modules, Text(epilogue)))
+    for problem in schema_problems(schema):
+        raise problem
+    return schema
+
+
+def _lines(text: str) -> list[str]:
+    """The lines, the last with its line break too, so that no file runs into the next."""
+    text = carried_text(text.replace("\r\n", "\n").replace("\r", "\n"))
+    if text and not text.endswith("\n"):
+        text += "\n"
+    return [line + "\n" for line in text.split("\n")[:-1]]  # as Python counts lines
+
+
+def _classes(path: str, lines: list[str]) -> list[SchemaNode]:
+    """A Python file cut at its top-level classes; any other file whole."""
+    try:
+        tree = ast.parse("".join(lines)) if path.endswith((".py", ".pyi")) else ast.Module([], [])
+    except (SyntaxError, ValueError, RecursionError):
+        return [Text("".join(lines))]
+    parts: list[SchemaNode] = []
+    taken: set[str] = set()
+    done = 0
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            decorators = [one.lineno for one in node.decorator_list]
+            first = min([node.lineno, *decorators]) - 1
+            parts.append(Text("".join(lines[done:first])))
+            done = node.end_lineno or first
+            name = free_name([module_name(node.name)], taken)
+            parts.append(Module(name, (Text("".join(lines[first:done])),)))
+    return [*parts, Text("".join(lines[done:]))]

@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .tree import Location
+    from ragcache_schemas.tree import Location
 
 __all__ = [
     "DuplicateName",

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from .errors import SpanTooLong
-from .tree import Chat, Module, Node, Parameter, Path, Schema, Slot, Text, Union
+from ragcache_schemas.errors import SpanTooLong
+from ragcache_schemas.tree import Chat, Module, Node, Parameter, Path, Schema, Slot, Text, Union
 
 __all__ = ["CountTokens", "Layout", "Placement", "Span", "lay_out"]
 

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from .checks import members
-from .document import Report, Warn
-from .errors import PMLError, PMLWarning
-from .index import SchemaIndex
-from .layout import CountTokens, lay_out
-from .parser import read_prompt, read_schema
-from .resolve import resolve_prompt
-from .scanner import Limits
-from .spelling import Render, spell_schema
-from .tree import Chat, Location, Module, Node, Parameter, Prompt, Schema, Text, Union
+from ragcache_schemas.chat_template import Render, spell_schema
+from ragcache_schemas.errors import PMLError, PMLWarning
+from ragcache_schemas.layout import CountTokens, lay_out
+from ragcache_schemas.parser import Report, Warn, read_prompt, read_schema
+from ragcache_schemas.resolve import SchemaIndex, resolve_prompt
+from ragcache_schemas.scanner import ScanLimits
+from ragcache_schemas.tree import (
+    Chat,
+    Location,
+    Module,
+    Node,
+    Parameter,
+    Prompt,
+    Schema,
+    Text,
+    Union,
+)
+from ragcache_schemas.validate import members
 
 __all__ = ["Finding", "Severity", "is_prompt", "lint_prompt", "lint_schema"]
 
@@ -55,7 +63,7 @@ def lint_schema(
     text: str | bytes,
     *,
     source: str = "<string>",
-    limits: Limits | None = None,
+    limits: ScanLimits | None = None,
     count_tokens: CountTokens | None = None,
     render: Render | None = None,
 ) -> list[Finding]:
@@ -68,7 +76,7 @@ def lint_schema(
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:
-        schema = read_schema(text, source, limits or Limits(), report, warn)
+        schema = read_schema(text, source, limits or ScanLimits(), report, warn)
         if any(f.severity == "error" for f in findings):
             return  # what was refused is missing from the tree, and would be found again
         findings.extend(_advice(schema, count_tokens))
@@ -84,13 +92,13 @@ def lint_prompt(
     index: SchemaIndex | None = None,
     *,
     source: str = "<string>",
-    limits: Limits | None = None,
+    limits: ScanLimits | None = None,
 ) -> list[Finding]:
     """The findings in the prompt `text`; against its schema too, if `index` is given."""
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:
-        prompt: Prompt = read_prompt(text, source, limits or Limits(), report, warn)
+        prompt: Prompt = read_prompt(text, source, limits or ScanLimits(), report, warn)
         if index is None or any(f.severity == "error" for f in findings):
             return
         for piece in resolve_prompt(index, prompt).crowded:

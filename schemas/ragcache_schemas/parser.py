@@ -5,37 +5,71 @@ The work is split so that every problem has an exact place and nothing unsafe is
 entities, DTD and network off, the readers build the tree, and `checks` looks at its names.
 """
 
+# MERGED ragcache_schemas.document: A PML text, screened and parsed by lxml: its elements, and
+#   its tags with their places.
+# MERGED ragcache_schemas.reader: From elements to nodes: what the schema reader and the prompt
+#   reader share.
+# MERGED ragcache_schemas.schema_reader: Reads schemas: from the elements of a document to the
+#   tree (Prompt Cache, §3.2).
+# MERGED ragcache_schemas.prompt_reader: Reads prompts: from the elements of a document to the
+#   tree (Prompt Cache, §3.2.1).
+
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar, cast
 
-from .checks import prompt_problems, schema_problems
-from .document import Report, Warn, load
-from .errors import PMLError, PMLWarning
-from .prompt_reader import PromptReader
-from .scanner import Limits
-from .schema_reader import SchemaReader
-from .tree import Prompt, Schema
+from lxml import etree
 
-__all__ = ["parse_prompt", "parse_schema", "read_prompt", "read_schema"]
+from ragcache_schemas.errors import (
+    InvalidAttribute,
+    MisplacedText,
+    PMLError,
+    PMLSyntaxError,
+    PMLWarning,
+    UnknownElement,
+)
+from ragcache_schemas.scanner import CDATA_ADVICE, ScanLimits, Tag, apply, balance, decode, scan
+from ragcache_schemas.text import PARAMETER, RESERVED, ROLES, tidy
+from ragcache_schemas.tree import (
+    Chat,
+    Import,
+    Location,
+    Module,
+    Node,
+    Parameter,
+    Prompt,
+    PromptNode,
+    Role,
+    Scaffold,
+    Schema,
+    SchemaNode,
+    Slot,
+    Text,
+    Union,
+)
+from ragcache_schemas.validate import prompt_problems, schema_problems
 
 
 def parse_schema(
-    text: str | bytes, *, source: str = "<string>", limits: Limits | None = None
+    text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None
 ) -> Schema:
     """The schema in `text`. Raises the first PMLError; warns (PMLWarning) of unbalanced turns."""
-    return read_schema(text, source, limits or Limits(), _raise, _warn)
+    return read_schema(text, source, limits or ScanLimits(), _raise, _warn)
 
 
 def parse_prompt(
-    text: str | bytes, *, source: str = "<string>", limits: Limits | None = None
+    text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None
 ) -> Prompt:
     """The prompt in `text`. Raises the first PMLError; warns (PMLWarning) of unbalanced turns."""
-    return read_prompt(text, source, limits or Limits(), _raise, _warn)
+    return read_prompt(text, source, limits or ScanLimits(), _raise, _warn)
 
 
 def read_schema(
-    text: str | bytes, source: str, limits: Limits, report: Report, warn: Warn
+    text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Schema:
     """As `parse_schema`, with each problem given to `report`, which may return."""
     schema = SchemaReader(load(text, source, limits, warn), report, warn).schema()
@@ -45,7 +79,7 @@ def read_schema(
 
 
 def read_prompt(
-    text: str | bytes, source: str, limits: Limits, report: Report, warn: Warn
+    text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Prompt:
     """As `parse_prompt`, with each problem given to `report`, which may return."""
     prompt = PromptReader(load(text, source, limits, warn), report, warn).prompt()
@@ -60,3 +94,355 @@ def _raise(problem: PMLError) -> None:
 
 def _warn(warning: PMLWarning) -> None:
     warnings.warn(warning, stacklevel=5)
+
+
+Element: TypeAlias = etree._Element
+Report: TypeAlias = Callable[[PMLError], None]
+"""Takes a problem: raises it when parsing, keeps it when linting."""
+Warn: TypeAlias = Callable[[PMLWarning], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The root element, and every tag in the order of the text."""
+
+    root: Element
+    tags: list[Tag]
+
+
+def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> Document:
+    """Parses `text` as XML with entities, DTD and network off.
+
+    Raises PMLSyntaxError, ForbiddenMarkup or LimitExceeded.
+    """
+    text = decode(text, source, limits)
+    tags = scan(text, source, limits)
+    edits, warnings = balance(tags)
+    for warning in warnings:
+        warn(warning)
+    if edits:
+        edited = apply(text, edits)
+        tags = scan(text, source, limits, edited=edited, edits=edits)
+        text = edited
+    return Document(_parse(text, source, tags), tags)
+
+
+def _parse(text: str, source: str, tags: list[Tag]) -> Element:
+    # huge_tree lifts libxml2's own limits: `scan` has already applied stricter ones.
+    parser = etree.XMLParser(
+        encoding="utf-8",
+        resolve_entities=False,
+        no_network=True,
+        load_dtd=False,
+        dtd_validation=False,
+        huge_tree=True,
+        remove_comments=True,
+        recover=False,
+    )
+    try:
+        return etree.fromstring(text.encode(), parser)
+    except etree.XMLSyntaxError as error:
+        line, column = error.position
+        where = Location(max(line or 1, 1), max(column or 1, 1), source)
+        before = [tag for tag in tags if (tag.location.line, tag.location.column) <= error.position]
+        element = before[-1].name if before else None
+        problem = f"not well-formed XML: {(error.msg or 'unknown error').strip()}"
+        raise PMLSyntaxError(problem, where, element, CDATA_ADVICE) from None
+
+
+_SPACE = "{http://www.w3.org/XML/1998/namespace}space"
+_FOREIGN = "{http://www.w3.org/2001/XMLSchema-instance}"
+
+N = TypeVar("N")
+
+
+class _Flow(Generic[N]):
+    """Collects the content of one element, and decides what its white space means."""
+
+    def __init__(self, preserve: bool) -> None:
+        self.preserve = preserve
+        self.nodes: list[N] = []
+        self.texts: list[str] = [""]
+        self.places: list[Location | None] = [None]
+        self.inline: list[N] = []
+
+    def text(self, text: str | None, place: Location | None) -> None:
+        if text:
+            self.texts[-1] += text  # at most twice between two tags
+            self.places[-1] = self.places[-1] or place
+
+    def parameter(self, node: N) -> None:
+        self.inline.append(node)
+        self.texts.append("")
+        self.places.append(None)
+
+    def end(self) -> None:
+        texts = self.texts
+        if not self.preserve:
+            texts = tidy(PARAMETER.join(texts)).split(PARAMETER)
+        for index, text in enumerate(texts):
+            if text:
+                self.nodes.append(cast("N", Text(text, location=self.places[index])))
+            if index < len(self.inline):
+                self.nodes.append(self.inline[index])
+        self.texts, self.places, self.inline = [""], [None], []
+
+
+class Reader(Generic[N]):
+    """Walks elements and tags together; problems go to `report`."""
+
+    def __init__(self, document: Document, report: Report, warn: Warn) -> None:
+        self.root = document.root
+        self.report = report
+        self.warn = warn
+        self._tags = iter(document.tags)
+        self._last: Tag | None = None
+        self._preserve = False
+        self._turn: str | None = None
+
+    def next_tag(self) -> Tag:
+        """The next tag in the text."""
+        self._last = next(self._tags)
+        return self._last
+
+    def children(
+        self, element: Element, tag: Tag, make: Callable[[Element, Tag], N | None]
+    ) -> list[N]:
+        """The content of `element`, whose start tag is `tag`; `make` turns elements into nodes."""
+        outer = self._preserve
+        self._preserve = self._keeps_space(element, tag)
+        flow = _Flow[N](self._preserve)
+        flow.text(element.text, tag.text)
+        for child in element:
+            node = make(child, self.next_tag())
+            if isinstance(node, Parameter):
+                flow.parameter(node)
+            else:
+                flow.end()
+                if node is not None:
+                    flow.nodes.append(node)
+            assert self._last is not None
+            flow.text(child.tail, self._last.text)
+        flow.end()
+        if tag.kind == "start":
+            self.next_tag()
+        self._preserve = outer
+        return flow.nodes
+
+    def no_children(self, element: Element, tag: Tag) -> None:
+        """Reports anything inside `element`, which must be empty."""
+        for node in self.children(element, tag, self.skip):
+            if isinstance(node, Text):
+                expected = f"close it as <{tag.name} .../> and put the text outside"
+                problem = f"text inside <{tag.name}>"
+                self.report(MisplacedText(problem, node.location, tag.name, expected))
+
+    def skip(self, element: Element, tag: Tag) -> N | None:
+        """Reports an element that may not stand where it does, and passes over it."""
+        self.report(self.misplaced(element, tag))
+        self.pass_over(element, tag)
+        return None
+
+    def pass_over(self, element: Element, tag: Tag) -> None:
+        """Consumes the tags of `element` and of what is in it."""
+        for child in element:
+            self.pass_over(child, self.next_tag())
+        if tag.kind == "start":
+            self.next_tag()
+
+    def misplaced(self, element: Element, tag: Tag, expected: str = "") -> UnknownElement:
+        """The error for an element that may not stand inside its parent."""
+        parent = element.getparent()
+        within = f" inside <{parent.tag!s}>" if parent is not None else ""
+        expected = expected or f"remove it; in text, {CDATA_ADVICE}"
+        return UnknownElement(f"<{tag.name}>{within}", tag.location, tag.name, expected)
+
+    def chat(
+        self, element: Element, tag: Tag, role: Role, make: Callable[[Element, Tag], N | None]
+    ) -> Chat | None:
+        """A turn; turns do not nest."""
+        if self._turn:
+            expected = f"end the <{self._turn}> turn first"
+            self.report(self.misplaced(element, tag, expected))
+            self.pass_over(element, tag)
+            return None
+        attributes = self.attributes(element, tag, optional=("opens", "closes"))
+        opens = self._flag(attributes, "opens", tag, "yes", "no")
+        closes = self._flag(attributes, "closes", tag, "yes", "no")
+        self._turn = role
+        nodes = cast("list[Node]", self.children(element, tag, make))
+        self._turn = None
+        return Chat(role, tuple(nodes), opens=opens, closes=closes, location=tag.location)
+
+    def attributes(
+        self,
+        element: Element,
+        tag: Tag,
+        required: tuple[str, ...] = (),
+        *,
+        optional: tuple[str, ...] = (),
+    ) -> dict[str, str]:
+        """The attributes of `element`; reports the missing and the unknown."""
+        found = spelled(element)
+        for name in required:
+            if name not in found:
+                problem = f"<{tag.name}> without the attribute {name!r}"
+                expected = f'write <{tag.name} {name}="...">'
+                self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+        known = (*required, *optional)
+        for name in found:
+            if name not in known:
+                problem = f"<{tag.name}> has no attribute {name!r}"
+                expected = f"its attributes are {', '.join(known)}" if known else "it has none"
+                self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+        return found
+
+    def unnamed(self, tag: Tag) -> str:
+        """A name in place of one that is missing, so that it is reported once."""
+        return f"_unnamed-{tag.location.line}-{tag.location.column}"
+
+    def _flag(self, found: dict[str, str], name: str, tag: Tag, yes: str, no: str) -> bool:
+        value = found.get(name, yes)
+        if value not in (yes, no):
+            problem = f'{name}="{value}" on <{tag.name}>'
+            expected = f'write "{yes}" or "{no}"'
+            self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+        return value != no
+
+    def _keeps_space(self, element: Element, tag: Tag) -> bool:
+        value = element.get(_SPACE)
+        if value not in (None, "preserve", "default"):
+            problem = f'xml:space="{value}" on <{tag.name}>'
+            expected = 'write "preserve" or "default"'
+            self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+        return self._preserve if value is None else value == "preserve"
+
+
+def spelled(element: Element) -> dict[str, str]:
+    """The attributes of `element` but xml:space and those of XML Schema instances."""
+    found = {str(name): str(value) for name, value in element.attrib.items()}
+    return {k: v for k, v in found.items() if k != _SPACE and not k.startswith(_FOREIGN)}
+
+
+_LENGTH = re.compile(r"0*[1-9][0-9]{0,6}")
+
+
+class SchemaReader(Reader[SchemaNode]):
+    """Builds one Schema."""
+
+    def schema(self) -> Schema:
+        """The tree of the document, whose root must be <schema>."""
+        tag = self.next_tag()
+        self._scaffolds: list[Scaffold] = []
+        if self.root.tag != "schema":
+            expected = 'a schema begins with <schema name="...">'
+            self.report(self.misplaced(self.root, tag, expected))
+        name = self.attributes(self.root, tag, ("name",)).get("name", self.unnamed(tag))
+        nodes = self.children(self.root, tag, self._top)
+        return Schema(name, tuple(nodes), tuple(self._scaffolds), location=tag.location)
+
+    def _top(self, element: Element, tag: Tag) -> SchemaNode | None:
+        if element.tag == "scaffold":
+            self._scaffolds.append(self._scaffold(element, tag))
+            return None
+        return self._node(element, tag)
+
+    def _node(self, element: Element, tag: Tag) -> SchemaNode | None:
+        match element.tag:
+            case "module":
+                return self._module(element, tag)
+            case "union":
+                return self._union(element, tag)
+            case "param" | "parameter":
+                return self._parameter(element, tag)
+            case role if role in ROLES:
+                return self.chat(element, tag, cast("Role", role), self._node)
+            case "scaffold":
+                expected = "put it directly inside <schema>"
+                self.report(self.misplaced(element, tag, expected))
+            case _:
+                self.report(self.misplaced(element, tag))
+        self.pass_over(element, tag)
+        return None
+
+    def _module(self, element: Element, tag: Tag) -> Module:
+        found = self.attributes(element, tag, ("name",), optional=("cache",))
+        cache = self._flag(found, "cache", tag, "true", "false")
+        nodes = self.children(element, tag, self._node)
+        name = found.get("name", self.unnamed(tag))
+        return Module(name, tuple(nodes), cache=cache, location=tag.location)
+
+    def _parameter(self, element: Element, tag: Tag) -> Parameter | None:
+        known = ("len", "length", "scaffold")
+        found = self.attributes(element, tag, ("name",), optional=known)
+        self.no_children(element, tag)
+        lengths = [found[name] for name in ("len", "length") if name in found]
+        if len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]):
+            given = " and ".join(f'"{length}"' for length in lengths) or "none"
+            problem = f"<{tag.name}> needs one length in tokens, and has {given}"
+            expected = 'write len="N" with N from 1 to 9999999'
+            self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+            return None
+        name, scaffold = found.get("name", self.unnamed(tag)), found.get("scaffold")
+        return Parameter(name, int(lengths[0]), scaffold, location=tag.location)
+
+    def _union(self, element: Element, tag: Tag) -> Union | Slot:
+        if "slot" in element.attrib or "collection" in element.attrib:
+            found = self.attributes(element, tag, ("slot", "collection"))
+            self.no_children(element, tag)
+            slot, collection = found.get("slot", ""), found.get("collection", "")
+            return Slot(slot, collection, location=tag.location)
+        scaffold = self.attributes(element, tag, optional=("scaffold",)).get("scaffold")
+        members: list[Module] = []
+        for node in self.children(element, tag, self._member):
+            if isinstance(node, Module):
+                members.append(node)
+            elif isinstance(node, Text) and node.text.strip():
+                expected = "put it into one of the modules, or outside the union"
+                problem = "text directly inside <union>"
+                self.report(MisplacedText(problem, node.location, "union", expected))
+        if scaffold is not None and all(scaffold != member.name for member in members):
+            problem = f"scaffold={scaffold!r} names no member of this union; the first stands in"
+            self.warn(PMLWarning(problem, tag.location))
+            scaffold = None
+        return Union(tuple(members), scaffold, location=tag.location)
+
+    def _member(self, element: Element, tag: Tag) -> Module | None:
+        if element.tag == "module":
+            return self._module(element, tag)
+        self.report(self.misplaced(element, tag, "only <module> may stand directly in a union"))
+        self.pass_over(element, tag)
+        return None
+
+    def _scaffold(self, element: Element, tag: Tag) -> Scaffold:
+        paths = self.attributes(element, tag, ("modules",)).get("modules", "")
+        self.no_children(element, tag)
+        return Scaffold(tuple(tuple(p.split("/")) for p in paths.split()), location=tag.location)
+
+
+class PromptReader(Reader[PromptNode]):
+    """Builds one Prompt."""
+
+    def prompt(self) -> Prompt:
+        """The tree of the document, whose root must be <prompt>."""
+        tag = self.next_tag()
+        if self.root.tag != "prompt":
+            expected = 'a prompt begins with <prompt schema="...">'
+            self.report(self.misplaced(self.root, tag, expected))
+        self.attributes(self.root, tag, ("schema",), optional=tuple(spelled(self.root)))
+        arguments = spelled(self.root)
+        schema = arguments.pop("schema", self.unnamed(tag))
+        nodes = self.children(self.root, tag, self._node)
+        return Prompt(schema, tuple(nodes), tuple(arguments.items()), location=tag.location)
+
+    def _node(self, element: Element, tag: Tag) -> PromptNode | None:
+        if element.tag in ROLES:
+            return self.chat(element, tag, cast("Role", element.tag), self._node)
+        if element.tag in RESERVED:
+            expected = "a prompt imports a module by its own name, as in <miami/>"
+            self.report(self.misplaced(element, tag, expected))
+            self.pass_over(element, tag)
+            return None
+        nodes = self.children(element, tag, self._node)
+        arguments = tuple(spelled(element).items())
+        return Import(tag.name, arguments, tuple(nodes), location=tag.location)

@@ -1,22 +1,26 @@
-"""Resolves a prompt against its schema (Prompt Cache, §3.4): what is reused, and what goes where.
+"""What a prompt comes to (Prompt Cache, §3.4): which text stands where, and what is reused."""
 
-Imported modules and anonymous text take the positions of the layout, arguments those of their
-parameters. A run of new text starts where what stands before it ends: the module imported before
-it, else what the schema always includes before the module imported after it; a run after the last
-import of its level starts after everything there. In the placement "compact" the same order holds,
-and each piece starts where the one before it ends.
-"""
+# MERGED ragcache_schemas.index: A schema made ready for prompts: what each module holds,
+#   where, and what may be imported in it. Built once for a schema; resolving a prompt then
+#   touches only what the prompt imports and what is always included.
+# MERGED ragcache_schemas.resolve: Resolves a prompt against its schema (Prompt Cache, §3.4):
+#   what is reused, and what goes where. Imported modules and anonymous text take the positions
+#   of the layout, arguments those of their parameters. A run of new text starts where what
+#   stands before it ends: the module imported before it, else what the schema always includes
+#   before the module imported after it; a run after the last import of its level starts after
+#   everything there. In the placement "compact" the same order holds, and each piece starts
+#   where the one before it ends.
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from .errors import (
+from ragcache_schemas.errors import (
     DuplicateName,
     MissingArgument,
     PMLError,
@@ -24,14 +28,253 @@ from .errors import (
     UnionConflict,
     UnknownName,
 )
-from .index import Place, SchemaIndex, Scope
-from .plan import Piece, Plan
-from .tree import Arguments, Chat, Import, Location, Path, Prompt, PromptNode, Role, Text
+from ragcache_schemas.layout import CountTokens, Layout, Placement, lay_out
+from ragcache_schemas.tree import (
+    Arguments,
+    Chat,
+    Import,
+    Location,
+    Module,
+    Node,
+    Parameter,
+    Path,
+    Prompt,
+    PromptNode,
+    Role,
+    Scaffold,
+    Schema,
+    Slot,
+    Text,
+    Union,
+)
+from ragcache_schemas.validate import schema_problems
 
-__all__ = ["resolve_prompt"]
+PieceKind: TypeAlias = Literal["module", "argument", "new"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of text and the positions of its tokens: `length` of them from `start` on.
+
+    A piece of a "module" has its states in the store (if `cached`), encoded with the module at
+    `path[:-1]` from the position `canonical` on; `start - canonical` is how far they move. An
+    "argument" and "new" text are computed. An argument's tokens take over the first positions of
+    the `reserved` ones of its parameter; the placeholder's states never take part (§3.3).
+    """
+
+    kind: PieceKind
+    path: Path
+    text: str
+    start: int
+    length: int
+    canonical: int
+    role: Role | None = None
+    cached: bool = False
+    reserved: int = 0
+    location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A prompt resolved against its schema.
+
+    `modules` are the imported modules and `pieces` everything in the prompt, anonymous text of the
+    schema included, both in the order of the positions. `scaffolds` are those whose modules are
+    all imported: their states override the single ones (§3.3). `length` is the first position
+    after the prompt.
+
+    `crowded` are new texts with more tokens than there are free positions before the next module:
+    they share positions with it. The paper assumes gaps there; a parameter makes one, and the
+    placement "compact" never crowds.
+    """
+
+    schema: str
+    placement: Placement
+    modules: tuple[Path, ...]
+    pieces: tuple[Piece, ...]
+    scaffolds: tuple[Scaffold, ...]
+    length: int
+    crowded: tuple[Piece, ...] = ()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose states are reused."""
+        return sum(piece.length for piece in self.pieces if piece.cached)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose states are computed for this prompt."""
+        return sum(piece.length for piece in self.pieces if not piece.cached)
+
+
+MemberCatalog: TypeAlias = Callable[[str, str], Module | None]
+"""(collection, module name) to the module; None where the collection has no such module."""
+
+ScopePlace: TypeAlias = tuple[int, ...]
+"""Where in the tree: the numbers of child, grandchild, ...; they compare as the text runs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """The schema or one module: its own content, and the modules that may be imported in it.
+
+    `texts` are its own texts, as pieces of a plan, and `parameters` its own parameters as pieces
+    whose argument is still to come. `union` is the place of the union that it is a member of,
+    `role` the turn that it stands in. `stand_ins` are the texts that fill its unions while its
+    own states are encoded (`scaffold=`); a parameter's stand-in is the text of its piece.
+    """
+
+    path: Path
+    place: ScopePlace
+    texts: tuple[tuple[ScopePlace, Piece], ...]
+    parameters: Mapping[str, tuple[ScopePlace, Piece]]
+    children: Mapping[str, Scope]
+    union: ScopePlace | None = None
+    slot: Slot | None = None
+    role: Role | None = None
+    stand_ins: tuple[tuple[ScopePlace, Piece], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SchemaIndex:
+    """A schema, its layout and its scopes. Build it with `SchemaIndex.of`."""
+
+    schema: Schema
+    layout: Layout
+    root: Scope
+    count_tokens: CountTokens = field(repr=False)
+    catalogue: MemberCatalog | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        schema: Schema,
+        count_tokens: CountTokens,
+        placement: Placement = "schema",
+        *,
+        catalogue: MemberCatalog | None = None,
+        slot_length: Callable[[Slot], int] | None = None,
+    ) -> SchemaIndex:
+        """Checks, lays out and indexes `schema`; linear in its size. Raises PMLError.
+
+        `catalogue` finds the modules that prompts import through slots; `slot_length` is that of
+        `lay_out`.
+        """
+        for problem in schema_problems(schema):
+            raise problem
+        layout = lay_out(schema, count_tokens, placement, slot_length=slot_length)
+        root = _Scopes(layout).scope((), (), schema.children, cache=True)
+        return cls(schema, layout, root, count_tokens, catalogue)
+
+    def find(self, scope: Scope, name: str) -> Scope | None:
+        """The module `name` in `scope`, through the catalogue where `scope` is a slot."""
+        if scope.slot is None:
+            return scope.children.get(name)
+        module = self.catalogue(scope.slot.collection, name) if self.catalogue else None
+        if module is None:
+            return None
+        alone = Schema(self.schema.name, (replace(module, name=name),))
+        layout = lay_out(alone, self.count_tokens, self.layout.placement)
+        span = self.layout[scope.path]
+        if self.layout.placement == "schema" and layout.length > span.length:
+            problem = f"the module {name!r} is {layout.length} tokens long, its slot {span.length}"
+            expected = "build the index with the slot_length of the longest module, or 'compact'"
+            raise SpanTooLong(problem, module.location, name, expected)
+        scopes = _Scopes(layout, scope.path, span.start)
+        slot = scopes.scope((), scope.place, alone.children, cache=True, role=scope.role)
+        return replace(slot.children[name], union=scope.place)
+
+
+class _Scopes:
+    """Walks a tree beside its layout; `base` and `start` place one that fills a slot."""
+
+    def __init__(self, layout: Layout, base: Path = (), start: int = 0) -> None:
+        self.layout, self.base, self.start = layout, base, start
+
+    def scope(
+        self,
+        path: Path,
+        place: ScopePlace,
+        nodes: Sequence[Node],
+        *,
+        cache: bool,
+        union: ScopePlace | None = None,
+        role: Role | None = None,
+    ) -> Scope:
+        texts: list[tuple[ScopePlace, Piece]] = []
+        parameters: dict[str, tuple[ScopePlace, Piece]] = {}
+        children: dict[str, Scope] = {}
+        stand_ins: list[tuple[ScopePlace, Piece]] = []
+
+        def walk(nodes: Sequence[Node], place: ScopePlace, role: Role | None) -> None:
+            for number, node in enumerate(nodes):
+                at = (*place, number)
+                match node:
+                    case Text():
+                        own = (*path, f"#{len(texts)}")
+                        texts.append((at, self._piece("module", own, node.text, role, cache)))
+                    case Parameter():
+                        own = (*path, "@" + node.name)
+                        piece = self._piece("argument", own, node.scaffold or "", role, False)
+                        parameters[node.name] = (at, piece)
+                    case Chat():
+                        walk(node.children, at, node.role)
+                    case Module():
+                        children[node.name] = self._module(path, at, node, None, role)
+                    case Union():
+                        for member_number, member in enumerate(node.members):
+                            inner = self._module(path, (*at, member_number), member, at, role)
+                            children[member.name] = inner
+                        if node.scaffold is not None and node.members:
+                            names = [member.name for member in node.members]
+                            # An unknown name is a warning; the first member stands in (lint).
+                            name = node.scaffold if node.scaffold in names else names[0]
+                            stand_ins.extend(children[name].texts)
+                    case Slot():
+                        inside = (*self.base, *path, node.scope)
+                        children[node.scope] = Scope(inside, at, (), {}, {}, None, node, role)
+
+        walk(nodes, place, role)
+        own_path = (*self.base, *path)
+        return Scope(
+            own_path,
+            place,
+            tuple(texts),
+            parameters,
+            children,
+            union,
+            role=role,
+            stand_ins=tuple(stand_ins),
+        )
+
+    def _module(
+        self, path: Path, at: ScopePlace, node: Module, union: ScopePlace | None, role: Role | None
+    ) -> Scope:
+        inner = (*path, node.name)
+        return self.scope(inner, at, node.children, cache=node.cache, union=union, role=role)
+
+    def _piece(
+        self,
+        kind: Literal["module", "argument"],
+        path: Path,
+        text: str,
+        role: Role | None,
+        cached: bool,
+    ) -> Piece:
+        span = self.layout[path]
+        start = self.start + span.start
+        length, reserved = (span.length, 0) if kind == "module" else (0, span.length)
+        whole = (*self.base, *path)
+        return Piece(kind, whole, text, start, length, start, role, cached, reserved)
+
 
 _END = 1 << 60  # a place after all children
-_Entry: TypeAlias = tuple[Place, Piece]
+_Entry: TypeAlias = tuple[ScopePlace, Piece]
 
 
 def resolve_prompt(index: SchemaIndex, prompt: Prompt) -> Plan:
@@ -52,8 +295,8 @@ class _Resolution:
     def __init__(self, index: SchemaIndex) -> None:
         self.index = index
         self.entries: list[_Entry] = list(index.root.texts)
-        self.modules: list[tuple[Place, Path]] = []
-        self.new: list[Place] = []
+        self.modules: list[tuple[ScopePlace, Path]] = []
+        self.new: list[ScopePlace] = []
 
     def scope(
         self,
@@ -87,7 +330,7 @@ class _Resolution:
     def _imports(self, scope: Scope, nodes: Sequence[Import | Text]) -> list[Scope | None]:
         found: list[Scope | None] = []
         names: set[str] = set()
-        unions: dict[Place, str] = {}
+        unions: dict[ScopePlace, str] = {}
         for node in nodes:
             if isinstance(node, Text):
                 found.append(None)

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 from lxml import etree
 
-from .characters import NOT_XML
-from .checks import prompt_problems, schema_problems
-from .errors import PMLSyntaxError
-from .space import PARAMETER, tidy
-from .tree import (
+from ragcache_schemas.errors import PMLSyntaxError
+from ragcache_schemas.text import NOT_XML, PARAMETER, tidy
+from ragcache_schemas.tree import (
     Arguments,
     Chat,
     Import,
@@ -30,6 +28,7 @@ from .tree import (
     Text,
     Union,
 )
+from ragcache_schemas.validate import prompt_problems, schema_problems
 
 __all__ = ["write_prompt", "write_schema"]
 

@@ -18,7 +18,7 @@ from ragcache_schemas import (
     Text,
     Union,
 )
-from ragcache_schemas.names import RESERVED
+from ragcache_schemas.text import RESERVED
 
 NAMES = st.from_regex(r"\A[a-z_上下école][a-z0-9_.\-文é]{0,7}\Z").filter(
     lambda name: name not in RESERVED and not name.startswith("xml") and "slot-" not in name

@@ -17,12 +17,12 @@ from ragcache_schemas import (
     InvalidAttribute,
     InvalidName,
     LimitExceeded,
-    Limits,
     MisplacedText,
     PMLError,
     PMLSyntaxError,
     PMLWarning,
     ReservedName,
+    ScanLimits,
     UnionConflict,
     UnknownElement,
     UnknownName,
@@ -204,19 +204,19 @@ def test_depth_over_the_limit() -> None:
 
 def test_the_deepest_that_is_allowed_parses() -> None:
     deep = '<module name="m">' * 199 + "</module>" * 199
-    parse_schema(f'<schema name="s">{deep}</schema>', limits=Limits(depth=200))
+    parse_schema(f'<schema name="s">{deep}</schema>', limits=ScanLimits(depth=200))
 
 
 def test_size_over_the_limit() -> None:
     with pytest.raises(LimitExceeded, match="10,000,000"):
         parse_schema('<schema name="s">' + "x" * 10_000_000 + "</schema>")
     with pytest.raises(LimitExceeded):  # counted in bytes, not in characters
-        parse_schema('<schema name="s">' + "文" * 20 + "</schema>", limits=Limits(size=60))
+        parse_schema('<schema name="s">' + "文" * 20 + "</schema>", limits=ScanLimits(size=60))
 
 
 def test_elements_over_the_limit() -> None:
     with pytest.raises(LimitExceeded, match="more than 2 elements"):
-        parse_prompt('<prompt schema="s"><a/><b/></prompt>', limits=Limits(elements=2))
+        parse_prompt('<prompt schema="s"><a/><b/></prompt>', limits=ScanLimits(elements=2))
 
 
 @pytest.mark.parametrize("attack", ["<a " + " " * 200_000, "<" * 200_000, "&" * 200_000,

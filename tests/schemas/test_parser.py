@@ -11,13 +11,13 @@ import pytest
 from ragcache_schemas import (
     Chat,
     Import,
-    Limits,
     Location,
     Module,
     Parameter,
     PMLWarning,
     Prompt,
     Scaffold,
+    ScanLimits,
     Schema,
     Slot,
     Text,
@@ -311,6 +311,6 @@ def test_ten_thousand_modules_of_five_million_characters(between: str) -> None:
 
 
 def test_limits_may_be_set() -> None:
-    parse_schema('<schema name="s"/>', limits=Limits(size=18, depth=1, elements=1))
+    parse_schema('<schema name="s"/>', limits=ScanLimits(size=18, depth=1, elements=1))
     with pytest.raises(ValueError, match="depth limit"):
-        Limits(depth=0)
+        ScanLimits(depth=0)

@@ -1,9 +1,16 @@
 """Writing: parse(write(tree)) == tree, and writing again gives the same text."""
 
+# MERGED tests.schemas.test_xsd: pml.xsd accepts what the parser accepts, and refuses what an
+#   editor can see to be wrong.
+
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from lxml import etree
 from pml_trees import prompts, schemas
 
 from ragcache_schemas import (
@@ -13,7 +20,9 @@ from ragcache_schemas import (
     InvalidName,
     Module,
     Parameter,
+    PMLError,
     PMLSyntaxError,
+    PMLWarning,
     Prompt,
     ReservedName,
     Scaffold,
@@ -108,3 +117,90 @@ def test_a_prompt_that_would_not_parse_is_not_written() -> None:
         write_prompt(Prompt("s", (Import("1a"),)))
     with pytest.raises(ReservedName):
         write_prompt(Prompt("s", (), (("schema", "x"),)))
+
+
+XSD = etree.XMLSchema(etree.fromstring((files("ragcache_schemas") / "pml.xsd").read_bytes()))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def problem(text: str) -> str | None:
+    """What the schema says against `text`."""
+    tree = etree.fromstring(text.encode(), etree.XMLParser(huge_tree=True))
+    return None if XSD.validate(tree) else str(XSD.error_log.last_error)
+
+
+@settings(max_examples=60)
+@given(schemas())
+def test_every_schema_that_is_written_is_valid(schema: Schema) -> None:
+    assert problem(write_schema(schema)) is None
+
+
+@settings(max_examples=60)
+@given(prompts())
+def test_every_prompt_that_is_written_is_valid(prompt: Prompt) -> None:
+    assert problem(write_prompt(prompt)) is None
+
+
+def test_the_reference_files_are_valid(reference_files: list[Path]) -> None:
+    assert [problem(file.read_text(encoding="utf-8")) for file in reference_files] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "examples/pml").rglob("*.xml")), ids=lambda f: f.name
+)
+def test_the_examples_are_valid(file: Path) -> None:
+    assert problem(file.read_text(encoding="utf-8")) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<module name='m'/>",
+        "<schema/>",
+        "<schema name=''/>",
+        "<schema name=' s'/>",
+        "<schema name='s' x='1'/>",
+        "<schema name='s'><b>bold</b></schema>",
+        "<schema name='s'><module/></schema>",
+        "<schema name='s'><module name='a b'/></schema>",
+        "<schema name='s'><module name='1'/></schema>",
+        "<schema name='s'><module name='m' cache='no'/></schema>",
+        "<schema name='s'><module name='m'/><module name='m'/></schema>",
+        "<schema name='s'><module name='m'/><user><union><module name='m'/></union></user>"
+        "</schema>",
+        "<schema name='s'><module name='a'><param name='p' len='1'/><parameter name='p' len='1'/>"
+        "</module></schema>",
+        "<schema name='s'><union>text</union></schema>",
+        "<schema name='s'><union><param name='p' len='1'/></union></schema>",
+        "<schema name='s'><union slot='1' collection='c'/><union slot='1' collection='c'/>"
+        "</schema>",
+        "<schema name='s'><param name='p'/></schema>",
+        "<schema name='s'><param name='p' len='1' length='1'/></schema>",
+        "<schema name='s'><param name='p' len='0'/></schema>",
+        "<schema name='s'><param name='p' len='x'/></schema>",
+        "<schema name='s'><param name='p' len='1'>x</param></schema>",
+        "<schema name='s'><scaffold modules=' '/></schema>",
+        "<schema name='s'><module name='m'><scaffold modules='m'/></module></schema>",
+        "<schema name='s'><user><system/></user></schema>",
+        "<schema name='s'><user><module name='m'><system/></module></user></schema>",
+        "<schema name='s'><user closes='maybe'/></schema>",
+        "<prompt/>",
+        "<prompt schema='s'><module name='m'/></prompt>",
+        "<prompt schema='s'><a><b><param name='p' len='1'/></b></a></prompt>",
+        "<prompt schema='s'><user opens='1'/></prompt>",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_what_is_wrong_is_refused_as_the_parser_does(text: str) -> None:
+    assert problem(text) is not None
+    parse = parse_prompt if text.startswith("<prompt") else parse_schema
+    with pytest.raises((PMLError, PMLWarning)):
+        parse(text)
+
+
+def test_names_may_come_again_in_other_scopes() -> None:
+    text = (
+        "<schema name='s'><module name='m'><module name='m'/><param name='m' len='1'/></module>"
+        "<union><module name='n'><module name='m'/></module></union></schema>"
+    )
+    assert problem(text) is None

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeAlias, get_args, overload
 
-from ..checks import schema_problems
-from ..errors import InvalidAttribute
-from ..tree import Prompt, Role, Schema
-from . import steps
-from .source import FunctionSource, Namespace, read_function, visible_names
-from .translate import translate
+from ragcache_schemas.compiler import steps
+from ragcache_schemas.compiler.steps import FunctionSource, Namespace, read_function, visible_names
+from ragcache_schemas.compiler.translate import translate
+from ragcache_schemas.errors import InvalidAttribute
+from ragcache_schemas.tree import Prompt, Role, Schema
+from ragcache_schemas.validate import schema_problems
 
 __all__ = ["Content", "MaxTokens", "PromptProgram", "prompt_program", "turn"]
 

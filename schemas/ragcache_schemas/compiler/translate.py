@@ -4,25 +4,37 @@ Text between triple quotes follows the white space rule of PML (`space`), every 
 taken as it is. Strings become text of the tree, never markup.
 """
 
+# MERGED ragcache_schemas.compiler.branches: Branches: `if` to a module, `if/else`, `match` and
+#   `a if c else b` to a union (§3.2.4).
+# MERGED ragcache_schemas.compiler.naming: Names for branches: made from the source, so that
+#   they are the same on every run.
+
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast, get_args
+import hashlib
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, get_args
 
-from ..characters import NOT_XML
-from ..errors import ProgramError
-from ..space import PARAMETER, tidy
-from ..tree import Role
-from . import branches
-from .naming import Names
-from .source import Namespace, visible_names
-from .steps import Ask, Call, Say, Step, Turn
+from ragcache_schemas.compiler.steps import (
+    Ask,
+    BranchChoice,
+    Call,
+    Namespace,
+    Option,
+    Say,
+    Step,
+    Turn,
+    visible_names,
+)
+from ragcache_schemas.errors import ProgramError
+from ragcache_schemas.text import NOT_XML, PARAMETER, free_name, module_name, tidy
+from ragcache_schemas.tree import Role
 
 if TYPE_CHECKING:
-    from .program import PromptProgram
+    from ragcache_schemas.compiler.program import PromptProgram
 
-__all__ = ["Translator", "translate"]
 
 _FORMS = "yield text, if, match, `with turn(...)` and calls of other prompt programs"
 _ADVICE: dict[type[ast.AST], tuple[str, str]] = {
@@ -71,9 +83,9 @@ class Translator:
                 case ast.Expr(value=ast.Yield(value=ast.expr() as value)):
                     steps += self.content(value, names)
                 case ast.If():
-                    steps.append(branches.conditional(self, statement, names))
+                    steps.append(conditional(self, statement, names))
                 case ast.Match():
-                    steps.append(branches.matching(self, statement, names))
+                    steps.append(matching(self, statement, names))
                 case ast.With(items=[ast.withitem(context_expr=ast.Call() as call)]):
                     steps.append(self._turn(call, statement, names))
                 case ast.Pass():
@@ -93,7 +105,7 @@ class Translator:
             case ast.Constant(value=str() as text):
                 return self._laid_out([self._say(text, value)], value)
             case ast.IfExp():
-                return [branches.expression(self, value, names)]
+                return [expression(self, value, names)]
             case ast.Call() if (program := self._program(value)) is not None:
                 return [self._call(program, value, value, names)]
         whole = ast.copy_location(ast.FormattedValue(value, -1, None), value)
@@ -175,7 +187,7 @@ class Translator:
 
     def _program(self, call: ast.Call) -> PromptProgram[Any] | None:
         """The prompt program that `call` calls, if it does."""
-        from .program import PromptProgram
+        from ragcache_schemas.compiler.program import PromptProgram
 
         names = {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
         if names & self.parameters or not isinstance(call.func, ast.Name | ast.Attribute):
@@ -213,7 +225,7 @@ class Translator:
         return Call(names.module(program.name), program, arguments, self.source.at(place))
 
     def _turn(self, call: ast.Call, statement: ast.With, names: Names) -> Turn:
-        from .program import turn
+        from ragcache_schemas.compiler.program import turn
 
         role = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
         if role not in get_args(Role) or self.constant(call.func, call) is not turn:
@@ -244,3 +256,156 @@ def _joined(part: ast.FormattedValue) -> ast.JoinedStr:
 
 def _unstarred(argument: ast.expr) -> ast.expr:
     return argument.value if isinstance(argument, ast.Starred) else argument
+
+
+_Fits: TypeAlias = Callable[[Any], bool]
+
+
+def conditional(translator: Translator, statement: ast.If, names: Names) -> BranchChoice:
+    """`if`, with its `elif` and `else`."""
+    tests: list[ast.expr] = []
+    options: list[Option] = []
+    rest: list[ast.stmt] = [statement]
+    while len(rest) == 1 and isinstance(rest[0], ast.If):
+        branch = rest[0]
+        tests.append(branch.test)
+        name = names.module(condition_name(branch.test))
+        options.append(_option(translator, name, branch.body, branch))
+        rest = branch.orelse
+    if any(not isinstance(one, ast.Pass) for one in rest):
+        wanted = else_name(tests[0]) if len(tests) == 1 else "else-" + condition_name(tests[0])
+        options.append(_option(translator, names.module(wanted), rest, rest[0]))
+    return _chosen(translator, statement, tests, options)
+
+
+def expression(translator: Translator, value: ast.IfExp, names: Names) -> BranchChoice:
+    """`a if c else b`."""
+    where = translator.source.at(value)
+    options: list[Option] = []
+    branches = ((condition_name, value.body), (else_name, value.orelse))
+    for name_of, branch in branches:
+        name = names.module(name_of(value.test))
+        options.append(Option(name, tuple(translator.content(branch, Names())), where))
+    return _chosen(translator, value, [value.test], options)
+
+
+def _option(translator: Translator, name: str, body: list[ast.stmt], place: ast.AST) -> Option:
+    return Option(name, translator.body(body, Names()), translator.source.at(place))
+
+
+def _chosen(
+    translator: Translator, place: ast.AST, tests: list[ast.expr], options: list[Option]
+) -> BranchChoice:
+    codes = [translator.source.code(test) for test in tests]
+
+    def pick(names: Namespace) -> int | None:
+        for number, code in enumerate(codes):
+            if eval(code, names):
+                return number
+        return len(codes) if len(options) > len(codes) else None
+
+    return BranchChoice(tuple(options), len(options) > 1, pick, translator.source.at(place))
+
+
+def matching(translator: Translator, statement: ast.Match, names: Names) -> BranchChoice:
+    """`match`: patterns are literals, dotted constants, alternatives of these, and `_`."""
+    subject = condition_name(statement.subject)
+    value = translator.source.code(statement.subject)
+    cases: list[tuple[_Fits, CodeType | None]] = []
+    options: list[Option] = []
+    for case in statement.cases:
+        cases.append((_fits(translator, case.pattern), _guard(translator, case)))
+        if isinstance(case.pattern, ast.MatchAs) and case.guard is None:
+            wanted = ["else-" + subject]
+        else:
+            name = "_" if isinstance(case.pattern, ast.MatchAs) else pattern_name(case.pattern)
+            name += f"-if-{condition_name(case.guard)}" if case.guard else ""
+            wanted = [name, f"{subject}-{name}"]
+        options.append(_option(translator, names.module(*wanted), case.body, case.pattern))
+
+    def pick(names: Namespace) -> int | None:
+        found = eval(value, names)
+        for number, (fits, guard) in enumerate(cases):
+            if fits(found) and (guard is None or eval(guard, names)):
+                return number
+        return None
+
+    return BranchChoice(tuple(options), len(options) > 1, pick, translator.source.at(statement))
+
+
+def _guard(translator: Translator, case: ast.match_case) -> CodeType | None:
+    return None if case.guard is None else translator.source.code(case.guard)
+
+
+def _fits(translator: Translator, pattern: ast.pattern) -> _Fits:
+    match pattern:
+        case ast.MatchValue(value=value):
+            expected = translator.constant(value, pattern)
+            return lambda found: bool(found == expected)
+        case ast.MatchSingleton(value=single):
+            return lambda found: found is single
+        case ast.MatchOr(patterns=patterns):
+            either = [_fits(translator, one) for one in patterns]
+            return lambda found: any(fits(found) for fits in either)
+        case ast.MatchAs(pattern=None, name=None):
+            return lambda _: True
+    raise translator.error(
+        f"the pattern {ast.unparse(pattern)!r} cannot become PML",
+        pattern,
+        "match literals, dotted constants, alternatives of these with |, or _",
+    )
+
+
+_LONGEST = 60
+
+
+class Names:
+    """The names that one scope has given: modules and parameters apart."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.parameters: set[str] = set()
+
+    def module(self, *wanted: str) -> str:
+        """The first of `wanted` that is free, else the last with a number."""
+        return free_name(map(module_name, wanted), self.modules)
+
+    def parameter(self, wanted: str) -> str:
+        """`wanted`, with a number from its second use on."""
+        return free_name([wanted], self.parameters)
+
+
+def condition_name(test: ast.expr) -> str:
+    """`overseas` is "overseas", `days > 3` "days-3", `city == "Rome"` "city-Rome"."""
+    return _short(ast.unparse(test))
+
+
+def else_name(test: ast.expr) -> str:
+    """The name of what happens where `test` does not hold."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return condition_name(test.operand)
+    return "not-" + condition_name(test)
+
+
+def pattern_name(pattern: ast.pattern) -> str:
+    """`case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b"."""
+    return _short(_spelled(pattern))
+
+
+def _spelled(pattern: ast.pattern) -> str:
+    match pattern:
+        case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
+            return str(value)
+        case ast.MatchValue(value=ast.Attribute(attr=name)):
+            return name
+        case ast.MatchOr(patterns=patterns):
+            return "-".join(map(_spelled, patterns))
+        case _:
+            return ast.unparse(pattern)
+
+
+def _short(text: str) -> str:
+    name = module_name(text)
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[:_LONGEST].rstrip('-.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

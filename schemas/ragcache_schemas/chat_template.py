@@ -1,4 +1,4 @@
-r"""Spells chat turns in the words of the model's own template (Prompt Cache, §3.2.3).
+"""Spells chat turns in the words of the model's own template (Prompt Cache, §3.2.3).
 
 The template is a function from messages to text, as tokenizers have it. It is asked once for the
 whole conversation, with marks in place of the contents, and the text between the marks is put
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
-from .errors import TurnMismatch
-from .tree import (
+from ragcache_schemas.errors import TurnMismatch
+from ragcache_schemas.tree import (
     Chat,
     Import,
     Module,
@@ -30,8 +30,6 @@ from .tree import (
     Text,
     Union,
 )
-
-__all__ = ["Render", "spell_prompt", "spell_schema"]
 
 
 class Render(Protocol):

@@ -1,9 +1,24 @@
-"""Names of modules, parameters, schemas and collections.
+"""What white space in PML text means.
 
-A prompt imports a module as an element and gives an argument as an attribute, so both names are
-XML names without a colon: letters of any script, digits, dots, dashes and underscores, not
-beginning with a digit, dot or dash. Schemas and collections are only ever named in attributes.
+A *flow* is the text between two tags of modules, unions or turns; a parameter is part of the flow
+that it stands in, like a word. White space that only lays out the file is not text:
+
+1. a flow of white space alone is no text at all;
+2. a flow that begins with a line break loses its leading blank lines and the indentation that all
+   its lines share; one that begins on the line of the tag keeps all of it, since code might;
+3. white space at the end of a flow that holds a line break becomes one line break;
+4. everything else stays as it is written.
+
+CDATA and character references are only ways to write text: the same rule holds for them. Under
+`xml:space="preserve"` (and until a nested `xml:space="default"`) every character counts.
 """
+
+# MERGED ragcache_schemas.characters: Characters that XML cannot carry, and so PML cannot.
+# MERGED ragcache_schemas.names: Names of modules, parameters, schemas and collections. A
+#   prompt imports a module as an element and gives an argument as an attribute, so both names
+#   are XML names without a colon: letters of any script, digits, dots, dashes and underscores,
+#   not beginning with a digit, dot or dash. Schemas and collections are only ever named in
+#   attributes.
 
 from __future__ import annotations
 
@@ -12,19 +27,54 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from .errors import InvalidName, PMLError, ReservedName
-from .tree import Location
+from ragcache_schemas.errors import InvalidName, PMLError, ReservedName
+from ragcache_schemas.tree import Location
 
-__all__ = [
-    "RESERVED",
-    "ROLES",
-    "free_name",
-    "is_name",
-    "module_name",
-    "module_names",
-    "name_problem",
-    "title_problem",
-]
+WHITE = " \t\n"
+PARAMETER = "\0"  # stands for a parameter in a flow; XML text cannot hold it
+
+
+def tidy(flow: str) -> str:
+    """`flow` without the white space that only lays out the file. Idempotent."""
+    core = flow.strip(WHITE)
+    if not core:
+        return ""
+    head = flow[: len(flow) - len(flow.lstrip(WHITE))]
+    tail = flow[len(flow.rstrip(WHITE)) :]
+    if "\n" in tail:
+        tail = "\n"
+    if "\n" not in head:
+        return head + core + tail
+    return _dedent(head.rpartition("\n")[2] + core) + tail
+
+
+def _dedent(text: str) -> str:
+    lines = text.split("\n")
+    indents = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip(WHITE)]
+    low, high = min(indents), max(indents)  # what these two share at the start, all share
+    shared = 0
+    while shared < len(low) and low[shared] == high[shared]:
+        shared += 1
+    if not shared:
+        return text
+    return "\n".join(line[shared:] if line.strip(WHITE) else "" for line in lines)
+
+
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_BREAKS = re.compile("\n?[\v\f]+\n?")
+
+
+def carried_text(text: str) -> str:
+    """`text` as PML can carry it; a text that it can carry stays as it is.
+
+    A form feed or vertical tab becomes a line break, unless one stands beside it. Lone surrogates
+    become U+FFFD. All other control characters, which no reader would see, go.
+    """
+    if NOT_XML.search(text) is None:
+        return text
+    text = _BREAKS.sub("\n", text)
+    return NOT_XML.sub(lambda found: "\ufffd" if "\ud800" <= found[0] <= "\udfff" else "", text)
+
 
 ROLES = ("system", "user", "assistant")
 RESERVED = frozenset(

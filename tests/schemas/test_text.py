@@ -1,4 +1,7 @@
-"""Names: what may be called what."""
+"""The white space rule; its effects on PML are in test_parser.py."""
+
+# MERGED tests.schemas.test_characters: What XML cannot carry.
+# MERGED tests.schemas.test_names: Names: what may be called what.
 
 from __future__ import annotations
 
@@ -6,8 +9,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_schemas import InvalidName, ReservedName, is_name, module_name
-from ragcache_schemas.names import name_problem, title_problem
+from ragcache_schemas import (
+    InvalidName,
+    Module,
+    ReservedName,
+    Schema,
+    Text,
+    carried_text,
+    is_name,
+    module_name,
+    parse_schema,
+    write_schema,
+)
+from ragcache_schemas.text import PARAMETER, name_problem, tidy, title_problem
+
+
+@given(st.text(st.sampled_from(" \t\nab\r\u3000" + PARAMETER)))
+def test_the_rule_is_idempotent_and_keeps_every_word(flow: str) -> None:
+    once = tidy(flow)
+    assert tidy(once) == once
+    assert once.split() == flow.split()
+    assert once.count(PARAMETER) == flow.count(PARAMETER)
+
+
+@given(st.text(st.sampled_from(" ab")))
+def test_one_line_is_kept_as_it_is(flow: str) -> None:
+    assert tidy(flow) == (flow if flow.strip() else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "carried"),
+    [
+        ("plain\ttext\r\n", "plain\ttext\r\n"),
+        ("page one\fpage two", "page one\npage two"),
+        ("page one\n\f\npage two\v", "page one\npage two\n"),
+        ("\x1b[1mbold\x1b[0m\x00", "[1mbold[0m"),
+        ("a\ud800b\ufffe", "a\ufffdb"),
+    ],
+)
+def test_what_becomes_of_it(text: str, carried: str) -> None:
+    assert carried_text(text) == carried
+
+
+@given(st.text(st.characters(exclude_categories=[])))
+def test_any_text_can_then_be_written_and_read(text: str) -> None:
+    schema = Schema("s", (Module("m", (Text(carried_text(text)),)),))
+    assert parse_schema(write_schema(schema)) == schema
+    assert carried_text(carried_text(text)) == carried_text(text)
 
 
 @pytest.mark.parametrize("name", ["a", "_a", "a.b", "a-b", "a1", "名字", "ñ", "unit.py", "😀"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .errors import (
+from ragcache_schemas.errors import (
     DuplicateName,
     InvalidAttribute,
     InvalidName,
@@ -17,8 +17,8 @@ from .errors import (
     UnionConflict,
     UnknownName,
 )
-from .names import is_name, name_problem, title_problem
-from .tree import (
+from ragcache_schemas.text import is_name, name_problem, title_problem
+from ragcache_schemas.tree import (
     Arguments,
     Chat,
     Import,
@@ -32,8 +32,6 @@ from .tree import (
     Slot,
     Union,
 )
-
-__all__ = ["members", "prompt_problems", "schema_problems"]
 
 _DEPTH = 200  # of trees that programs build; `Limits` holds for texts
 
