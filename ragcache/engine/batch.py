@@ -26,11 +26,6 @@ from ragcache.models import CausalLM, Step
 Ints = NDArray[np.int64]
 
 
-def build_step(model: CausalLM, works: Sequence[Work]) -> Step:
-    """Flattens the works to rows 0..T-1. Logits are wanted of the last row of each that asks."""
-    return StepBuilder(model).build(works)
-
-
 class StepBuilder:
     """Builds steps, and keeps what does not change while the same requests decode."""
 
@@ -41,6 +36,8 @@ class StepBuilder:
         self._frame: _Frame | None = None
 
     def build(self, works: Sequence[Work]) -> Step:
+        """Flattens the works to rows 0..T-1. Logits are wanted of the last row of each that
+        asks."""
         signature = tuple(_shape(work) for work in works)
         if self._frame is None or None in signature or signature != self._signature:
             self._frame = _Frame.of(self.model, works)

@@ -164,10 +164,6 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
-def mebibytes(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
-
-
 def binary_size(nbytes: int) -> str:
     """Bytes in the unit that reads best."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -29,7 +29,7 @@ class DeviceTier:
     """States on one device. Copies run on a stream of their own, beside what computes there on the
     default stream.
 
-    A `put` returns when its copy has ended, so that a thread of `Transfers` waits for it and the
+    A `put` returns when its copy has ended, so that a thread that moves states waits for it and the
     thread that computes does not. With `device="cpu"` it is a second host tier, for tests.
     """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, Segment, encode
-from ragcache.engine.batch import StepBuilder, build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.pool import ChunkPool
 from ragcache.engine.private import Pages, PrivateStates, Room
@@ -70,7 +70,7 @@ class Asked:
         """Logits of token end - 1 and all states, in one pass with nobody else."""
         room = Room.allocate(self.causal, end)
         given = Work(self.segments, room, self.tokens[:end], self.positions[:end])
-        [logits] = self.causal.forward(build_step(self.causal, [given]))
+        [logits] = self.causal.forward(StepBuilder(self.causal).build([given]))
         room.advance(self.positions[:end])
         return logits, room
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ragcache.attention import PageWrite, Rotation, RunWrite, Square
 from ragcache.engine import Segment
-from ragcache.engine.batch import StepBuilder, build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.pool import ChunkPool
 from ragcache.engine.private import Pages
@@ -39,7 +39,7 @@ def test_the_works_are_flattened_in_order(causal: CausalLM) -> None:
         in_room(causal, [], [7], wants_logits=False),
         in_room(causal, [], [0, 1]),
     ]
-    step = build_step(causal, works)
+    step = StepBuilder(causal).build(works)
     assert step.token_ids.tolist() == [t for w in works for t in w.token_ids]
     assert step.position_ids.tolist() == [4, 5, 9, 7, 0, 1]
     assert step.logit_rows.tolist() == [2, 5], "the last row of each work that asks"
@@ -52,7 +52,7 @@ def test_the_works_are_flattened_in_order(causal: CausalLM) -> None:
 def test_paged_rows_before_squares_are_put_in_order(causal: CausalLM, pool: ChunkPool) -> None:
     first, last = (in_pages(causal, pool, 3, seed) for seed in (1, 2))
     works = [first.work(), in_room(causal, [], [0, 1]), last.work()]
-    plan = build_step(causal, works).plan
+    plan = StepBuilder(causal).build(works).plan
     assert plan.pages is not None
     assert plan.pages.rows.tolist() == [0, 3]
     assert plan.own is not None
@@ -66,7 +66,7 @@ def test_runs_are_asked_by_their_readers_and_found_by_the_table(causal: CausalLM
         in_room(causal, [], [0]),
         in_room(causal, [Segment(b, 0), Segment(a, 5)], [13]),
     ]
-    plan = build_step(causal, works).plan
+    plan = StepBuilder(causal).build(works).plan
     assert plan.asking is not None
     assert plan.asking.rows.tolist() == [0, 1, 3, 0, 1, 3]
     assert [(run.begin, run.end) for run in plan.runs] == [(0, 3), (3, 6)]
@@ -76,7 +76,7 @@ def test_runs_are_asked_by_their_readers_and_found_by_the_table(causal: CausalLM
 
 def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
     states = module(causal, 6, start=20)
-    plan = build_step(causal, [in_room(causal, [Segment(states, 20)], [26, 27])]).plan
+    plan = StepBuilder(causal).build([in_room(causal, [Segment(states, 20)], [26, 27])]).plan
     assert plan.asking is not None
     assert plan.asking.rotation is None
     assert plan.asking.distance is None, "that is for ALiBi"
@@ -88,7 +88,7 @@ def test_every_asking_row_turns_as_its_run_was_moved(causal: CausalLM) -> None:
         in_room(causal, [Segment(states, 3)], [9, 10]),
         in_room(causal, [Segment(states, 20)], [26]),
     ]
-    asking = build_step(causal, works).plan.asking
+    asking = StepBuilder(causal).build(works).plan.asking
     assert asking is not None
     assert asking.rotation is not None
     expected = causal.scheme.relocation(torch.tensor([-17, -17, 0]))
@@ -101,7 +101,7 @@ def test_states_are_grouped_by_memory_not_by_content(causal: CausalLM) -> None:
     one = module(causal, 6)
     twin = KVStates(one.keys.clone(), one.values.clone(), one.start)
     works = [in_room(causal, [Segment(states, 0)], [6]) for states in (one, twin, one)]
-    plan = build_step(causal, works).plan
+    plan = StepBuilder(causal).build(works).plan
     assert plan.asking is not None
     assert plan.asking.rows.tolist() == [0, 2, 1]
     assert [run.keys is states.keys for run, states in zip(plan.runs, (one, twin), strict=True)]
@@ -111,12 +111,12 @@ def test_pages_are_written_at_once_and_every_room_by_itself(
     causal: CausalLM, pool: ChunkPool
 ) -> None:
     a, b = (in_pages(causal, pool, 3, seed) for seed in (1, 2))
-    [for_all] = build_step(causal, [a.work(), b.work(3)]).plan.writes
+    [for_all] = StepBuilder(causal).build([a.work(), b.work(3)]).plan.writes
     assert isinstance(for_all, PageWrite)
     assert for_all.rows is None, "all rows of the step"
     assert for_all.index.tolist() == [0, 4, 5, 6]
     rooms = [in_room(causal, [], [0, 1]), in_room(causal, [], [5])]
-    writes = build_step(causal, [rooms[0], b.work(2), rooms[1], a.work()]).plan.writes
+    writes = StepBuilder(causal).build([rooms[0], b.work(2), rooms[1], a.work()]).plan.writes
     assert [(w.begin, w.end) for w in writes if isinstance(w, RunWrite)] == [(0, 2), (4, 5)]
     [paged] = [w for w in writes if isinstance(w, PageWrite)]
     assert paged.rows is not None
@@ -126,11 +126,11 @@ def test_pages_are_written_at_once_and_every_room_by_itself(
 def test_a_room_takes_no_more_than_its_capacity(causal: CausalLM) -> None:
     given = in_room(causal, [], [0, 1, 2])
     given.private.advance([0, 1])
-    [write] = build_step(causal, [Work((), given.private, [7], [2])]).plan.writes
+    [write] = StepBuilder(causal).build([Work((), given.private, [7], [2])]).plan.writes
     assert isinstance(write, RunWrite)
     assert (write.past, write.begin, write.end) == (2, 0, 1)
     with pytest.raises(AssertionError):
-        build_step(causal, [Work((), given.private, [7, 8], [2, 3])])
+        StepBuilder(causal).build([Work((), given.private, [7, 8], [2, 3])])
 
 
 def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
@@ -139,7 +139,7 @@ def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
     early, late = Segment(module(causal, 4), 0), Segment(module(causal, 5, start=6), 6)
 
     def logits(segments: Sequence[Segment], positions: Sequence[int]) -> Tensor:
-        return causal.forward(build_step(causal, [in_room(causal, segments, positions)]))
+        return causal.forward(StepBuilder(causal).build([in_room(causal, segments, positions)]))
 
     with_late = logits([early, late], [4, 5])
     torch.testing.assert_close(with_late, logits([early], [4, 5]), **CLOSE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragcache.engine import Segment
-from ragcache.engine.batch import StepBuilder, build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.pool import ChunkPool
 from ragcache.engine.private import Pages, Room
 from ragcache.models import CausalLM
@@ -116,7 +116,7 @@ def test_a_step_of_a_kept_frame_equals_a_fresh_one(causal: CausalLM, pool: Chunk
     builder, asked = StepBuilder(causal), decoding(causal, pool, [8, 9, 9])
     for _ in range(3):
         works = [each.work() for each in asked]
-        fresh = causal.forward(build_step(causal, works))
+        fresh = causal.forward(StepBuilder(causal).build(works))
         assert torch.equal(causal.forward(builder.build(works)), fresh)
         for each in asked:
             each.computed()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragcache.engine import EncodeJob, Segment, encode
-from ragcache.engine.batch import build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.encoder import Encoding
 from ragcache.models import CausalLM
 from ragcache.models.causal import Step
@@ -125,7 +125,7 @@ def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
     job = EncodeJob(random_tokens(13, seed=1), 10, Segment(root, 0), positions)
     encoding = Encoding(causal, job)
     for count in (1, 5, 1, 4, 2):
-        causal.forward(build_step(causal, [encoding.work(count)]))
+        causal.forward(StepBuilder(causal).build([encoding.work(count)]))
         encoding.computed(count)
     assert encoding.pending == 0
     [whole] = encode(causal, [job])

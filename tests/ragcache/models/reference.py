@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragcache.engine import Context, EncodeJob, Segment, encode
-from ragcache.engine.batch import build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
 from ragcache.models import CausalLM
@@ -73,4 +73,4 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
         )
         for c in contexts
     ]
-    return causal.forward(build_step(causal, works))
+    return causal.forward(StepBuilder(causal).build(works))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, encode
-from ragcache.engine.batch import build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.context import Segment
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
@@ -136,7 +136,7 @@ def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
     torch.testing.assert_close(mine.values, states.values, **CLOSE)
     room = Room.allocate(causal, len(own))
     work = Work((Segment(states, 20),), room, own, positions)
-    [expected] = causal.forward(build_step(causal, [work]))
+    [expected] = causal.forward(StepBuilder(causal).build([work]))
     buffer = with_modules(contiguous, [(tokens, 20)], at=4)
     logits = contiguous.forward(buffer, torch.tensor(own), torch.tensor(positions))
     torch.testing.assert_close(logits, expected, **CLOSE)

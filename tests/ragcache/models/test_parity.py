@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode
-from ragcache.engine.batch import build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.offline import complete
 from ragcache.engine.private import Room
@@ -157,7 +157,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
 def test_a_step_builds_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of all new tokens squared, whatever the model's mask function."""
     causal = CausalLM.patch(tiny_model(family))
-    step = build_step(causal, [Work((), Room.allocate(causal, 20), range(20), range(20))])
+    step = StepBuilder(causal).build([Work((), Room.allocate(causal, 20), range(20), range(20))])
     for name in list(ALL_MASK_ATTENTION_FUNCTIONS.keys()):
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, name, None)
     assert causal.forward(step).shape == (1, 320)

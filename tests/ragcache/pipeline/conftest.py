@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from ragcache.engine import Context
-from ragcache.engine.batch import build_step
+from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
 from ragcache.models import CausalLM, LoadedModel
@@ -26,4 +26,4 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
         Work(c.segments, Room.allocate(causal, len(c.token_ids)), c.token_ids, c.position_ids)
         for c in contexts
     ]
-    return causal.forward(build_step(causal, works))
+    return causal.forward(StepBuilder(causal).build(works))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from ragcache.errors import StoreBudgetExceeded
-from ragcache.states.quantization import quantize, restored
+from ragcache.states import KVKey
+from ragcache.states.quantization import StoredStates, quantize, restored
 from ragcache.store.tiers import DeviceTier, HostTier
-from ragcache.store.transfers import Transfers, promote
 from tests.ragcache.store.conftest import make_key, make_states, same
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -42,7 +44,7 @@ def test_bytes_are_counted_as_the_allocator_rounds_them(device: str) -> None:
 def test_quantized_states_cross_as_they_are_and_are_restored_there(device: str) -> None:
     host, tier = HostTier(10**6, kv_dtype="int8"), DeviceTier(10**6, device)
     host.put(make_key(1), make_states(1, 30))
-    promote(make_key(1), host, tier)
+    tier.put(make_key(1), host.get(make_key(1)))
     expected = restored(quantize(make_states(1, 30), "int8"))
     assert same(on_cpu(tier, 1), expected)  # type: ignore[arg-type]
 
@@ -62,18 +64,21 @@ def test_transfers_beside_compute_never_reach_what_is_being_read() -> None:
     host, tier = HostTier(10**9), DeviceTier(10**9, "cuda")
     for number in range(8):
         host.put(make_key(number), make_states(number, 20_000))
+
+    def promote(key: KVKey) -> StoredStates:
+        tier.put(key, host.get(key))
+        return tier.get(key)
+
     busy = torch.randn(4096, 4096, device="cuda")
     sums = []
-    with Transfers(workers=2) as transfers:
+    with ThreadPoolExecutor(2) as transfers:
         for turn in range(64):
             key = make_key(turn % 8)
-            future = transfers.start(key, lambda key=key: promote(key, host, tier))
-            assert future is not None
-            states = future.result()
+            states = transfers.submit(promote, key).result()
             busy = busy @ busy / 4096  # keeps the stream behind
             sums.append((turn % 8, states.keys.float().mean()))
             tier.delete(key)
-            del states, future
+            del states
     assert all(float(mean) == number for number, mean in sums)
 
 

@@ -13,7 +13,6 @@ from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
 from ragcache.store.tiers import DiskTier, HostTier
 from ragcache.store.tiers import host as host_module
-from ragcache.store.transfers import promote
 from tests.ragcache.store.conftest import make_key, make_states, same
 
 
@@ -64,7 +63,7 @@ def test_memory_that_nothing_was_loaded_into_is_given_back(tmp_path: Path) -> No
     path = disk.path(make_key(1))
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     with pytest.raises(StateCorrupt):
-        promote(make_key(1), disk, host)
+        host.put(make_key(1), disk.load(make_key(1), host.allocate))
     gc.collect()
     assert (host.used_bytes, len(host)) == (0, 0)
 
