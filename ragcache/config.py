@@ -85,3 +85,8 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigurationError(f"cannot read the size {size!r}; write it like 8GiB or 512MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_optional_bytes(size: int | str | None) -> int | None:
+    """As `parse_bytes`; None for no limit."""
+    return None if size is None else parse_bytes(size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 
 from ragcache.planning.plan import Plan
@@ -15,14 +14,6 @@ _SPARE = 0.75  # of the machine's memory that a host tier should take at most
 def advise(plan: Plan, memory_bytes: int | None = None) -> list[str]:
     """Sentences, the most important first. memory_bytes: the machine's, None where unknown."""
     return [*_whether(plan), *_length(plan), *_host(plan, memory_bytes), *_disk(plan), *_time(plan)]
-
-
-def machine_memory() -> int | None:
-    """Bytes of main memory, None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def _whether(plan: Plan) -> Iterator[str]:

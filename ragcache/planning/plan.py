@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.errors import ConfigurationError, NoDocuments
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.planning.break_even import break_even_bandwidth, break_even_tokens
@@ -27,6 +28,13 @@ class Budgets:
     host_bytes: int
     device_bytes: int | None = None
     disk_bytes: int | None = None
+
+    @classmethod
+    def parse(
+        cls, host: int | str, device: int | str | None = None, disk: int | str | None = None
+    ) -> Budgets:
+        """From sizes such as `8GiB`. Raises `ConfigurationError`."""
+        return cls(parse_bytes(host), *map(parse_optional_bytes, (device, disk)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from ragcache.config import parse_bytes
+from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.errors import ConfigurationError
 from ragcache.states.quantization import check_kv_dtype
 from ragcache.store.policy import check_policy
@@ -43,16 +43,12 @@ def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
         on_device = DeviceTier(parse_bytes(options["device_bytes"]), device)
     remote: Tier | None = None
     if "remote" in options:
-        remote = RemoteTier.open(options["remote"], _bytes(options.get("remote_bytes")),
-                                 kv_dtype=kv_dtype)  # fmt: skip
+        budget = parse_optional_bytes(options.get("remote_bytes"))
+        remote = RemoteTier.open(options["remote"], budget, kv_dtype=kv_dtype)
     return {
-        "disk_bytes": _bytes(options.get("disk_bytes")),
+        "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
         "kv_dtype": kv_dtype,
         "policy": check_policy(options.get("policy", "lru")),
         "device": on_device,
         "remote": remote,
     }
-
-
-def _bytes(size: int | str | None) -> int | None:
-    return None if size is None else parse_bytes(size)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
@@ -31,12 +32,19 @@ class Identity:
 
     @classmethod
     def here(cls) -> Identity:
-        return cls(_machine(), os.getpid(), _started(os.getpid()))
+        return cls(_machine(), os.getpid(), _started(psutil.Process()))
 
     def has_ended(self) -> bool:
         """Whether a process of this machine is gone. Of other machines' nothing can be said."""
-        here = self.machine == _machine()
-        return here and (not _runs(self.pid) or _started(self.pid) != self.started)
+        if self.machine != _machine():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() == psutil.STATUS_ZOMBIE or _started(process) != self.started
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
 
 
 @dataclass(slots=True)
@@ -109,29 +117,6 @@ def _machine() -> str:
     return " ".join(facts)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return _state(pid) != "Z"
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold anything."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return []
-
-
-def _state(pid: int) -> str:
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
-def _started(pid: int) -> str:
-    """When a process began, in ticks since the boot; empty where the system does not tell."""
-    fields = _stat(pid)
-    return fields[19] if len(fields) > 19 else ""
+def _started(process: psutil.Process) -> str:
+    """When a process began, in seconds since the boot: the system's clock may be set meanwhile."""
+    return f"{process.create_time() - psutil.boot_time():.2f}"

@@ -56,14 +56,14 @@ def plan(
 
     The corpus is PATHS, or a collection that is stored. Nothing is changed.
     """
-    from ragcache.config import parse_bytes
+    import psutil
+
     from ragcache.planning import Budgets, make_plan
-    from ragcache.planning.advice import advise, machine_memory
+    from ragcache.planning.advice import advise
 
     if bool(paths) == (collection is not None):
         raise ConfigurationError("give either files and folders or --collection")
-    limits = [None if text is None else parse_bytes(text) for text in (device_bytes, disk_bytes)]
-    budgets = Budgets(parse_bytes(host_bytes), *limits)
+    budgets = Budgets.parse(host_bytes, device_bytes, disk_bytes)
     with errors.status("loading the model"):
         from ragcache.models import load_model
 
@@ -71,7 +71,7 @@ def plan(
     corpus = _corpus(loaded, paths or [], collection, state, module_tokens)
     with errors.status("measuring") as status:
         made = make_plan(loaded, corpus, budgets, state, sample=sample, progress=status.update)
-    advice = advise(made, machine_memory())
+    advice = advise(made, psutil.virtual_memory().total)
     if as_json:
         print_json(made.facts() | {"advice": advice})
     else:

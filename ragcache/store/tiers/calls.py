@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+
 from ragcache.errors import RemoteUnavailable, StoreUnreadable
 from ragcache.store.tiers.files import named_os_error
 
@@ -48,25 +50,27 @@ class Calls:
                 f"cannot {verb} under {self.where}: it failed a moment ago and is tried again in "
                 f"{wait:.0f} s"
             )
-        for attempt in range(self.patience.attempts):
-            if attempt:
-                time.sleep(self.patience.pause * 2 ** (attempt - 1))
-            try:
-                return self._within(operation)
-            except FileNotFoundError:
-                raise
-            except Exception as error:  # each protocol has errors of its own
-                if isinstance(error, PermissionError) and verb not in ("write", "delete"):
-                    raise StoreUnreadable(f"cannot {verb} under {self.where}: {error}") from error
-                if isinstance(error, PermissionError) or getattr(error, "errno", None) in _FINAL:
-                    raise named_os_error(error, self.where) from error
-                last = error
-        self._rests_until = self.clock() + self.patience.rest
-        raise RemoteUnavailable(
-            f"cannot {verb} under {self.where}, tried {self.patience.attempts} times "
-            f"({str(last) or type(last).__name__}); check the address, the network and the "
-            "credentials"
-        ) from last
+        attempts = Retrying(
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_attempt(self.patience.attempts),
+            wait=wait_exponential(self.patience.pause),
+            reraise=True,
+        )
+        try:
+            return attempts(lambda: self._within(operation))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if _may_pass(error):
+                self._rests_until = self.clock() + self.patience.rest
+                raise RemoteUnavailable(
+                    f"cannot {verb} under {self.where}, tried {self.patience.attempts} times "
+                    f"({str(error) or type(error).__name__}); check the address, the network and "
+                    "the credentials"
+                ) from error
+            if isinstance(error, PermissionError) and verb not in ("write", "delete"):
+                raise StoreUnreadable(f"cannot {verb} under {self.where}: {error}") from error
+            raise named_os_error(error, self.where) from error
 
     def _within(self, operation: Callable[[], T]) -> T:
         """Runs in a thread that is left behind when its time is up. Raises `TimeoutError`."""
@@ -87,3 +91,10 @@ class Calls:
         if not done:
             raise TimeoutError(f"no answer within {self.patience.seconds:g} s")
         return done[0]
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another attempt may succeed. Each protocol has errors of its own."""
+    final = isinstance(error, FileNotFoundError | PermissionError)
+    final = final or getattr(error, "errno", None) in _FINAL
+    return isinstance(error, Exception) and not final
