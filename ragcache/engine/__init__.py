@@ -4,6 +4,7 @@ from ragcache.engine.constraint import Constraint, MakeConstraint
 from ragcache.engine.context import Context, Segment, assemble, check_window
 from ragcache.engine.encoder import EncodeJob
 from ragcache.engine.handle import Handle
+from ragcache.engine.logprobs import LogprobFormat
 from ragcache.engine.offline import complete, encode
 from ragcache.engine.request import Choice, Completion, Piece, Request
 from ragcache.engine.sampler import Chosen
@@ -22,6 +23,7 @@ __all__ = [
     "Engine",
     "EngineSettings",
     "Handle",
+    "LogprobFormat",
     "MakeConstraint",
     "Piece",
     "Request",

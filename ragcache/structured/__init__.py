@@ -5,7 +5,7 @@ from ragcache.structured.call_scan import InvalidToolCall, ToolCall
 from ragcache.structured.grammar import Grammar
 from ragcache.structured.matching import constraint_of
 from ragcache.structured.tool_calls import ToolCallStream, parse_tool_calls
-from ragcache.structured.tools import ToolStyle, tool_call_grammar, tool_style
+from ragcache.structured.tools import ToolStyle, resolve_tool_choice, tool_call_grammar, tool_style
 
 __all__ = [
     "Grammar",
@@ -17,6 +17,7 @@ __all__ = [
     "ToolStyle",
     "constraint_of",
     "parse_tool_calls",
+    "resolve_tool_choice",
     "tool_call_grammar",
     "tool_style",
 ]

@@ -48,6 +48,26 @@ class Grammar:
         return cls("json_schema", _ANY_OBJECT)
 
     @classmethod
+    def response_format(cls, wanted: Mapping[str, Any] | None) -> Grammar | None:
+        """OpenAI's `response_format`; None where any text will do. Raises `InvalidRequest`."""
+        if wanted is None:
+            return None
+        kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return cls.json_object()
+        if kind != "json_schema":
+            raise InvalidRequest(
+                f"response_format is of type {kind!r:.80}; types: json_schema, json_object, text"
+            )
+        described = wanted.get("json_schema")
+        schema = described.get("schema") if isinstance(described, Mapping) else None
+        if schema is None:
+            raise InvalidRequest("response_format holds no json_schema.schema")
+        return cls.json_schema(schema)
+
+    @classmethod
     def regex(cls, pattern: str) -> Grammar:
         """A text that the whole pattern matches: classes, groups, alternatives and repetition, no
         look-around and no back references."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -52,6 +52,46 @@ def tool_style(tokenizer: Any) -> ToolStyle | None:
     return None
 
 
+def resolve_tool_choice(wanted: object, tools: Sequence[Mapping[str, Any]]) -> str:
+    """`auto`, `none`, `required` or the name of a tool. Raises `InvalidRequest`.
+
+    wanted: OpenAI's `tool_choice`, and what LangChain's programs give: those words, `any`, a
+    boolean, None, a name, or `{"type": "function", "function": {"name": ...}}`. Without tools it is
+    `none`, unless a call is wanted.
+    """
+    words: dict[object, str] = {None: "auto", False: "auto", True: "required", "any": "required"}
+    words |= {word: word for word in ("auto", "none", "required")}
+    if isinstance(wanted, Mapping):
+        function = wanted.get("function", wanted)
+        wanted = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(wanted, str):
+            raise InvalidRequest("tool_choice names no function")
+        words = {}  # a tool may be named like one of them
+    if wanted is not None and not isinstance(wanted, str | bool):
+        raise InvalidRequest(f"tool_choice is {wanted!r:.80}; give auto, any, none or a name")
+    choice = words.get(wanted)
+    if not tools:
+        if choice in ("auto", "none"):
+            return "none"
+        raise InvalidRequest(f"tool_choice is {wanted!r:.80}, and there are no tools")
+    return choice or _named(str(wanted), [_name_of(tool) for tool in tools])
+
+
+def _named(name: str, names: Collection[object]) -> str:
+    if name not in names:
+        known = ", ".join(map(str, names))
+        raise InvalidRequest(
+            f"tool_choice is {name!r:.80}; it must be auto, required or one of {known}"
+        )
+    return name
+
+
+def _name_of(tool: object) -> object:
+    """The name of a tool's function, None where it has none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
 def tool_call_grammar(
     tools: Sequence[Mapping[str, Any]],
     choice: str = "auto",
@@ -70,12 +110,7 @@ def tool_call_grammar(
     """
     style, functions = known_style(style), _functions(tools)
     if choice not in ("auto", "required"):
-        if choice not in functions:
-            raise InvalidRequest(
-                f"tool_choice is {choice!r:.80}; it must be auto, required or one of "
-                f"{', '.join(functions)}"
-            )
-        functions, parallel = {choice: functions[choice]}, False
+        functions, parallel = {choice: functions[_named(choice, functions)]}, False
     opening, closing, key, separator = _NOTATION[style]
     tags = [
         {
@@ -152,13 +187,15 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The schema of the arguments of every tool, by its name."""
     functions: dict[str, Any] = {}
     for number, tool in enumerate(tools, start=1):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
+        name = _name_of(tool)
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"tool {number} has no name")
         if name in functions:
             raise InvalidRequest(f"two tools are named {name!r}")
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        schema = tool.get("function", tool).get("parameters") or {
+            "type": "object",
+            "properties": {},
+        }
         try:
             check_schema(schema)
         except InvalidRequest as error:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rich.text import Text as Styled
 
-from ragcache_schemas import Chat, Layout, Module, Parameter, Schema, Slot, Span, Text, Union
+from ragcache_api.schema_tree import SchemaNode, schema_nodes
+from ragcache_schemas import Layout, Module, Parameter, Schema, Slot, Span, Text, Union
 
 _STYLES = {"module": "bold", "union": "cyan", "param": "green", "slot": "cyan", "text": ""}
 _WHITE = re.compile(r"\s+")
@@ -29,39 +30,28 @@ class Row:
 
 def outline(schema: Schema, layout: Layout) -> list[Row]:
     """The rows of `schema`, whose spans are those of `layout`."""
-    return list(_rows(schema.children, iter(layout.spans), ""))
+    return list(_rows(schema_nodes(schema, layout), ""))
 
 
-def _rows(nodes: Sequence[object], spans: Iterator[Span], guide: str) -> Iterator[Row]:
-    flat = list(_flat(nodes))
-    for number, node in enumerate(flat):
-        last = number == len(flat) - 1
+def _rows(nodes: Sequence[SchemaNode], guide: str) -> Iterator[Row]:
+    for number, node in enumerate(nodes):
+        last = number == len(nodes) - 1
         here, below = guide + ("└── " if last else "├── "), guide + ("    " if last else "│   ")
-        span = next(spans)
-        match node:
-            case Text():
-                yield Row(here, "text", "", span, _WHITE.sub(" ", node.text[:_PREVIEW]))
-            case Parameter():
-                yield Row(here, "param", node.name, span, node.scaffold or "")
-            case Slot():
-                yield Row(here, "slot", node.name, span, f"of the collection {node.collection}")
-            case Union():
-                yield Row(here, "union", f"of {len(node.members)}", span)
-                yield from _rows(node.members, spans, below)
+        match node.part:
+            case Text(text=text):
+                yield Row(here, node.kind, "", node.span, _WHITE.sub(" ", text[:_PREVIEW]))
+            case Parameter(name=name):
+                yield Row(here, node.kind, name, node.span, node.part.scaffold or "")
+            case Slot(name=name, collection=collection):
+                yield Row(here, node.kind, name, node.span, f"of the collection {collection}")
+            case Union(members=members):
+                yield Row(here, node.kind, f"of {len(members)}", node.span)
+                yield from _rows(node.children, below)
             case Module(name=name, children=(Text(text=text),)):
-                next(spans)  # its text, which is shown beside it
-                yield Row(here, "module", name, span, _WHITE.sub(" ", text[:_PREVIEW]))
-            case Module():
-                yield Row(here, "module", node.name, span, "" if node.cache else "not cached")
-                yield from _rows(node.children, spans, below)
-
-
-def _flat(nodes: Sequence[object]) -> Iterator[object]:
-    for node in nodes:
-        if isinstance(node, Chat):
-            yield from _flat(node.children)
-        else:
-            yield node
+                yield Row(here, node.kind, name, node.span, _WHITE.sub(" ", text[:_PREVIEW]))
+            case Module(name=name, cache=cache):
+                yield Row(here, node.kind, name, node.span, "" if cache else "not cached")
+                yield from _rows(node.children, below)
 
 
 def outline_lines(

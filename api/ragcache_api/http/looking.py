@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ragcache import RagCache, SourceDocument
-from ragcache.config import parse_bytes
 from ragcache.engine import Engine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.models import LoadedModel
 from ragcache.planning import Budgets, Corpus, corpus_of_sources, make_plan
-from ragcache.planning.advice import advise, machine_memory
+from ragcache.planning.advice import advise
 from ragcache.store import KVStore, SchemaTexts
 from ragcache.store.verify import Report, verify
-from ragcache_api.http.trees import tree
 from ragcache_api.http.wire.admin import PlanSent
 from ragcache_api.http.wire.documents import SchemaTold
+from ragcache_api.schema_tree import tree
 from ragcache_schemas import lay_out, spell_schema
 
 
@@ -101,11 +102,9 @@ class Looking:
         """What caching a corpus takes and brings; measured beside what runs. Raises
         `DocumentError`, `ConfigurationError` or `UnknownCollection`."""
         corpus = self._corpus(namespace, wanted, module_tokens)
-        sizes = (wanted.device_bytes, wanted.disk_bytes)
-        limits = [None if size is None else parse_bytes(size) for size in sizes]
-        budgets = Budgets(parse_bytes(wanted.host_bytes), *limits)
+        budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
         made = make_plan(self.model, corpus, budgets, self.folder(), sample=wanted.sample)
-        return made.facts() | {"advice": advise(made, machine_memory())}
+        return made.facts() | {"advice": advise(made, psutil.virtual_memory().total)}
 
     def _corpus(self, namespace: str, wanted: PlanSent, module_tokens: int) -> Corpus:
         if (wanted.texts is None) == (wanted.collection is None):

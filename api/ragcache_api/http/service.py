@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from ragcache import RagCache
+from ragcache.engine import LogprobFormat
 from ragcache.errors import DeadlineExceeded
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import Refusal
@@ -18,7 +19,6 @@ from ragcache_api.http.looking import Looking
 from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.recording import Recorder
 from ragcache_api.http.running import Running
-from ragcache_api.http.wire.openai_told import Spelling
 from ragcache_api.settings import ServiceSettings
 
 T = TypeVar("T")
@@ -57,8 +57,8 @@ class Service:
         return self.looking.model.tokenizer
 
     @property
-    def spelling(self) -> Spelling:
-        return Spelling(self.tokenizer)
+    def logprobs(self) -> LogprobFormat:
+        return LogprobFormat(self.tokenizer)
 
     def within(self, namespace: str) -> RagCache:
         """The collections, schemas and modules of a namespace."""

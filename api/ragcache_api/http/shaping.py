@@ -14,11 +14,12 @@ from ragcache.structured import (
     TextDelta,
     ToolCallStream,
     ToolStyle,
+    resolve_tool_choice,
     tool_call_grammar,
     tool_style,
 )
 from ragcache_api.http.errors import Refusal
-from ragcache_api.http.wire.openai import ChatRequest, NamedTool, ResponseFormat, Tool
+from ragcache_api.http.wire.openai import ChatRequest, Tool
 
 _PLAIN = {"name", "description", "parameters"}
 
@@ -35,12 +36,13 @@ class Shape:
     @classmethod
     def of(cls, body: ChatRequest, tokenizer: Any) -> Shape:
         """Raises `InvalidRequest` or `Refusal` (400)."""
-        offered = body.tools if body.tool_choice != "none" else None
-        grammar = _format(body.response_format)
-        if not offered:
-            if body.tool_choice not in (None, "none", "auto"):
-                raise Refusal(400, "invalid-request", "tool_choice needs tools", None,
-                              "tool_choice")  # fmt: skip
+        sent = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
+        grammar = Grammar.response_format(sent["response_format"])
+        try:
+            choice = resolve_tool_choice(sent["tool_choice"], sent["tools"] or ())
+        except InvalidRequest as error:
+            raise Refusal(400, "invalid-request", str(error), None, "tool_choice") from None
+        if choice == "none":
             return cls(None, None, grammar)
         if body.collection is not None:
             raise Refusal(400, "unsupported", "tools and collection do not go together", None,
@@ -50,11 +52,9 @@ class Shape:
             raise Refusal(
                 400, "unsupported", "this model's chat template has no tool calls", None, "tools"
             )
-        tools = [_plain(tool) for tool in offered]
-        choice = body.tool_choice or "auto"
+        tools = [_plain(tool) for tool in body.tools or ()]
         if choice != "auto":
-            name = choice.function.name if isinstance(choice, NamedTool) else choice
-            grammar = tool_call_grammar(tools, name, style=style)
+            grammar = tool_call_grammar(tools, choice, style=style)
         return cls(tools, style, grammar)
 
     def apply(self, generation: Generation) -> Generation:
@@ -127,16 +127,6 @@ def joined(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
     if not calls:
         return {"content": text, "refusal": None}
     return {"content": text or None, "refusal": None, "tool_calls": [*calls.values()]}
-
-
-def _format(wanted: ResponseFormat | None) -> Grammar | None:
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return Grammar.json_object()
-    if wanted.json_schema is None:
-        raise InvalidRequest("response_format of type json_schema needs json_schema")
-    return Grammar.json_schema(wanted.json_schema.schema_)
 
 
 def _plain(tool: Tool) -> dict[str, Any]:

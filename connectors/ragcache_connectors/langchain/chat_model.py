@@ -25,7 +25,7 @@ from ragcache_connectors.langchain.options import Call
 from ragcache_connectors.langchain.replies import Chunks, result
 from ragcache_connectors.langchain.served import Served
 from ragcache_connectors.langchain.structured import structured_output
-from ragcache_connectors.langchain.tools import choice_of, described
+from ragcache_connectors.langchain.tools import described
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -227,10 +227,12 @@ class ChatRagCache(RaggedBatches):
         Raises `InvalidRequest` here, and a call `UnsupportedModel` where the model's chat template
         takes no tools.
         """
+        from ragcache.structured import resolve_tool_choice
+
         with as_langchain():
             formatted = described(tools)
             if tool_choice is not None:
-                kwargs["tool_choice"] = choice_of(tool_choice, formatted)
+                kwargs["tool_choice"] = resolve_tool_choice(tool_choice, formatted)
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
         if strict is not None:

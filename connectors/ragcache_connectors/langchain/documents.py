@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from ragcache.errors import UnstorableMetadata
+from ragcache.documents.metadata import check_metadata
 
 if TYPE_CHECKING:
     from ragcache import RagCache
@@ -25,32 +24,8 @@ def storable(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     given: dates and paths are to be written as text.
     """
     kept = {key: value for key, value in metadata.items() if key != MARK}
-    _check(kept, name, "metadata")
+    check_metadata(kept, name, exact=True)
     return kept
-
-
-def _check(value: Any, name: str, where: str) -> None:
-    if value is None or isinstance(value, bool | int | str):
-        return
-    if isinstance(value, float) and math.isfinite(value):
-        return
-    if isinstance(value, list):
-        for number, each in enumerate(value):
-            _check(each, name, f"{where}[{number}]")
-        return
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if not isinstance(key, str):
-                raise UnstorableMetadata(
-                    f"document {name!r}: the key {key!r} of {where} is no text"
-                )
-            _check(each, name, f"{where}[{key!r}]")
-        return
-    shown = repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
-    raise UnstorableMetadata(
-        f"document {name!r}: {where} is {shown}, which JSON cannot hold; write it as text, or "
-        "leave it out"
-    )
 
 
 def marks(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:

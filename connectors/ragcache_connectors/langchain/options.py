@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
-from ragcache_connectors.langchain.tools import call_grammar, choice_of
+from ragcache_connectors.langchain.tools import call_grammar
 
 if TYPE_CHECKING:
     from ragcache import Generation
@@ -55,13 +55,15 @@ class Call:
     ) -> Call:  # fmt: skip
         """fields: the model's own options; stop, given: those of the call, which come first.
         Raises `InvalidRequest`, `UnsupportedModel`."""
+        from ragcache.structured import Grammar
+
         options = _renamed(fields) | _renamed(given)
         if stop is not None:
             options["stop"] = stop
         _check_model(options.pop("model", None), served.name)
         mode, recognize = options.pop("mode"), options.pop("recognize")
         logprobs = _logprobs(options)
-        form = _form(options.pop("response_format", None))
+        form = Grammar.response_format(options.pop("response_format", None))
         tools, style, grammar = _tools(options, served, form)
         return cls(_generation(options, grammar or form, style), mode, recognize, tools, style,
                    logprobs)  # fmt: skip
@@ -98,39 +100,15 @@ def _logprobs(options: dict[str, Any]) -> bool:
 def _tools(
     options: dict[str, Any], served: Served, form: Grammar | None
 ) -> tuple[list[dict[str, Any]] | None, ToolStyle | None, Grammar | None]:
+    from ragcache.structured import resolve_tool_choice
+
     tools, strict = options.pop("tools", None), bool(options.pop("strict", False))
     wanted, parallel = options.pop("tool_choice", None), options.pop("parallel_tool_calls", True)
-    if not tools:
-        if wanted in (None, "none", "auto", False):
-            return None, None, None
-        raise InvalidRequest(f"tool_choice is {wanted!r:.80}, and there are no tools")
-    choice = choice_of(wanted, tools)
+    choice = resolve_tool_choice(wanted, tools or ())
     if choice == "none":
         return None, None, None
     grammar = call_grammar(tools, choice, served.style, parallel, strict, form)
     return list(tools), served.style, grammar
-
-
-def _form(wanted: object) -> Grammar | None:
-    """OpenAI's `response_format`, which LangChain's agents give too."""
-    from ragcache.structured import Grammar
-
-    if wanted is None:
-        return None
-    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
-    if isinstance(wanted, Mapping) and kind == "json_schema":
-        inner = wanted.get("json_schema")
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        if schema is None:
-            raise InvalidRequest("response_format holds no json_schema.schema")
-        return Grammar.json_schema(schema)
-    if kind == "json_object":
-        return Grammar.json_object()
-    if kind == "text":
-        return None
-    raise InvalidRequest(
-        f"response_format is of type {kind!r:.80}; types: json_schema, json_object, text"
-    )
 
 
 def _generation(

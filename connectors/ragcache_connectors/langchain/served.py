@@ -59,18 +59,6 @@ class Served:
 
     def logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
         """Log-probabilities in OpenAI's form, which LangChain's other chat models give too."""
-        return {
-            "content": [
-                {
-                    **self._entry(each.token, each.logprob or 0.0),
-                    "top_logprobs": [self._entry(*pair) for pair in each.alternatives],
-                }
-                for each in chosen
-            ]
-        }
+        from ragcache.engine import LogprobFormat
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text: str = self.model.tokenizer.decode([token_id], skip_special_tokens=False)
-        # a part of a character has bytes that its text does not tell
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "bytes": known, "logprob": logprob}
+        return LogprobFormat(self.model.tokenizer).chat(chosen)

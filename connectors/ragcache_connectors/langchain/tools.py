@@ -25,38 +25,6 @@ def described(tools: Sequence[Any]) -> list[dict[str, Any]]:
         raise InvalidRequest(f"a tool cannot be described: {error}") from error
 
 
-def choice_of(wanted: object, tools: Sequence[Tool]) -> str:
-    """`auto`, `none`, `required` or the name of a tool. Raises `InvalidRequest`.
-
-    wanted: what LangChain's programs give as `tool_choice`: those, `any`, a boolean, None, or
-    `{"type": "function", "function": {"name": ...}}`.
-    """
-    if isinstance(wanted, Mapping):
-        function = wanted.get("function", wanted)
-        wanted = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(wanted, str):
-            raise InvalidRequest("tool_choice names no function")
-        return _named(wanted, tools)
-    if wanted is None or wanted is False or wanted == "auto":
-        return "auto"
-    if wanted is True or wanted in ("any", "required"):
-        return "required"
-    if wanted == "none":
-        return "none"
-    if not isinstance(wanted, str):
-        raise InvalidRequest(f"tool_choice is {wanted!r:.80}; give auto, any, none or a name")
-    return _named(wanted, tools)
-
-
-def _named(name: str, tools: Sequence[Tool]) -> str:
-    names = [str(tool.get("function", tool).get("name")) for tool in tools]
-    if name not in names:
-        raise InvalidRequest(
-            f"tool_choice is {name!r:.80}; it must be auto, any, none or one of {', '.join(names)}"
-        )
-    return name
-
-
 def call_grammar(
     tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool,
     strict: bool = False, form: Grammar | None = None,

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ragcache import Generation
-from ragcache.errors import InvalidRequest
 from ragcache_api.http.errors import Refusal
 from ragcache_api.http.shaping import Shape, joined
 from ragcache_api.http.wire.openai import ChatRequest
@@ -67,7 +66,7 @@ def test_formats_and_choices_become_grammars() -> None:
     for choice in ("required", named):
         assert shape(tools=[TOOL], tool_choice=choice).grammar is not None
     other = {"type": "function", "function": {"name": "lose"}}
-    with pytest.raises(InvalidRequest, match="lose"):
+    with pytest.raises(Refusal, match="lose"):
         shape(tools=[TOOL], tool_choice=other)
 
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel
-from ragcache.structured import ToolStyle
+from ragcache.structured import ToolStyle, resolve_tool_choice
 from ragcache_connectors.langchain import ChatRagCache
-from ragcache_connectors.langchain.tools import call_grammar, choice_of, described
+from ragcache_connectors.langchain.tools import call_grammar, described
 from tests.connectors.langchain.scripted import AFTER_TOOL, SAID, STRING, scripted
 
 
@@ -141,10 +141,10 @@ def test_a_template_without_tools_is_named(
 
 
 def test_what_cannot_be_chosen_or_described_is_refused(model: ChatRagCache) -> None:
-    with pytest.raises(InvalidRequest, match="must be auto, any, none or one of weather, add"):
+    with pytest.raises(InvalidRequest, match="must be auto, required or one of weather, add"):
         model.bind_tools([weather, add], tool_choice="subtract")
     with pytest.raises(InvalidRequest, match="names no function"):
-        choice_of({"type": "function"}, described([add]))
+        resolve_tool_choice({"type": "function"}, described([add]))
     with pytest.raises(InvalidRequest, match="cannot be described"):
         model.bind_tools([{"nameless": 1}])
 

@@ -30,3 +30,19 @@ def test_a_grammar_needs_a_text(text: str) -> None:
     for make in (Grammar.regex, Grammar.ebnf):
         with pytest.raises(InvalidRequest, match="needs a text"):
             make(text)
+
+
+def test_openais_response_format_becomes_a_grammar() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": None}}}
+    described = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert Grammar.response_format(described) == Grammar.json_schema(schema)
+    assert Grammar.response_format({"type": "json_object"}) == Grammar.json_object()
+    assert Grammar.response_format(None) is Grammar.response_format({"type": "text"}) is None
+
+
+@pytest.mark.parametrize(
+    "wanted", ["json_object", {}, {"type": "xml"}, {"type": "json_schema", "json_schema": {}}]
+)
+def test_another_response_format_is_refused(wanted: object) -> None:
+    with pytest.raises(InvalidRequest, match="response_format"):
+        Grammar.response_format(wanted)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from ragcache.structured import (
     ToolCall,
     ToolStyle,
     parse_tool_calls,
+    resolve_tool_choice,
     tool_call_grammar,
     tool_style,
 )
@@ -131,6 +132,31 @@ def test_a_random_model_calls_tools(style: ToolStyle, choice: str) -> None:
 def test_tools_that_cannot_be_used_are_refused(tools: Any, choice: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         tool_call_grammar(tools, choice)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "choice"),
+    [
+        (None, "auto"), (False, "auto"), ("auto", "auto"), ("none", "none"), (True, "required"),
+        ("any", "required"), ("required", "required"), ("add", "add"),
+        ({"type": "function", "function": {"name": "add"}}, "add"), ({"name": "now"}, "now"),
+    ],
+)  # fmt: skip
+def test_a_choice_is_taken_as_openai_and_langchain_write_it(wanted: Any, choice: str) -> None:
+    assert resolve_tool_choice(wanted, TOOLS) == choice
+
+
+@pytest.mark.parametrize("wanted", ["lose", {"name": "any"}, {"name": 1}, 2, ["add"]])
+def test_other_choices_are_refused(wanted: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice"):
+        resolve_tool_choice(wanted, TOOLS)
+
+
+def test_without_tools_no_call_can_be_required() -> None:
+    assert {resolve_tool_choice(each, []) for each in (None, False, "auto", "none")} == {"none"}
+    for wanted in ("required", "any", True, "add", {"name": "add"}):
+        with pytest.raises(InvalidRequest, match="there are no tools"):
+            resolve_tool_choice(wanted, [])
 
 
 def test_an_unknown_style_is_refused() -> None:

@@ -67,7 +67,7 @@ class _Chat:
         service = call.service
         self.head = Head.of(entry.id, service.model, service.fingerprint, chat=True)
         self._body, self._shape, self._entry = body, shape, entry
-        self._spelling = service.spelling
+        self._logprobs = service.logprobs
         self._readers = [shape.reader() for _ in range(body.n or 1)]
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class _Chat:
         reader = self._readers[index]
         deltas = [reader.feed(choice.text), reader.finish()]
         message = {"role": "assistant", **joined(deltas)}
-        logprobs = self._spelling.chat(choice.chosen) if self._body.logprobs else None
+        logprobs = self._logprobs.chat(choice.chosen) if self._body.logprobs else None
         ending = reader.ending(reason(choice))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": ending}
 
@@ -111,7 +111,7 @@ class _Chat:
             return None
         delta = _delta(piece.choice, said)
         if told and piece.chosen is not None:
-            delta["logprobs"] = self._spelling.chat([piece.chosen])
+            delta["logprobs"] = self._logprobs.chat([piece.chosen])
         return delta
 
 

@@ -73,7 +73,7 @@ class _Completion:
         service = call.service
         self.head = Head.of(entry.id, service.model, service.fingerprint, chat=False)
         self._body, self._entry = body, entry
-        self._spelling = service.spelling
+        self._logprobs = service.logprobs
 
     def choices(self, prompts: list[str]) -> list[dict[str, Any]]:
         """Of all prompts, one after the other."""
@@ -88,7 +88,7 @@ class _Completion:
 
     def _choice(self, index: int, choice: Choice, lead: str) -> dict[str, Any]:
         told = self._body.logprobs is not None
-        logprobs = self._spelling.text(choice.chosen) if told else None
+        logprobs = self._logprobs.text(choice.chosen) if told else None
         return _choice(index, lead + choice.text, logprobs, reason(choice))
 
     async def chunks(
@@ -118,7 +118,7 @@ class _Completion:
             return None
         logprobs = None
         if told and piece.chosen is not None:
-            logprobs = self._spelling.text([piece.chosen], lengths[piece.choice])
+            logprobs = self._logprobs.text([piece.chosen], lengths[piece.choice])
             lengths[piece.choice] += len(logprobs["tokens"][0])
         return _choice(piece.choice, piece.text, logprobs)
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from ragcache import Answer, Source
 from ragcache.engine import Choice
-from ragcache.engine.sampler import Chosen
 from ragcache_api.http.compact import compact
 from ragcache_api.http.wire.common import Told
 
@@ -51,52 +50,6 @@ class Model(Told):
 class Models(Told):
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """Turns token ids into what OpenAI's log-probabilities tell of them."""
-
-    tokenizer: Any
-
-    def token(self, token_id: int) -> str:
-        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
-
-    def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.token(token_id)
-        # a part of a character has bytes that its text does not tell
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": known}
-
-    def chat(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        """`logprobs` of a chat's choice."""
-        content = [
-            {
-                **self.entry(each.token, each.logprob or 0.0),
-                "top_logprobs": [self.entry(*pair) for pair in each.alternatives],
-            }
-            for each in chosen
-        ]
-        return {"content": content, "refusal": None}
-
-    def text(self, chosen: Sequence[Chosen], offset: int = 0) -> dict[str, Any]:
-        """`logprobs` of a text's choice. offset: of its first token, in characters."""
-        tokens = [self.token(each.token) for each in chosen]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        top = [
-            {self.token(token): _finite(value) for token, value in each.alternatives}
-            for each in chosen
-        ]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(each.logprob or 0.0) for each in chosen],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +120,3 @@ def told_sources(answers: Sequence[Answer]) -> list[Source]:
 def reason(choice: Choice) -> str:
     """OpenAI knows no answer that found nothing to read: it has an end, and no sources."""
     return "length" if choice.finish_reason == "length" else "stop"
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # as OpenAI tells what cannot be

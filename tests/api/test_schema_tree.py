@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragcache_api.http.trees import MOST, tree
+from ragcache_api.schema_tree import MOST, tree
 from ragcache_schemas import Module, Schema, Text, Union, lay_out
 
 

@@ -1,0 +1,93 @@
+"""A schema as a tree of nodes with their spans, and that tree as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_schemas import Chat, Layout, Module, Parameter, Schema, Slot, Span, Text, Union
+
+PREVIEW, MOST = 80, 500  # characters of a text; children of one node
+_KINDS = {Text: "text", Parameter: "param", Slot: "slot", Union: "union", Module: "module"}
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaNode:
+    """A text, parameter, slot, union or module of a schema, with its span and what is inside."""
+
+    part: Text | Parameter | Slot | Union | Module
+    kind: str
+    span: Span
+    children: tuple[SchemaNode, ...]
+
+
+def schema_nodes(schema: Schema, layout: Layout) -> tuple[SchemaNode, ...]:
+    """The nodes of `schema` in its order. layout: of the same schema. Turns of a chat, which have
+    no span, give their children."""
+    return _nodes(schema.children, iter(layout.spans))
+
+
+def tree(schema: Schema, layout: Layout) -> dict[str, Any]:
+    """name, kind, tokens and children of everything, in the order of the schema. layout: of the
+    same schema."""
+    children = [_values(node) for node in schema_nodes(schema, layout)]
+    # where modules close up the layout counts no slot
+    tokens = max(layout.length, sum(child["tokens"] for child in children))
+    return _told(schema.name, "schema", tokens, children)
+
+
+def _nodes(parts: Sequence[object], spans: Iterator[Span]) -> tuple[SchemaNode, ...]:
+    return tuple(_node(part, spans) for part in _flat(parts))
+
+
+def _node(part: object, spans: Iterator[Span]) -> SchemaNode:
+    if not isinstance(part, Text | Parameter | Slot | Union | Module):
+        raise TypeError(f"a schema holds no {type(part).__name__}")
+    span = next(spans)
+    below: Sequence[object] = ()
+    if isinstance(part, Union):
+        below = part.members
+    elif isinstance(part, Module):
+        below = part.children
+    return SchemaNode(part, _KINDS[type(part)], span, _nodes(below, spans))
+
+
+def _flat(parts: Sequence[object]) -> Iterator[object]:
+    for part in parts:
+        if isinstance(part, Chat):
+            yield from _flat(part.children)
+        else:
+            yield part
+
+
+def _values(node: SchemaNode) -> dict[str, Any]:
+    children = [_values(child) for child in node.children]
+    # where modules close up a slot has no length of its own
+    below_it = [0, *(child["tokens"] for child in children)]
+    tokens = node.span.length or (max(below_it) if node.kind == "union" else sum(below_it))
+    return _told(_name(node.part), node.kind, tokens, children)
+
+
+def _told(name: str, kind: str, tokens: int, children: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "tokens": tokens, "children": _few(children)}
+
+
+def _few(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    left = len(told) - MOST
+    if left > 0:
+        rest = {"name": f"{left:,} more", "kind": "rest", "tokens": 0, "children": []}
+        return [*told[:MOST], rest]
+    return told
+
+
+def _name(part: Text | Parameter | Slot | Union | Module) -> str:
+    match part:
+        case Text():
+            preview = " ".join(part.text.split())
+            return preview if len(preview) <= PREVIEW else f"{preview[: PREVIEW - 1]}…"
+        case Slot():
+            return f"{part.name} of {part.collection}"
+        case Union():
+            return f"of {len(part.members)}"
+    return part.name
