@@ -17,9 +17,12 @@ import torch
 from ragcache.bench.shapes import LlamaShape
 from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
 from ragcache.models import CausalLM, LanguageModel
-from ragcache.planning import break_even_bandwidth, break_even_tokens
-from ragcache.planning.measuring import median_seconds
-from ragcache.planning.pages import drop_pages
+from ragcache.planning import (
+    break_even_bandwidth,
+    break_even_tokens,
+    drop_pages,
+    median_seconds,
+)
 from ragcache.states import KVKey, KVStates
 from ragcache.store import (
     Database,

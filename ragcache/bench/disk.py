@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ragcache.planning.pages import drop_pages, fill_pages
+from ragcache.planning import drop_pages, fill_pages
 from ragcache.states import KVKey, KVStates
 from ragcache.store.tiers import DiskTier, HostTier
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
+from ragcache.documents.source import SourceDocument
 from ragcache.errors import ConfigurationError
 
 SPLIT_VERSION = 2
@@ -65,6 +66,16 @@ def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> lis
                 pieces.pop()
             pieces.append(whole)
     return pieces
+
+
+def split_document(
+    document: SourceDocument, limit: int, tokenize: Callable[[str], list[int]]
+) -> list[tuple[str, list[int]]]:
+    """The texts and token ids of a document's modules, each part of it split by itself."""
+    parts = document.parts or (document.text,)
+    count = lambda text: len(tokenize(text))  # noqa: E731
+    texts = [text for part in parts for text in split_text(part, limit, count)]
+    return [(text, tokenize(text)) for text in texts]
 
 
 def _fitting(piece: str, fits: Callable[[str], bool]) -> Iterator[str]:

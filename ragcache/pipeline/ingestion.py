@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ragcache.config import Settings
-from ragcache.documents import SourceDocument, load_sources, split_text
+from ragcache.documents import SourceDocument, load_sources, split_document
 from ragcache.documents.source import Source
 from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError
@@ -131,12 +131,8 @@ class Ingestor:
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
     def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
-        tokenize = self.encoder.model.encode_untrusted
-        count = lambda text: len(tokenize(text))  # noqa: E731
-        limit = self.settings.module_tokens
-        parts = document.parts or (document.text,)
-        texts = [text for part in parts for text in split_text(part, limit, count)]
-        return [(text, tokenize(text)) for text in texts]
+        model = self.encoder.model
+        return split_document(document, self.settings.module_tokens, model.encode_untrusted)
 
     def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
         window = self.encoder.model.causal.window

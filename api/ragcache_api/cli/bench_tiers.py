@@ -71,27 +71,27 @@ def _show_disk(result: dict[str, Any]) -> None:
 
 
 def _show_first_tokens(result: dict[str, Any]) -> None:
-    from ragcache.planning.words import span
+    from ragcache.planning import format_seconds
 
     ttft, ready = result["ttft_by_tier"], result["by_tier"]["ready_s"]
     table = plain_table("modules in", "ready in", "first token in", "sooner than computed")
     for tier, seconds in ttft.items():
-        states = span(ready[tier]) if tier in ready else ""
+        states = format_seconds(ready[tier]) if tier in ready else ""
         sooner = f"{ttft['computed'] / seconds:.1f}x" if tier in ready else ""
-        table.add_row(tier if tier in ready else "no tier", states, span(seconds), sooner)
+        table.add_row(tier if tier in ready else "no tier", states, format_seconds(seconds), sooner)
     console.print(table)
 
 
 def _show_break_even(result: dict[str, Any]) -> None:
-    from ragcache.planning.words import bandwidth, span
+    from ragcache.planning import format_bandwidth, format_seconds
 
     details = result["by_tier"]
     even = details["break_even_tokens"]
     columns = ("a module of", "bytes", "computed", *even, "break-even")
     table = plain_table(*columns)
     for row in details["lengths"]:
-        times = [span(row[way]) for way in ("computed", *even)]
-        speed = bandwidth(row["break_even_bandwidth"])
+        times = [format_seconds(row[way]) for way in ("computed", *even)]
+        speed = format_bandwidth(row["break_even_bandwidth"])
         table.add_row(f"{row['tokens']} tokens", binary_size(row["nbytes"]), *times, speed)
     shortest = details["lengths"][0]["tokens"]
     froms = [_from(tokens, shortest) for tokens in even.values()]

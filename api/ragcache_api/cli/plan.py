@@ -24,7 +24,7 @@ from ragcache_api.cli.console import (
 
 if TYPE_CHECKING:
     from ragcache.models import LoadedModel
-    from ragcache.planning import Corpus, Plan
+    from ragcache.planning import CachePlan, Corpus
 
 _KINDS = ("model", "fp8", "int8")
 
@@ -58,8 +58,7 @@ def plan(
     """
     import psutil
 
-    from ragcache.planning import Budgets, make_plan
-    from ragcache.planning.advice import advise
+    from ragcache.planning import Budgets, advise, make_plan
 
     if bool(paths) == (collection is not None):
         raise ConfigurationError("give either files and folders or --collection")
@@ -82,19 +81,20 @@ def _corpus(
     model: LoadedModel, paths: list[Path], collection: str | None, state: Path, module_tokens: int
 ) -> Corpus:
     from ragcache.planning import corpus_of_collection, corpus_of_sources
-    from ragcache.store import Database
+    from ragcache.store import Catalogue, Database
 
     with progress_bar("reading the corpus") as report:
         if collection is None:
             return corpus_of_sources(model, paths, module_tokens, report)
         database = Database.open_existing(state / "ledger.sqlite")
         try:
-            return corpus_of_collection(model, database, collection, report)
+            catalogue = Catalogue(database, model.tokenizer_fingerprint, None)
+            return corpus_of_collection(model, catalogue, collection, report)
         finally:
             database.close()
 
 
-def _show(plan: Plan, advice: list[str]) -> None:
+def _show(plan: CachePlan, advice: list[str]) -> None:
     console.print(
         f"[bold]{escape(plan.model)}[/] ({plan.dtype}), {plan.documents:,} documents: "
         f"{plan.modules:,} modules of {plan.tokens:,} tokens, the longest {plan.longest:,}; "
@@ -111,7 +111,7 @@ def _show(plan: Plan, advice: list[str]) -> None:
     console.print(table)
 
 
-def _show_sizes(plan: Plan) -> None:
+def _show_sizes(plan: CachePlan) -> None:
     table = plain_table("calculated", "kv_dtype", "budget", "the corpus", "of it fits", left=2)
     for size in plan.tiers:
         budget = "no limit" if size.budget_bytes is None else binary_size(size.budget_bytes)
@@ -123,14 +123,14 @@ def _show_sizes(plan: Plan) -> None:
     console.print()
 
 
-def _show_times(plan: Plan) -> None:
-    from ragcache.planning.words import bandwidth, span
+def _show_times(plan: CachePlan) -> None:
+    from ragcache.planning import format_bandwidth, format_seconds
 
     columns = ("measured", "computed in", *(f"loaded, {kind}" for kind in _KINDS))
     table = plain_table(*columns)
     for cut in plan.measured.cuts:
-        loads = [span(cut.load_s[kind]) for kind in _KINDS]
-        table.add_row(f"{cut.tokens} tokens", span(cut.compute_s), *loads)
+        loads = [format_seconds(cut.load_s[kind]) for kind in _KINDS]
+        table.add_row(f"{cut.tokens} tokens", format_seconds(cut.compute_s), *loads)
     even = [_even(plan, kind) for kind in _KINDS]
     table.add_row("loading is quicker", "", *even, style="dim")
     console.print(table)
@@ -141,13 +141,13 @@ def _show_times(plan: Plan) -> None:
         )
     console.print(
         f"[dim]computing a module of {plan.measured.cuts[-1].tokens} tokens takes as long as "
-        f"loading it at {bandwidth(plan.break_even_bandwidth)}[/]",
+        f"loading it at {format_bandwidth(plan.break_even_bandwidth)}[/]",
         highlight=False,
     )
     console.print()
 
 
-def _even(plan: Plan, kind: str) -> str:
+def _even(plan: CachePlan, kind: str) -> str:
     tokens = plan.break_even_tokens[kind]
     if tokens is None:
         return "at no length"

@@ -12,8 +12,14 @@ from ragcache import RagCache, SourceDocument
 from ragcache.engine import Engine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.models import LoadedModel
-from ragcache.planning import Budgets, Corpus, corpus_of_sources, make_plan
-from ragcache.planning.advice import advise
+from ragcache.planning import (
+    Budgets,
+    Corpus,
+    advise,
+    corpus_of_collection,
+    corpus_of_sources,
+    make_plan,
+)
 from ragcache.store import KVStore, SchemaTexts
 from ragcache.store.verify import Report, verify
 from ragcache_api.http.wire.admin import PlanSent
@@ -111,13 +117,9 @@ class Looking:
             raise ConfigurationError("give either a collection or texts")
         if wanted.texts is not None:
             texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
-            return corpus_of_sources(self.model, texts, module_tokens, lambda *_: None)
+            return corpus_of_sources(self.model, texts, module_tokens)
         catalogue = self.rag.within(namespace).parts.catalogue
-        rows = catalogue.modules(wanted.collection or "")
-        return Corpus(
-            len({row.document for row in rows}),
-            tuple(self.model.encode_untrusted(row.text) for row in rows),
-        )
+        return corpus_of_collection(self.model, catalogue, wanted.collection or "")
 
     def _texts(self, namespace: str) -> SchemaTexts:
         return SchemaTexts(self.store.ledger.database, namespace)

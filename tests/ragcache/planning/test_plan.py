@@ -1,24 +1,43 @@
-"""Plans of small corpora."""
+"""Plans of small corpora: sizes, break-even, advice."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from ragcache import RagCache
+from ragcache import RagCache, SourceDocument
+from ragcache.config import parse_bytes
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
-from ragcache.models import LoadedModel
+from ragcache.models import CausalLM, LoadedModel
 from ragcache.planning import (
     Budgets,
+    CachePlan,
     Corpus,
+    Cut,
+    SampleTimes,
+    TierSize,
+    advise,
+    break_even_bandwidth,
+    break_even_tokens,
     corpus_of_collection,
     corpus_of_sources,
+    format_bandwidth,
+    format_budget,
+    format_seconds,
+    format_share,
     make_plan,
 )
-from ragcache.planning.measuring import spread
-from ragcache.store import Database
+from ragcache.planning.plan import bytes_per_token, shape_of, tier_sizes
+from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, quantize, quantized_nbytes
+from ragcache.store import Catalogue, Database, DiskTier, HostTier
+
+LENGTHS = [10, 20, 40]
+GIB = 2**30
 
 
 def test_files_are_split_as_ingestion_splits_them(
@@ -33,10 +52,11 @@ def test_files_are_split_as_ingestion_splits_them(
         3, ingestion.modules, ingestion.tokens
     )  # fmt: skip
     database = Database.open_existing(tmp_path / "state" / "ledger.sqlite")
+    catalogue = Catalogue(database, reader.tokenizer_fingerprint, None)
     try:
-        stored = corpus_of_collection(reader, database, "notes", lambda *_: None)
+        stored = corpus_of_collection(reader, catalogue, "notes")
         with pytest.raises(UnknownCollection):
-            corpus_of_collection(reader, database, "other", lambda *_: None)
+            corpus_of_collection(reader, catalogue, "other")
     finally:
         database.close()
     assert sorted(map(tuple, stored.modules)) == sorted(map(tuple, planned.modules))
@@ -79,8 +99,164 @@ def test_a_corpus_without_text_or_with_long_modules_is_named(
         make_plan(reader, long, Budgets(1), tmp_path)
 
 
-def test_a_sample_is_spread_over_the_lengths() -> None:
-    assert spread([30, 10, 20], 3) == [1, 2, 0]
-    assert spread([30, 10, 20], 9) == [1, 2, 0]
-    assert spread([5, 1, 4, 2, 3, 6], 2) == [3, 0]
-    assert spread(list(range(100)), 4) == [12, 37, 62, 87]
+def test_parts_of_a_document_are_split_by_themselves(reader: LoadedModel) -> None:
+    whole = SourceDocument("pages", "One page. Another page.")
+    pages = replace(whole, parts=("One page.", "Another page."))
+    assert len(corpus_of_sources(reader, whole, 32).modules) == 1
+    assert len(corpus_of_sources(reader, pages, 32).modules) == 2
+
+
+def drawn(causal: CausalLM, tokens: int) -> KVStates:
+    generator = torch.Generator().manual_seed(tokens)
+    shape = shape_of(causal, tokens).keys.shape
+    both = torch.randn(2, *shape, generator=generator, dtype=causal.dtype)
+    return KVStates(both[0], both[1], 0)
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+def test_a_token_takes_what_another_one_adds(causal: CausalLM, kind: str) -> None:
+    kv_dtype = check_kv_dtype(kind)
+    one, two = (quantize(drawn(causal, n), kv_dtype).nbytes for n in (40, 41))
+    assert bytes_per_token(causal)[kind] == two - one
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+def test_tiers_allocate_no_more_than_is_planned(
+    causal: CausalLM, kind: str, tmp_path: Path
+) -> None:
+    lengths, kv_dtype = [7, 7, 33], check_kv_dtype(kind)
+    planned = {
+        (size.tier, size.kv_dtype): size.nbytes
+        for size in tier_sizes(causal, lengths, {"host": 1, "disk": 1})
+    }
+    host, disk = HostTier(1 << 20, kv_dtype=kv_dtype), DiskTier(tmp_path, kv_dtype=kv_dtype)
+    for number, tokens in enumerate(lengths):
+        for tier in (host, disk):
+            tier.put(KVKey(f"{number:064x}"), drawn(causal, tokens))
+    assert host.used_bytes == planned["host", kind]
+    needed = sum(quantized_nbytes(drawn(causal, n), kv_dtype) for n in lengths)
+    assert needed < disk.used_bytes <= planned["disk", kind]
+
+
+def test_only_tiers_with_a_budget_are_planned(causal: CausalLM) -> None:
+    sizes = tier_sizes(causal, [10], {"host": 10**9, "device": 10**9})
+    assert [(s.tier, s.kv_dtype) for s in sizes] == [
+        ("device", "model"), *(("host", kind) for kind in KV_DTYPES)
+    ]  # fmt: skip
+
+
+def test_what_fits_is_a_share_of_bytes() -> None:
+    assert TierSize("host", "model", 100, 25).share == 0.25
+    assert TierSize("host", "model", 100, 100).share == 1.0
+    assert TierSize("disk", "model", 100, None).share == 1.0
+    assert TierSize("host", "model", 100, 0).share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("compute", "load", "tokens"),
+    [
+        ([1.0, 2.0, 4.0], [0.5, 0.5, 0.5], 10.0),  # quicker at all: the shortest
+        ([1.0, 2.0, 4.0], [1.5, 1.5, 1.5], 15.0),  # half-way between -0.5 and +0.5
+        ([1.0, 2.0, 4.0], [3.0, 3.0, 3.0], pytest.approx(20 + 20 / 2)),
+        ([1.0, 2.0, 4.0], [2.0, 4.0, 8.0], None),
+        ([1.0, 2.0, 4.0], [0.5, 3.0, 3.0], 30.0),  # an early win does not count
+        ([1.0, 2.0, 4.0], [1.0, 1.0, 1.0], 10.0),
+    ],
+)
+def test_the_crossing_is_found_from_the_longest_module_down(
+    compute: list[float], load: list[float], tokens: float | None
+) -> None:
+    assert break_even_tokens(LENGTHS, compute, load) == tokens
+
+
+def test_nothing_measured_is_no_break_even() -> None:
+    assert break_even_tokens([], [], []) is None
+
+
+def test_bandwidth_is_bytes_over_the_time_of_computing_them() -> None:
+    assert break_even_bandwidth(3_000_000, 0.5) == 6_000_000
+
+
+def sizes(host: int, disk: int) -> tuple[TierSize, ...]:
+    """A corpus of 10 GiB, half of that in eight bits."""
+    return tuple(
+        TierSize(tier, kind, 10 * GIB // (1 if kind == "model" else 2), budget)
+        for tier, budget in (("host", host), ("disk", disk))
+        for kind in ("model", "fp8", "int8")
+    )
+
+
+def known_plan(load: float = 0.1, even: float | None = 50.0) -> CachePlan:
+    def cut(tokens: int, compute: float) -> Cut:
+        return Cut(tokens, compute, {"model": 10**6}, {"model": load})
+
+    return CachePlan(
+        "m", "bfloat16", {}, 1, 1000, 400_000, 400, 28, sizes(20 * GIB, 20 * GIB),
+        SampleTimes(6, 2400, 6.0, (cut(50, 0.05), cut(400, 0.4)), cold=True),
+        1000.0, {"model": even}, 2.5e6,
+    )  # fmt: skip
+
+
+def advice(of: CachePlan, memory: int | None = None) -> str:
+    return " ".join(advise(of, memory))
+
+
+def test_caching_pays_where_loading_is_quicker() -> None:
+    said = advice(known_plan())
+    assert "loaded from this disk in 100.0 ms and computed in 400.0 ms, 4.0 times" in said
+    assert "used 2 times" in said
+    assert "used 5 times" in advice(known_plan(load=0.31))
+    page_cache = replace(known_plan(), measured=replace(known_plan().measured, cold=False))
+    assert "from the page cache" in advice(page_cache)
+
+
+def test_caching_does_not_pay_where_computing_is_quicker() -> None:
+    said = advice(known_plan(load=0.5, even=None))
+    assert "does not pay" in said
+    assert "must reach 2.5 MB/s" in said
+
+
+def test_short_modules_are_warned_of_only_where_they_lose() -> None:
+    assert "Modules of less than" not in advice(known_plan())
+    assert "less than about 120 tokens" in advice(known_plan(even=120.0))
+
+
+def test_the_host_is_advised_by_what_fits() -> None:
+    assert "Leave kv_dtype at model" in advice(known_plan())
+    tight = replace(known_plan(), tiers=sizes(6 * GIB, 20 * GIB))
+    assert "Take kv_dtype int8" in advice(tight)
+    assert "60% of it otherwise" in advice(tight)
+    small = replace(known_plan(), tiers=sizes(GIB, 20 * GIB))
+    assert "10% of the corpus, 20% with kv_dtype int8" in advice(small)
+    assert "host_bytes 10GiB would hold all" in advice(small, 64 * GIB)
+    assert "this machine has 8.0 GiB" in advice(small, 8 * GIB)
+
+
+def test_the_disk_is_spoken_of_where_it_is_too_small() -> None:
+    assert "The disk" not in advice(known_plan())
+    assert "all of it with kv_dtype int8" in advice(
+        replace(known_plan(), tiers=sizes(GIB, 6 * GIB))
+    )
+    assert "encoded again and again" in advice(replace(known_plan(), tiers=sizes(GIB, GIB)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(2e-5, "20 µs"), (0.0123, "12.3 ms"), (5, "5.0 s"), (600, "10 min"), (9000, "2.5 h")],
+)
+def test_times_are_said_in_their_unit(seconds: float, said: str) -> None:
+    assert format_seconds(seconds) == said
+
+
+def test_rates_and_shares_keep_what_matters() -> None:
+    assert [format_bandwidth(b) for b in (1.234e9, 1.2e7, 7.2e5)] == [
+        "1,234 MB/s",
+        "12 MB/s",
+        "0.72 MB/s",
+    ]
+    assert [format_share(s) for s in (1.0, 0.126, 0.0042, 0)] == ["100%", "13%", "0.42%", "0%"]
+
+
+@pytest.mark.parametrize("nbytes", [3, 1_500_000, 2**30, 10**11])
+def test_a_setting_holds_what_it_is_for(nbytes: int) -> None:
+    assert nbytes <= parse_bytes(format_budget(nbytes)) <= nbytes * 1.1 + 2**20

@@ -1,9 +1,9 @@
-"""Times on a sample: encoding it as ingestion does, and one module at several lengths, computed
-beside loaded."""
+"""Times on a sample of a corpus: encoding it, and computing and loading modules by length."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import statistics
 import tempfile
 import time
@@ -16,14 +16,13 @@ import torch
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import StoreError
 from ragcache.models import LanguageModel
-from ragcache.planning.pages import drop_pages, fill_pages
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
 from ragcache.store import DiskTier, HostTier
 from ragcache.store.tiers.files import named_os_error
 
 _SHARES = (8, 4, 2, 1)  # the longest module of the sample is cut to these parts of it
-_RUNS, _PATIENCE = 3, 4.0  # how often something is timed, and after how many seconds not again
+_RUNS, _PATIENCE = 3, 4.0  # how often something is timed, and the seconds after which no more
 _DROPPED = 1.25  # times as slow as from the page cache: what came from a disk
 
 
@@ -40,7 +39,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SampleTimes:
     """modules, tokens, encode_s: of the sample, encoded in one portion. cold: whether loading was
     timed from the disk and not from the system's page cache."""
 
@@ -55,17 +54,17 @@ class Measured:
         return self.tokens / self.encode_s
 
 
-def spread(lengths: Sequence[int], count: int) -> list[int]:
+def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
     """Indices of `count` modules, evenly over their order by length."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     count = min(count, len(order))
     return [order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)]
 
 
-def measure(
+def measure_sample(
     model: LanguageModel, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
     progress: Callable[[str], None],
-) -> Measured:  # fmt: skip
+) -> SampleTimes:  # fmt: skip
     """Times the modules of a sample. folder: on the disk to measure; a subfolder is made and
     removed. Raises `StoreFull` or `StoreUnwritable`."""
     progress("encoding the preamble")
@@ -88,7 +87,7 @@ def measure(
         raise
     except OSError as error:
         raise named_os_error(error, folder) from error
-    return Measured(len(sample), sum(map(len, sample)), encode_s, tuple(cuts), cold[-1])
+    return SampleTimes(len(sample), sum(map(len, sample)), encode_s, tuple(cuts), cold[-1])
 
 
 class _Disk:
@@ -142,3 +141,16 @@ def median_seconds(model: LanguageModel, run: Callable[[], object]) -> float:
             torch.cuda.synchronize(model.device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
+
+
+def drop_pages(path: Path) -> None:
+    """Drops a file from the system's page cache, where the system and the file system do that."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def fill_pages(path: Path) -> None:
+    """Reads a file into the page cache."""
+    with path.open("rb") as file:
+        file.read()
