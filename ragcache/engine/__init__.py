@@ -2,6 +2,7 @@
 
 from ragcache.engine.constraint import Constraint, MakeConstraint
 from ragcache.engine.context import Context, Segment, assemble, check_window
+from ragcache.engine.detokenizer import TextStream
 from ragcache.engine.encoder import EncodeJob
 from ragcache.engine.handle import Handle
 from ragcache.engine.logprobs import LogprobFormat
@@ -11,7 +12,6 @@ from ragcache.engine.sampler import Chosen
 from ragcache.engine.sampling import Sampling
 from ragcache.engine.serving import Engine
 from ragcache.engine.settings import EngineSettings, Tally
-from ragcache.engine.text import TextStream
 
 __all__ = [
     "Choice",

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ragcache.engine.constraint import MakeConstraint
 from ragcache.engine.context import Context
+from ragcache.engine.detokenizer import TextStream, check_stops
 from ragcache.engine.sampler import Chosen
 from ragcache.engine.sampling import Sampling
-from ragcache.engine.stop import check_stops
-from ragcache.engine.text import TextStream
 from ragcache.errors import InvalidRequest
 
 MAX_CHOICES = 128

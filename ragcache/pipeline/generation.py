@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ragcache.engine import Context, Request, Sampling, TextStream
-from ragcache.engine.stop import check_stops
+from ragcache.engine.detokenizer import check_stops
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.structured import Grammar, constraint_of

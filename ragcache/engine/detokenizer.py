@@ -1,0 +1,243 @@
+"""Token ids to text, one id at a time: whole characters, cut before the first stop string.
+
+The concatenated pieces of an `IncrementalDetokenizer` equal `tokenizer.decode` of all ids.
+`tokenizers.decoders.DecodeStream` is close to that, but it raises where invalid bytes change what
+was decoded before, holds everything back while invalid bytes go on, and has no call that ends the
+text and returns the rest.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ragcache.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class TextStream:
+    """Turns token ids into pieces of text that are safe to send.
+
+    A piece never ends within a character, never holds a stop string, and never holds text that may
+    turn out to begin one. Concatenated, the pieces are `tokenizer.decode` of all ids (without
+    clean-up of spaces), cut before the stop string that begins first in it.
+
+    Raises InvalidRequest for stop strings that cannot be used.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self._stops = StopChecker(stop)
+        self._detokenizer = detokenizer_of(tokenizer, skip_special_tokens)
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, None before (see `StopChecker`)."""
+        return self._stops.stopped
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token. Returns the text that is now safe, "" if none is or if stopped."""
+        if self.stopped is not None:
+            return ""
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """Ends the text. Returns what was held back; an incomplete character becomes U+FFFD.
+
+        `stopped` may be set only here: by a string within one that began earlier and never ended.
+        """
+        if self.stopped is not None:
+            return ""
+        return self._stops.finish(self._detokenizer.finish())
+
+
+class StopChecker:
+    """Cuts a text that arrives in pieces before the stop string that begins first in it.
+
+    It keeps a window: the text from the first place on where a stop string may still begin, always
+    shorter than the longest of them.
+
+    stopped: the stop string that ended the text, None before. Of two that begin at one place it is
+    the longer if one piece completed both, else the one complete first; the text is the same.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stops = check_stops(stop)
+        self._window = ""
+        self._begins = [0] * len(self._stops)  # in the window: where each begins, or first may
+        self.stopped: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Takes the next piece. Returns the text before every place where a string may begin."""
+        self._extend(piece)
+        return self._cut(min(self._begins, default=len(self._window)))
+
+    def finish(self, piece: str) -> str:
+        """Takes the last piece. Returns the text before the first stop string that is complete."""
+        self._extend(piece)
+        pairs = zip(self._stops, self._begins, strict=True)
+        complete = [begin for stop, begin in pairs if self._window.startswith(stop, begin)]
+        return self._cut(min(complete, default=len(self._window)))
+
+    def _extend(self, piece: str) -> None:
+        self._window += piece
+        pairs = zip(self._stops, self._begins, strict=True)
+        self._begins = [self._next(stop, begin) for stop, begin in pairs]
+
+    def _next(self, stop: str, begin: int) -> int:
+        """The first place from `begin` on where the string stands, or may as far as is seen. Places
+        before `begin` were ruled out, so that each is tried once."""
+        window = self._window
+        while begin >= 0 and not stop.startswith(window[begin : begin + len(stop)]):
+            begin = window.find(stop[0], begin + 1)
+        return begin if begin >= 0 else len(window)
+
+    def _cut(self, end: int) -> str:
+        """Releases the window up to `end`; notes the longest stop string that is complete there."""
+        pairs = zip(self._stops, self._begins, strict=True)
+        found = [
+            stop for stop, begin in pairs if begin == end and self._window.startswith(stop, end)
+        ]
+        self.stopped = max(found, key=len, default=None)
+        piece, self._window = self._window[:end], self._window[end:]
+        self._begins = [begin - end for begin in self._begins]
+        return piece
+
+
+def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
+    """Raises InvalidRequest unless these are at most 16 strings of 1 to 1,000 characters."""
+    if isinstance(stop, str) or not all(isinstance(each, str) for each in stop):
+        raise InvalidRequest(f"stop is {stop!r:.80}; it must be a list of strings")
+    if len(stop) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stop)} strings; at most {MAX_STOPS} are allowed")
+    for each in stop:
+        if not 1 <= len(each) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(
+                f"stop holds a string of {len(each)} characters; 1 to {MAX_STOP_LENGTH} are allowed"
+            )
+    return tuple(dict.fromkeys(stop))
+
+
+class IncrementalDetokenizer(Protocol):
+    """Holds back what later ids could still change."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+def detokenizer_of(tokenizer: Any, skip_special_tokens: bool) -> IncrementalDetokenizer:
+    """The detokenizer that suits a Hugging Face tokenizer.
+
+    Clean-up of spaces before punctuation, which `decode` can do for WordPiece, is not applied: it
+    alters what a language model wrote, across pieces.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+
+        def decode_slowly(ids: list[int]) -> str:
+            text: str = tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+            return text
+
+        return WindowDetokenizer(decode_slowly, tokenizer.convert_ids_to_tokens)
+
+    def decode(ids: list[int]) -> str:
+        text: str = backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    if type(backend.decoder).__name__ == "ByteLevel":
+        return ByteLevelDetokenizer(decode, backend.id_to_token)
+    return WindowDetokenizer(decode, backend.id_to_token)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE, where a text's bytes are those of its tokens, one after another."""
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], token_of: Callable[[int], str | None]
+    ) -> None:
+        self._decode = decode
+        self._token_of = token_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        text = self._decode([token_id])
+        # Without the replacement character the token is whole characters, or skipped and empty.
+        part = text.encode() if REPLACEMENT not in text else self._bytes(token_id)
+        return self._utf8.decode(part)
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        token = self._token_of(token_id) or ""
+        try:
+            return bytes(_BYTE_OF[character] for character in token)
+        except KeyError:  # an added token that is no byte-level text stands for itself
+            return token.encode()
+
+
+class WindowDetokenizer:
+    """For any tokenizer: decodes the ids since the text before the last, and takes what is new.
+
+    The last piece stays in the window because some decoders treat the first token apart.
+    A run of byte tokens (`<0xE5>`) is held back until another token ends it: if any byte of a run
+    is invalid, all its characters become replacement characters.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], token_of: Callable[[int], str | None]
+    ) -> None:
+        self._decode = decode
+        self._token_of = token_of
+        self._ids: list[int] = []  # the window
+        self._read = 0  # ids of the window whose text was given out
+        self._shown = 0  # characters of the window's text that were given out
+        self._in_run = False
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        if _BYTE_TOKEN.fullmatch(self._token_of(token_id) or ""):
+            self._in_run = True
+        elif self._in_run:
+            self._in_run = not self._decode([token_id])  # skipped tokens end no run
+        if self._in_run:
+            return ""
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT):  # its last character may be incomplete
+            return self._show(text[:-1])
+        piece = self._show(text)
+        if piece:
+            del self._ids[: self._read]
+            self._read = len(self._ids)
+            self._shown = len(self._decode(self._ids))
+        return piece
+
+    def finish(self) -> str:
+        return self._show(self._decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return piece
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, other bytes for U+0100
+    and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    shifted = {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF = _byte_of_character()
