@@ -26,7 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ragcache.models import CausalLM, LoadedModel, load_model
+from ragcache.models import CausalLM, LoadedModel, load_model, wrap_causal
 
 # Models this small gain nothing from threads, which lose much time waiting on a busy machine.
 torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def movable_family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def causal() -> CausalLM:
     """A patched tiny Llama."""
-    return CausalLM.patch(tiny_model("llama"))
+    return wrap_causal(tiny_model("llama"))
 
 
 def write_notes(folder: Path) -> Path:

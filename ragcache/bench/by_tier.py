@@ -16,7 +16,7 @@ import torch
 
 from ragcache.bench.shapes import LlamaShape
 from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
-from ragcache.models import CausalLM, LanguageModel
+from ragcache.models import LanguageModel, wrap_causal
 from ragcache.planning import (
     break_even_bandwidth,
     break_even_tokens,
@@ -65,7 +65,7 @@ def bench_by_tier(
     """
     progress("building the model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = CausalLM.patch(shape.build(torch.bfloat16).to(device))
+    model = wrap_causal(shape.build(torch.bfloat16).to(device))
     draw = random.Random(1)
     preamble, question, *modules = (
         [draw.randrange(shape.vocabulary) for _ in range(length)]

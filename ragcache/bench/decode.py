@@ -20,7 +20,7 @@ from ragcache.bench.shapes import LlamaShape
 from ragcache.engine import Context, EngineSettings, Handle, Request, Tally, assemble
 from ragcache.engine.core import Answers, EngineCore
 from ragcache.engine.runner import Ragged
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 
 Progress = Callable[[str], None]
@@ -111,7 +111,7 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     heads = f"{shape.num_heads} query heads over {shape.num_kv_heads}"
     progress(f"building the model ({heads} key heads)")
     model = shape.build(torch.bfloat16).to(setting.device)
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     states = _states(setting, causal)
     contexts = _contexts(setting, causal, states)
     requests = [_request(context, setting) for context in contexts]
@@ -152,7 +152,7 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
 def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     progress("no sharing")
     model = setting.shape.build(torch.bfloat16).to(setting.device)
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     rng = random.Random(3)
     questions = [
         _tokens(rng, setting.unshared_tokens, setting.shape) for _ in range(setting.requests)

@@ -24,7 +24,7 @@ from ragcache.engine import (
     Segment,
     assemble,
 )
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 
 Progress = Callable[[str], None]
@@ -81,7 +81,7 @@ def bench_serve(
     """
     setting = setting or ServeSetting()
     progress("building the model and encoding the documents")
-    causal = CausalLM.patch(setting.shape.build(torch.bfloat16).to(setting.device))
+    causal = wrap_causal(setting.shape.build(torch.bfloat16).to(setting.device))
     own = setting.preamble_tokens + setting.each * setting.document_tokens
     own += setting.question_tokens + setting.new_tokens
     room = 32 * (own + 64) * causal.bytes_per_token

@@ -62,7 +62,7 @@ class LlamaShape:
 
 def shaped_model(shape: LlamaShape) -> LoadedModel:
     """A random model of the shape, in bfloat16, with the tokenizer of the embedded reader."""
-    from ragcache.models import CausalLM, LoadedModel, load_model
+    from ragcache.models import LoadedModel, load_model, wrap_causal
 
-    model = CausalLM.patch(shape.build(torch.bfloat16))
+    model = wrap_causal(shape.build(torch.bfloat16))
     return LoadedModel("shape", model, load_model().tokenizer)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.shapes import LlamaShape
 from ragcache.engine import EncodeJob, Engine, Request, Segment, assemble, encode
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 
 
@@ -61,7 +61,7 @@ def bench_ttft(
 
     progress("ordinary prefill (tens of seconds)")
     prefill = _median(setting.prefill_runs, lambda: _prefill(model, prompt))
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     progress("encoding the modules")
     states = _encode(causal, preamble, modules)
     placed = [states[0], *reversed(states[1:])]
@@ -73,7 +73,7 @@ def bench_ttft(
         for _ in range(setting.cached_runs):
             model.set_attn_implementation("sdpa")
             times["concat"].append(_timed(lambda: _concatenated(model, placed, question)))
-            CausalLM.patch(model)
+            wrap_causal(model)
             times["cached"].append(_timed(lambda: _cached(engine, causal.window, placed, question)))
     return _report(setting, prefill, times)
 

@@ -11,7 +11,7 @@ import pytest
 
 from ragcache import Answer, Generation, RagCache, SourceDocument
 from ragcache.errors import QueueFull
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from tests.conftest import tiny_model
 
 PATIENCE = 60.0  # seconds that nobody waits unless something is stuck
@@ -20,7 +20,7 @@ QUESTION = "Which bell rings at number 3?"
 
 @pytest.fixture
 def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     with RagCache.open(
         tmp_path / "state", model, max_new_tokens=6, private_bytes="8MiB", queue=20

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ragcache.errors import ModelNotFound
 from ragcache.models import LoadedModel
-from ragcache.models.loading import READER
+from ragcache.models.loader import READER
 from ragcache.pipeline import TemplateText
 
 _MARK = re.compile("[\U00100000-\U0010fffd]")

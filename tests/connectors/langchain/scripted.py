@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 
 HIDDEN = 320  # more than there are tokens: each has a dimension of its own, and the last is 1
 STRING = "你こ"  # what it writes into every string
@@ -68,7 +68,7 @@ def scripted() -> LoadedModel:
         model.model.embed_tokens.weight.copy_(torch.eye(len(tokenizer()), HIDDEN))
         model.model.embed_tokens.weight[:, -1] = 1
         model.lm_head.weight.copy_(_table())
-    return LoadedModel("scripted", CausalLM.patch(model), tokenizer())
+    return LoadedModel("scripted", wrap_causal(model), tokenizer())
 
 
 def _table() -> torch.Tensor:

@@ -28,7 +28,7 @@ from ragcache.engine.offline import complete
 from ragcache.engine.request import Piece
 from ragcache.engine.runner import Ragged
 from ragcache.errors import ConfigurationError, RequestCancelled
-from ragcache.models import CausalLM, ContiguousLM
+from ragcache.models import CausalLM, ContiguousLM, wrap_causal, wrap_contiguous
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.gemma import WINDOW, Module, reference_logits, tiny_gemma
@@ -39,7 +39,7 @@ CHUNK = 64
 
 @pytest.fixture(params=["gemma2", "gemma3"])
 def gemma(request: pytest.FixtureRequest) -> ContiguousLM:
-    return ContiguousLM.patch(tiny_gemma(request.param))
+    return wrap_contiguous(tiny_gemma(request.param))
 
 
 def core_of(model: ContiguousLM, **settings: Any) -> tuple[EngineCore, Contiguous]:
@@ -143,8 +143,8 @@ def test_encoding_in_portions_equals_one_pass(gemma: ContiguousLM) -> None:
 
 def test_encoding_equals_that_of_the_segment_design() -> None:
     jobs = [EncodeJob([3, 1, 4], 7), EncodeJob([1, 5, 9], 2, None, (2, 3, 9))]
-    expected = encode(CausalLM.patch(tiny_model("llama")), jobs)
-    mine = encoded(ContiguousLM.patch(tiny_model("llama")), jobs)
+    expected = encode(wrap_causal(tiny_model("llama")), jobs)
+    mine = encoded(wrap_contiguous(tiny_model("llama")), jobs)
     for one, other in zip(mine, expected, strict=True):
         torch.testing.assert_close(one.keys, other.keys, **CLOSE)
         torch.testing.assert_close(one.values, other.values, **CLOSE)
@@ -268,11 +268,11 @@ def test_the_pool_counts_chunks_and_takes_no_memory(gemma: ContiguousLM) -> None
 
 
 def test_an_ordinary_model_answers_as_in_the_segment_design() -> None:
-    causal = CausalLM.patch(tiny_model("llama"))
+    causal = wrap_causal(tiny_model("llama"))
     [states] = encode(causal, [EncodeJob(random_tokens(20), 4)])
     context = assemble([states], random_tokens(9, seed=1), window=512, max_new_tokens=30)
     [expected] = complete(causal, [Request(context, 30)])
-    [mine] = complete(ContiguousLM.patch(tiny_model("llama")), [Request(context, 30)])
+    [mine] = complete(wrap_contiguous(tiny_model("llama")), [Request(context, 30)])
     assert mine.token_ids == expected.token_ids
 
 

@@ -15,7 +15,7 @@ from ragcache.engine import Context, EncodeJob, Request, Sampling, Segment, enco
 from ragcache.engine.core import EngineCore, States
 from ragcache.engine.handle import Handle
 from ragcache.errors import RequestCancelled
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.engine.engines import (
@@ -78,7 +78,7 @@ class World:
 
     def __init__(self) -> None:
         # larger weights than usual: every answer depends on every token before it
-        self.causal = CausalLM.patch(tiny_model("llama", initializer_range=0.2))
+        self.causal = wrap_causal(tiny_model("llama", initializer_range=0.2))
         jobs = [EncodeJob(random_tokens(n, seed=n + start), start) for n, start in MODULES]
         self.states = list(encode(self.causal, jobs))
         self.alone = lru_cache(maxsize=None)(self._alone)

@@ -13,7 +13,7 @@ from ragcache.engine import Completion, Request, Sampling, TextStream
 from ragcache.engine.core import EngineCore
 from ragcache.engine.layout import Work
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import VOCABULARY, random_tokens, tiny_model
 from tests.ragcache.engine.engines import (
     CHUNK,
@@ -38,7 +38,7 @@ def sharp_model() -> Any:
 
 @pytest.fixture(scope="module")
 def causal() -> CausalLM:
-    return CausalLM.patch(sharp_model())
+    return wrap_causal(sharp_model())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from ragcache.engine import Request, Sampling
 from ragcache.engine.core import EngineCore
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import tiny_model
 from tests.ragcache.engine.engines import check_whole, core_of, drain, plain, settings_of, submit
 
@@ -23,7 +23,7 @@ def causal() -> CausalLM:
     """As small as a model can be."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "vocab_size": 16}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return CausalLM.patch(tiny_model("llama", **sizes, **heads))
+    return wrap_causal(tiny_model("llama", **sizes, **heads))
 
 
 @pytest.fixture

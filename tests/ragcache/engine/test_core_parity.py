@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ragcache.engine import Request, Sampling
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import FAMILIES, random_tokens, tiny_model
 from tests.ragcache.engine.engines import core_of, plain, run, settings_of
 
@@ -34,7 +34,7 @@ def reference(model: Any, prompt: Sequence[int], **options: Any) -> tuple[int, .
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest) -> tuple[Any, CausalLM]:
     """A model as Hugging Face runs it, and the same one patched."""
-    return tiny_model(request.param), CausalLM.patch(tiny_model(request.param))
+    return tiny_model(request.param), wrap_causal(tiny_model(request.param))
 
 
 def test_greedy_answers_are_those_of_generate(pair: tuple[Any, CausalLM]) -> None:
@@ -47,7 +47,7 @@ def test_greedy_answers_are_those_of_generate(pair: tuple[Any, CausalLM]) -> Non
 
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, CausalLM]:
-    return tiny_model("llama"), CausalLM.patch(tiny_model("llama"))
+    return tiny_model("llama"), wrap_causal(tiny_model("llama"))
 
 
 @pytest.mark.parametrize("penalty", [0.6, 1.4])

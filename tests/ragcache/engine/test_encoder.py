@@ -9,7 +9,7 @@ from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.engine.batch import StepBuilder
 from ragcache.engine.encoder import Encoding
 from ragcache.models import CausalLM
-from ragcache.models.causal import Step
+from ragcache.models.model import Step
 from ragcache.states import KVStates
 from tests.conftest import random_tokens
 

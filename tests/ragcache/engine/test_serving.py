@@ -37,8 +37,8 @@ from ragcache.errors import (
     QueueFull,
     RequestCancelled,
 )
-from ragcache.models import CausalLM
-from ragcache.models.causal import Step
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.model import Step
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.engine.conftest import LONG
 from tests.ragcache.engine.engines import check_whole, plain
@@ -75,7 +75,7 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
-    return CausalLM.patch(tiny_model("llama", initializer_range=0.2))
+    return wrap_causal(tiny_model("llama", initializer_range=0.2))
 
 
 @pytest.fixture

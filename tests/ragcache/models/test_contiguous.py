@@ -14,8 +14,15 @@ from ragcache.engine.context import Segment
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
 from ragcache.errors import UnsupportedModel
-from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM
-from ragcache.models.loading import patched
+from ragcache.models import (
+    Buffer,
+    BufferPool,
+    CausalLM,
+    ContiguousLM,
+    wrap,
+    wrap_causal,
+    wrap_contiguous,
+)
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.gemma import FULL, ROPE, SLIDING, WINDOW, Module, reference_logits, tiny_gemma
@@ -25,7 +32,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture(params=["gemma2", "gemma3"])
 def gemma(request: pytest.FixtureRequest) -> ContiguousLM:
-    return ContiguousLM.patch(tiny_gemma(request.param))
+    return wrap_contiguous(tiny_gemma(request.param))
 
 
 def go_on(model: ContiguousLM, buffer: Buffer, tokens: Sequence[int], start: int) -> Tensor:
@@ -116,7 +123,7 @@ def test_portions_equal_one_pass(gemma: ContiguousLM) -> None:
 
 
 def test_the_layers_turn_by_their_own_frequencies() -> None:
-    gemma = ContiguousLM.patch(tiny_gemma("gemma3"))
+    gemma = wrap_contiguous(tiny_gemma("gemma3"))
     local, everything, again = gemma.scheme.layers
     assert again is local
     assert not torch.equal(local.inverse_frequency, everything.inverse_frequency)
@@ -126,8 +133,8 @@ def test_the_layers_turn_by_their_own_frequencies() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
-    contiguous = ContiguousLM.patch(tiny_model(family))
-    causal = CausalLM.patch(tiny_model(family))
+    contiguous = wrap_contiguous(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     tokens, own = random_tokens(11, seed=1), random_tokens(5, seed=2)
     positions = (31, 32, 32, 33, 35)  # a position that is taken twice is seen by the later token
     [states] = encode(causal, [EncodeJob(tokens, 4)])
@@ -143,7 +150,7 @@ def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
 
 
 def test_a_short_window_in_every_layer_is_served() -> None:
-    model = patched(tiny_model("mistral", sliding_window=WINDOW))
+    model = wrap(tiny_model("mistral", sliding_window=WINDOW))
     assert isinstance(model, ContiguousLM)
     tokens = random_tokens(3 * WINDOW)
     buffer = BufferPool(model, 0).take(len(tokens))
@@ -153,31 +160,31 @@ def test_a_short_window_in_every_layer_is_served() -> None:
 
 
 def test_the_model_chooses_how_it_is_served() -> None:
-    assert isinstance(patched(tiny_gemma("gemma2")), ContiguousLM)
-    assert isinstance(patched(tiny_gemma("gemma3")), ContiguousLM)
-    assert isinstance(patched(tiny_model("mistral")), CausalLM)
-    assert isinstance(patched(tiny_model("mistral", sliding_window=512)), CausalLM)
+    assert isinstance(wrap(tiny_gemma("gemma2")), ContiguousLM)
+    assert isinstance(wrap(tiny_gemma("gemma3")), ContiguousLM)
+    assert isinstance(wrap(tiny_model("mistral")), CausalLM)
+    assert isinstance(wrap(tiny_model("mistral", sliding_window=512)), CausalLM)
 
 
 def test_frequencies_that_depend_on_the_length_are_refused() -> None:
     rope = {**ROPE, FULL: {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e5}}
     with pytest.raises(UnsupportedModel, match="dynamic"):
-        ContiguousLM.patch(tiny_gemma("gemma3", rope_parameters=rope))
+        wrap_contiguous(tiny_gemma("gemma3", rope_parameters=rope))
 
 
 def test_attention_in_both_directions_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="both directions"):
-        ContiguousLM.patch(tiny_gemma("gemma3", use_bidirectional_attention=True))
+        wrap_contiguous(tiny_gemma("gemma3", use_bidirectional_attention=True))
 
 
 def test_other_layers_and_families_are_refused() -> None:
     model = tiny_model("qwen3")
     model.config.layer_types = [FULL, "chunked_attention"]
     with pytest.raises(UnsupportedModel, match="chunked_attention"):
-        ContiguousLM.patch(model)
+        wrap_contiguous(model)
     model.config.model_type = "gpt2"
     with pytest.raises(UnsupportedModel, match="gpt2"):
-        ContiguousLM.patch(model)
+        wrap_contiguous(model)
 
 
 class TestBufferPool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.fingerprint import SAMPLES, model_fingerprint, tokenizer_fingerprint
 from tests.conftest import tiny_model
 
@@ -22,7 +22,7 @@ def test_the_same_model_has_the_same_fingerprint(family: str) -> None:
 def test_patching_changes_no_fingerprint(family: str) -> None:
     model = tiny_model(family)
     before = model_fingerprint(model)
-    assert CausalLM.patch(model).fingerprint == before
+    assert wrap_causal(model).fingerprint == before
 
 
 @pytest.mark.parametrize("where", [0, 1, 12_345])
@@ -80,7 +80,7 @@ def test_saving_and_loading_changes_no_fingerprint(
     assert model_fingerprint(loaded) == before
     loaded.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
-    assert CausalLM.patch(again).fingerprint == before
+    assert wrap_causal(again).fingerprint == before
 
 
 def test_a_tokenizer_keeps_its_fingerprint_through_saving(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, encode
 from ragcache.engine.offline import complete
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import random_tokens, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -96,7 +96,7 @@ def with_gaps(causal: CausalLM) -> Context:
 
 
 def test_an_answer_after_gaps_equals_explicit_positions_masks_and_biases(family: str) -> None:
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     context = with_gaps(causal)
     [completion] = complete(causal, [Request(context, 4, frozenset())])
     *before, last = PIECES

@@ -14,7 +14,7 @@ from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.offline import complete
 from ragcache.engine.private import Room
-from ragcache.models import CausalLM
+from ragcache.models import wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
@@ -33,7 +33,7 @@ def test_a_patched_model_called_ordinarily_is_unchanged(family: str) -> None:
     model = tiny_model(family)
     tokens = random_tokens(40)
     before = ordinary(model, tokens)
-    CausalLM.patch(model)
+    wrap_causal(model)
     torch.testing.assert_close(ordinary(model, tokens), before, rtol=0, atol=0)
 
 
@@ -44,7 +44,7 @@ def test_a_patched_model_still_honors_padding(family: str) -> None:
     mask[0, :5] = 0
     with torch.no_grad():
         before = model(tokens, attention_mask=mask).logits[0, -1]
-        CausalLM.patch(model)
+        wrap_causal(model)
         after = model(tokens, attention_mask=mask).logits[0, -1]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
@@ -53,7 +53,7 @@ def test_one_module_as_prefix_equals_ordinary_prefill(family: str) -> None:
     model = tiny_model(family)
     tokens = random_tokens(90)
     expected = ordinary(model, tokens)
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     [states] = encode(causal, [EncodeJob(tokens[:70])])
     [logits] = last_logits(causal, [place([states], tokens[70:])])
     torch.testing.assert_close(logits, expected, **CLOSE)
@@ -63,7 +63,7 @@ def test_a_rooted_module_after_its_root_equals_ordinary_prefill(family: str) -> 
     model = tiny_model(family)
     tokens = random_tokens(80)
     expected = ordinary(model, tokens)
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     [root] = encode(causal, [EncodeJob(tokens[:20])])
     [module] = encode(causal, [EncodeJob(tokens[20:60], 20, Segment(root, 0))])
     [logits] = last_logits(causal, [place([root, module], tokens[60:])])
@@ -74,7 +74,7 @@ def test_a_rooted_module_after_its_root_equals_ordinary_prefill(family: str) -> 
 def test_moved_segments_equal_modules_run_where_they_stand(
     family: str, order: tuple[int, ...]
 ) -> None:
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     modules = [Module(random_tokens(n, seed=n)) for n in (24, 31, 17)]
     pieces = [*(modules[i] for i in order), random_tokens(9, seed=5)]
     [logits] = last_logits(causal, [prompt(causal, pieces)])
@@ -82,7 +82,7 @@ def test_moved_segments_equal_modules_run_where_they_stand(
 
 
 def test_text_between_modules_sees_what_stands_before_it(family: str) -> None:
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     pieces = [
         random_tokens(5, seed=1),
         Module(random_tokens(21, seed=2)),
@@ -96,7 +96,7 @@ def test_text_between_modules_sees_what_stands_before_it(family: str) -> None:
 
 def test_an_answer_over_segments_continues_the_reference(family: str) -> None:
     """Decoding reads segments, shared pages and new tokens at once."""
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     modules = [Module(random_tokens(n, seed=n)) for n in (24, 31)]
     question = random_tokens(9, seed=5)
     context = prompt(causal, [*modules, question])
@@ -109,7 +109,7 @@ def test_an_answer_over_segments_continues_the_reference(family: str) -> None:
 
 
 def test_three_requests_in_one_ragged_batch_equal_one_by_one(family: str) -> None:
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     a, b, c = (Module(random_tokens(n, seed=n)) for n in (40, 25, 33))
     contexts = [
         prompt(causal, [a, b, random_tokens(5, seed=1)]),
@@ -126,7 +126,7 @@ def test_three_requests_in_one_ragged_batch_equal_one_by_one(family: str) -> Non
 
 
 def test_the_same_module_twice_in_one_prompt(family: str) -> None:
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     module, question = Module(random_tokens(22)), random_tokens(7, seed=9)
     pieces = [module, module, question]
     [logits] = last_logits(causal, [prompt(causal, pieces)])
@@ -134,7 +134,7 @@ def test_the_same_module_twice_in_one_prompt(family: str) -> None:
 
 
 def test_one_states_read_twice_in_one_prompt(movable_family: str) -> None:
-    causal = CausalLM.patch(tiny_model(movable_family))
+    causal = wrap_causal(tiny_model(movable_family))
     module, question = Module(random_tokens(22)), random_tokens(7, seed=9)
     [states] = encode(causal, [EncodeJob(module.token_ids)])
     [logits] = last_logits(causal, [place([states, states], question)])
@@ -148,7 +148,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
     ids = torch.tensor([tokens])
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     context = assemble([], tokens, window=512, max_new_tokens=8)
     [completion] = complete(causal, [Request(context, 8, frozenset())])
     assert list(completion.token_ids) == out[0, 30:].tolist()
@@ -156,7 +156,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
 
 def test_a_step_builds_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of all new tokens squared, whatever the model's mask function."""
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     step = StepBuilder(causal).build([Work((), Room.allocate(causal, 20), range(20), range(20))])
     for name in list(ALL_MASK_ATTENTION_FUNCTIONS.keys()):
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, name, None)
@@ -167,7 +167,7 @@ def test_bfloat16_stays_close(family: str) -> None:
     model = tiny_model(family, torch.bfloat16)
     tokens = random_tokens(60)
     expected = ordinary(model, tokens).float()
-    causal = CausalLM.patch(model)
+    causal = wrap_causal(model)
     [states] = encode(causal, [EncodeJob(tokens[:40])])
     [logits] = last_logits(causal, [place([states], tokens[40:])])
     relative = (logits.float() - expected).norm() / expected.norm()

@@ -9,14 +9,14 @@ from ragcache.engine import Context
 from ragcache.engine.batch import StepBuilder
 from ragcache.engine.layout import Work
 from ragcache.engine.private import Room
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import CausalLM, LoadedModel, wrap_causal
 from tests.conftest import tiny_model
 
 
 @pytest.fixture
 def model(reader: LoadedModel) -> LoadedModel:
     """A tiny random model behind the embedded reader's tokenizer."""
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     return LoadedModel("tiny", causal, reader.tokenizer)
 
 

@@ -14,7 +14,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.engine import Engine, assemble, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel
-from ragcache.models.prompting import prompt_frame
+from ragcache.models.loader import prompt_frame
 from ragcache.pipeline import ModuleEncoder
 from ragcache.store import Database, KVStore
 from tests.ragcache.pipeline.conftest import last_logits

@@ -12,8 +12,7 @@ import torch
 from ragcache import Answer, Generation, RagCache, SourceDocument
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
-from ragcache.models import LoadedModel
-from ragcache.models.loading import patched
+from ragcache.models import LoadedModel, wrap
 from tests.conftest import tiny_model
 
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
@@ -169,7 +168,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
     tmp_path: Path, reader: LoadedModel
 ) -> None:
     size = len(reader.tokenizer)
-    causal = patched(tiny_model("gpt2", vocab_size=size))
+    causal = wrap(tiny_model("gpt2", vocab_size=size))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
         rag.ingest("notes", DOCUMENTS)

@@ -20,7 +20,7 @@ from ragcache.errors import (
     UnknownJob,
     UnreadableDocument,
 )
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import worker
 from ragcache.pipeline.encoding import ModuleEncoder
 from tests.conftest import tiny_model
@@ -30,7 +30,7 @@ DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("k
 
 @pytest.fixture
 def model(reader: LoadedModel) -> LoadedModel:
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     return LoadedModel("tiny", causal, reader.tokenizer)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, Segment, encode
-from ragcache.models import CausalLM
+from ragcache.models import wrap_causal
 from ragcache.pipeline.linking import Run, link, recomputed
 from ragcache.states import KVKey, KVStates
 from tests.conftest import random_tokens, tiny_model
@@ -67,7 +67,7 @@ def reference(plain: Any, linked: int) -> Tensor:
 
 @pytest.mark.parametrize("linked", [0, 1, 4, 9, 12, 99])
 def test_a_linked_context_equals_the_pass_built_by_hand(linked: int) -> None:
-    causal = CausalLM.patch(tiny_model("llama"))
+    causal = wrap_causal(tiny_model("llama"))
     [root] = encode(causal, [EncodeJob(PREAMBLE)])
     start = len(PREAMBLE)
     jobs = [EncodeJob(module, start, Segment(root, 0)) for module in MODULES]

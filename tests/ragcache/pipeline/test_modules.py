@@ -9,7 +9,7 @@ import pytest
 
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, UnknownCollection
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import Modules
 from tests.conftest import tiny_model
 
@@ -18,7 +18,7 @@ DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("k
 
 @pytest.fixture
 def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as opened:
         opened.ingest("notes", DOCUMENTS)

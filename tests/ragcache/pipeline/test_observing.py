@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import pytest
 
 from ragcache import Generation, RagCache, SourceDocument
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline.observing import RequestRecord
 from tests.conftest import tiny_model
 
@@ -26,7 +26,7 @@ PROMPT = '<prompt schema="trip"><sea/>When is it in?</prompt>'
 @pytest.fixture
 def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
     config = {"vocab_size": len(reader.tokenizer), "max_position_embeddings": 4096}
-    causal = CausalLM.patch(tiny_model("llama", **config))
+    causal = wrap_causal(tiny_model("llama", **config))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as opened:
         opened.ingest("notes", DOCUMENTS)

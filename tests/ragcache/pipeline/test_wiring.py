@@ -15,7 +15,7 @@ from ragcache.errors import (
     UnknownCollection,
     UnknownSchema,
 )
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from tests.conftest import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
@@ -36,7 +36,7 @@ class Letters(Embeddings):
 
 @pytest.fixture
 def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     with RagCache.open(
         tmp_path / "state", model, max_new_tokens=4, embedding=Letters(), module_tokens=32

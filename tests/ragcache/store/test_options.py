@@ -10,7 +10,7 @@ import torch
 
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.store import open_tiers
 from tests.conftest import tiny_model
 
@@ -38,7 +38,7 @@ def test_what_cannot_be_used_is_named(options: Any, said: str) -> None:
 
 
 def test_an_answer_from_every_tier_is_the_same(tmp_path: Path, reader: LoadedModel) -> None:
-    causal = CausalLM.patch(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
     model = LoadedModel("tiny", causal, reader.tokenizer)
     remote = f"file://{tmp_path / 'bucket'}"
     options: Any = {"remote": remote, "device_bytes": "64MiB", "max_new_tokens": 4}

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from tests.conftest import VOCABULARY, tiny_model
 
 TEXTS = [
@@ -40,5 +40,5 @@ def tokenizer() -> Any:
 def tiny() -> LoadedModel:
     """Wider logits than the tokenizer has tokens; weights that make its answers vary."""
     assert len(tokenizer()) < VOCABULARY
-    causal = CausalLM.patch(tiny_model("llama", initializer_range=0.2))
+    causal = wrap_causal(tiny_model("llama", initializer_range=0.2))
     return LoadedModel("tiny", causal, tokenizer())

@@ -1,4 +1,4 @@
-"""Loading models: from a folder, from the hub, or the reader that ships in the package."""
+"""Loading models (a folder, the hub, or the reader in the package) and their prompt frame."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
-from ragcache.errors import ModelNotFound
-from ragcache.models.families import family_of
+from ragcache.errors import ModelNotFound, UnsupportedModel
+from ragcache.models.families import wrap
 from ragcache.models.fingerprint import tokenizer_fingerprint
-from ragcache.models.language import LanguageModel
+from ragcache.models.model import LanguageModel
 
 READER = Path(__file__).parent.parent / "reader"
+INSTRUCTION = (
+    "Answer the question from the documents below. "
+    "Be brief: give only the answer, in the words of the documents."
+)
+_MARK = "\u2063ragcache\u2063"  # stands for the inside of the user turn; no text contains it
 
 
 @dataclass(frozen=True)
@@ -81,13 +86,40 @@ def load_model(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    causal = patched(model.to(device))
+    causal = wrap(model.to(device))
     return LoadedModel("ragcache-reader" if name is None else source, causal, tokenizer)
 
 
-def patched(model: Any) -> LanguageModel:
-    """The model, reading segments where it can and else one buffer. Raises `UnsupportedModel`."""
-    return family_of(model.config).serve(model)
+@dataclass(frozen=True, slots=True)
+class PromptFrame:
+    """Texts around the modules of a prompt: the model's own chat template.
+
+    preamble: everything up to the first module (template, then instruction); question: goes
+    before the question's text; epilogue: the rest of the template, up to where the answer starts.
+    """
+
+    preamble: str
+    question: str
+    epilogue: str
+
+
+def prompt_frame(tokenizer: Any, instruction: str = INSTRUCTION) -> PromptFrame:
+    """Splits the tokenizer's chat template at the inside of the user turn."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": _MARK}]
+        rendered = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    else:
+        bos = tokenizer.bos_token or ""
+        rendered = f"{bos}{_MARK}\nAnswer:"
+    if rendered.count(_MARK) != 1:
+        raise UnsupportedModel(
+            "this model's chat template does not repeat the user's text exactly once, so modules "
+            "cannot be placed inside the user turn"
+        )
+    before, _, after = rendered.partition(_MARK)
+    return PromptFrame(f"{before}{instruction}\n\n", "Question: ", after)
 
 
 @contextmanager

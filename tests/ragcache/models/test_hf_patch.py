@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragcache.models import CausalLM
+from ragcache.models import wrap_causal
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_segments_equal_the_reference(setting: str) -> None:
     family, changes = SETTINGS[setting]
-    causal = CausalLM.patch(tiny_model(family, **changes))
+    causal = wrap_causal(tiny_model(family, **changes))
     pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
     [logits] = last_logits(causal, [prompt(causal, pieces)])
     torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
@@ -45,7 +45,7 @@ def test_segments_equal_the_reference(setting: str) -> None:
     ("family", "heads"), [("falcon-7b", 1), ("falcon-40b", 2), ("falcon-rw", 4), ("mpt", 4)]
 )
 def test_states_hold_no_repeated_heads(family: str, heads: int) -> None:
-    causal = CausalLM.patch(tiny_model(family))
+    causal = wrap_causal(tiny_model(family))
     assert causal.num_kv_heads == heads
     assert causal.new_states(3)[0].shape == (2, heads, 3, 16)
     assert causal.bytes_per_token == 2 * 2 * heads * 16 * 4
@@ -54,7 +54,7 @@ def test_states_hold_no_repeated_heads(family: str, heads: int) -> None:
 @pytest.mark.parametrize("family", ["falcon-7b", "mpt", "bloom"])
 def test_a_copy_of_a_patched_model_runs_on_its_own_weights(family: str) -> None:
     model = tiny_model(family)
-    CausalLM.patch(model)
+    wrap_causal(model)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for weight in copied.parameters():

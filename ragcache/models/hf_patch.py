@@ -1,0 +1,218 @@
+"""The patch: Hugging Face's own hooks, no copied modeling code.
+
+`AttentionInterface` lets a model call `ragged_attention` instead of its attention kernel, and a
+`Cache` subclass receives each layer's new keys and values. Models that know no attention interface
+(Falcon, MPT, BLOOM) get two other forwards, in place: their stack's, which builds neither a mask
+nor an ALiBi tensor over all tokens, and their attention's, over the module's own projections. Both
+call the class's own where the cache is not a `StepCache`.
+
+Without a plan (an ordinary call of the patched model) everything goes as it went before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from ragcache.attention import AttentionBackend, Rotation, StepPlan, rotate
+from ragcache.errors import UnsupportedModel
+
+IMPLEMENTATION = "ragcache"
+
+
+class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Keeps each layer's new states where the step's plan wants them."""
+
+    def __init__(self, plan: StepPlan, backend: AttentionBackend) -> None:
+        super().__init__(layers=[])
+        self.plan = plan
+        self.backend = backend
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [1, Hkv, T, D]; returned as they are."""
+        self.plan.write(layer_idx, key_states[0], value_states[0])
+        return key_states, value_states
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+    ) -> Tensor:
+        """Keeps a layer's new states, then attends to all that the plan says.
+
+        query: [Hq, T, D]; key, value: [Hkv, T, D]. Returns [1, T, Hq * D].
+        """
+        self.plan.write(layer, key, value)
+        out = self.backend.attend(self.plan, layer, query, key, value, scale=scale)
+        return out.flatten(1)[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        return query_length, 0
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    plan: StepPlan | None = None,
+    backend: AttentionBackend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`."""
+    if plan is None or backend is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return backend.attend(plan, layer, query[0], key[0], value[0], scale=scale)[None], None
+
+
+def patch_attention(model: Any) -> None:
+    """Makes a Hugging Face model attend through `ragged_attention`, in place. Raises
+    `UnsupportedModel` where it does not call the attention interface."""
+    AttentionInterface.register(IMPLEMENTATION, ragged_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    model.set_attn_implementation(IMPLEMENTATION)
+    if model.config._attn_implementation != IMPLEMENTATION:  # transformers only warned
+        raise UnsupportedModel(
+            f"this {model.config.model_type} model does not call transformers' attention "
+            "interface; its family has to replace its attention (`Family.patch`)"
+        )
+
+
+def patch_falcon(model: Any) -> None:
+    """Replaces the forwards of Falcon, in place."""
+    _replace_forward(model.transformer, falcon_stack)
+    for block in model.transformer.h:
+        _replace_forward(block.self_attention, falcon_attention)
+
+
+def patch_mpt(model: Any) -> None:
+    """Replaces the forwards of MPT, in place."""
+    _replace_forward(model.transformer, mpt_stack)
+    for block in model.transformer.blocks:
+        _replace_forward(block.attn, mpt_attention)
+
+
+def patch_bloom(model: Any) -> None:
+    """Replaces the forwards of BLOOM, in place."""
+    _replace_forward(model.transformer, bloom_stack)
+    for block in model.transformer.h:
+        _replace_forward(block.self_attention, bloom_attention)
+
+
+def falcon_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    """`FalconModel.forward`."""
+    if not isinstance(past_key_values, StepCache):
+        return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
+    (token_ids,) = args
+    hidden = module.word_embeddings(token_ids)
+    turning = None
+    if not module.use_alibi:
+        turning = module.rotary_emb(hidden, position_ids=kwargs["position_ids"])
+    for block in module.h:
+        states = {"layer_past": past_key_values, "position_embeddings": turning}
+        hidden = block(hidden, None, None, **states)[0]  # no ALiBi, no mask
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
+
+
+def falcon_attention(
+    module: Any,
+    hidden: Tensor,
+    *args: Any,
+    layer_past: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`FalconAttention.forward`. hidden: [1, T, hidden size].
+
+    In every form of Falcon the heads stand in groups: G queries, then their key and value.
+    """
+    if not isinstance(layer_past, StepCache):
+        kwargs.update(layer_past=layer_past, position_embeddings=position_embeddings)
+        return type(module).forward(module, hidden, *args, **kwargs)
+    tokens, groups, dim = hidden.shape[1], module.num_kv_heads, module.head_dim
+    fused = module.query_key_value(hidden).view(tokens, groups, -1, dim).permute(1, 2, 0, 3)
+    query = fused[:, :-2].reshape(-1, tokens, dim)  # [Hq, T, D]
+    key, value = fused[:, -2], fused[:, -1]  # [Hkv, T, D]
+    if position_embeddings is not None:
+        cos, sin = (each[0, :, : dim // 2] for each in position_embeddings)  # halves are equal
+        query, key = rotate(query, Rotation(cos, sin)), rotate(key, Rotation(cos, sin))
+    context = layer_past.attend(module.layer_idx, query, key, value, scale=dim**-0.5)
+    return module.dense(context), None
+
+
+def mpt_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    """`MptModel.forward`."""
+    if not isinstance(past_key_values, StepCache):
+        return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
+    (token_ids,) = args
+    hidden = module.wte(token_ids)
+    for block in module.blocks:
+        hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no bias, no mask
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
+
+
+def mpt_attention(
+    module: Any, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
+) -> Any:
+    """`MptAttention.forward`. hidden: [1, T, hidden size]."""
+    if not isinstance(past_key_values, StepCache):
+        kwargs["past_key_values"] = past_key_values
+        return type(module).forward(module, hidden, *args, **kwargs)
+    fused = module.Wqkv(hidden)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    fused = fused.view(hidden.shape[1], 3, module.n_heads, module.head_dim)
+    query, key, value = fused.permute(1, 2, 0, 3)  # [Hq, T, D] each
+    scale = module.softmax_scale
+    context = past_key_values.attend(module.layer_idx, query, key, value, scale=scale)
+    return module.out_proj(context), None
+
+
+def bloom_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    """`BloomModel.forward`."""
+    if not isinstance(past_key_values, StepCache):
+        return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
+    (token_ids,) = args
+    hidden = module.word_embeddings_layernorm(module.word_embeddings(token_ids))
+    for block in module.h:
+        hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no ALiBi, no mask
+    return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.ln_f(hidden))
+
+
+def bloom_attention(
+    module: Any, hidden: Tensor, residual: Tensor, *args: Any, layer_past: Any = None, **kwargs: Any
+) -> Any:
+    """`BloomAttention.forward`. hidden, residual: [1, T, hidden size]."""
+    if not isinstance(layer_past, StepCache):
+        kwargs["layer_past"] = layer_past
+        return type(module).forward(module, hidden, residual, *args, **kwargs)
+    fused = module.query_key_value(hidden)
+    fused = fused.view(hidden.shape[1], module.num_heads, 3, module.head_dim)
+    query, key, value = fused.permute(2, 1, 0, 3)  # [Hq, T, D] each
+    scale = module.inv_norm_factor
+    context = layer_past.attend(module.layer_idx, query, key, value, scale=scale)
+    return module.dense(context) + residual, None
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Gives one module another forward. It calls the class's own where it is given no plan."""
+    module.forward = MethodType(forward, module)

@@ -1,0 +1,249 @@
+"""Position schemes: slopes, scalings, rotations, and what cannot move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_tensor
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_tensor
+
+from ragcache.attention.rotary import rotate
+from ragcache.engine import EncodeJob, Request, Segment, assemble, encode
+from ragcache.engine.context import Context
+from ragcache.engine.offline import complete
+from ragcache.errors import PromptTooLong, UnsupportedModel
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, interleaved_slopes
+from tests.conftest import random_tokens, tiny_model
+from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
+
+LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+}
+FIXED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+def scaled(scaling: str, parameters: dict[str, Any], family: str = "llama") -> Any:
+    rope = {"rope_type": scaling, "rope_theta": 10000.0, **parameters}
+    return tiny_model(family, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("scaling", LENGTH_DEPENDENT)
+@pytest.mark.parametrize("family", ["llama", "falcon-7b"])
+def test_scalings_that_depend_on_the_length_are_refused(scaling: str, family: str) -> None:
+    model = scaled(scaling, LENGTH_DEPENDENT[scaling], family)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModel) as caught:
+        wrap_causal(model)
+    assert f"rotary scaling '{scaling}' changes with the length" in str(caught.value)
+    assert "served scalings: default, linear, llama3, longrope, yarn" in str(caught.value)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("scaling", FIXED)
+def test_fixed_scalings_are_served_and_named_in_the_keys(scaling: str) -> None:
+    scheme = wrap_causal(scaled(scaling, FIXED[scaling])).scheme
+    assert scheme.name == f"rotary:{scaling}:8"
+    assert scheme.movable
+    assert scheme.slopes is None
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-40b"])
+@pytest.mark.parametrize("scaling", FIXED)
+def test_moving_is_exact_under_fixed_scalings(scaling: str, family: str) -> None:
+    causal = wrap_causal(scaled(scaling, FIXED[scaling], family))
+    modules = [Module(random_tokens(n, seed=n)) for n in (30, 20)]
+    pieces = [*modules, random_tokens(6)]
+    [logits] = last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+
+
+def test_yarns_attention_factor_is_in_the_keys_and_not_in_the_move() -> None:
+    """The model scales cos and sin, so keys carry the factor; a turn has none."""
+    causal = wrap_causal(scaled("yarn", FIXED["yarn"]))
+    assert causal.model.model.rotary_emb.attention_scaling > 1.1
+    rotation = causal.scheme.relocation(torch.tensor([57]))
+    assert rotation is not None
+    torch.testing.assert_close(rotation.cos**2 + rotation.sin**2, torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "width"),
+    [("gpt_neox", None, 4), ("gpt_neox", 1.0, 16), ("phi", 0.5, 8), ("phi3", 0.5, 8)],
+)
+def test_a_part_of_every_head_turns(family: str, part: float | None, width: int) -> None:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    if part is not None:
+        rope["partial_rotary_factor"] = part
+    causal = wrap_causal(tiny_model(family, rope_parameters=rope))
+    assert causal.scheme.name == f"rotary:default:{width // 2}"
+    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
+    [logits] = last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+
+
+def test_a_relocation_turns_the_query_back(causal: CausalLM) -> None:
+    """q·R(d)k = (R(-d)q)·k, with the frequencies of the model."""
+    frequency = causal.model.model.rotary_emb.inv_freq
+    rotation = causal.scheme.relocation(torch.tensor([3, -40]))
+    assert rotation is not None
+    torch.testing.assert_close(rotation.cos[0], (3 * frequency).cos())
+    torch.testing.assert_close(rotation.sin[0], (-3 * frequency).sin())
+    torch.testing.assert_close(rotation.sin[1], (40 * frequency).sin())
+    query, key = torch.randn(
+        2, 1, 2, 16, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+    )
+    back = causal.scheme.relocation(torch.tensor([-3, 40]))
+    assert back is not None
+    moved = rotate(key, back)
+    torch.testing.assert_close((rotate(query, rotation) * key).sum(-1), (query * moved).sum(-1))
+
+
+def test_interleaved_pairs_are_named_in_the_keys() -> None:
+    scheme = Rotary(torch.ones(8), interleaved=True)
+    assert scheme.name == "rotary:default:8:interleaved"
+    assert scheme.relocation(torch.tensor([4])).interleaved
+    assert not Rotary(torch.ones(8)).relocation(torch.tensor([4])).interleaved
+
+
+def test_the_frequencies_are_kept_in_single_precision() -> None:
+    model = tiny_model("llama", torch.bfloat16)
+    scheme = Rotary.of(model.config, model.model.rotary_emb)
+    assert scheme.inverse_frequency.dtype == torch.float32
+    assert not scheme.inverse_frequency.requires_grad
+
+
+SWITCH = 128
+PARAMETERS = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": SWITCH,
+}
+
+
+def longrope(family: str) -> Any:
+    changes = {"original_max_position_embeddings": SWITCH} if family == "phi3" else {}
+    return tiny_model(family, rope_parameters=dict(PARAMETERS), **changes)
+
+
+@pytest.fixture(params=["llama", "phi3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return longrope(request.param)
+
+
+def test_the_window_ends_at_the_switch(model: Any) -> None:
+    causal = wrap_causal(model)
+    assert causal.window == SWITCH < model.config.max_position_embeddings
+    assert causal.scheme.name == "rotary:longrope:8"
+    with pytest.raises(PromptTooLong):
+        assemble([], random_tokens(SWITCH), window=causal.window, max_new_tokens=1)
+
+
+def test_a_window_before_the_switch_stays() -> None:
+    model = tiny_model("llama", rope_parameters=dict(PARAMETERS), max_position_embeddings=100)
+    assert wrap_causal(model).window == 100
+
+
+def test_moved_modules_answer_as_modules_encoded_in_place(model: Any) -> None:
+    causal = wrap_causal(model)
+    modules, question = [random_tokens(n, seed=n) for n in (24, 17)], random_tokens(6)
+    moved = list(encode(causal, [EncodeJob(tokens, 60) for tokens in modules]))
+    in_place = list(encode(causal, [EncodeJob(modules[0]), EncodeJob(modules[1], 24)]))
+    answers = [
+        complete(
+            causal,
+            [Request(assemble(s, question, window=SWITCH, max_new_tokens=4), 4, frozenset())],
+        )[0].token_ids
+        for s in (moved, in_place)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_an_ordinary_call_past_the_switch_changes_nothing(model: Any) -> None:
+    """transformers overwrites the frequencies in place there."""
+    causal = wrap_causal(model)
+    frequency = causal.scheme.relocation(torch.tensor([1])).cos
+    context = assemble([], random_tokens(30), window=SWITCH, max_new_tokens=4)
+    [before] = complete(causal, [Request(context, 4, frozenset())])
+    with torch.no_grad():
+        model(torch.tensor([random_tokens(SWITCH + 50)]))
+    assert torch.equal(causal.scheme.relocation(torch.tensor([1])).cos, frequency)
+    [after] = complete(causal, [Request(context, 4, frozenset())])
+    assert before.token_ids == after.token_ids
+    assert torch.equal(wrap_causal(model).scheme.relocation(torch.tensor([1])).cos, frequency), (
+        "patching anew takes the frequencies before the switch, too"
+    )
+
+
+HEADS = [1, 2, 3, 4, 6, 7, 8, 12, 16, 20, 32, 64, 71, 112, 128]
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_geometric_slopes_are_blooms(heads: int) -> None:
+    tensor = bloom_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
+    torch.testing.assert_close(geometric_slopes(heads), tensor[:, 0, 1], **EXACT)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("bias_max", [8, 16])
+def test_the_interleaved_slopes_are_mpts(heads: int, bias_max: int) -> None:
+    expected = -mpt_tensor(heads, 2, alibi_bias_max=bias_max)[:, 0, 0]
+    torch.testing.assert_close(interleaved_slopes(heads, bias_max), expected, **EXACT)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 8, 12])
+def test_falcons_slopes_are_scaled_with_its_scores(heads: int) -> None:
+    model = tiny_model("falcon-rw", num_attention_heads=heads, hidden_size=heads * 16)
+    slopes = wrap_causal(model).scheme.slopes
+    assert slopes is not None
+    tensor = falcon_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
+    torch.testing.assert_close(slopes, tensor[:, 0, 1] / 4, **EXACT)  # √16
+
+
+@pytest.mark.parametrize("heads", [3, 6, 12])
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_heads_that_are_no_power_of_two_equal_the_reference(family: str, heads: int) -> None:
+    causal = wrap_causal(tiny_model(family, num_attention_heads=heads, hidden_size=heads * 8))
+    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
+    [logits] = last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+
+
+def test_moving_turns_no_query() -> None:
+    scheme = Alibi(geometric_slopes(4))
+    assert scheme.movable
+    assert scheme.relocation(torch.tensor([5])) is None
+    assert scheme.name == "alibi"
+
+
+def test_states_that_stand_where_they_were_encoded_need_no_turn() -> None:
+    scheme = Learned()
+    assert not scheme.movable
+    assert scheme.slopes is None
+    assert scheme.name == "learned"
+    assert scheme.relocation(torch.tensor([0, 0])) is None
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_moved_segment_is_an_error_of_the_caller(family: str) -> None:
+    causal = wrap_causal(tiny_model(family))
+    [states] = encode(causal, [EncodeJob(random_tokens(12), start=5)])
+    context = Context((Segment(states, 0),), (1, 2, 3), (12, 13, 14), 15)
+    with pytest.raises(AssertionError, match="stand where they were encoded"):
+        last_logits(causal, [context])
