@@ -189,16 +189,14 @@ def _recognition(
 ) -> list[dict[str, Any]]:
     """Milliseconds to find modules, by the prompt's length and the number of modules; how many
     stand in the prompt, and how many were found."""
-    from ragcache.recognition import find
-    from ragcache.recognition.prints import Prints
-    from ragcache.recognition.table import Table
+    from ragcache.recognition import Fingerprints, ModuleTable, find
 
     result = []
     for size in setting.sizes:
         if size > len(rows):
             continue
         progress(f"recognition among {size:,} modules")
-        table = Table(Prints.of(rows[:size]))
+        table = ModuleTable(Fingerprints.of(rows[:size]))
         for length in setting.lengths:
             pasted = [row.text for row in rows[: min(size, 500)]]
             text = prompt_of(pasted, length)

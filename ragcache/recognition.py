@@ -1,0 +1,335 @@
+"""Recognition: which ingested modules' texts stand in a prompt, and where.
+
+Every run of `WINDOW` characters of the prompt is hashed at once in numpy. A table of the hashes of
+modules' first `WINDOW` characters says at which places a module may begin. The modules that begin
+with those characters are kept in the order of their texts, so that one bisection finds the longest
+that stands at a place; each that is found was compared in full.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache.errors import UnknownCollection
+from ragcache.store import Catalogue, ModuleRow
+
+Hashes = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+Stamps = dict[str, tuple[int, int]]
+
+WINDOW = 32
+"""Characters of a fingerprint; shorter texts have none."""
+
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
+_INVERSE = pow(_BASE, -1, 2**64)
+_BATCH = 4096  # modules whose beginnings are hashed as one text
+_NONE: Hashes = np.empty(0, dtype=np.uint64)
+_FILTER_BITS = 20  # a table of 1 MiB says of most windows that no module begins so
+_SHIFT = np.uint64(64 - _FILTER_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """text[begin:end] is a module's text. whole: with its outer whitespace; else without it."""
+
+    module: ModuleRow
+    begin: int
+    end: int
+    whole: bool
+
+
+class Recognizer:
+    """Finds modules of all collections of one catalogue. Thread-safe."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._index = _Index({}, {}, ModuleTable(Fingerprints.joined(())))
+        self._building = threading.Lock()
+
+    def find(self, text: str) -> list[Found]:
+        """The modules in a text (see `find`). Collections come by name, modules in the order of
+        their ids: of equal texts the first is meant."""
+        return find(text, self._current().table)
+
+    def _current(self) -> _Index:
+        """The index over what the catalogue holds now, whichever process changed it. Costs one
+        query where nothing changed; else the collections that changed are read, and no others."""
+        if self._index.stamps == self._catalogue.stamps():
+            return self._index
+        with self._building:  # threads that come at once wait for one index
+            stamps, old = self._catalogue.stamps(), self._index
+            if old.stamps != stamps:
+                parts = {name: self._part(name, stamp, old) for name, stamp in stamps.items()}
+                table = ModuleTable(Fingerprints.joined([parts[name] for name in sorted(parts)]))
+                self._index = _Index(stamps, parts, table)
+            return self._index
+
+    def _part(self, name: str, stamp: tuple[int, int], old: _Index) -> Fingerprints:
+        if old.stamps.get(name) == stamp:
+            return old.parts[name]
+        try:
+            return Fingerprints.of(self._catalogue.modules(name))
+        except UnknownCollection:  # it went meanwhile, and its stamp will say so
+            return Fingerprints.of(())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Index:
+    stamps: Stamps
+    parts: dict[str, Fingerprints]
+    table: ModuleTable
+
+
+def find(text: str, table: ModuleTable) -> list[Found]:
+    """The modules in a text, by their places; no two overlap.
+
+    The longest is taken first, then the one that begins first; of equal texts the one that was
+    indexed first. Every one of them is compared in full. Modules of fewer than `WINDOW` characters
+    without outer whitespace are not looked for.
+    """
+    found: list[Found] = []
+    for begin, end, module in _apart(text, table):
+        floor = found[-1].end if found else 0
+        found.append(_widened(text, module, begin, end, floor))
+    return found
+
+
+def _apart(text: str, table: ModuleTable) -> list[tuple[int, int, ModuleRow]]:
+    """The modules that are taken: begin, end, module. Only the longest of a place waits for its
+    turn; where no room is left for it by then, the longest that has room waits instead."""
+    waiting = [(-group.lengths[n], at, n, group) for at, group, n in table.standing(text)]
+    heapify(waiting)  # places differ: groups are not compared
+    taken: list[tuple[int, int, ModuleRow]] = []  # by begin
+    while waiting:
+        negative, at, number, group = heappop(waiting)
+        after = bisect_left(taken, (at + 1,))
+        if after and taken[after - 1][1] > at:
+            continue
+        room = (taken[after][0] if after < len(taken) else len(text)) - at
+        if -negative <= room:
+            taken.insert(after, (at, at - negative, group.modules[number]))
+        elif (shorter := group.within(number, room)) >= 0:
+            heappush(waiting, (-group.lengths[shorter], at, shorter, group))
+    return taken
+
+
+def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> Found:
+    """With the module's outer whitespace, where it stands in the text too."""
+    first = begin - (len(module.text) - len(module.text.lstrip()))
+    last = first + len(module.text)
+    if first >= floor and text.startswith(module.text, first):
+        return Found(module, first, last, True)
+    return Found(module, begin, end, False)
+
+
+class ModuleTable:
+    """Groups of modules whose first `WINDOW` characters have one hash. Thread-safe.
+
+    A group is put in order when a text first needs it: a namespace that changed costs one sort of
+    hashes, and the groups that prompts meet.
+    """
+
+    def __init__(self, prints: Fingerprints) -> None:
+        self._modules = prints.modules
+        self._order = np.argsort(prints.firsts, kind="stable")
+        self._hashes, starts = np.unique(prints.firsts[self._order], return_index=True)
+        self._edges = np.append(starts, len(self._order))  # [groups + 1]
+        self._filter = np.zeros(1 << _FILTER_BITS, dtype=np.bool_)
+        self._filter[_filtered(self._hashes)] = True
+        self._groups: dict[int, PrefixGroup] = {}
+
+    def pairs(self, text: str) -> tuple[Numbers, Numbers]:
+        """Where a module may begin: places in order, each with the number of the one group whose
+        hash is that of the `WINDOW` characters there."""
+        nothing = np.empty(0, dtype=np.int64)
+        if len(text) < WINDOW or not self._modules:
+            return nothing, nothing
+        windows = RollingHash(text).windows(WINDOW)
+        places = np.flatnonzero(self._filter[_filtered(windows)])
+        groups = np.searchsorted(self._hashes, windows[places], "right") - 1
+        same = self._hashes[groups] == windows[places]
+        return places[same], groups[same]
+
+    def standing(self, text: str) -> Iterator[tuple[int, PrefixGroup, int]]:
+        """Every place where modules stand in the text; the longest there, by its group and its
+        number."""
+        places, groups = self.pairs(text)
+        for place, number in zip(places.tolist(), groups.tolist(), strict=True):
+            group = self._groups.get(number) or self._ordered(number)
+            module = group.at(text, place)
+            if module >= 0:
+                yield place, group, module
+
+    def _ordered(self, number: int) -> PrefixGroup:
+        """Threads that come at once may both do it; either result serves."""
+        begin, end = self._edges[number : number + 2]
+        group = PrefixGroup.of([self._modules[n] for n in self._order[begin:end]])
+        self._groups[number] = group
+        return group
+
+
+def _filtered(hashes: Hashes) -> Hashes:
+    return hashes >> _SHIFT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixGroup:
+    """Modules that begin alike, of distinct texts, numbered in the order of their texts.
+
+    lengths: in characters without outer whitespace: [modules]. shared: what all begin with.
+    parents: the longest other text that each begins with, or -1: [modules].
+    """
+
+    modules: list[ModuleRow]
+    lengths: list[int]
+    shared: str
+    longest: int
+    parents: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[ModuleRow]) -> PrefixGroup:
+        """Of one row or more; of equal texts the first is kept."""
+        every = [row.text.strip() for row in rows]
+        order = sorted(range(len(rows)), key=every.__getitem__)
+        order = [n for i, n in enumerate(order) if not i or every[n] != every[order[i - 1]]]
+        texts = [every[n] for n in order]
+        lengths = list(map(len, texts))
+        shared = common_prefix(texts[0], texts[-1])
+        return cls([rows[n] for n in order], lengths, shared, max(lengths), _parents(texts))
+
+    def at(self, text: str, place: int) -> int:
+        """The number of the longest that stands at a place of a text, or -1.
+
+        One that stands there is not after `here` in order. The last that is not after it lies
+        between `here` and each of those, so it begins with them all.
+        """
+        if not text.startswith(self.shared, place):
+            return -1
+        here = text[place : place + self.longest]
+        last = bisect_right(range(len(self.modules)), here, key=self._text) - 1
+        if last < 0 or text.startswith(self._text(last), place):
+            return last
+        if self.parents[last] < 0:
+            return -1
+        return self.within(last, len(common_prefix(here, self._text(last))))
+
+    def within(self, number: int, size: int) -> int:
+        """The longest that begins a module's text, or is it, and has at most `size` characters; -1
+        where none does.
+
+        Texts that begin with its first `size` characters follow one another in order. The first of
+        them is these characters, or it begins with all that are shorter: the longest is its parent.
+        """
+        if self.lengths[number] <= size:
+            return number
+        if self.parents[number] < 0:
+            return -1
+        start = self._text(number)[:size]
+        first = bisect_left(range(number), start, key=self._text)
+        return first if self.lengths[first] == size else self.parents[first]
+
+    def _text(self, number: int) -> str:
+        return self.modules[number].text.strip()
+
+
+def _parents(texts: Sequence[str]) -> list[int]:
+    """Of distinct texts in order: the longest other that each begins with, or -1."""
+    if not any(map(str.startswith, texts[1:], texts)):  # then none begins with any
+        return [-1] * len(texts)
+    parents: list[int] = []
+    begun: list[int] = []  # the text before and those that it begins with; the longest last
+    for number, text in enumerate(texts):
+        while begun and not text.startswith(texts[begun[-1]]):
+            begun.pop()
+        parents.append(begun[-1] if begun else -1)
+        begun.append(number)
+    return parents
+
+
+def common_prefix(one: str, other: str) -> str:
+    """By halving: each step compares slices, not characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if other.startswith(one[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return one[:low]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fingerprints:
+    """Of modules' texts without outer whitespace; those under `WINDOW` characters are left out.
+
+    firsts: hashes of the first `WINDOW` characters: [modules]. modules: of one part, in the order
+    of their texts.
+    """
+
+    firsts: Hashes
+    modules: tuple[ModuleRow, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[ModuleRow]) -> Fingerprints:
+        kept = [row for row in rows if len(row.text.strip()) >= WINDOW]
+        kept.sort(key=lambda row: row.text.strip())  # a group merges sorted parts in linear time
+        parts = [_hashed(kept[i : i + _BATCH]) for i in range(0, len(kept), _BATCH)]
+        return cls(np.concatenate([_NONE, *parts]), tuple(kept))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Fingerprints]) -> Fingerprints:
+        """Those of all parts, one part after the other."""
+        return cls(
+            np.concatenate([_NONE, *(part.firsts for part in parts)]),
+            tuple(chain.from_iterable(part.modules for part in parts)),
+        )
+
+
+def _hashed(rows: Sequence[ModuleRow]) -> Hashes:
+    rolling = RollingHash("".join(row.text.strip()[:WINDOW] for row in rows))
+    return rolling.parts(np.arange(len(rows)) * WINDOW, WINDOW)
+
+
+class RollingHash:
+    """Polynomial hashes of every part of a text, modulo 2^64 (Karp and Rabin, 1987), in numpy.
+
+    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n. One running sum gives
+    them all: the sums up to i+n and up to i differ by the hash times B^i. A hash only says where to
+    look; its high bits are the better ones.
+    """
+
+    def __init__(self, text: str) -> None:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        powers, self._inverses = _powers(max(1, len(text)).bit_length())
+        self._sums = np.zeros(len(codes) + 1, dtype=np.uint64)  # [characters + 1]
+        np.cumsum(codes * powers[: len(codes)], out=self._sums[1:])
+
+    def windows(self, size: int) -> Hashes:
+        """Of every run of `size` characters, in order: [characters - size + 1]."""
+        ends = self._sums[size:]
+        return (ends - self._sums[: len(ends)]) * self._inverses[: len(ends)]
+
+    def parts(self, starts: Numbers, lengths: Numbers | int) -> Hashes:
+        """Of runs that begin and end within the text: [runs]."""
+        hashes: Hashes = self._sums[starts + lengths] - self._sums[starts]
+        return hashes * self._inverses[starts]
+
+
+@lru_cache(32)
+def _powers(bits: int) -> tuple[Hashes, Hashes]:
+    """B^k and B^-k for k < 2^bits."""
+    tables = []
+    for base in (_BASE, _INVERSE):
+        factors = np.full(1 << bits, base, dtype=np.uint64)
+        factors[0] = 1
+        tables.append(np.cumprod(factors, dtype=np.uint64))
+    return tables[0], tables[1]
