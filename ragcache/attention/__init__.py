@@ -1,38 +1,46 @@
 """Attention over segments: pure tensor functions, no model and no store."""
 
 from ragcache.attention.backend import AttentionBackend, backend_for
-from ragcache.attention.partial import Partial, causal_bias, grouped, merge, merge_table, partial
-from ragcache.attention.plan import (
-    Asking,
+from ragcache.attention.metadata import (
+    AttentionMetadata,
+    CausalBlock,
     PageRows,
     PageWrite,
     RunRows,
     RunWrite,
-    Square,
-    StepPlan,
+    SharedQueries,
     Write,
 )
-from ragcache.attention.reference import Reference
-from ragcache.attention.rotary import Rotation, rotate
+from ragcache.attention.ops import (
+    Partial,
+    Rotation,
+    causal_bias,
+    grouped,
+    merge_state,
+    merge_states,
+    partial_attention,
+    rotate,
+)
+from ragcache.attention.reference import ReferenceAttentionBackend
 
 __all__ = [
-    "Asking",
     "AttentionBackend",
+    "AttentionMetadata",
+    "CausalBlock",
     "PageRows",
     "PageWrite",
     "Partial",
-    "Reference",
+    "ReferenceAttentionBackend",
     "Rotation",
     "RunRows",
     "RunWrite",
-    "Square",
-    "StepPlan",
+    "SharedQueries",
     "Write",
     "backend_for",
     "causal_bias",
     "grouped",
-    "merge",
-    "merge_table",
-    "partial",
+    "merge_state",
+    "merge_states",
+    "partial_attention",
     "rotate",
 ]

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragcache.attention.partial import grouped
-from ragcache.attention.plan import Asking, PageRows, Square, StepPlan
-from ragcache.attention.reference import Reference
-from ragcache.attention.rotary import rotate
+from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PageRows, SharedQueries
+from ragcache.attention.ops import grouped, rotate
+from ragcache.attention.reference import ReferenceAttentionBackend
 
 SAMPLE = 64  # every 64th key tells how large scores are
 LARGEST = 1e30  # of a denominator: the numerators must still be finite
@@ -34,14 +33,14 @@ class _Own:
     lse: Tensor
 
 
-class Products:
+class CpuAttentionBackend:
     """For rotary and learned positions in float32, bfloat16 and float64.
 
     ALiBi's biases and float16, whose exponent is short, go to the definition.
     """
 
     def __init__(self) -> None:
-        self._reference = Reference()
+        self._reference = ReferenceAttentionBackend()
         self._local = threading.local()
 
     @staticmethod
@@ -49,7 +48,14 @@ class Products:
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
     def attend(
-        self, plan: StepPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+        self,
+        plan: AttentionMetadata,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         if plan.slopes is not None or query.dtype == torch.float16:
@@ -72,7 +78,13 @@ class Products:
         return _rows_first(joined / weight[..., None], query.dtype)
 
     def _own(
-        self, plan: StepPlan, layer: int, rows: Tensor, key: Tensor, value: Tensor, scale: float
+        self,
+        plan: AttentionMetadata,
+        layer: int,
+        rows: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
     ) -> _Own:
         parts = [_square(square, rows, key, value, scale) for square in plan.squares]
         if plan.pages is not None:
@@ -85,7 +97,7 @@ class Products:
         return _Own(out.index_select(1, plan.own), lse.index_select(1, plan.own))
 
     def _runs(
-        self, plan: StepPlan, layer: int, turned: Tensor, taken: Tensor, scale: float
+        self, plan: AttentionMetadata, layer: int, turned: Tensor, taken: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Numerators [Hkv, M + 1, G, D] and denominators [Hkv, M + 1, G] of the M asking rows,
         times exp(taken); the last of each is zero. turned: [Hkv, M, G, D]; taken: [Hkv, M, G]."""
@@ -126,13 +138,13 @@ class Products:
         return room
 
 
-def _turned(asking: Asking, rows: Tensor) -> Tensor:
+def _turned(asking: SharedQueries, rows: Tensor) -> Tensor:
     """The asking rows, turned towards the runs: [Hkv, M, G, D]."""
     turned = rows.index_select(1, asking.rows)
     return turned if asking.rotation is None else rotate(turned, asking.rotation)
 
 
-def _base(plan: StepPlan, layer: int, lse: Tensor, turned: Tensor, scale: float) -> Tensor:
+def _base(plan: AttentionMetadata, layer: int, lse: Tensor, turned: Tensor, scale: float) -> Tensor:
     """What each row's scores are taken relative to: about the largest of them. [Hkv, T, G].
 
     The larger of the `lse` over its own tokens, which is given, and of its scores at a sample of
@@ -153,7 +165,7 @@ def _base(plan: StepPlan, layer: int, lse: Tensor, turned: Tensor, scale: float)
     return lse
 
 
-def _square(square: Square, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> _Own:
+def _square(square: CausalBlock, rows: Tensor, key: Tensor, value: Tensor, scale: float) -> _Own:
     """PyTorch's fused attention (docs/adr/0005) of new tokens over themselves.
 
     A causal mask needs whole query heads. The heads of a group become heads of one batch row, and

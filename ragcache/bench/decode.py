@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragcache.attention import StepPlan
+from ragcache.attention import AttentionMetadata
 from ragcache.bench.copies import generate_copies
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.relay import RelaySetting, bench_relay
 from ragcache.bench.shapes import LlamaShape
-from ragcache.engine import Context, EngineSettings, Handle, Request, Tally, assemble
+from ragcache.engine import Context, EngineConfig, EngineStats, Request, RequestHandle, assemble
 from ragcache.engine.core import Answers, EngineCore
-from ragcache.engine.runner import Ragged
+from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 
@@ -50,7 +50,7 @@ class _NoAttention:
 
     def attend(
         self,
-        plan: StepPlan,  # noqa: ARG002
+        plan: AttentionMetadata,  # noqa: ARG002
         layer: int,  # noqa: ARG002
         query: Tensor,
         key: Tensor,  # noqa: ARG002
@@ -66,7 +66,7 @@ class _Decoded:
     """Seconds of each step that only decoded; what the engine did; bytes of chunks at the most."""
 
     steps: list[float]
-    tally: Tally
+    tally: EngineStats
     pool_bytes: int
 
     @property
@@ -220,14 +220,14 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     """Runs the requests on the engine, and times the steps in which all of them decode."""
     own = sum(len(r.context.token_ids) + r.max_new_tokens for r in requests)
     room = (own + 3 * 64 * len(requests)) * causal.bytes_per_token
-    core = EngineCore(Ragged(causal), EngineSettings(room, prefill_tokens=10**6))
+    core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))
     handles = []
     for request in requests:
         channel = Answers(lambda: None)
         core.add(request, channel, time.perf_counter())
-        handles.append(Handle(channel))
+        handles.append(RequestHandle(channel))
     core.step()  # the questions
-    core.tally = Tally()
+    core.tally = EngineStats()
     steps: list[float] = []
     used = 0
     while core.busy:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ragcache.attention import Asking, PageRows, RunRows, StepPlan, backend_for
+from ragcache.attention import AttentionMetadata, PageRows, RunRows, SharedQueries, backend_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, An
 
 def _plan(
     setting: RelaySetting, batch: int, shared: int, device: str
-) -> tuple[StepPlan, tuple[Tensor, Tensor]]:
+) -> tuple[AttentionMetadata, tuple[Tensor, Tensor]]:
     """The plan of a decoding step over one run, and [B, Hkv, S, D] copies for the other side."""
     torch.manual_seed(0)
     heads, dim, own = setting.num_kv_heads, setting.head_dim, setting.own
@@ -71,14 +71,16 @@ def _plan(
         rows[:, None],
         torch.zeros(batch, own, dtype=torch.bfloat16, device=device),
     )
-    plan = StepPlan(Asking(rows), (RunRows(keys, values, 0, batch),), (), pages, (), rows[None])
+    plan = AttentionMetadata(
+        SharedQueries(rows), (RunRows(keys, values, 0, batch),), (), pages, (), rows[None]
+    )
     whole = (batch, heads, shared + own, dim)
     return plan, (random(*whole), random(*whole))
 
 
 def _times(
     setting: RelaySetting,
-    plan: StepPlan,
+    plan: AttentionMetadata,
     copies: tuple[Tensor, Tensor],
     batch: int,
     device: str,

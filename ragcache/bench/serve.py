@@ -16,11 +16,11 @@ import torch
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.shapes import LlamaShape
 from ragcache.engine import (
-    Completion,
     EncodeJob,
-    Engine,
-    EngineSettings,
+    EngineConfig,
+    LLMEngine,
     Request,
+    RequestOutput,
     Segment,
     assemble,
 )
@@ -85,7 +85,7 @@ def bench_serve(
     own = setting.preamble_tokens + setting.each * setting.document_tokens
     own += setting.question_tokens + setting.new_tokens
     room = 32 * (own + 64) * causal.bytes_per_token
-    with Engine(causal, EngineSettings(room, running=32)) as engine:
+    with LLMEngine(causal, EngineConfig(room, running=32)) as engine:
         prompts = _prompts(setting, causal, engine)
         alone = {mode: _alone(engine, prompts, mode) for mode in ("exact", "cached")}
         limit = 2 * alone["exact"]
@@ -104,7 +104,7 @@ def bench_serve(
     }
 
 
-def _prompts(setting: ServeSetting, causal: CausalLM, engine: Engine) -> list[_Prompt]:
+def _prompts(setting: ServeSetting, causal: CausalLM, engine: LLMEngine) -> list[_Prompt]:
     rng = random.Random(4)
 
     def tokens(count: int) -> list[int]:
@@ -136,7 +136,7 @@ def _request(
     return Request(assemble(states, own, window=causal.window, max_new_tokens=new), new)
 
 
-def _alone(engine: Engine, prompts: Sequence[_Prompt], mode: str) -> float:
+def _alone(engine: LLMEngine, prompts: Sequence[_Prompt], mode: str) -> float:
     """Normalised latency of a request that runs alone: the median of three."""
     return statistics.median(
         _normalised(engine.submit(getattr(prompt, mode)).result()) for prompt in prompts[:3]
@@ -145,7 +145,7 @@ def _alone(engine: Engine, prompts: Sequence[_Prompt], mode: str) -> float:
 
 def _sweep(
     setting: ServeSetting,
-    engine: Engine,
+    engine: LLMEngine,
     prompts: Sequence[_Prompt],
     mode: str,
     alone: float,
@@ -166,7 +166,7 @@ def _sweep(
     return loads
 
 
-def _offer(engine: Engine, requests: Sequence[Request], rate: float) -> Load:
+def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> Load:
     """Submits the requests at random intervals of the mean 1/rate, and waits for all."""
     rng = random.Random(5)
     handles = []
@@ -188,7 +188,7 @@ def _offer(engine: Engine, requests: Sequence[Request], rate: float) -> Load:
     )
 
 
-def _normalised(completion: Completion) -> float:
+def _normalised(completion: RequestOutput) -> float:
     return (completion.finished_at - completion.submitted_at) / len(completion.token_ids)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragcache.bench.machine import describe_machine
 from ragcache.bench.shapes import LlamaShape
-from ragcache.engine import EncodeJob, Engine, Request, Segment, assemble, encode
+from ragcache.engine import EncodeJob, LLMEngine, Request, Segment, assemble, encode
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 
@@ -69,7 +69,7 @@ def bench_ttft(
     _concatenated(model, placed, question)
     times: dict[str, list[float]] = {"concat": [], "cached": []}
     progress("concatenated states and segments, in turn")
-    with Engine(causal) as engine:
+    with LLMEngine(causal) as engine:
         for _ in range(setting.cached_runs):
             model.set_attn_implementation("sdpa")
             times["concat"].append(_timed(lambda: _concatenated(model, placed, question)))
@@ -142,7 +142,7 @@ def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def _cached(
-    engine: Engine, window: int, states: Sequence[KVStates], question: Sequence[int]
+    engine: LLMEngine, window: int, states: Sequence[KVStates], question: Sequence[int]
 ) -> int:
     context = assemble(states, question, window=window, max_new_tokens=1)
     return engine.submit(Request(context, 1)).result().token_ids[0]

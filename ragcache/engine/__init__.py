@@ -1,36 +1,43 @@
 """The engine: contexts of segments, ragged continuous batches, encoding and generation."""
 
+from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.constraint import Constraint, MakeConstraint
-from ragcache.engine.context import Context, Segment, assemble, check_window
 from ragcache.engine.detokenizer import TextStream
-from ragcache.engine.encoder import EncodeJob
-from ragcache.engine.handle import Handle
+from ragcache.engine.encoding import EncodeJob
+from ragcache.engine.engine import LLMEngine, complete, encode
+from ragcache.engine.handle import RequestHandle
 from ragcache.engine.logprobs import LogprobFormat
-from ragcache.engine.offline import complete, encode
-from ragcache.engine.request import Choice, Completion, Piece, Request
-from ragcache.engine.sampler import Chosen
-from ragcache.engine.sampling import Sampling
-from ragcache.engine.serving import Engine
-from ragcache.engine.settings import EngineSettings, Tally
+from ragcache.engine.request import (
+    Choice,
+    Context,
+    Request,
+    RequestOutput,
+    Segment,
+    TokenDelta,
+    assemble,
+    check_window,
+)
+from ragcache.engine.sampler import SampledToken
+from ragcache.engine.sampling_params import SamplingParams
 
 __all__ = [
     "Choice",
-    "Chosen",
-    "Completion",
     "Constraint",
     "Context",
     "EncodeJob",
-    "Engine",
-    "EngineSettings",
-    "Handle",
+    "EngineConfig",
+    "EngineStats",
+    "LLMEngine",
     "LogprobFormat",
     "MakeConstraint",
-    "Piece",
     "Request",
-    "Sampling",
+    "RequestHandle",
+    "RequestOutput",
+    "SampledToken",
+    "SamplingParams",
     "Segment",
-    "Tally",
     "TextStream",
+    "TokenDelta",
     "assemble",
     "check_window",
     "complete",

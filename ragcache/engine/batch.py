@@ -1,9 +1,19 @@
 """Ragged batches: the new tokens of all requests in one row of tokens, and the plan over them."""
 
+# MERGED ragcache.engine.layout: Who reads what in a step: runs that are read once for all
+#   their readers, and pages. A run is a segment, or a stretch of private chunks that the same
+#   requests share (the tree of Hydragen §3.3 and of ChunkAttention §3.1 falls out), or a long
+#   stretch of one request. What is left of a request that decodes, its last chunks, is read
+#   page by page in one product with those of all others. The layout stays as it is until a
+#   request joins or leaves or a chunk fills, which is ChunkAttention's lazy context copy
+#   (§3.3).
+
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,16 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragcache.attention import (
-    Asking,
+    AttentionMetadata,
+    CausalBlock,
     PageRows,
     PageWrite,
     RunRows,
-    Square,
-    StepPlan,
+    SharedQueries,
     Write,
 )
-from ragcache.engine.layout import Layout, Tail, Work, lay_out
-from ragcache.engine.private import Pages
+from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
+from ragcache.engine.request import Segment
 from ragcache.models import CausalLM, Step
 
 Ints = NDArray[np.int64]
@@ -35,7 +45,7 @@ class StepBuilder:
         self._signature: object = None
         self._frame: _Frame | None = None
 
-    def build(self, works: Sequence[Work]) -> Step:
+    def build(self, works: Sequence[ScheduledChunk]) -> Step:
         """Flattens the works to rows 0..T-1. Logits are wanted of the last row of each that
         asks."""
         signature = tuple(_shape(work) for work in works)
@@ -50,11 +60,11 @@ class StepBuilder:
         self._frame = None
 
 
-def _shape(work: Work) -> object:
+def _shape(work: ScheduledChunk) -> object:
     """Equal for two steps of a request between which its reading does not change; None where it
     always does."""
     private = work.private
-    if len(work.token_ids) != 1 or not isinstance(private, Pages):
+    if len(work.token_ids) != 1 or not isinstance(private, BlockTable):
         return None
     seen = sum(segment.start <= work.position_ids[0] for segment in work.segments)
     return (private, work.wants_logits, private.length // private.pool.chunk, seen)
@@ -66,19 +76,19 @@ class _Frame:
 
     model: CausalLM
     layout: Layout
-    plan: StepPlan  # with the pages and writes of the first step
+    plan: AttentionMetadata  # with the pages and writes of the first step
     starts: Ints  # [M]: where each asking row's run begins
     logit_rows: Tensor
 
     @classmethod
-    def of(cls, model: CausalLM, works: Sequence[Work]) -> _Frame:
+    def of(cls, model: CausalLM, works: Sequence[ScheduledChunk]) -> _Frame:
         layout = lay_out(works, gapless=model.scheme.slopes is not None)
         asking, starts = _asking(model, layout)
         own = _own(layout)
-        plan = StepPlan(
+        plan = AttentionMetadata(
             asking=asking,
             runs=_run_rows(layout),
-            squares=tuple(Square(begin, end) for begin, end in layout.squares),
+            squares=tuple(CausalBlock(begin, end) for begin, end in layout.squares),
             pages=_pages(model, layout.tails),
             writes=(),
             table=_device(model, _table(layout)),
@@ -90,7 +100,7 @@ class _Frame:
         ]
         return cls(model, layout, plan, starts, _device(model, _ints(wanted)))
 
-    def step(self, works: Sequence[Work]) -> Step:
+    def step(self, works: Sequence[ScheduledChunk]) -> Step:
         tokens = _ints([token for work in works for token in work.token_ids])
         positions = _ints([position for work in works for position in work.position_ids])
         plan = replace(self.plan, writes=self._writes(works), pages=self._filled_pages())
@@ -100,14 +110,14 @@ class _Frame:
             _device(self.model, tokens), _device(self.model, positions), self.logit_rows, plan
         )
 
-    def _writes(self, works: Sequence[Work]) -> tuple[Write, ...]:
+    def _writes(self, works: Sequence[ScheduledChunk]) -> tuple[Write, ...]:
         """All rows of paged requests in one write, each room in its own."""
         writes: list[Write] = []
         index: list[int] = []
         rows: list[int] = []
         pool = None
         for work, (begin, end) in zip(works, self.layout.rows, strict=True):
-            if isinstance(work.private, Pages):
+            if isinstance(work.private, BlockTable):
                 pool = work.private.pool
                 index += work.private.slots(end - begin)
                 rows += range(begin, end)
@@ -138,7 +148,7 @@ class _Frame:
             mask[row, :filled] = 0
         return replace(pages, mask=_device(self.model, mask).to(pages.mask.dtype))
 
-    def _with_distances(self, plan: StepPlan, positions: Ints) -> StepPlan:
+    def _with_distances(self, plan: AttentionMetadata, positions: Ints) -> AttentionMetadata:
         """ALiBi: how far each row is from what it reads."""
         asking, pages = plan.asking, plan.pages
         if asking is not None:
@@ -156,7 +166,7 @@ class _Frame:
         return replace(plan, asking=asking, pages=pages, positions=_floats(self.model, positions))
 
 
-def _asking(model: CausalLM, layout: Layout) -> tuple[Asking | None, Ints]:
+def _asking(model: CausalLM, layout: Layout) -> tuple[SharedQueries | None, Ints]:
     rows: list[int] = []
     deltas: list[int] = []
     starts: list[int] = []
@@ -173,7 +183,7 @@ def _asking(model: CausalLM, layout: Layout) -> tuple[Asking | None, Ints]:
     if rotation is not None:
         cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [M, 1, R/2]
         rotation = replace(rotation, cos=cos, sin=sin)
-    return Asking(_device(model, _ints(rows)), rotation), _ints(starts)
+    return SharedQueries(_device(model, _ints(rows)), rotation), _ints(starts)
 
 
 def _run_rows(layout: Layout) -> tuple[RunRows, ...]:
@@ -185,7 +195,7 @@ def _run_rows(layout: Layout) -> tuple[RunRows, ...]:
     return tuple(found)
 
 
-def _pages(model: CausalLM, tails: Sequence[Tail]) -> PageRows | None:
+def _pages(model: CausalLM, tails: Sequence[DecodeTail]) -> PageRows | None:
     if not tails:
         return None
     pool = tails[0].private.pool
@@ -233,3 +243,189 @@ def _floats(model: CausalLM, values: Ints) -> Tensor:
 
 def _device(model: CausalLM, values: NDArray[np.generic]) -> Tensor:
     return torch.from_numpy(values).to(model.device)
+
+
+LONG = 4  # chunks in a row from which a single reader's stretch is a run of its own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledChunk:
+    """One request's share of a step: its next tokens, which follow its private states.
+
+    position_ids ascend; a token sees the segments that start at or before it.
+    """
+
+    segments: tuple[Segment, ...]
+    private: RequestKV
+    token_ids: Sequence[int]
+    position_ids: Sequence[int]
+    wants_logits: bool = True
+
+
+@dataclass(slots=True)
+class SharedPrefixGroup:
+    """A contiguous run and its readers: rows first:end of the step, and for each reader how far
+    the run was moved and where its first key stands."""
+
+    keys: Tensor
+    values: Tensor
+    readers: list[tuple[int, int]] = field(default_factory=list)
+    deltas: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def add(self, first: int, end: int, delta: int, start: int) -> None:
+        if first < end and self.keys.shape[2]:
+            self.readers.append((first, end))
+            self.deltas.append(delta)
+            self.starts.append(start)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTail:
+    """The last chunks of a request that decodes: its row, its private states, and the index of
+    each of the chunks among the request's."""
+
+    row: int
+    private: BlockTable
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """rows: begin and end of each work's rows; squares: those of works with several new tokens."""
+
+    rows: tuple[tuple[int, int], ...]
+    runs: tuple[SharedPrefixGroup, ...]
+    squares: tuple[tuple[int, int], ...]
+    tails: tuple[DecodeTail, ...]
+
+
+def lay_out(works: Sequence[ScheduledChunk], *, gapless: bool = False) -> Layout:
+    """Groups the works' reading. gapless: a run must stand at consecutive positions, as ALiBi
+    needs, whose bias follows the position."""
+    rows, begin = [], 0
+    for work in works:
+        rows.append((begin, begin + len(work.token_ids)))
+        begin = rows[-1][1]
+    runs = _segment_runs(works, rows)
+    tails = []
+    owned = _owned(works)
+    for index, work in enumerate(works):
+        decodes = len(work.token_ids) == 1 and isinstance(work.private, BlockTable)
+        short: list[int] = []
+        for stretch in _joined(work.private, owned, gapless, full_only=decodes):
+            readers = stretch.readers
+            if decodes and len(readers) == 1 and (gapless or len(stretch.chunks) < LONG):
+                short += stretch.chunks
+            elif readers[0] == index:
+                runs.append(_private_run(stretch, [rows[reader] for reader in readers]))
+        if decodes:
+            assert isinstance(work.private, BlockTable)
+            chunks = _with_next(work.private, short)
+            tails.append(DecodeTail(rows[index][0], work.private, chunks))
+    squares = tuple(
+        rows[index]
+        for index, work in enumerate(works)
+        if len(work.token_ids) > 1 or not isinstance(work.private, BlockTable)
+    )
+    return Layout(tuple(rows), tuple(run for run in runs if run.readers), squares, tuple(tails))
+
+
+def _segment_runs(
+    works: Sequence[ScheduledChunk], rows: Sequence[tuple[int, int]]
+) -> list[SharedPrefixGroup]:
+    """Segments by the memory that they read, so that views of one module are one run."""
+    runs: dict[tuple[int, int], SharedPrefixGroup] = {}
+    for work, (begin, end) in zip(works, rows, strict=True):
+        for segment in work.segments:
+            states = segment.states
+            place = (states.keys.data_ptr(), states.length)
+            run = runs.setdefault(place, SharedPrefixGroup(states.keys, states.values))
+            first = begin + bisect_left(work.position_ids, segment.start)
+            run.add(first, end, segment.delta, segment.start)
+    return list(runs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Neighboring stretches of one request with the same readers, as one. chunks: their indexes
+    among the request's."""
+
+    stretch: KVSpan
+    chunks: tuple[int, ...]
+    readers: tuple[int, ...]
+    start: int
+
+
+def _owned(works: Sequence[ScheduledChunk]) -> dict[tuple[int, int, int], list[int]]:
+    """The works that read each stretch of private memory."""
+    readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for index, work in enumerate(works):
+        for stretch in work.private.stretches():
+            readers[stretch.place].append(index)
+    return readers
+
+
+def _joined(
+    private: RequestKV,
+    readers: dict[tuple[int, int, int], list[int]],
+    gapless: bool,
+    *,
+    full_only: bool,
+) -> Iterator[_Joined]:
+    """full_only: without the last chunk, while it still fills."""
+    current: _Joined | None = None
+    at = 0  # tokens before the stretch
+    for number, stretch in enumerate(private.stretches()):
+        who = tuple(readers[stretch.place])
+        length = stretch.end - stretch.begin
+        if full_only and isinstance(private, BlockTable) and length < private.pool.chunk:
+            break
+        pieces = _pieces(stretch, private.positions[at : at + length]) if gapless else [stretch]
+        for piece in pieces:
+            start = private.positions[at + piece.begin - stretch.begin]
+            if current is not None and _follows(current, piece, who, start, gapless):
+                whole = KVSpan(piece.keys, piece.values, current.stretch.begin, piece.end)
+                chunks = tuple(dict.fromkeys((*current.chunks, number)))
+                current = _Joined(whole, chunks, who, current.start)
+                continue
+            if current is not None:
+                yield current
+            current = _Joined(piece, (number,), who, start)
+        at += length
+    if current is not None:
+        yield current
+
+
+def _follows(
+    current: _Joined, piece: KVSpan, who: tuple[int, ...], start: int, gapless: bool
+) -> bool:
+    length = current.stretch.end - current.stretch.begin
+    in_place = current.stretch.end == piece.begin and current.readers == who
+    return in_place and (not gapless or current.start + length == start)
+
+
+def _pieces(stretch: KVSpan, positions: Sequence[int]) -> Iterator[KVSpan]:
+    """The stretch, cut where its positions leave a gap."""
+    begin = 0
+    for at in range(1, len(positions) + 1):
+        if at == len(positions) or positions[at] != positions[at - 1] + 1:
+            offset = stretch.begin
+            yield KVSpan(stretch.keys, stretch.values, offset + begin, offset + at)
+            begin = at
+
+
+def _private_run(joined: _Joined, readers: Sequence[tuple[int, int]]) -> SharedPrefixGroup:
+    stretch = joined.stretch
+    run = SharedPrefixGroup(
+        stretch.keys[:, :, stretch.begin : stretch.end],
+        stretch.values[:, :, stretch.begin : stretch.end],
+    )
+    for first, end in readers:
+        run.add(first, end, 0, joined.start)
+    return run
+
+
+def _with_next(private: BlockTable, chunks: Sequence[int]) -> tuple[int, ...]:
+    """The chunks and the one that the step writes to."""
+    return tuple(dict.fromkeys((*chunks, private.length // private.pool.chunk)))

@@ -1,33 +1,32 @@
 """The engine without its thread: takes requests, and runs one step at a time."""
 
+# MERGED ragcache.engine.view: What the engine computes now, for whoever watches: a value that
+#   its thread leaves behind.
+
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragcache.engine.bell import together
-from ragcache.engine.encoder import EncodeJob, Encoding
-from ragcache.engine.encodings import Encodings, States
-from ragcache.engine.handle import Channel
-from ragcache.engine.layout import Work
-from ragcache.engine.memory import Memory
-from ragcache.engine.pool import ChunkPool
-from ragcache.engine.prefix import PrefixTree
-from ragcache.engine.request import Completion, Piece, Request
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.config import EngineConfig, EngineStats
+from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, States
+from ragcache.engine.handle import RequestChannel, coalesced_wakeups
+from ragcache.engine.kv_cache import BlockPool, RadixCache
+from ragcache.engine.kv_cache_manager import KVCacheManager
+from ragcache.engine.request import Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import Runner
 from ragcache.engine.sampler import choose
-from ragcache.engine.schedule import Decision, Limits, schedule
-from ragcache.engine.sequence import Group, Sequence
-from ragcache.engine.settings import EngineSettings, Tally
-from ragcache.engine.view import IDLE, BatchView
+from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
+from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnsupportedModel, UnusableLogits
 
 Clock = Callable[[], float]
-Answers = Channel[Piece, Completion]
+Answers = RequestChannel[TokenDelta, RequestOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,31 +35,33 @@ class _Share:
 
     runs: Sequence | Encoding
     count: int
-    work: Work
+    work: ScheduledChunk
 
 
 class EngineCore:
     """Iteration-level batching: requests join and leave between steps (Orca §3.1)."""
 
     def __init__(
-        self, runner: Runner, settings: EngineSettings, clock: Clock = time.perf_counter
+        self, runner: Runner, settings: EngineConfig, clock: Clock = time.perf_counter
     ) -> None:
         self.runner, self.settings, self.clock = runner, settings, clock
         pool = runner.pool(settings.pool_bytes)
-        self.memory = Memory(pool, PrefixTree(pool.chunk, int(settings.retained * pool.total)))
-        self.tally = Tally()
+        self.memory = KVCacheManager(
+            pool, RadixCache(pool.chunk, int(settings.retained * pool.total))
+        )
+        self.tally = EngineStats()
         self.view = IDLE
         self._seen: object = None
-        self._limits = Limits(
+        self._limits = SchedulerConfig(
             pool.chunk, settings.step_tokens, settings.prefill_tokens, settings.running
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._encodings = Encodings(runner.model)
+        self._encodings = EncodeQueue(runner.model)
         self._numbers = 0
 
     @property
-    def pool(self) -> ChunkPool:
+    def pool(self) -> BlockPool:
         return self.memory.pool
 
     @property
@@ -101,7 +102,7 @@ class EngineCore:
         if channel.cancelled:
             return
         try:
-            group = Group(request, channel, submitted_at, shares=self.runner.shares)
+            group = SequenceGroup(request, channel, submitted_at, shares=self.runner.shares)
             sequence = self._sequence(group, 0)
         except Exception as error:  # its `text` cannot be made: nobody else may suffer from that
             channel.fail(error)
@@ -132,7 +133,7 @@ class EngineCore:
         logits = step()
         computed = self.clock()
         self._account(shares)
-        with together():  # one wake-up tells a loop of all that the step brought
+        with coalesced_wakeups():  # one wake-up tells a loop of all that the step brought
             self._sample(shares, logits, computed)
         tally = self.tally
         tally.steps += 1
@@ -145,7 +146,7 @@ class EngineCore:
         seen = [(id(share.runs), share.count) for share in shares]
         if seen != self._seen:
             works = ((share.work, isinstance(share.runs, Encoding)) for share in shares)
-            self.view, self._seen = BatchView.of(works), seen
+            self.view, self._seen = BatchSnapshot.of(works), seen
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with `error`, and takes all memory back."""
@@ -182,7 +183,7 @@ class EngineCore:
             shares.append(_Share(encoding, count, encoding.work(count)))
         return shares
 
-    def _preempt(self, decision: Decision) -> None:
+    def _preempt(self, decision: SchedulerOutput) -> None:
         for number in decision.preempted:
             sequence = next(each for each in self._running if each.number == number)
             self._running.remove(sequence)
@@ -190,7 +191,7 @@ class EngineCore:
             self._enqueue(sequence)
             self.tally.preempted += 1
 
-    def _admit(self, decision: Decision, now: float) -> None:
+    def _admit(self, decision: SchedulerOutput, now: float) -> None:
         entering = set(decision.admitted)
         if not entering:
             return
@@ -268,11 +269,11 @@ class EngineCore:
                 self._fail(group, _too_late(group, started=sequence in self._running))
         self._encodings.drop_cancelled()
 
-    def _fail(self, group: Group, error: BaseException) -> None:
+    def _fail(self, group: SequenceGroup, error: BaseException) -> None:
         self._drop(group)
         group.channel.fail(error)
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: SequenceGroup) -> None:
         for sequence in self._running:
             if sequence.group is group:
                 self._release(sequence)
@@ -284,7 +285,7 @@ class EngineCore:
             self.runner.release(sequence.private)
         self.memory.leave(sequence)
 
-    def _sequence(self, group: Group, index: int) -> Sequence:
+    def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
         self._numbers += 1
         return Sequence(group, index, self._numbers)
 
@@ -296,9 +297,51 @@ def _order(sequence: Sequence) -> tuple[float, int]:
     return (sequence.group.seniority, sequence.number)
 
 
-def _too_late(group: Group, *, started: bool) -> DeadlineExceeded:
+def _too_late(group: SequenceGroup, *, started: bool) -> DeadlineExceeded:
     where = "while it ran" if started else "while it waited in the queue"
     return DeadlineExceeded(
         f"the request's {group.request.timeout} s were over {where}; give it more time, or fewer "
         "requests to the engine"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUse:
+    """A segment that steps read. name: that of its states. requests, rows: that read it."""
+
+    name: str
+    tokens: int
+    requests: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSnapshot:
+    """A step. rows: its new tokens; requests: those that they belong to; encodings: modules that
+    are encoded beside them; segments: what is read, the most read first."""
+
+    rows: int = 0
+    requests: int = 0
+    encodings: int = 0
+    segments: tuple[SegmentUse, ...] = ()
+
+    @classmethod
+    def of(cls, works: Iterable[tuple[ScheduledChunk, bool]]) -> BatchSnapshot:
+        """Of the works of a step, each with whether it encodes a module. Only what answers read
+        is told, and of that what has a name."""
+        uses: dict[str, tuple[int, int, int]] = {}
+        rows = requests = encodings = 0
+        for work, encodes in works:
+            rows += len(work.token_ids)
+            encodings, requests = encodings + encodes, requests + (not encodes)
+            for segment in () if encodes else work.segments:
+                if segment.name is not None:
+                    _, readers, asking = uses.get(segment.name, (0, 0, 0))
+                    asking += len(work.token_ids)
+                    uses[segment.name] = segment.states.length, readers + 1, asking
+        segments = (SegmentUse(name, *use) for name, use in uses.items())
+        ranked = sorted(segments, key=lambda use: (-use.requests, -use.rows, use.name))
+        return cls(rows, requests, encodings, tuple(ranked))
+
+
+IDLE = BatchSnapshot()

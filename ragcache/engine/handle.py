@@ -1,20 +1,28 @@
 """A request between its caller and the engine's thread: events one way, cancellation the other.
 
-The engine holds the `Channel`, the caller the `Handle`. Nobody polls: threads wait on an event of
-their own, asyncio tasks on a future that is set in their loop.
+The engine holds the `RequestChannel`, the caller the `RequestHandle`. Nobody polls: threads wait on
+an event of their own, asyncio tasks on a future that is set in their loop.
 """
+
+# MERGED ragcache.engine.bell: Waking tasks of event loops from other threads. A step ends with
+#   news for many requests, whose tasks mostly stand in one loop. Each wake-up of a loop costs
+#   system calls in both threads and hands the interpreter over, so that one wake-up tells of
+#   all.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
+from weakref import WeakKeyDictionary, ref
 
-from ragcache.engine.bell import bell_here
 from ragcache.errors import RequestCancelled
 
 EventT = TypeVar("EventT")
@@ -45,7 +53,7 @@ class _Waiter:
     wake: Callable[[], None]
 
 
-class Channel(Generic[EventT, ResultT]):
+class RequestChannel(Generic[EventT, ResultT]):
     """The engine's end. One thread puts events and ends the request; any thread may cancel it.
 
     wake: tells the engine to look at `cancelled`. A handle is abandoned whenever the garbage
@@ -145,7 +153,7 @@ class Channel(Generic[EventT, ResultT]):
             self._waiters = [other for other in self._waiters if other is not waiter]
 
 
-class Handle(Generic[EventT, ResultT]):
+class RequestHandle(Generic[EventT, ResultT]):
     """The caller's end of a request, for any number of threads and asyncio loops.
 
     Every iteration, blocking or asynchronous, gives all events from the first one on, and then
@@ -153,13 +161,13 @@ class Handle(Generic[EventT, ResultT]):
     so do cancelling a task that awaits the handle and losing the last reference to it.
     """
 
-    def __init__(self, channel: Channel[EventT, ResultT]) -> None:
+    def __init__(self, channel: RequestChannel[EventT, ResultT]) -> None:
         self._channel = channel
         # a weak reference: an error that the caller saw holds its frames, and they the handle
         weakref.finalize(self, _abandon, weakref.ref(channel)).atexit = False
 
     @property
-    def channel(self) -> Channel[EventT, ResultT]:
+    def channel(self) -> RequestChannel[EventT, ResultT]:
         """The engine's end, which can be watched without keeping the request."""
         return self._channel
 
@@ -245,6 +253,74 @@ class Handle(Generic[EventT, ResultT]):
         return True
 
 
-def _abandon(channel: weakref.ref[Channel[Any, Any]]) -> None:
+def _abandon(channel: weakref.ref[RequestChannel[Any, Any]]) -> None:
     if (abandoned := channel()) is not None:
         abandoned.cancel()
+
+
+class LoopWaker:
+    """Sets futures of one loop. May be rung in any thread and at any line of it: takes no lock."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: deque[asyncio.Future[None]] = deque()
+        self._rung = False
+
+    def waiter(self) -> asyncio.Future[None]:
+        """A future to ring for."""
+        return self._loop.create_future()
+
+    def ring(self, future: asyncio.Future[None]) -> None:
+        """Sets a future soon, in its loop, unless it is done."""
+        self._due.append(future)
+        if _held.bells is None:
+            self._tell()
+        else:
+            _held.bells.add(self)
+
+    def _tell(self) -> None:
+        if not self._rung:  # else the loop has not looked yet, and will find all that is due
+            self._rung = True
+            with suppress(RuntimeError):  # the loop was closed: nobody waits there any longer
+                self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        self._rung = False
+        while self._due:
+            future = self._due.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+class _Held(threading.local):
+    """The bells that this thread tells later; None while it tells each at once."""
+
+    bells: set[LoopWaker] | None = None
+
+
+_held = _Held()
+_bells: WeakKeyDictionary[asyncio.AbstractEventLoop, ref[LoopWaker]] = WeakKeyDictionary()
+
+
+@contextmanager
+def coalesced_wakeups() -> Iterator[None]:
+    """Each bell that this thread rings within the block is heard once, at its end."""
+    rung: set[LoopWaker] = set()
+    _held.bells = rung
+    try:
+        yield
+    finally:
+        _held.bells = None
+        for bell in rung:
+            bell._tell()
+
+
+def bell_here() -> LoopWaker:
+    """The bell of the running loop, for as long as somebody keeps it."""
+    loop = asyncio.get_running_loop()
+    known = _bells.get(loop)
+    bell = known() if known is not None else None
+    if bell is None:
+        bell = LoopWaker(loop)
+        _bells[loop] = ref(bell)
+    return bell

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache.engine.sampler import Chosen
+from ragcache.engine.sampler import SampledToken
 
 _LEAST = -9999.0  # OpenAI's value for what cannot be: JSON has no infinity
 
@@ -17,7 +17,7 @@ class LogprobFormat:
 
     tokenizer: Any
 
-    def chat(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def chat(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
         """`logprobs` of a chat's choice."""
         content = [
             {
@@ -28,7 +28,7 @@ class LogprobFormat:
         ]
         return {"content": content, "refusal": None}
 
-    def text(self, chosen: Sequence[Chosen], offset: int = 0) -> dict[str, Any]:
+    def text(self, chosen: Sequence[SampledToken], offset: int = 0) -> dict[str, Any]:
         """`logprobs` of a text completion's choice. offset: of its first token, in characters."""
         tokens = [self._token(each.token) for each in chosen]
         offsets = []

@@ -1,16 +1,19 @@
 """What is asked of the engine, and what comes back."""
 
+# MERGED ragcache.engine.context: What a request attends to: segments in order, then its own
+#   tokens.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ragcache.engine.constraint import MakeConstraint
-from ragcache.engine.context import Context
 from ragcache.engine.detokenizer import TextStream, check_stops
-from ragcache.engine.sampler import Chosen
-from ragcache.engine.sampling import Sampling
-from ragcache.errors import InvalidRequest
+from ragcache.engine.sampler import SampledToken
+from ragcache.engine.sampling_params import SamplingParams
+from ragcache.errors import InvalidRequest, PromptTooLong
+from ragcache.states import KVStates
 
 MAX_CHOICES = 128
 
@@ -39,7 +42,7 @@ class Request:
     context: Context
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     n: int = 1
     stop: tuple[str, ...] = ()
     text: MakeText | None = None
@@ -79,12 +82,12 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenDelta:
     """News of one answer: a token, and the text that is safe to show since. The last piece of an
     answer may have text alone, which was held back. choice: which of the `n` answers."""
 
     choice: int
-    chosen: Chosen | None
+    chosen: SampledToken | None
     text: str = ""
 
 
@@ -99,11 +102,11 @@ class Choice:
     text: str
     finish_reason: str
     stopped_by: int | str | None = None
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RequestOutput:
     """The answers to a request. shared_tokens: private tokens of the prompt whose states stood in
     the prefix tree. Times are `time.perf_counter` readings, in seconds; admitted_at is when the
     request left the queue."""
@@ -124,3 +127,87 @@ class Completion:
     def finish_reason(self) -> str:
         """That of the first answer."""
         return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """States standing at position `start` of a prompt. Nothing is copied to place them.
+
+    name: names what the states are, for all time; None where they have no name. Requests over
+    segments of equal names at equal places can share what they compute after them.
+    """
+
+    states: KVStates
+    start: int
+    name: str | None = None
+
+    @property
+    def delta(self) -> int:
+        """How far the segment was moved from where it was encoded, in positions."""
+        return self.start - self.states.start
+
+    @property
+    def end(self) -> int:
+        """The first position after the segment."""
+        return self.start + self.states.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """segments, and the request's own tokens in the order of their positions.
+
+    A token sees the segments that start before it, and the own tokens before it. The answer
+    continues at `next_position`.
+    """
+
+    segments: tuple[Segment, ...]
+    token_ids: tuple[int, ...]
+    position_ids: tuple[int, ...]
+    next_position: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose states are read, not computed."""
+        return sum(segment.states.length for segment in self.segments)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + len(self.token_ids)
+
+
+def assemble(
+    states: Sequence[KVStates],
+    token_ids: Sequence[int],
+    *,
+    window: int,
+    max_new_tokens: int,
+    names: Sequence[str | None] | None = None,
+) -> Context:
+    """Places states one after another without gaps, then the private tokens.
+
+    names: those of the segments, where they have any.
+
+    Raises `PromptTooLong` where prompt and answer together exceed `window` positions.
+    """
+    position, segments = 0, []
+    for each, name in zip(states, names or [None] * len(states), strict=True):
+        segments.append(Segment(each, position, name))
+        position += each.length
+    check_window(position, len(token_ids), window=window, max_new_tokens=max_new_tokens)
+    if not token_ids:
+        raise ValueError("a prompt needs at least one token of its own")
+    end = position + len(token_ids)
+    return Context(tuple(segments), tuple(token_ids), tuple(range(position, end)), end)
+
+
+def check_window(
+    document_tokens: int, own_tokens: int, *, window: int, max_new_tokens: int
+) -> None:
+    """Raises `PromptTooLong` where prompt and answer would not fit the model's window."""
+    if document_tokens + own_tokens + max_new_tokens > window:
+        raise PromptTooLong(
+            f"the prompt needs {document_tokens + own_tokens} tokens ({document_tokens} of "
+            f"documents, {own_tokens} of question and template) and the answer up to "
+            f"{max_new_tokens}, but the model's window holds {window}; ask with a smaller k or a "
+            "shorter question"
+        )

@@ -1,5 +1,12 @@
 """Choosing the next token of each sequence of a batch."""
 
+# MERGED ragcache.engine.draw: Drawing a token from a row of logits, in exact arithmetic.
+#   Probabilities are turned into whole numbers of shares. Sums of integers do not depend on
+#   the order in which they are added, so neither the rows beside a row nor the device's way of
+#   summing can change what is drawn; and tokens are kept or dropped by their shares alone,
+#   never by how a device happens to order equal ones.
+# MERGED ragcache.engine.penalties: Penalties on tokens that a sequence has already seen.
+
 from __future__ import annotations
 
 import secrets
@@ -12,9 +19,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine.constraint import forbid
-from ragcache.engine.draw import draw, keep_likeliest, shares_of
-from ragcache.engine.penalties import Tally, penalize
-from ragcache.engine.sampling import MAX_LOGPROBS, Sampling
+from ragcache.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from ragcache.errors import UnusableLogits
 
 # Rows that need copies of their logits are taken this many at a time: on a CPU for its cache, on a
@@ -32,20 +37,20 @@ class SamplerState:
     drawn: tokens chosen so far. tally: None unless a penalty needs it.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     index: int = 0
     drawn: int = 0
-    tally: Tally | None = None
+    tally: TokenCounts | None = None
 
     @classmethod
     def start(
-        cls, sampling: Sampling, prompt_tokens: Iterable[int], index: int = 0
+        cls, sampling: SamplingParams, prompt_tokens: Iterable[int], index: int = 0
     ) -> SamplerState:
         """The state of the index-th of a request's n sequences; each has a stream of its own."""
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         repeats = sampling.repetition_penalty != 1
-        tally = Tally(prompt_tokens if repeats else ()) if sampling.penalized else None
+        tally = TokenCounts(prompt_tokens if repeats else ()) if sampling.penalized else None
         return cls(sampling, seed, index, tally=tally)
 
     def uniform(self) -> float:
@@ -60,7 +65,7 @@ class SamplerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """A token, and log-probabilities if they were asked for.
 
     They are natural logarithms of the model's own distribution: the softmax of the logits before
@@ -79,7 +84,7 @@ def choose(
     states: Sequence[SamplerState],
     forbidden: Sequence[Collection[int]],
     masks: Sequence[Tensor | None] | None = None,
-) -> list[Chosen | UnusableLogits]:
+) -> list[SampledToken | UnusableLogits]:
     """Chooses the next token of every row and records it in the row's state.
 
     logits: [R, V] of any floating type, left as they are; the arithmetic is float32.
@@ -91,7 +96,7 @@ def choose(
     """
     tokens = _tokens(logits, states, forbidden, masks or [None] * len(states))
     asked = [i for i, s in enumerate(states) if s.sampling.logprobs is not None and tokens[i] >= 0]
-    reported: dict[int, Chosen] = {}
+    reported: dict[int, SampledToken] = {}
     for rows in _portions(asked, logits):
         chosen = _with_logprobs(
             logits[rows],
@@ -99,13 +104,13 @@ def choose(
             [states[i].sampling.logprobs or 0 for i in rows],
         )
         reported.update(zip(rows, chosen, strict=True))
-    results: list[Chosen | UnusableLogits] = []
+    results: list[SampledToken | UnusableLogits] = []
     for row, (token, state) in enumerate(zip(tokens, states, strict=True)):
         if token < 0:
             results.append(_unusable(state))
             continue
         state.record(token)
-        results.append(reported.get(row) or Chosen(token))
+        results.append(reported.get(row) or SampledToken(token))
     return results
 
 
@@ -193,7 +198,9 @@ def _drawn(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     return draw(shares, [s.uniform() for s in states])
 
 
-def _with_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Chosen]:
+def _with_logprobs(
+    logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
+) -> list[SampledToken]:
     """logits: [R, V]. counts: how many alternatives each row reports."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
@@ -204,5 +211,135 @@ def _with_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int])
     for token, count, logprob, ids, values in zip(*columns, strict=True):
         pairs = [pair for pair in zip(ids, values, strict=True) if pair[1] > -torch.inf]
         pairs.sort(key=lambda pair: (-pair[1], pair[0]))
-        chosen.append(Chosen(token, logprob, tuple(pairs[:count])))
+        chosen.append(SampledToken(token, logprob, tuple(pairs[:count])))
     return chosen
+
+
+# A float32 probability times a power of two is exact. Below 2**-40 a token is never drawn.
+SHARES = 2**40
+# A nucleus is mostly this small; sorting 150,000 tokens takes twenty times as long as finding it.
+HEAD = 1024
+
+
+def shares_of(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """softmax(logits / temperature) in units of 2**-40.
+
+    logits: float32 [R, V], the largest of each row finite. Returns int64 [R, V].
+    """
+    divisors = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
+    # The largest logit becomes 0 first, so that a small temperature cannot make it infinite.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(divisors)
+    return scaled.softmax(dim=-1).mul_(SHARES).to(torch.int64)
+
+
+def keep_likeliest(shares: Tensor, samplings: Sequence[SamplingParams], head: int = HEAD) -> Tensor:
+    """Zeroes the shares of the tokens that top-k, top-p or min-p remove. int64 [R, V]."""
+    vocabulary = shares.shape[-1]
+    width = min(vocabulary, max(head, *(s.top_k for s in samplings)))
+    likeliest = shares.topk(width, dim=-1).values  # [R, width], descending
+    least = _least_of_top_k(likeliest, [s.top_k for s in samplings])  # [R, 1]
+    if any(s.top_p < 1 for s in samplings):
+        kept = torch.where(shares >= least, shares, 0)
+        top_p = _column([s.top_p for s in samplings], shares)
+        nucleus = _least_of_nucleus(kept, torch.where(likeliest >= least, likeliest, 0), top_p)
+        least = torch.where(top_p < 1, torch.maximum(least, nucleus), least)
+    min_p = _column([s.min_p for s in samplings], shares)
+    least = torch.maximum(least, (min_p * likeliest[:, :1]).ceil().to(torch.int64))
+    return torch.where(shares >= least, shares, 0)
+
+
+def draw(shares: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Inverts each row's distribution function at its uniform number in [0, 1 - 2**-48].
+
+    shares: int64 [R, V], no row all zero. Returns token ids [R].
+    """
+    cumulative = shares.cumsum(dim=-1)
+    at = (_column(uniforms, shares) * cumulative[:, -1:]).to(torch.int64)  # [R, 1], below the total
+    tokens = torch.searchsorted(cumulative, at, right=True)
+    return tokens.clamp(max=shares.shape[-1] - 1).squeeze(-1)  # only rows of NaN need the clamp
+
+
+def _least_of_top_k(likeliest: Tensor, top_k: Sequence[int]) -> Tensor:
+    """The k-th largest share of each row, [R, 1]; 0 where top-k removes nothing."""
+    width = likeliest.shape[-1]
+    wanted = [k if k <= width else 0 for k in top_k]
+    last = torch.tensor([max(k, 1) - 1 for k in wanted], device=likeliest.device)[:, None]
+    used = torch.tensor([k > 0 for k in wanted], device=likeliest.device)[:, None]
+    return torch.where(used, likeliest.gather(-1, last), 0)
+
+
+def _least_of_nucleus(shares: Tensor, likeliest: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest share in each row's nucleus, [R, 1]. likeliest: the largest, descending."""
+    mass = top_p * shares.sum(dim=-1, keepdim=True)
+    least = _last_before(likeliest, mass)
+    if likeliest.shape[-1] < shares.shape[-1]:
+        open_end = (likeliest.sum(dim=-1, keepdim=True) < mass) & (top_p < 1)
+        rows = open_end.squeeze(-1).nonzero().squeeze(-1)
+        if len(rows):
+            ordered = shares[rows].sort(dim=-1, descending=True).values
+            least[rows] = _last_before(ordered, mass[rows])
+    return least
+
+
+def _last_before(descending: Tensor, mass: Tensor) -> Tensor:
+    """The last share that stands before the mass is reached. [R, 1]."""
+    before = descending.cumsum(dim=-1) - descending
+    count = (before < mass).sum(dim=-1, keepdim=True)
+    return descending.gather(-1, (count - 1).clamp(min=0))
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+class TokenCounts:
+    """What one sequence has seen.
+
+    Tables over the vocabulary, made on the logits' device at first use: a step then costs the same
+    however long the prompt and the answer are.
+    """
+
+    __slots__ = ("_counts", "_prompt", "_prompt_tokens")
+
+    def __init__(self, prompt_tokens: Iterable[int]) -> None:
+        self._prompt_tokens = frozenset(prompt_tokens)
+        self._prompt: Tensor | None = None  # bool [V]
+        self._counts: Tensor | None = None  # float32 [V]: times generated
+
+    def tables(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether a token is in the prompt, bool [V]; how often it was generated, float32 [V]."""
+        if self._prompt is None or self._counts is None:
+            vocabulary = logits.shape[-1]
+            known = [token for token in self._prompt_tokens if 0 <= token < vocabulary]
+            self._prompt = torch.zeros(vocabulary, dtype=torch.bool, device=logits.device)
+            self._prompt[torch.tensor(known, dtype=torch.int64, device=logits.device)] = True
+            self._counts = torch.zeros(vocabulary, device=logits.device)
+            self._prompt_tokens = frozenset()
+        return self._prompt, self._counts
+
+    def add(self, token: int) -> None:
+        """Counts a token that was generated; `tables` has been called before."""
+        assert self._counts is not None
+        self._counts[token] += 1
+
+
+def penalize(
+    logits: Tensor, samplings: Sequence[SamplingParams], tallies: Sequence[TokenCounts]
+) -> Tensor:
+    """Applies each row's penalties: repetition first, then frequency and presence.
+
+    logits: float32 [R, V]. Returns a new tensor.
+    """
+    tables = [tally.tables(logits) for tally in tallies]
+    counts = torch.stack([counts for _, counts in tables])  # [R, V]
+    generated = counts > 0
+    seen = torch.stack([prompt for prompt, _ in tables]) | generated
+    repetition = _column_penalties([s.repetition_penalty for s in samplings], logits)
+    frequency = _column_penalties([s.frequency_penalty for s in samplings], logits)
+    presence = _column_penalties([s.presence_penalty for s in samplings], logits)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return torch.where(seen, repeated, logits) - frequency * counts - presence * generated
+
+
+def _column_penalties(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

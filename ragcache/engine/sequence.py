@@ -6,26 +6,25 @@ from collections.abc import Collection, Hashable
 
 from torch import Tensor
 
+from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.constraint import Guarded
-from ragcache.engine.handle import Channel
-from ragcache.engine.layout import Work
-from ragcache.engine.prefix import Fleeting, Path
-from ragcache.engine.private import Pages
-from ragcache.engine.request import Choice, Completion, Piece, Request
-from ragcache.engine.sampler import Chosen, SamplerState
-from ragcache.engine.schedule import AGEING, Candidate
+from ragcache.engine.handle import RequestChannel
+from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
+from ragcache.engine.request import Choice, Request, RequestOutput, TokenDelta
+from ragcache.engine.sampler import SampledToken, SamplerState
+from ragcache.engine.scheduler import AGEING, SchedulableRequest
 from ragcache.errors import ConstraintFailed
 
 NOTHING: frozenset[int] = frozenset()
 
 
-class Group:
+class SequenceGroup:
     """A request with the answers that are sampled for it."""
 
     def __init__(
         self,
         request: Request,
-        channel: Channel[Piece, Completion],
+        channel: RequestChannel[TokenDelta, RequestOutput],
         submitted_at: float,
         *,
         shares: bool = True,
@@ -51,7 +50,7 @@ class Group:
         if len(self.choices) == self.request.n:
             choices = tuple(self.choices[i] for i in range(self.request.n))
             self.channel.finish(
-                Completion(
+                RequestOutput(
                     choices,
                     self.shared_tokens,
                     self.submitted_at,
@@ -64,7 +63,7 @@ class Group:
 
 def _root(request: Request) -> Hashable:
     """The answers of one request share its prompt even where it shares with nobody else."""
-    return Fleeting() if request.root is None and request.n > 1 else request.root
+    return EphemeralRoot() if request.root is None and request.n > 1 else request.root
 
 
 class Sequence:
@@ -74,7 +73,7 @@ class Sequence:
     `private.length` are pending. path: its full chunks in the prefix tree, None while it waits.
     """
 
-    def __init__(self, group: Group, index: int, number: int) -> None:
+    def __init__(self, group: SequenceGroup, index: int, number: int) -> None:
         request = group.request
         self.group, self.index, self.number = group, index, number
         self.request = request
@@ -84,10 +83,10 @@ class Sequence:
         self.text = None if request.text is None else request.text(request.stop)
         make = request.constraint
         self.constraint = None if make is None else Guarded(make)
-        self.private: Pages | None = None
-        self.path: Path | None = None
+        self.private: BlockTable | None = None
+        self.path: NodePath | None = None
         self.shown: list[str] = []
-        self.chosen: list[Chosen] = []
+        self.chosen: list[SampledToken] = []
         self.finished = False
 
     @property
@@ -103,20 +102,20 @@ class Sequence:
         """Tokens whose states stand."""
         return 0 if self.private is None else self.private.length
 
-    def candidate(self) -> Candidate:
+    def candidate(self) -> SchedulableRequest:
         private = self.private
         pending = len(self.tokens) - self.computed
         seniority = self.group.seniority
         if private is None:
-            return Candidate(self.number, seniority, pending)
+            return SchedulableRequest(self.number, seniority, pending)
         room = private.capacity - private.length
-        return Candidate(self.number, seniority, pending, room, self._held())
+        return SchedulableRequest(self.number, seniority, pending, room, self._held())
 
-    def work(self, count: int) -> Work:
+    def work(self, count: int) -> ScheduledChunk:
         """Its next `count` tokens; logits are wanted with the last pending one."""
         assert self.private is not None
         begin, end = self.computed, self.computed + count
-        return Work(
+        return ScheduledChunk(
             self.request.context.segments,
             self.private,
             self.tokens[begin:end],
@@ -140,7 +139,7 @@ class Sequence:
     def failure(self) -> ConstraintFailed | None:
         return None if self.constraint is None else self.constraint.failure
 
-    def accept(self, chosen: Chosen, now: float) -> None:
+    def accept(self, chosen: SampledToken, now: float) -> None:
         """Takes the next token, tells the caller, and closes the answer where it ends. Does
         nothing where its constraint fails."""
         self.group.first_token_at = self.group.first_token_at or now
@@ -164,9 +163,9 @@ class Sequence:
         elif self.generated == request.max_new_tokens:
             self._close("length", None, now)
 
-    def _show(self, chosen: Chosen | None, text: str) -> None:
+    def _show(self, chosen: SampledToken | None, text: str) -> None:
         self.shown.append(text)
-        self.group.channel.put(Piece(self.index, chosen, text))
+        self.group.channel.put(TokenDelta(self.index, chosen, text))
 
     def _close(self, reason: str, stopped_by: int | str | None, now: float) -> None:
         self.finished = True

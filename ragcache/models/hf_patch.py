@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from ragcache.attention import AttentionBackend, Rotation, StepPlan, rotate
+from ragcache.attention import AttentionBackend, AttentionMetadata, Rotation, rotate
 from ragcache.errors import UnsupportedModel
 
 IMPLEMENTATION = "ragcache"
@@ -30,7 +30,7 @@ IMPLEMENTATION = "ragcache"
 class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Keeps each layer's new states where the step's plan wants them."""
 
-    def __init__(self, plan: StepPlan, backend: AttentionBackend) -> None:
+    def __init__(self, plan: AttentionMetadata, backend: AttentionBackend) -> None:
         super().__init__(layers=[])
         self.plan = plan
         self.backend = backend
@@ -68,7 +68,7 @@ def ragged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    plan: StepPlan | None = None,
+    plan: AttentionMetadata | None = None,
     backend: AttentionBackend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:

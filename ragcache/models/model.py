@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ragcache.attention import AttentionBackend, StepPlan
-from ragcache.attention.rotary import rotate
+from ragcache.attention import AttentionBackend, AttentionMetadata
+from ragcache.attention.ops import rotate
 from ragcache.models.fingerprint import model_fingerprint
 from ragcache.models.hf_patch import StepCache
 from ragcache.models.positions import LayeredRotary, PositionScheme
@@ -116,7 +116,7 @@ class Step:
     token_ids: Tensor
     position_ids: Tensor
     logit_rows: Tensor
-    plan: StepPlan
+    plan: AttentionMetadata
 
 
 class CausalLM(LanguageModel):

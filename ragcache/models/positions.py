@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ragcache.attention.rotary import Rotation
+from ragcache.attention.ops import Rotation
 from ragcache.errors import UnsupportedModel
 
 # The scalings whose frequencies are fixed once the model is loaded. LongRoPE's are up to the length
@@ -138,7 +138,7 @@ class Alibi:
     """A bias of slope times distance, head by head (Press et al., 2022, §3).
 
     States carry no position. Moving a segment changes its distance alone, which a step's plan holds
-    (`ragcache.attention.alibi`).
+    (`ragcache.attention.ops`).
 
     slopes: [Hq] float32, added to a score for each position that the key stands further on: a
     geometric series for a power of two heads. For other numbers of heads BLOOM and Falcon take the

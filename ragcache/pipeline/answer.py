@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ragcache.engine import Choice, Completion
+from ragcache.engine import Choice, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Ready:
     collection: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
 
-    def answer(self, completion: Completion) -> Answer:
+    def answer(self, completion: RequestOutput) -> Answer:
         marks = self.marks
         kept = self.cached_tokens + completion.shared_tokens
         return Answer(

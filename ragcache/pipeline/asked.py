@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from ragcache.engine import Completion, Handle, Piece
+from ragcache.engine import RequestHandle, RequestOutput, TokenDelta
 from ragcache.pipeline.answer import Answer, Ready
 from ragcache.store import Lease
 
@@ -40,7 +40,7 @@ class Asked:
     def __init__(
         self,
         ready: Ready,
-        handle: Handle[Piece, Completion],
+        handle: RequestHandle[TokenDelta, RequestOutput],
         lease: Lease | None,
         returned: Returned,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ragcache.config import NAMESPACE
-from ragcache.engine.view import BatchView
+from ragcache.engine.core import BatchSnapshot
 from ragcache.store import Database
 from ragcache.store.evictions import module_names
 
@@ -33,7 +33,7 @@ class Batch:
     segments: tuple[BatchSegment, ...]
 
 
-def batch_of(view: BatchView, database: Database, namespace: str) -> Batch:
+def batch_of(view: BatchSnapshot, database: Database, namespace: str) -> Batch:
     """Rows and requests are of all namespaces. Another one than the default sees no segments but
     those of its modules."""
     keys = {use.name: use.name.partition("[")[0] for use in view.segments}

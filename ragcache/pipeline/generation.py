@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ragcache.engine import Context, Request, Sampling, TextStream
+from ragcache.engine import Context, Request, SamplingParams, TextStream
 from ragcache.engine.detokenizer import check_stops
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
@@ -27,7 +27,7 @@ class Generation:
     text; False where they mark tool calls (`ToolStyle.special`).
     """
 
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -42,17 +42,17 @@ class Generation:
 
     @classmethod
     def of(cls, **options: Any) -> Generation:
-        """Options by their plain names, those of `Sampling` among them: `of(temperature=0.7,
+        """Options by their plain names, those of `SamplingParams` among them: `of(temperature=0.7,
         stop="\\n")`, and those of `Grammar`: `json_schema={...}`, `json_object=True`,
         `regex="..."`, `ebnf="..."`. None is the default. Raises `InvalidRequest` for an unknown
         name."""
         given = {name: value for name, value in options.items() if value is not None}
         grammars = [_GRAMMARS[name](given.pop(name)) for name in _GRAMMARS if name in given]
         grammars = [each for each in grammars if each is not None]
-        sampling = {f.name: given.pop(f.name) for f in fields(Sampling) if f.name in given}
+        sampling = {f.name: given.pop(f.name) for f in fields(SamplingParams) if f.name in given}
         known = [field.name for field in fields(cls) if field.name != "sampling"]
         if unknown := sorted(given.keys() - set(known)):
-            sampled = (field.name for field in fields(Sampling))
+            sampled = (field.name for field in fields(SamplingParams))
             names = ", ".join(sorted([*known, *sampled, *_GRAMMARS]))
             raise InvalidRequest(f"unknown option {unknown[0]!r}; options: {names}")
         if "stop" in given:
@@ -62,7 +62,7 @@ class Generation:
             raise InvalidRequest("an answer keeps to one grammar; several were given")
         if grammars:
             given["grammar"] = grammars[0]
-        return cls(sampling=Sampling(**sampling), **given)
+        return cls(sampling=SamplingParams(**sampling), **given)
 
     def request(
         self, context: Context, model: LoadedModel, default_tokens: int, tenant: Hashable

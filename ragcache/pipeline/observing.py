@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
-from ragcache.engine import Completion, Piece
-from ragcache.engine.handle import Channel
+from ragcache.engine import RequestOutput, TokenDelta
+from ragcache.engine.handle import RequestChannel
 from ragcache.errors import RequestCancelled
 from ragcache.pipeline.answer import Ready
 
@@ -73,7 +73,7 @@ class _Request:
     id: int
     namespace: str
     ready: Ready
-    channel: Channel[Piece, Completion]
+    channel: RequestChannel[TokenDelta, RequestOutput]
 
 
 class Observing:
@@ -87,7 +87,9 @@ class Observing:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def begin(self, namespace: str, ready: Ready, channel: Channel[Piece, Completion]) -> None:
+    def begin(
+        self, namespace: str, ready: Ready, channel: RequestChannel[TokenDelta, RequestOutput]
+    ) -> None:
         """Follows a request to its end. It keeps the channel alive and not its handle, so that a
         request that nobody waits for is still given up."""
         number = next(self._numbers)
@@ -146,7 +148,7 @@ class Observing:
                     logger.exception("an observer failed")
 
 
-def state_of(channel: Channel[Piece, Completion]) -> str:
+def state_of(channel: RequestChannel[TokenDelta, RequestOutput]) -> str:
     """`waiting` in the queue, `computing` the prompt, or `generating`."""
     if channel.count:
         return "generating"
@@ -156,7 +158,7 @@ def state_of(channel: Channel[Piece, Completion]) -> str:
 def _record(request: _Request, at: float, now: float) -> RequestRecord:
     """at: when it ended, in Unix seconds; now: the same on the clock of the marks."""
     ready, outcome = request.ready, request.channel.outcome
-    done = outcome if isinstance(outcome, Completion) else None
+    done = outcome if isinstance(outcome, RequestOutput) else None
     total = now - ready.marks.called
     tokens, shared, computed = dict(ready.tokens), 0, 0
     if done is not None:
@@ -164,7 +166,9 @@ def _record(request: _Request, at: float, now: float) -> RequestRecord:
         computed = ready.prompt_tokens - ready.cached_tokens - shared
         tokens["shared"] = shared
         tokens["computed"] = computed - tokens.get("encoded", 0)
-    failed = "" if isinstance(outcome, (Completion, RequestCancelled)) else type(outcome).__name__
+    failed = (
+        "" if isinstance(outcome, (RequestOutput, RequestCancelled)) else type(outcome).__name__
+    )
     return RequestRecord(
         request.id, request.namespace, ready.kind, ready.collection,
         started=at - total,

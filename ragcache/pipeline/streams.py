@@ -7,7 +7,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
-from ragcache.engine import Piece
+from ragcache.engine import TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.pipeline.answer import Answer, Source
 from ragcache.pipeline.asked import Asked
@@ -79,7 +79,7 @@ class AnswerStream(_Stream):
             if piece.choice == 0 and piece.text:
                 yield piece.text
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TokenDelta]:
         """The engine's news of all choices: tokens with log-probabilities, and their text."""
         try:
             yield from self._asked.handle
@@ -113,7 +113,7 @@ class AsyncAnswerStream(_Stream):
                 if piece.choice == 0 and piece.text:
                     yield piece.text
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[TokenDelta, None]:
         """The engine's news of all choices: tokens with log-probabilities, and their text."""
         try:
             async for piece in self._asked.handle:

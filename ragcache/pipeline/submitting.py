@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ragcache.config import NAMESPACE, Settings
-from ragcache.engine import Context, Engine, Request, check_window
-from ragcache.engine.handle import Channel, Handle
-from ragcache.engine.request import Choice, Completion, Piece
+from ragcache.engine import Context, LLMEngine, Request, check_window
+from ragcache.engine.handle import RequestChannel, RequestHandle
+from ragcache.engine.request import Choice, RequestOutput, TokenDelta
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Ready
 from ragcache.pipeline.asked import Asked, Returned
@@ -22,7 +22,7 @@ class Submitter:
     private states."""
 
     model: LoadedModel
-    engine: Engine
+    engine: LLMEngine
     returned: Returned
     settings: Settings
     namespace: str = NAMESPACE
@@ -71,7 +71,7 @@ class Submitter:
 
     def nothing_to_read(self, ready: Ready, now: float) -> Asked:
         """Retrieval found no module that shares anything with the question: nothing is made up."""
-        channel = Channel[Piece, Completion](lambda: None)
-        channel.finish(Completion((Choice((), "", "no_documents"),), 0, now, now, now, now))
+        channel = RequestChannel[TokenDelta, RequestOutput](lambda: None)
+        channel.finish(RequestOutput((Choice((), "", "no_documents"),), 0, now, now, now, now))
         self.observing.begin(self.namespace, ready, channel)
-        return Asked(ready, Handle(channel), None, self.returned)
+        return Asked(ready, RequestHandle(channel), None, self.returned)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from langchain_core.embeddings import Embeddings
 
 from ragcache.config import NAMESPACE, Settings, check_namespace, salt_of
-from ragcache.engine import Engine, EngineSettings
+from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
@@ -39,7 +39,7 @@ class Common:
 
     database: Database
     model: LoadedModel
-    engine: Engine
+    engine: LLMEngine
     store: KVStore
     returned: Returned
     embedder: Embeddings | None
@@ -74,8 +74,8 @@ class Parts:
     ) -> Parts:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
         model = SharedModel.of(model)
-        engine = Engine(
-            model.causal, EngineSettings(pool_bytes=settings.private_bytes, queue=settings.queue)
+        engine = LLMEngine(
+            model.causal, EngineConfig(pool_bytes=settings.private_bytes, queue=settings.queue)
         )
         template = TemplateText(model)
         common = Common(
@@ -106,7 +106,7 @@ class Parts:
         return self.common.model
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LLMEngine:
         return self.common.engine
 
     @property

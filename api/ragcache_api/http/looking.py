@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from ragcache import RagCache, SourceDocument
-from ragcache.engine import Engine
+from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.models import LoadedModel
 from ragcache.planning import (
@@ -34,7 +34,7 @@ class Looking:
 
     rag: RagCache
     model: LoadedModel
-    engine: Engine
+    engine: LLMEngine
     store: KVStore
 
     @classmethod

@@ -14,7 +14,7 @@ from ragcache_connectors.langchain.usage import told, usage
 
 if TYPE_CHECKING:
     from ragcache import Answer
-    from ragcache.engine import Choice, Piece
+    from ragcache.engine import Choice, TokenDelta
     from ragcache.structured import TextDelta, ToolCallDelta
     from ragcache_connectors.langchain.options import Call
     from ragcache_connectors.langchain.served import Served
@@ -85,7 +85,7 @@ class Chunks:
 
             self._calls = ToolCallStream(call.style)
 
-    def read(self, piece: Piece) -> Iterator[ChatGenerationChunk]:
+    def read(self, piece: TokenDelta) -> Iterator[ChatGenerationChunk]:
         """What a piece makes certain. Log-probabilities come with their token, though its text may
         be held back."""
         if piece.choice:

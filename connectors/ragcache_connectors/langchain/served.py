@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.engine import Chosen
+    from ragcache.engine import SampledToken
     from ragcache.models import LoadedModel
     from ragcache.structured import ToolStyle
 
@@ -57,7 +57,7 @@ class Served:
         template = TemplateText(self.model)
         return template.count(ChatText(self.model, template).render(messages, tools))
 
-    def logprobs(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
         """Log-probabilities in OpenAI's form, which LangChain's other chat models give too."""
         from ragcache.engine import LogprobFormat
 

@@ -11,7 +11,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache.attention import Asking, PageRows, Rotation, RunRows, Square, StepPlan
+from ragcache.attention import (
+    AttentionMetadata,
+    CausalBlock,
+    PageRows,
+    Rotation,
+    RunRows,
+    SharedQueries,
+)
 
 LAYERS, KV_HEADS, CHUNK = 2, 2, 4
 LAYER = 1  # the one that tests compute; the other holds other numbers
@@ -98,7 +105,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 class Scene:
     """A plan with a layer's inputs, and what each row sees."""
 
-    plan: StepPlan
+    plan: AttentionMetadata
     query: Tensor
     key: Tensor
     value: Tensor
@@ -107,7 +114,7 @@ class Scene:
     positions: Tensor
 
     @property
-    def inputs(self) -> tuple[StepPlan, int, Tensor, Tensor, Tensor]:
+    def inputs(self) -> tuple[AttentionMetadata, int, Tensor, Tensor, Tensor]:
         return self.plan, LAYER, self.query, self.key, self.value
 
     def expected(self) -> Tensor:
@@ -143,7 +150,7 @@ class _Making:
         squares, pages, own = self.own(key, value)
         slopes = self.slopes(heads) if self.alibi else None
         positions = self.positions.float() if self.alibi else None
-        plan = StepPlan(asking, runs, squares, pages, (), table, own, slopes, positions)
+        plan = AttentionMetadata(asking, runs, squares, pages, (), table, own, slopes, positions)
         scale = shape.dim**-0.5
         return Scene(plan, query, key, value, scale, self.seen, self.positions)
 
@@ -161,7 +168,7 @@ class _Making:
     def permutation(self, count: int) -> list[int]:
         return torch.randperm(count, generator=self.generator).tolist()
 
-    def runs(self) -> tuple[tuple[RunRows, ...], Asking | None, Tensor]:
+    def runs(self) -> tuple[tuple[RunRows, ...], SharedQueries | None, Tensor]:
         runs, rows, numbers = list[RunRows](), list[int](), list[int]()
         for length, readers in self.shape.runs:
             around = self.normal(2, LAYERS, KV_HEADS, length + 5)  # a run is a view, as of a pool
@@ -185,16 +192,16 @@ class _Making:
         for row in rows:
             self.seen[row].append(Seen(keys, values, where))
 
-    def asking(self, rows: list[int], numbers: list[int]) -> Asking | None:
+    def asking(self, rows: list[int], numbers: list[int]) -> SharedQueries | None:
         if not rows:
             return None
         asking, given = torch.tensor(rows), torch.tensor(numbers)
         if self.alibi:
-            return Asking(asking, None, (given - self.positions[asking]).float())
+            return SharedQueries(asking, None, (given - self.positions[asking]).float())
         if not any(numbers):
-            return Asking(asking)
+            return SharedQueries(asking)
         angles = -given[:, None, None] * frequencies(self.shape.rotated)  # [M, 1, R/2]
-        return Asking(asking, Rotation(angles.cos(), angles.sin()))
+        return SharedQueries(asking, Rotation(angles.cos(), angles.sin()))
 
     def table(self, asking: list[int]) -> Tensor:
         """Every row's results in slots of its own choice, with holes between them."""
@@ -208,7 +215,7 @@ class _Making:
 
     def own(
         self, key: Tensor, value: Tensor
-    ) -> tuple[tuple[Square, ...], PageRows | None, Tensor | None]:
+    ) -> tuple[tuple[CausalBlock, ...], PageRows | None, Tensor | None]:
         requests = list(zip(self.shape.requests, self.shape.rows, strict=True))
         squares = [rows for n, rows in requests if n > 0]
         squares = [squares[i] for i in self.permutation(len(squares))]
@@ -222,7 +229,7 @@ class _Making:
         order += [row for row, _ in tails]
         own = None if order == sorted(order) else torch.tensor(order).argsort()
         pages = self.pages(tails) if tails else None
-        return tuple(Square(*rows) for rows in squares), pages, own
+        return tuple(CausalBlock(*rows) for rows in squares), pages, own
 
     def pages(self, tails: list[tuple[int, int]]) -> PageRows:
         """Pages in any order; what lies behind the last token is loud, and hidden."""

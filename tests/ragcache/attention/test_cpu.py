@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from torch import Tensor
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from ragcache.attention import Asking, Reference, RunRows, Square, StepPlan, backend_for, cpu
-from ragcache.attention.cpu import SAMPLE, Products
+from ragcache.attention import (
+    AttentionMetadata,
+    CausalBlock,
+    ReferenceAttentionBackend,
+    RunRows,
+    SharedQueries,
+    backend_for,
+    cpu,
+)
+from ragcache.attention.cpu import SAMPLE, CpuAttentionBackend
 from tests.ragcache.attention.dense import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
 
 MIXED = Shape(
@@ -22,32 +30,36 @@ MIXED = Shape(
 ROUNDING = 2**-8  # of bfloat16, relative
 
 
-def attend(scene: Scene, backend: Products | Reference | None = None) -> Tensor:
-    return (backend or Products()).attend(*scene.inputs, scale=scene.scale)
+def attend(
+    scene: Scene, backend: CpuAttentionBackend | ReferenceAttentionBackend | None = None
+) -> Tensor:
+    return (backend or CpuAttentionBackend()).attend(*scene.inputs, scale=scene.scale)
 
 
 @pytest.fixture
-def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
     """The plans that went to the definition."""
-    plans: list[StepPlan] = []
-    define = Reference.attend
+    plans: list[AttentionMetadata] = []
+    define = ReferenceAttentionBackend.attend
 
-    def counted(self: Reference, plan: StepPlan, *rest: object, scale: float) -> Tensor:
+    def counted(
+        self: ReferenceAttentionBackend, plan: AttentionMetadata, *rest: object, scale: float
+    ) -> Tensor:
         plans.append(plan)
         return define(self, plan, *rest, scale=scale)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Reference, "attend", counted)
+    monkeypatch.setattr(ReferenceAttentionBackend, "attend", counted)
     return plans
 
 
 def test_every_device_has_a_backend() -> None:
-    assert isinstance(backend_for(torch.device("cpu")), Products)
-    assert isinstance(backend_for(torch.device("meta")), Reference)
+    assert isinstance(backend_for(torch.device("cpu")), CpuAttentionBackend)
+    assert isinstance(backend_for(torch.device("meta")), ReferenceAttentionBackend)
 
 
 def test_without_the_fused_kernel_the_definition_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Products, "available", staticmethod(lambda: False))
-    assert isinstance(backend_for(torch.device("cpu")), Reference)
+    monkeypatch.setattr(CpuAttentionBackend, "available", staticmethod(lambda: False))
+    assert isinstance(backend_for(torch.device("cpu")), ReferenceAttentionBackend)
 
 
 @given(shapes())
@@ -141,14 +153,14 @@ def surprising(excess: float, value: float, dtype: torch.dtype, at: int = 1) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("excess", [60.0, 80.0, 90.0, 200.0])
 def test_a_score_far_above_what_was_expected_goes_to_the_definition(
-    dtype: torch.dtype, excess: float, handed_over: list[StepPlan]
+    dtype: torch.dtype, excess: float, handed_over: list[AttentionMetadata]
 ) -> None:
     scene = surprising(excess, 3.0, dtype)
     torch.testing.assert_close(attend(scene), torch.full_like(scene.query.transpose(0, 1), 3.0))
     assert len(handed_over) == (excess > 70)
 
 
-def test_a_sink_at_the_beginning_of_a_run_is_expected(handed_over: list[StepPlan]) -> None:
+def test_a_sink_at_the_beginning_of_a_run_is_expected(handed_over: list[AttentionMetadata]) -> None:
     for at in (0, SAMPLE):
         scene = surprising(200.0, 3.0, torch.float32, at)
         expected = torch.full_like(scene.query.transpose(0, 1), 3.0)
@@ -167,7 +179,9 @@ def test_a_denominator_may_be_finite_where_the_numerator_is_not(
     torch.testing.assert_close(attend(scene), expected, rtol=ROUNDING, atol=0)
 
 
-def test_one_row_that_overflows_leaves_the_others_right(handed_over: list[StepPlan]) -> None:
+def test_one_row_that_overflows_leaves_the_others_right(
+    handed_over: list[AttentionMetadata],
+) -> None:
     scene = make_scene(MIXED, torch.float32)
     scene.query[:, 4] *= 200
     attend(scene)
@@ -182,7 +196,7 @@ def test_scores_far_below_the_rows_own_weigh_nothing(dtype: torch.dtype) -> None
     torch.testing.assert_close(attend(scene)[0], scene.value[:, 0], rtol=0, atol=0)
 
 
-def test_loud_scores_in_an_own_square_stay_right(handed_over: list[StepPlan]) -> None:
+def test_loud_scores_in_an_own_square_stay_right(handed_over: list[AttentionMetadata]) -> None:
     """What is large everywhere is no reason to fall back: only the difference counts."""
     scene = make_scene(Shape((2,), ((3, ((0, 2, 0),)),), group=1), torch.float32)
     scene.query.copy_(torch.ones_like(scene.query) * 100)
@@ -194,7 +208,7 @@ def test_loud_scores_in_an_own_square_stay_right(handed_over: list[StepPlan]) ->
     torch.testing.assert_close(out[1], values.mean(1), rtol=1e-4, atol=1e-5)
 
 
-def test_biases_and_float16_go_to_the_definition(handed_over: list[StepPlan]) -> None:
+def test_biases_and_float16_go_to_the_definition(handed_over: list[AttentionMetadata]) -> None:
     biased = make_scene(MIXED, torch.float32, alibi=True)
     out = attend(biased)
     assert [plan is biased.plan for plan in handed_over] == [True]
@@ -221,7 +235,7 @@ def test_the_room_for_scores_changes_nothing(block: int, monkeypatch: pytest.Mon
 
 def test_one_workspace_serves_any_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "BLOCK", 2000)
-    backend = Products()
+    backend = CpuAttentionBackend()
     small = Shape((1, -3), ((2, ((0, 2, 5),)),))
     large, larger = (Shape((9, -3), ((n, ((0, 10, 5),)),)) for n in (45, 300))
     for shape in (small, large, larger, small):
@@ -233,7 +247,7 @@ def test_one_workspace_serves_any_size_and_dtype(monkeypatch: pytest.MonkeyPatch
 
 def allocated(scene: Scene) -> int:
     """Bytes allocated in one layer, once the workspace stands."""
-    backend = Products()
+    backend = CpuAttentionBackend()
     attend(scene, backend)
     with torch.profiler.profile(profile_memory=True) as profile:
         attend(scene, backend)
@@ -262,8 +276,12 @@ def test_pages_are_gathered_once_for_all_heads() -> None:
     assert allocated(scene) < 2 * gathered + 2 * scores
 
 
-@pytest.mark.parametrize("backend", [Products(), Reference()], ids=["products", "reference"])
-def test_a_run_without_tokens_changes_nothing(backend: Products | Reference) -> None:
+@pytest.mark.parametrize(
+    "backend", [CpuAttentionBackend(), ReferenceAttentionBackend()], ids=["products", "reference"]
+)
+def test_a_run_without_tokens_changes_nothing(
+    backend: CpuAttentionBackend | ReferenceAttentionBackend,
+) -> None:
     """What is left of a module of one token whose last token is computed again."""
     shape = Shape((2, -3), ((0, ((0, 3, 0),)), (4, ((0, 2, 5),))))
     scene = make_scene(shape, torch.float32)
@@ -274,7 +292,10 @@ def test_a_run_without_tokens_changes_nothing(backend: Products | Reference) -> 
 def test_a_row_reads_a_run_twice_where_its_prompt_holds_it_twice() -> None:
     """The same states at two places: two of the row's results, one run."""
     scene = make_scene(Shape((1,), ((6, ((0, 1, 4), (0, 1, 40))),), group=1), torch.float32)
-    assert isinstance(scene.plan.asking, Asking)
-    assert [type(each) for each in (*scene.plan.runs, *scene.plan.squares)] == [RunRows, Square]
+    assert isinstance(scene.plan.asking, SharedQueries)
+    assert [type(each) for each in (*scene.plan.runs, *scene.plan.squares)] == [
+        RunRows,
+        CausalBlock,
+    ]
     assert scene.plan.asking.rows.tolist() == [0, 0]
     torch.testing.assert_close(attend(scene).double(), scene.expected(), rtol=1e-5, atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 
-from ragcache.attention import Reference
+from ragcache.attention import ReferenceAttentionBackend
 from tests.ragcache.attention.dense import Shape, make_scene, shapes
 
 
@@ -13,7 +13,7 @@ from tests.ragcache.attention.dense import Shape, make_scene, shapes
 @settings(max_examples=80)
 def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
     scene = make_scene(shape)
-    out = Reference().attend(*scene.inputs, scale=scene.scale)
+    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 
 
@@ -21,7 +21,7 @@ def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
 @settings(max_examples=40)
 def test_under_alibi_every_run_stands_where_its_reader_holds_it(shape: Shape) -> None:
     scene = make_scene(shape, alibi=True)
-    out = Reference().attend(*scene.inputs, scale=scene.scale)
+    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 
 
@@ -29,7 +29,7 @@ def test_paged_rows_before_squares_need_their_own_order() -> None:
     shape = Shape((-6, 3, -2, 2), ((5, ((0, 7, 0),)),))
     scene = make_scene(shape)
     assert scene.plan.own is not None, "the case that this is about"
-    out = Reference().attend(*scene.inputs, scale=scene.scale)
+    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 
 
@@ -37,7 +37,7 @@ def test_half_precision_is_computed_in_float32_and_returned_as_it_came() -> None
     shape = Shape((4, -7), ((9, ((0, 5, 30),)), (3, ((2, 4, -8), (0, 1, 0)))))
     for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
         scene = make_scene(shape, dtype)
-        out = Reference().attend(*scene.inputs, scale=scene.scale)
+        out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
         assert out.dtype == dtype
         expected = scene.expected()
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)

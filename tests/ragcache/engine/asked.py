@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, Segment, encode
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.layout import Work
-from ragcache.engine.pool import ChunkPool
-from ragcache.engine.private import Pages, PrivateStates, Room
+from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.conftest import random_tokens
@@ -20,8 +18,8 @@ CHUNK = 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def small_pool(causal: CausalLM) -> ChunkPool:
-    return ChunkPool.create(causal, 40 * CHUNK * causal.bytes_per_token, CHUNK)
+def small_pool(causal: CausalLM) -> BlockPool:
+    return BlockPool.create(causal, 40 * CHUNK * causal.bytes_per_token, CHUNK)
 
 
 def module(causal: CausalLM, length: int, start: int = 0) -> KVStates:
@@ -35,10 +33,10 @@ def in_room(
     positions: Sequence[int],
     *,
     wants_logits: bool = True,
-) -> Work:
-    private = Room.allocate(causal, len(positions))
+) -> ScheduledChunk:
+    private = ContiguousKV.allocate(causal, len(positions))
     tokens = random_tokens(len(positions), seed=3)
-    return Work(tuple(segments), private, tokens, positions, wants_logits)
+    return ScheduledChunk(tuple(segments), private, tokens, positions, wants_logits)
 
 
 class Asked:
@@ -47,7 +45,7 @@ class Asked:
     def __init__(
         self,
         causal: CausalLM,
-        private: PrivateStates,
+        private: RequestKV,
         tokens: Sequence[int],
         segments: Sequence[Segment] = (),
         start: int = 0,
@@ -56,20 +54,20 @@ class Asked:
         self.tokens = tokens
         self.positions: Sequence[int] = range(start, start + len(tokens))
 
-    def work(self, count: int = 1, *, wants_logits: bool = True) -> Work:
+    def work(self, count: int = 1, *, wants_logits: bool = True) -> ScheduledChunk:
         begin = self.private.length
         here = slice(begin, begin + count)
         tokens, positions = self.tokens[here], self.positions[here]
-        return Work(self.segments, self.private, tokens, positions, wants_logits)
+        return ScheduledChunk(self.segments, self.private, tokens, positions, wants_logits)
 
     def computed(self, count: int = 1) -> None:
         begin = self.private.length
         self.private.advance(self.positions[begin : begin + count])
 
-    def alone(self, end: int) -> tuple[Tensor, Room]:
+    def alone(self, end: int) -> tuple[Tensor, ContiguousKV]:
         """Logits of token end - 1 and all states, in one pass with nobody else."""
-        room = Room.allocate(self.causal, end)
-        given = Work(self.segments, room, self.tokens[:end], self.positions[:end])
+        room = ContiguousKV.allocate(self.causal, end)
+        given = ScheduledChunk(self.segments, room, self.tokens[:end], self.positions[:end])
         [logits] = self.causal.forward(StepBuilder(self.causal).build([given]))
         room.advance(self.positions[:end])
         return logits, room
@@ -77,14 +75,14 @@ class Asked:
 
 def in_pages(
     causal: CausalLM,
-    pool: ChunkPool,
+    pool: BlockPool,
     count: int,
     seed: int,
     segments: Sequence[Segment] = (),
     start: int = 0,
 ) -> Asked:
     """Room for `count` tokens in chunks that nobody else has."""
-    private = Pages(pool)
+    private = BlockTable(pool)
     chunks = pool.allocate(-(-count // CHUNK))
     assert chunks is not None
     private.chunk_ids += chunks

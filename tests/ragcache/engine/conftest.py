@@ -9,13 +9,13 @@ from queue import SimpleQueue
 
 import pytest
 
-from ragcache.engine.handle import Channel, Handle
+from ragcache.engine.handle import RequestChannel, RequestHandle
 
 LONG = 20.0
 """Seconds that no test waits unless it fails."""
 
-IntChannel = Channel[int, str]
-IntHandle = Handle[int, str]
+IntChannel = RequestChannel[int, str]
+IntHandle = RequestHandle[int, str]
 
 
 class Wakes:

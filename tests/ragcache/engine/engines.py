@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragcache.engine import Completion, Context, EngineSettings, Handle, Piece, Request
+from ragcache.engine import Context, EngineConfig, Request, RequestHandle, RequestOutput, TokenDelta
 from ragcache.engine.core import Answers, EngineCore
-from ragcache.engine.pool import ChunkPool
-from ragcache.engine.runner import Ragged
+from ragcache.engine.kv_cache import BlockPool
+from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM
 
 CHUNK = 4
 
-Answer = Handle[Piece, Completion]
+Answer = RequestHandle[TokenDelta, RequestOutput]
 
 
-class SmallChunks(Ragged):
+class SmallChunks(RaggedModelRunner):
     """So that short prompts have several."""
 
-    def pool(self, nbytes: int) -> ChunkPool:
-        return ChunkPool.create(self.model, nbytes, CHUNK)
+    def pool(self, nbytes: int) -> BlockPool:
+        return BlockPool.create(self.model, nbytes, CHUNK)
 
 
 class Clock:
@@ -38,13 +38,13 @@ def settings_of(
     step_tokens: int = 256,
     prefill_tokens: int = 2048,
     running: int = 64,
-) -> EngineSettings:
+) -> EngineConfig:
     nbytes = chunks * CHUNK * causal.bytes_per_token
-    return EngineSettings(nbytes, step_tokens, prefill_tokens, running)
+    return EngineConfig(nbytes, step_tokens, prefill_tokens, running)
 
 
 def core_of(
-    causal: CausalLM, settings: EngineSettings | None = None, clock: Clock | None = None
+    causal: CausalLM, settings: EngineConfig | None = None, clock: Clock | None = None
 ) -> EngineCore:
     return EngineCore(SmallChunks(causal), settings or settings_of(causal), clock or Clock())
 
@@ -53,7 +53,7 @@ def submit(core: EngineCore, request: Request) -> Answer:
     core.check(request)
     channel = Answers(lambda: None)
     core.add(request, channel, core.clock())
-    return Handle(channel)
+    return RequestHandle(channel)
 
 
 def drain(core: EngineCore, steps: int = 10_000) -> None:
@@ -64,7 +64,7 @@ def drain(core: EngineCore, steps: int = 10_000) -> None:
         steps -= 1
 
 
-def run(core: EngineCore, *requests: Request) -> list[Completion]:
+def run(core: EngineCore, *requests: Request) -> list[RequestOutput]:
     handles = [submit(core, request) for request in requests]
     drain(core)
     return [handle.result(0) for handle in handles]

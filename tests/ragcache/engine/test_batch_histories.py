@@ -1,7 +1,11 @@
-"""Any history of steps, against attention by definition: rotary positions and ALiBi."""
+"""Frames that stay while requests decode, and requests beside others."""
+
+# MERGED tests.ragcache.engine.test_batch_histories: Any history of steps, against attention by
+#   definition: rotary positions and ALiBi.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +15,188 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache.attention import Reference, Rotation
-from ragcache.attention.cpu import Products
+from ragcache.attention import ReferenceAttentionBackend, Rotation
+from ragcache.attention.cpu import CpuAttentionBackend
 from ragcache.engine import Segment
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.layout import Work
-from ragcache.engine.pool import ChunkPool
-from ragcache.engine.private import Pages, Room
+from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
+from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, random_tokens
 from tests.ragcache.attention.dense import Seen, definition, frequencies, moved
+from tests.ragcache.engine.asked import (
+    CHUNK,
+    CLOSE,
+    Asked,
+    as_alone,
+    in_pages,
+    module,
+    small_pool,
+    together,
+)
 
-BACKENDS = (Reference(), Products()) if DEVICE == "cpu" else (Reference(),)
+
+@pytest.fixture
+def pool(causal: CausalLM) -> BlockPool:
+    return small_pool(causal)
+
+
+def decoding(causal: CausalLM, pool: BlockPool, filled: Sequence[int]) -> list[Asked]:
+    segment = Segment(module(causal, 9, start=3), 0)
+    asked = [
+        in_pages(causal, pool, 40, seed, [segment] if seed % 2 else [], 9)
+        for seed in range(len(filled))
+    ]
+    together(StepBuilder(causal), asked, filled)
+    return asked
+
+
+def test_a_frame_stays_until_a_chunk_fills(causal: CausalLM, pool: BlockPool) -> None:
+    """Chunks of 4: the second request begins one with its 9th and 13th token, the first at 9."""
+    builder, asked = StepBuilder(causal), decoding(causal, pool, [5, 6])
+    rebuilt = []
+    for _ in range(8):
+        as_alone(together(builder, asked), asked)
+        rebuilt.append(builder.rebuilt)
+    assert rebuilt == [1, 1, 2, 3, 3, 3, 4, 5]
+
+
+def test_a_frame_ends_when_a_request_joins_or_leaves(causal: CausalLM, pool: BlockPool) -> None:
+    builder, (a, b, c) = StepBuilder(causal), decoding(causal, pool, [4, 4, 4])
+    rebuilt = []
+    for batch in ([a, b], [a, b], [a, b, c], [a, c], [a], [b, c], [c, b]):
+        as_alone(together(builder, batch), batch)
+        rebuilt.append(builder.rebuilt)
+    assert rebuilt == [1, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_frame_ends_when_other_logits_are_wanted(causal: CausalLM, pool: BlockPool) -> None:
+    builder, (a, b) = StepBuilder(causal), decoding(causal, pool, [4, 4])
+    assert builder.build([a.work(), b.work()]).logit_rows.tolist() == [0, 1]
+    assert builder.build([a.work(), b.work(wants_logits=False)]).logit_rows.tolist() == [0]
+    assert builder.rebuilt == 2
+
+
+def test_a_frame_ends_when_a_token_comes_to_see_a_segment(
+    causal: CausalLM, pool: BlockPool
+) -> None:
+    """A prompt's own tokens before and behind a segment, computed one by one."""
+    segment = Segment(module(causal, 5, start=3), 2)
+    asked = in_pages(causal, pool, 4, 1, [segment])
+    asked.positions = [0, 1, 7, 8]
+    builder = StepBuilder(causal)
+    for _ in asked.tokens:
+        as_alone(together(builder, [asked]), [asked])
+
+
+def test_an_equal_request_in_the_place_of_another_is_noticed(
+    causal: CausalLM, pool: BlockPool
+) -> None:
+    builder = StepBuilder(causal)
+    for seed in (1, 2):
+        [asked] = decoding(causal, pool, [5])
+        asked.tokens = [*asked.tokens[:5], *random_tokens(5, seed=seed)]
+        as_alone(together(builder, [asked]), [asked])
+    assert builder.rebuilt == 2
+
+
+def test_no_frame_stays_while_a_request_prefills_or_has_a_room(
+    causal: CausalLM, pool: BlockPool
+) -> None:
+    builder, [asked] = StepBuilder(causal), decoding(causal, pool, [4])
+    prefilling = in_pages(causal, pool, 40, seed=5)
+    for _ in range(2):
+        together(builder, [asked, prefilling], [1, 2])
+    assert builder.rebuilt == 2
+    room = Asked(causal, ContiguousKV.allocate(causal, 9), random_tokens(9))
+    [asked] = decoding(causal, pool, [4])
+    for _ in range(2):
+        together(builder, [asked, room])
+    assert builder.rebuilt == 4
+
+
+def test_a_builder_that_forgot_builds_again(causal: CausalLM, pool: BlockPool) -> None:
+    builder, asked = StepBuilder(causal), decoding(causal, pool, [5])
+    together(builder, asked)
+    builder.forget()
+    as_alone(together(builder, asked), asked)
+    assert builder.rebuilt == 2
+
+
+def test_a_step_of_a_kept_frame_equals_a_fresh_one(causal: CausalLM, pool: BlockPool) -> None:
+    builder, asked = StepBuilder(causal), decoding(causal, pool, [8, 9, 9])
+    for _ in range(3):
+        works = [each.work() for each in asked]
+        fresh = causal.forward(StepBuilder(causal).build(works))
+        assert torch.equal(causal.forward(builder.build(works)), fresh)
+        for each in asked:
+            each.computed()
+    assert builder.rebuilt == 1, "the case that this is about"
+
+
+def test_mixed_batches_give_every_request_what_it_has_alone(
+    causal: CausalLM, pool: BlockPool
+) -> None:
+    """Two prefill in portions, one decodes all the while, one encodes in a room."""
+    a, b = module(causal, 7, start=30), module(causal, 12)
+    decodes = in_pages(causal, pool, 30, 1, [Segment(a, 0), Segment(b, 7)], 19)
+    prefills = in_pages(causal, pool, 30, 2, [Segment(b, 0)], 12)
+    joins = in_pages(causal, pool, 30, 3)
+    encodes = Asked(
+        causal, ContiguousKV.allocate(causal, 12), random_tokens(12), [Segment(a, 0)], 7
+    )
+    builder = StepBuilder(causal)
+    together(builder, [decodes], [6])
+    for counts in ([1, 5, 3], [1, 7, 1], [1, 1, 4]):
+        batch = [decodes, prefills, encodes]
+        as_alone(together(builder, batch, counts), batch)
+    for counts in ([2, 1, 1, 2], [5, 1, 1, 1], [1, 1, 1, 1]):
+        batch = [joins, decodes, prefills, encodes]
+        as_alone(together(builder, batch, counts), batch)
+    as_alone(together(builder, [prefills, joins]), [prefills, joins])
+    room, alone = encodes.private, encodes.alone(12)[1]
+    assert isinstance(room, ContiguousKV)
+    torch.testing.assert_close(room.keys, alone.keys, **CLOSE)
+    torch.testing.assert_close(room.values, alone.values, **CLOSE)
+
+
+def test_requests_that_share_chunks_answer_as_with_copies(
+    causal: CausalLM, pool: BlockPool
+) -> None:
+    """A tree: all three share two chunks, the last two a third."""
+    segment = Segment(module(causal, 7, start=30), 0)
+    first = in_pages(causal, pool, 30, 1, [segment], 7)
+    builder = StepBuilder(causal)
+    together(builder, [first], [10])
+    second = sharing(first, 2, seed=2)
+    as_alone(together(builder, [first, second], [1, 6]), [first, second])
+    third = sharing(second, 3, seed=3)
+    asked = [first, second, third]
+    as_alone(together(builder, asked, [1, 1, 2]), asked)
+    for _ in range(6):
+        as_alone(together(builder, asked), asked)
+    runs = builder.build([each.work() for each in asked]).plan.runs
+    assert sorted(run.keys.shape[2] for run in runs) == [CHUNK, 7, 2 * CHUNK]
+
+
+def sharing(other: Asked, chunks: int, seed: int) -> Asked:
+    """A request with the same first chunks, which it does not compute, and its own tokens."""
+    theirs = other.private
+    assert isinstance(theirs, BlockTable)
+    same = chunks * CHUNK
+    mine = in_pages(other.causal, theirs.pool, 30, seed, other.segments, other.positions[0])
+    assert isinstance(mine.private, BlockTable)
+    mine.private.chunk_ids[:chunks] = theirs.chunk_ids[:chunks]
+    mine.tokens = [*other.tokens[:same], *mine.tokens[same:]]
+    mine.computed(same)
+    return mine
+
+
+BACKENDS = (
+    (ReferenceAttentionBackend(), CpuAttentionBackend())
+    if DEVICE == "cpu"
+    else (ReferenceAttentionBackend(),)
+)
 HEADS, KV_HEADS, DIM, SMALL, SCALE = 4, 2, 6, 2, 0.4
 
 
@@ -52,7 +226,7 @@ class History:
             self.draw(st.integers(0, 10_000))
         )
         keys, values = self.normal(1, KV_HEADS, 400), self.normal(1, KV_HEADS, 400)
-        self.pool = ChunkPool(keys, values, SMALL)
+        self.pool = BlockPool(keys, values, SMALL)
         self.modules = [self.module() for _ in range(3)]
         model: Any = SimpleNamespace(scheme=scheme, device=torch.get_default_device())
         self.builder = StepBuilder(model)
@@ -66,19 +240,19 @@ class History:
         return KVStates(*self.normal(2, 1, KV_HEADS, length), start)
 
     def request(self, like: Known | None = None) -> Known:
-        private: Pages | Room = Pages(self.pool)
+        private: BlockTable | ContiguousKV = BlockTable(self.pool)
         if like is None and self.draw(st.integers(0, 3)) == 0:
-            private = Room(*self.normal(2, 1, KV_HEADS, 60))
+            private = ContiguousKV(*self.normal(2, 1, KV_HEADS, 60))
         placed = st.tuples(st.sampled_from(self.modules), st.integers(0, 30))
         segments = tuple(Segment(*each) for each in self.draw(st.lists(placed, max_size=3)))
         return Known(segments, private, self.normal(KV_HEADS, 0), self.normal(KV_HEADS, 0))
 
     def sharer(self, of: Known) -> Known:
         """A request that begins with full chunks of another, under the same segments."""
-        assert isinstance(of.private, Pages)
+        assert isinstance(of.private, BlockTable)
         chunks = self.draw(st.integers(0, of.private.length // SMALL))
         known = self.request(like=of)
-        assert isinstance(known.private, Pages)
+        assert isinstance(known.private, BlockTable)
         known.private.chunk_ids += of.private.chunk_ids[:chunks]
         known.private.advance(of.private.positions[: chunks * SMALL])
         known.segments = of.segments
@@ -102,9 +276,9 @@ class History:
             out = backend.attend(plan, 0, query, key, value, scale=SCALE)
             torch.testing.assert_close(out, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
-    def work(self, known: Known, count: int) -> Work:
+    def work(self, known: Known, count: int) -> ScheduledChunk:
         private = known.private
-        if isinstance(private, Pages):
+        if isinstance(private, BlockTable):
             missing = -(-(private.length + count) // SMALL) - len(private.chunk_ids)
             after = private.chunk_ids[-1] if private.chunk_ids else None
             private.chunk_ids += self.pool.allocate(max(missing, 0), after) or []
@@ -112,19 +286,23 @@ class History:
         for _ in range(count):
             last += self.draw(st.sampled_from([1, 1, 1, 8]))
             positions.append(last)
-        return Work(known.segments, private, [0] * count, positions)
+        return ScheduledChunk(known.segments, private, [0] * count, positions)
 
 
 class Known:
     """A request, with copies of its own states. keys, values: [Hkv, n, D]."""
 
     def __init__(
-        self, segments: tuple[Segment, ...], private: Pages | Room, keys: Tensor, values: Tensor
+        self,
+        segments: tuple[Segment, ...],
+        private: BlockTable | ContiguousKV,
+        keys: Tensor,
+        values: Tensor,
     ) -> None:
         self.segments, self.private, self.keys, self.values = segments, private, keys, values
 
     def sees(
-        self, scheme: Exact | Alibi, work: Work, query: Tensor, key: Tensor, value: Tensor
+        self, scheme: Exact | Alibi, work: ScheduledChunk, query: Tensor, key: Tensor, value: Tensor
     ) -> list[Tensor]:
         """Every new row by definition; takes the new states."""
         self.keys, self.values = torch.cat([self.keys, key], 1), torch.cat([self.values, value], 1)
@@ -156,6 +334,6 @@ def test_every_row_of_any_step_sees_what_it_should(
     history = History(data, scheme)
     for _ in range(data.draw(st.integers(1, 8))):
         history.step()
-        paged = [each for each in history.requests if isinstance(each.private, Pages)]
+        paged = [each for each in history.requests if isinstance(each.private, BlockTable)]
         if paged and len(history.requests) < 5 and data.draw(st.booleans()):
             history.requests.append(history.sharer(data.draw(st.sampled_from(paged))))

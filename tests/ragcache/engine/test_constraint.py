@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache.engine import Completion, Request, Sampling
+from ragcache.engine import Request, RequestOutput, SamplingParams
 from ragcache.engine.constraint import forbid, pack, penalties
 from ragcache.engine.core import EngineCore
-from ragcache.engine.sampler import Chosen, SamplerState, choose
+from ragcache.engine.sampler import SampledToken, SamplerState, choose
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
 from tests.conftest import DEVICE, VOCABULARY, random_tokens
@@ -94,7 +94,7 @@ def core(causal: CausalLM) -> EngineCore:
     return core_of(causal)
 
 
-def one(core: EngineCore, tokens: int = 8, **changes: object) -> Completion:
+def one(core: EngineCore, tokens: int = 8, **changes: object) -> RequestOutput:
     [completion] = run(core, Request(plain(PROMPT), tokens, **changes))  # type: ignore[arg-type]
     return completion
 
@@ -121,9 +121,11 @@ def test_tokens_beyond_a_masks_end_are_forbidden(width: int) -> None:
     assert logits[1].isfinite().sum() == min(96, -(-width // 32) * 32)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3, top_k=5)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=3, top_k=5)]
+)
 def test_every_token_is_one_that_the_constraint_allows(
-    core: EngineCore, sampling: Sampling
+    core: EngineCore, sampling: SamplingParams
 ) -> None:
     completion = one(core, sampling=sampling, constraint=Rising, n=3 if sampling.seed else 1)
     for choice in completion.choices:
@@ -136,18 +138,20 @@ def test_the_likeliest_allowed_token_is_chosen_and_the_others_rows_are_free(
     causal: CausalLM,
 ) -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator(DEVICE).manual_seed(1))
-    states = [SamplerState.start(Sampling(repetition_penalty=1.3), [30]) for _ in range(3)]
+    states = [SamplerState.start(SamplingParams(repetition_penalty=1.3), [30]) for _ in range(3)]
     free = choose(logits, states[:1], [()])
     allowed = [30, 31, 300]
     chosen = choose(logits, states[:3], [(), {300}, ()], [None, packed(allowed), packed(allowed)])
-    assert all(isinstance(each, Chosen) for each in (*free, *chosen))
+    assert all(isinstance(each, SampledToken) for each in (*free, *chosen))
     assert chosen[1].token in (30, 31)  # type: ignore[union-attr]
     assert chosen[2].token in allowed  # type: ignore[union-attr]
 
 
 def test_log_probabilities_are_those_of_the_model(core: EngineCore) -> None:
-    free = one(core, 1, sampling=Sampling(logprobs=20)).choices[0].chosen[0]
-    held = one(core, 1, sampling=Sampling(logprobs=20), constraint=Rising).choices[0].chosen[0]
+    free = one(core, 1, sampling=SamplingParams(logprobs=20)).choices[0].chosen[0]
+    held = (
+        one(core, 1, sampling=SamplingParams(logprobs=20), constraint=Rising).choices[0].chosen[0]
+    )
     assert held.alternatives == free.alternatives
     assert held.logprob is not None
     assert held.logprob <= free.alternatives[0][1]
@@ -155,10 +159,10 @@ def test_log_probabilities_are_those_of_the_model(core: EngineCore) -> None:
 
 def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
     logits = torch.zeros(2, VOCABULARY, device=DEVICE)
-    states = [SamplerState.start(Sampling(), ()) for _ in range(2)]
+    states = [SamplerState.start(SamplingParams(), ()) for _ in range(2)]
     first, second = choose(logits, states, [(), ()], [packed(()), None])
     assert isinstance(first, UnusableLogits)
-    assert isinstance(second, Chosen)
+    assert isinstance(second, SampledToken)
 
 
 def test_a_finished_constraint_ends_the_answer(core: EngineCore) -> None:
@@ -168,7 +172,7 @@ def test_a_finished_constraint_ends_the_answer(core: EngineCore) -> None:
 
 def test_a_stop_token_ends_where_the_constraint_allows_it(core: EngineCore) -> None:
     stops = frozenset({STOP})
-    sampling = Sampling(temperature=100, seed=1)
+    sampling = SamplingParams(temperature=100, seed=1)
     completion = one(core, 40, stop_ids=stops, sampling=sampling, constraint=Either, n=4)
     for choice in completion.choices:
         assert set(choice.token_ids) <= {40}
@@ -201,8 +205,8 @@ def test_a_constraint_goes_on_where_it_was_after_a_pre_emption(causal: CausalLM)
         made.append(Rising())
         return made[-1]
 
-    def ask(core: EngineCore) -> list[Completion]:
-        sampling = Sampling(temperature=1.0, seed=4)
+    def ask(core: EngineCore) -> list[RequestOutput]:
+        sampling = SamplingParams(temperature=1.0, seed=4)
         requests = [
             Request(plain(random_tokens(6, seed=n)), 12, sampling=sampling, n=2, constraint=make)
             for n in range(3)

@@ -1,5 +1,7 @@
 """The engine: whoever runs beside a request, and whatever room there is, its answer is the same."""
 
+# MERGED tests.ragcache.engine.test_view: What the engine leaves for whoever watches.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -11,19 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.engine import Context, EncodeJob, Request, Sampling, Segment, encode
-from ragcache.engine.core import EngineCore, States
-from ragcache.engine.handle import Handle
+from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
+from ragcache.engine.core import IDLE, EngineCore, SegmentUse
+from ragcache.engine.encoding import States
+from ragcache.engine.handle import RequestHandle
 from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
+from tests.ragcache.engine.asked import module
 from tests.ragcache.engine.engines import (
     CHUNK,
     Answer,
     Clock,
     check_whole,
     core_of,
+    drain,
     plain,
     run,
     settings_of,
@@ -85,8 +90,8 @@ class World:
 
     def context(self, spec: Spec) -> Context:
         segments, at = [], spec.lead
-        for module in spec.modules:
-            segments.append(Segment(self.states[module], at, f"module {module}"))
+        for number in spec.modules:
+            segments.append(Segment(self.states[number], at, f"module {number}"))
             at = segments[-1].end
         shared = random_tokens(40, seed=50 + spec.family)[: spec.lead + spec.common]
         own = [*shared, *random_tokens(spec.tail, seed=60 + spec.tail)]
@@ -95,7 +100,9 @@ class World:
         return Context(tuple(segments), tuple(own), positions, positions[-1] + 1 + spec.gap)
 
     def request(self, spec: Spec, priority: int = 0) -> Request:
-        sampling = Sampling() if spec.seed is None else Sampling(temperature=1, seed=spec.seed)
+        sampling = (
+            SamplingParams() if spec.seed is None else SamplingParams(temperature=1, seed=spec.seed)
+        )
         return Request(
             self.context(spec),
             spec.limit,
@@ -116,7 +123,7 @@ def world() -> World:
 
 
 @pytest.fixture
-def causal(world: World) -> CausalLM:
+def causal_core(world: World) -> CausalLM:
     return world.causal
 
 
@@ -181,7 +188,7 @@ class Run:
         )
         self.core = core_of(world.causal, limits, self.clock)
         self.answers: dict[int, Answer] = {}
-        self.states: list[tuple[EncodeJob, Handle[KVStates, None]]] = []
+        self.states: list[tuple[EncodeJob, RequestHandle[KVStates, None]]] = []
 
     def play(self) -> None:
         for step in range(15):
@@ -204,7 +211,7 @@ class Run:
     def encode(self, job: EncodeJob) -> None:
         channel = States(lambda: None)
         self.core.add_encoding([job], channel)
-        self.states.append((job, Handle(channel)))
+        self.states.append((job, RequestHandle(channel)))
 
 
 @settings(max_examples=50, derandomize=True)
@@ -284,8 +291,8 @@ def steps_of(core: EngineCore) -> Iterator[None]:
         yield
 
 
-def test_a_long_prompt_does_not_stall_those_that_decode(causal: CausalLM) -> None:
-    core = core_of(causal, settings_of(causal, step_tokens=8))
+def test_a_long_prompt_does_not_stall_those_that_decode(causal_core: CausalLM) -> None:
+    core = core_of(causal_core, settings_of(causal_core, step_tokens=8))
     answering = [submit(core, Request(plain(random_tokens(3, seed=n)), 40)) for n in range(3)]
     core.step()
     long = submit(core, Request(plain(random_tokens(60)), 1))
@@ -305,3 +312,51 @@ def test_portions_of_one_token_see_the_segments_before_them(world: World) -> Non
     core = core_of(world.causal, settings_of(world.causal, step_tokens=1, prefill_tokens=1))
     [completion] = run(core, world.request(each))
     assert [completion.token_ids] == world.alone(each)
+
+
+def over(segments: tuple[Segment, ...], own: int, seed: int) -> Context:
+    end = segments[-1].end
+    return Context(
+        segments, tuple(random_tokens(own, seed)), tuple(range(end, end + own)), end + own
+    )
+
+
+def test_a_step_tells_who_reads_what(causal: CausalLM) -> None:
+    core = core_of(causal)
+    assert core.view == IDLE
+    shared, own = module(causal, 5), module(causal, 7)
+    first = (Segment(shared, 0, "shared"),)
+    handles = [
+        submit(core, Request(over(first, 3, 1), 4)),
+        submit(core, Request(over((*first, Segment(own, 5, "own")), 2, 2), 4)),
+        submit(core, Request(over((Segment(own, 0),), 2, 3), 4)),
+    ]
+    core.add_encoding([EncodeJob(random_tokens(6))], States(lambda: None))
+    core.step()
+    view = core.view
+    assert (view.rows, view.requests, view.encodings) == (3 + 2 + 2 + 6, 3, 1)
+    assert view.segments == (SegmentUse("shared", 5, 2, 5), SegmentUse("own", 7, 1, 2))
+    core.step()
+    assert core.view.rows == 3
+    assert core.view.segments == (SegmentUse("shared", 5, 2, 2), SegmentUse("own", 7, 1, 1))
+    again = core.view
+    core.step()
+    assert core.view is again, "nobody joined or left"
+    drain(core)
+    assert core.view == IDLE
+    assert [handle.channel.started for handle in handles] == [True] * 3
+    check_whole(core)
+
+
+def test_who_waits_has_not_started(causal: CausalLM) -> None:
+    core = core_of(causal)
+    handle = submit(core, Request(over((Segment(module(causal, 5), 0),), 3, 1), 4))
+    assert not handle.channel.started
+    calls: list[object] = []
+    handle.channel.when_done(lambda: calls.append(handle.channel.outcome))
+    drain(core)
+    assert handle.channel.started
+    assert calls == [handle.result(0)]
+    handle.channel.when_done(lambda: calls.append("late"))
+    assert calls[1:] == ["late"]
+    assert handle.channel.count == 4

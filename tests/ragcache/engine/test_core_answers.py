@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragcache.engine import Completion, Request, Sampling, TextStream
+from ragcache.engine import Request, RequestOutput, SamplingParams, TextStream
+from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
-from ragcache.engine.layout import Work
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import VOCABULARY, random_tokens, tiny_model
@@ -68,7 +68,7 @@ def answer(causal: CausalLM) -> tuple[int, ...]:
     return completion.token_ids
 
 
-def one(core: EngineCore, **changes: object) -> Completion:
+def one(core: EngineCore, **changes: object) -> RequestOutput:
     [completion] = run(core, Request(plain(PROMPT), 12, **changes))  # type: ignore[arg-type]
     return completion
 
@@ -149,7 +149,7 @@ def logits_after(tokens: list[int]) -> Tensor:
 def test_log_probabilities_are_those_of_the_model(
     core: EngineCore, answer: tuple[int, ...], count: int
 ) -> None:
-    handle = submit(core, Request(plain(PROMPT), 12, sampling=Sampling(logprobs=count)))
+    handle = submit(core, Request(plain(PROMPT), 12, sampling=SamplingParams(logprobs=count)))
     drain(core)
     [choice] = handle.result(0).choices
     assert tuple(chosen.token for chosen in choice.chosen) == choice.token_ids == answer
@@ -168,7 +168,7 @@ def test_log_probabilities_are_those_of_the_model(
 def test_tokens_of_the_answer_are_penalized(
     core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float
 ) -> None:
-    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence)
+    sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
     [completion] = run(core, Request(plain(PROMPT), 20, sampling=sampling))
     expected: list[int] = []
     for _ in range(20):
@@ -180,7 +180,7 @@ def test_tokens_of_the_answer_are_penalized(
 
 
 def test_penalties_count_what_was_said_before_a_preemption(causal: CausalLM) -> None:
-    sampling = Sampling(presence_penalty=2.0, temperature=0.7, seed=3)
+    sampling = SamplingParams(presence_penalty=2.0, temperature=0.7, seed=3)
     requests = [Request(plain(random_tokens(9, seed=n)), 14, sampling=sampling) for n in range(4)]
     narrow = core_of(causal, settings_of(causal, chunks=13))
     together = run(narrow, *requests)
@@ -251,7 +251,7 @@ class Broken(SmallChunks):
         super().__init__(model)
         self.token = token
 
-    def prepare(self, works: Sequence[Work]) -> Callable[[], Tensor]:
+    def prepare(self, works: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         step = super().prepare(works)
         asked = [work for work in works if work.wants_logits]
         broken = [row for row, work in enumerate(asked) if work.token_ids[-1] == self.token]

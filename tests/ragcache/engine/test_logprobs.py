@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from math import inf
 
-from ragcache.engine import Chosen, LogprobFormat
+from ragcache.engine import LogprobFormat, SampledToken
 
 
 class Letters:
@@ -16,7 +16,7 @@ class Letters:
         return "".join("\ufffdabc"[token] for token in token_ids)
 
 
-CHOSEN = [Chosen(1, -0.5, ((1, -0.5), (2, -inf))), Chosen(0, None, ())]
+CHOSEN = [SampledToken(1, -0.5, ((1, -0.5), (2, -inf))), SampledToken(0, None, ())]
 
 
 def test_a_chat_tells_bytes_of_whole_characters_and_finite_numbers() -> None:

@@ -1,5 +1,8 @@
 """A request: what cannot be asked, and what its states depend on."""
 
+# MERGED tests.ragcache.engine.test_context: A context: states placed one after another, and
+#   whether prompt and answer fit the window.
+
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
@@ -7,9 +10,9 @@ from collections.abc import Hashable, Sequence
 import pytest
 import torch
 
-from ragcache.engine import Context, Request, Segment, TextStream
+from ragcache.engine import Context, Request, Segment, TextStream, assemble, check_window
 from ragcache.engine.request import MAX_CHOICES
-from ragcache.errors import InvalidRequest
+from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.states import KVStates
 from tests.ragcache.engine.engines import plain
 
@@ -62,3 +65,61 @@ def test_without_a_tenant_or_a_name_nothing_is_shared() -> None:
     assert root("m", 3, None) is root(None, 3, "a") is None
     assert Request(PROMPT, 1).root is None
     assert Request(PROMPT, 1, tenant="a").root is not None
+
+
+def states(length: int, start: int = 0) -> KVStates:
+    """States without content: one layer, one head, one dimension."""
+    return KVStates(torch.zeros(1, 1, length, 1), torch.zeros(1, 1, length, 1), start)
+
+
+def test_a_segment_tells_where_it_ends_and_how_far_it_moved() -> None:
+    segment = Segment(states(5, start=30), start=12)
+    assert segment.end == 17
+    assert segment.delta == -18
+    assert Segment(states(5, start=12), start=12).delta == 0
+
+
+def test_states_stand_one_after_another_without_gaps() -> None:
+    lengths = (4, 1, 7)
+    context = assemble([states(n, start=100) for n in lengths], [8, 9], window=64, max_new_tokens=1)
+    assert [(s.start, s.end) for s in context.segments] == [(0, 4), (4, 5), (5, 12)]
+    assert context.token_ids == (8, 9)
+    assert context.position_ids == (12, 13)
+    assert context.next_position == 14
+    assert (context.cached_tokens, context.prompt_tokens) == (12, 14)
+
+
+def test_the_states_are_placed_as_they_are_not_copied() -> None:
+    given = [states(3), states(2)]
+    context = assemble([given[1], given[0], given[1]], [1], window=64, max_new_tokens=1)
+    assert [s.states for s in context.segments] == [given[1], given[0], given[1]]
+
+
+def test_a_prompt_without_states_starts_at_position_zero() -> None:
+    context = assemble([], [5, 6, 7], window=8, max_new_tokens=5)
+    assert context.segments == ()
+    assert context.position_ids == (0, 1, 2)
+    assert context.cached_tokens == 0
+
+
+def test_prompt_and_answer_may_fill_the_window_but_not_exceed_it() -> None:
+    given = [states(10)]
+    assert assemble(given, [1] * 4, window=20, max_new_tokens=6).prompt_tokens == 14
+    for tokens, answer in ((5, 6), (4, 7)):
+        with pytest.raises(PromptTooLong):
+            assemble(given, [1] * tokens, window=20, max_new_tokens=answer)
+
+
+def test_the_message_says_what_does_not_fit_and_what_to_do() -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        check_window(90, 9, window=100, max_new_tokens=2)
+    assert str(caught.value) == (
+        "the prompt needs 99 tokens (90 of documents, 9 of question and template) and the answer "
+        "up to 2, but the model's window holds 100; ask with a smaller k or a shorter question"
+    )
+    check_window(90, 9, window=101, max_new_tokens=2)
+
+
+def test_a_prompt_needs_a_token_of_its_own() -> None:
+    with pytest.raises(ValueError, match="at least one token of its own"):
+        assemble([states(3)], [], window=64, max_new_tokens=1)

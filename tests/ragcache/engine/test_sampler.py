@@ -1,5 +1,8 @@
 """Choosing tokens: penalties, streams of random numbers, log-probabilities, failures."""
 
+# MERGED tests.ragcache.engine.test_draw: Filters and draws against plain definitions, and
+#   their independence of the batch.
+
 from __future__ import annotations
 
 from collections import Counter
@@ -11,20 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache.engine.sampler import CPU_ROWS, Chosen, SamplerState, choose
-from ragcache.engine.sampling import Sampling
+from ragcache.engine.sampler import (
+    CPU_ROWS,
+    SHARES,
+    SampledToken,
+    SamplerState,
+    choose,
+    draw,
+    keep_likeliest,
+    shares_of,
+)
+from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import UnusableLogits
 
 V = 40
-RANDOM = Sampling(temperature=1.0, seed=3)
+RANDOM = SamplingParams(temperature=1.0, seed=3)
 MIXED = (
-    Sampling(),
-    Sampling(logprobs=2),
+    SamplingParams(),
+    SamplingParams(logprobs=2),
     RANDOM,
-    Sampling(temperature=0.7, top_k=5, seed=1),
-    Sampling(temperature=1.3, top_p=0.8, min_p=0.02, seed=2, logprobs=0),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.5),
-    Sampling(temperature=1.0, presence_penalty=1.5, seed=4),
+    SamplingParams(temperature=0.7, top_k=5, seed=1),
+    SamplingParams(temperature=1.3, top_p=0.8, min_p=0.02, seed=2, logprobs=0),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, presence_penalty=1.5, seed=4),
 )
 
 
@@ -33,20 +45,22 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, V, generator=generator) * 2
 
 
-def start(sampling: Sampling, prompt: Sequence[int] = (1, 2, 3), index: int = 0) -> SamplerState:
+def start(
+    sampling: SamplingParams, prompt: Sequence[int] = (1, 2, 3), index: int = 0
+) -> SamplerState:
     return SamplerState.start(sampling, prompt, index)
 
 
-def one(logits: Tensor, state: SamplerState, banned: Collection[int] = ()) -> Chosen:
+def one(logits: Tensor, state: SamplerState, banned: Collection[int] = ()) -> SampledToken:
     """Chooses for a single row [V]."""
     [chosen] = choose(logits[None], [state], [banned])
-    assert isinstance(chosen, Chosen)
+    assert isinstance(chosen, SampledToken)
     return chosen
 
 
-def alike(chosen: Chosen | UnusableLogits, expected: Chosen) -> None:
+def alike(chosen: SampledToken | UnusableLogits, expected: SampledToken) -> None:
     """Equal, but that a GPU may sum the rows of a batch in another order than a row alone."""
-    assert isinstance(chosen, Chosen)
+    assert isinstance(chosen, SampledToken)
     assert chosen.token == expected.token
     if expected.logprob is None:
         assert chosen == expected
@@ -63,9 +77,9 @@ def tokens_of(state: SamplerState, steps: int, seed: int = 0) -> list[int]:
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = random_logits(4)
     logits[2, [7, 30]] = 50.0
-    chosen = choose(logits, [start(Sampling()) for _ in range(4)], [()] * 4)
-    assert chosen == [Chosen(token) for token in logits.argmax(-1).tolist()]
-    assert chosen[2] == Chosen(7)
+    chosen = choose(logits, [start(SamplingParams()) for _ in range(4)], [()] * 4)
+    assert chosen == [SampledToken(token) for token in logits.argmax(-1).tolist()]
+    assert chosen[2] == SampledToken(7)
 
 
 def test_no_rows_give_no_tokens() -> None:
@@ -77,7 +91,7 @@ def test_no_rows_give_no_tokens() -> None:
     st.lists(st.sampled_from(MIXED), min_size=1, max_size=2 * CPU_ROWS + 1),
     st.integers(0, 100),
 )
-def test_a_sequence_never_notices_the_batch(samplings: list[Sampling], seed: int) -> None:
+def test_a_sequence_never_notices_the_batch(samplings: list[SamplingParams], seed: int) -> None:
     together = [start(s, index=i) for i, s in enumerate(samplings)]
     alone = [start(s, index=i) for i, s in enumerate(samplings)]
     banned = [{i} if i % 3 == 0 else set() for i in range(len(samplings))]
@@ -89,7 +103,7 @@ def test_a_sequence_never_notices_the_batch(samplings: list[Sampling], seed: int
 
 
 @pytest.mark.parametrize("sampling", MIXED)
-def test_logits_are_left_as_they_are(sampling: Sampling) -> None:
+def test_logits_are_left_as_they_are(sampling: SamplingParams) -> None:
     logits = random_logits(2)
     before = logits.clone()
     choose(logits, [start(sampling), start(sampling)], [{1}, ()])
@@ -100,14 +114,14 @@ def test_a_seed_repeats_and_an_index_has_its_own_stream() -> None:
     first = tokens_of(start(RANDOM), 12)
     assert tokens_of(start(RANDOM), 12) == first
     others = [tokens_of(start(RANDOM, index=i), 12) for i in (1, 2)]
-    other_seed = tokens_of(start(Sampling(temperature=1.0, seed=-3)), 12)
+    other_seed = tokens_of(start(SamplingParams(temperature=1.0, seed=-3)), 12)
     assert len({tuple(t) for t in (first, *others, other_seed)}) == 4
 
 
 def test_without_a_seed_every_sequence_takes_one_and_keeps_it() -> None:
-    state, other = start(Sampling(temperature=1.0)), start(Sampling(temperature=1.0))
+    state, other = start(SamplingParams(temperature=1.0)), start(SamplingParams(temperature=1.0))
     assert state.seed != other.seed
-    again = start(Sampling(temperature=1.0, seed=state.seed))
+    again = start(SamplingParams(temperature=1.0, seed=state.seed))
     assert tokens_of(state, 8) == tokens_of(again, 8)
 
 
@@ -132,14 +146,14 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_top_k_of_one_is_greedy() -> None:
     logits = random_logits(1)[0]
-    state = start(Sampling(temperature=5.0, top_k=1))
+    state = start(SamplingParams(temperature=5.0, top_k=1))
     assert {one(logits, state).token for _ in range(20)} == {int(logits.argmax())}
 
 
 def test_repetition_penalty_concerns_prompt_and_answer() -> None:
     logits = torch.full((V,), -10.0)
     logits[[1, 5, 6]] = torch.tensor([8.0, 7.0, 6.0])
-    state = start(Sampling(repetition_penalty=2.0), prompt=[1, 1, V + 5])
+    state = start(SamplingParams(repetition_penalty=2.0), prompt=[1, 1, V + 5])
     # 1 is in the prompt: 4. Then 5 was generated: 3.5. Then 6: 3.
     assert [one(logits, state).token for _ in range(4)] == [5, 6, 1, 1]
 
@@ -147,23 +161,23 @@ def test_repetition_penalty_concerns_prompt_and_answer() -> None:
 def test_repetition_penalty_multiplies_negative_logits() -> None:
     logits = torch.full((V,), -50.0)
     logits[[4, 5]] = torch.tensor([-1.0, -1.5])
-    assert one(logits, start(Sampling(repetition_penalty=1.4), [4])).token == 4
-    assert one(logits, start(Sampling(repetition_penalty=1.6), [4])).token == 5
+    assert one(logits, start(SamplingParams(repetition_penalty=1.4), [4])).token == 4
+    assert one(logits, start(SamplingParams(repetition_penalty=1.6), [4])).token == 5
 
 
 def test_frequency_counts_and_presence_does_not() -> None:
     logits = torch.full((V,), -10.0)
     logits[[4, 5]] = torch.tensor([2.0, 0.3])
-    frequency = start(Sampling(frequency_penalty=0.5), prompt=[4, 4, 4, 4, 4])
+    frequency = start(SamplingParams(frequency_penalty=0.5), prompt=[4, 4, 4, 4, 4])
     assert [one(logits, frequency).token for _ in range(6)] == [4, 4, 4, 4, 5, 4]
-    presence = start(Sampling(presence_penalty=1.5), prompt=[4])
+    presence = start(SamplingParams(presence_penalty=1.5), prompt=[4])
     assert [one(logits, presence).token for _ in range(4)] == [4, 4, 4, 4]
-    stronger = start(Sampling(presence_penalty=1.8), prompt=[4])
+    stronger = start(SamplingParams(presence_penalty=1.8), prompt=[4])
     assert [one(logits, stronger).token for _ in range(4)] == [4, 5, 4, 4]
 
 
 @pytest.mark.parametrize("sampling", MIXED)
-def test_forbidden_tokens_are_never_chosen(sampling: Sampling) -> None:
+def test_forbidden_tokens_are_never_chosen(sampling: SamplingParams) -> None:
     logits = random_logits(1)[0]
     banned = set(logits.topk(10).indices.tolist()) | {-1, V, 10**9}
     state = start(sampling)
@@ -174,7 +188,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     logits = random_logits(1)[0].bfloat16()
     expected = logits.float().log_softmax(-1)
     best = expected.topk(3)
-    sampling = Sampling(temperature=3.0, frequency_penalty=2.0, top_k=9, seed=5, logprobs=3)
+    sampling = SamplingParams(temperature=3.0, frequency_penalty=2.0, top_k=9, seed=5, logprobs=3)
     state = start(sampling)
     for _ in range(5):
         chosen = one(logits, state, {int(best.indices[0])})
@@ -186,10 +200,10 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 def test_logprobs_of_none_of_the_others_and_of_more_than_there_are() -> None:
     logits = torch.full((1, 12), -torch.inf)
     logits[0, :3] = torch.tensor([1.0, 3.0, 1.0])
-    [bare] = choose(logits, [start(Sampling(logprobs=0))], [()])
-    [full] = choose(logits, [start(Sampling(logprobs=20))], [()])
-    assert isinstance(bare, Chosen)
-    assert isinstance(full, Chosen)
+    [bare] = choose(logits, [start(SamplingParams(logprobs=0))], [()])
+    [full] = choose(logits, [start(SamplingParams(logprobs=20))], [()])
+    assert isinstance(bare, SampledToken)
+    assert isinstance(full, SampledToken)
     assert bare.alternatives == ()
     assert bare.logprob == full.logprob == full.alternatives[0][1]
     assert [token for token, _ in full.alternatives] == [1, 0, 2]
@@ -197,7 +211,7 @@ def test_logprobs_of_none_of_the_others_and_of_more_than_there_are() -> None:
 
 @pytest.mark.parametrize("sampling", MIXED)
 @pytest.mark.parametrize("trouble", ["nan", "inf", "all forbidden", "all minus inf"])
-def test_an_unusable_row_is_an_error_of_its_own(sampling: Sampling, trouble: str) -> None:
+def test_an_unusable_row_is_an_error_of_its_own(sampling: SamplingParams, trouble: str) -> None:
     logits = random_logits(3)
     fine = [logits[0].clone(), logits[2].clone()]
     banned: list[Collection[int]] = [(), (), ()]
@@ -221,9 +235,103 @@ def test_an_unusable_row_is_an_error_of_its_own(sampling: Sampling, trouble: str
 def test_prompt_tokens_are_kept_only_where_a_penalty_needs_them() -> None:
     assert start(RANDOM).tally is None
     logits = torch.zeros(1, V)
-    for sampling, expected in ((Sampling(frequency_penalty=1), []), (MIXED[5], [1, 2, 3])):
+    for sampling, expected in ((SamplingParams(frequency_penalty=1), []), (MIXED[5], [1, 2, 3])):
         tally = start(sampling).tally
         assert tally is not None
         prompt, counts = tally.tables(logits)
         assert prompt.nonzero().squeeze(-1).tolist() == expected
         assert counts.sum() == 0
+
+
+SETTINGS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 3),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+)
+
+
+def random_logits_draw(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randn(rows, vocabulary, generator=generator) * 3
+
+
+def kept_by_definition(shares: Tensor, sampling: SamplingParams) -> set[int]:
+    """One token after another, in Python's exact integers. shares: [V]."""
+    values: list[int] = shares.tolist()
+    order = sorted(range(len(values)), key=lambda token: -values[token])
+    if sampling.top_k:
+        least = values[order[min(sampling.top_k, len(values)) - 1]]
+        order = [token for token in order if values[token] >= least]
+    if sampling.top_p < 1:
+        mass, before = sampling.top_p * sum(values[token] for token in order), 0
+        for token in order:
+            if before >= mass:
+                break
+            before, least = before + values[token], values[token]
+        order = [token for token in order if values[token] >= least]
+    return {t for t in order if values[t] and values[t] >= sampling.min_p * values[order[0]]}
+
+
+def kept(shares: Tensor) -> set[int]:
+    return set(shares.nonzero().squeeze(-1).tolist())
+
+
+def test_shares_are_the_probabilities() -> None:
+    logits = random_logits_draw(3, 500)
+    shares = shares_of(logits, [1.0, 0.5, 2])
+    expected = (logits.double() / torch.tensor([[1.0], [0.5], [2.0]])).softmax(-1)
+    assert torch.allclose(shares.double() / SHARES, expected, atol=1e-7)
+
+
+def test_a_tiny_temperature_leaves_the_likeliest_token() -> None:
+    logits = torch.tensor([[3e4, 1e5, -1e38]])
+    assert shares_of(logits, [1e-5]).tolist() == [[0, SHARES, 0]]
+
+
+@given(
+    st.lists(SETTINGS, min_size=1, max_size=4), st.integers(0, 1000), st.sampled_from([1, 4, 64])
+)
+def test_filters_keep_what_their_definitions_keep(
+    samplings: list[SamplingParams], seed: int, head: int
+) -> None:
+    logits = random_logits_draw(len(samplings), 50, seed).round()  # many equal ones
+    shares = shares_of(logits, [s.temperature for s in samplings])
+    filtered = keep_likeliest(shares, samplings, head)
+    for row, sampling in enumerate(samplings):
+        assert kept(filtered[row]) == kept_by_definition(shares[row], sampling)
+        assert kept(filtered[row] - shares[row]).isdisjoint(kept(filtered[row]))
+
+
+def test_a_nucleus_wider_than_the_head_is_found_by_sorting() -> None:
+    shares = shares_of(torch.zeros(1, 5000) - torch.arange(5000) / 1e5, [1.0])
+    filtered = keep_likeliest(shares, [SamplingParams(temperature=1, top_p=0.6)])
+    assert 2900 < len(kept(filtered[0])) < 3000
+    assert kept(filtered[0]) == set(range(len(kept(filtered[0]))))
+
+
+def test_draws_invert_the_distribution_function() -> None:
+    shares = torch.tensor([[0, 1, 0, 3, 0]]).expand(5, -1)
+    uniforms = [0.0, 0.2499, 0.25, 0.9, 1 - 2**-48]
+    assert draw(shares, uniforms).tolist() == [1, 1, 3, 3, 3]
+
+
+def test_draws_are_distributed_as_the_shares() -> None:
+    logits = random_logits_draw(1, 6)
+    shares = shares_of(logits, [1.0])
+    count = 4000
+    drawn = draw(shares.expand(count, -1), [(n + 0.5) / count for n in range(count)])
+    frequencies = torch.bincount(drawn, minlength=6) / count
+    assert torch.allclose(frequencies, logits.softmax(-1)[0], atol=1 / count)
+
+
+@pytest.mark.parametrize("vocabulary", [37, 8192, 50257])
+def test_a_row_is_the_same_alone_and_among_others(vocabulary: int) -> None:
+    logits = random_logits_draw(5, vocabulary)
+    logits = torch.cat([logits, logits.bfloat16().float()])  # with equal ones
+    samplings = [SamplingParams(1, k, p) for k in (0, 40) for p in (0.5, 0.8, 0.9, 0.95, 0.999)]
+    together = keep_likeliest(shares_of(logits, [1.0] * 10), samplings)
+    for row, sampling in enumerate(samplings):
+        alone = keep_likeliest(shares_of(logits[row : row + 1], [1.0]), [sampling])
+        assert torch.equal(alone[0], together[row])

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragcache.engine import Context, EncodeJob, Segment, encode
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.layout import Work
-from ragcache.engine.private import Room
+from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -65,9 +64,9 @@ def prompt(causal: CausalLM, pieces: Sequence[Module | list[int]]) -> Context:
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
     works = [
-        Work(
+        ScheduledChunk(
             c.segments,
-            Room.allocate(causal, len(c.token_ids)),
+            ContiguousKV.allocate(causal, len(c.token_ids)),
             c.token_ids,
             c.position_ids,
         )

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, encode
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.context import Segment
-from ragcache.engine.layout import Work
-from ragcache.engine.private import Room
+from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.request import Segment
 from ragcache.errors import UnsupportedModel
 from ragcache.models import (
     Buffer,
@@ -141,8 +140,8 @@ def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
     mine = encoded(contiguous, tokens, 4)
     torch.testing.assert_close(mine.keys, states.keys, **CLOSE)
     torch.testing.assert_close(mine.values, states.values, **CLOSE)
-    room = Room.allocate(causal, len(own))
-    work = Work((Segment(states, 20),), room, own, positions)
+    room = ContiguousKV.allocate(causal, len(own))
+    work = ScheduledChunk((Segment(states, 20),), room, own, positions)
     [expected] = causal.forward(StepBuilder(causal).build([work]))
     buffer = with_modules(contiguous, [(tokens, 20)], at=4)
     logits = contiguous.forward(buffer, torch.tensor(own), torch.tensor(positions))

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ragcache.engine import EncodeJob, Request, assemble, encode
-from ragcache.engine.offline import complete
+from ragcache.engine.engine import complete
 from ragcache.errors import UnsupportedModel
 from ragcache.models import (
     BufferPool,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, encode
-from ragcache.engine.offline import complete
+from ragcache.engine.engine import complete
 from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import random_tokens, tiny_model
 

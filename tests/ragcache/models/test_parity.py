@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.layout import Work
-from ragcache.engine.offline import complete
-from ragcache.engine.private import Room
+from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.engine import complete
+from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
@@ -157,7 +156,9 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
 def test_a_step_builds_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of all new tokens squared, whatever the model's mask function."""
     causal = wrap_causal(tiny_model(family))
-    step = StepBuilder(causal).build([Work((), Room.allocate(causal, 20), range(20), range(20))])
+    step = StepBuilder(causal).build(
+        [ScheduledChunk((), ContiguousKV.allocate(causal, 20), range(20), range(20))]
+    )
     for name in list(ALL_MASK_ATTENTION_FUNCTIONS.keys()):
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, name, None)
     assert causal.forward(step).shape == (1, 320)

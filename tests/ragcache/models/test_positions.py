@@ -10,10 +10,10 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_tensor
 
-from ragcache.attention.rotary import rotate
+from ragcache.attention.ops import rotate
 from ragcache.engine import EncodeJob, Request, Segment, assemble, encode
-from ragcache.engine.context import Context
-from ragcache.engine.offline import complete
+from ragcache.engine.engine import complete
+from ragcache.engine.request import Context
 from ragcache.errors import PromptTooLong, UnsupportedModel
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, interleaved_slopes

@@ -6,9 +6,8 @@ import pytest
 from torch import Tensor
 
 from ragcache.engine import Context
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.layout import Work
-from ragcache.engine.private import Room
+from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
 from tests.conftest import tiny_model
 
@@ -23,7 +22,9 @@ def model(reader: LoadedModel) -> LoadedModel:
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
     works = [
-        Work(c.segments, Room.allocate(causal, len(c.token_ids)), c.token_ids, c.position_ids)
+        ScheduledChunk(
+            c.segments, ContiguousKV.allocate(causal, len(c.token_ids)), c.token_ids, c.position_ids
+        )
         for c in contexts
     ]
     return causal.forward(StepBuilder(causal).build(works))

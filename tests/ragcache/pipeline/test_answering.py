@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ragcache import RagCache, SourceDocument
-from ragcache.engine import Engine, assemble, encode
+from ragcache.engine import LLMEngine, assemble, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.models.loader import prompt_frame
@@ -166,7 +166,7 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
             rag.ask(QUESTION, collection="notes")
     assert not any(entry.leased for entry in host.entries)
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "submit", fail)
+        patched.setattr(LLMEngine, "submit", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rag.ask_batch([QUESTION, QUESTION], collection="notes")
     assert not any(entry.leased for entry in host.entries)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.engine import Context, Sampling
+from ragcache.engine import Context, SamplingParams
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Generation
@@ -18,7 +18,7 @@ CONTEXT = Context((), (1, 2), (0, 1), 2)
 def test_options_by_their_plain_names() -> None:
     made = Generation.of(temperature=0.5, seed=7, stop="\n", n=2, max_new_tokens=9, top_p=None)
     assert made == Generation(
-        Sampling(temperature=0.5, seed=7), max_new_tokens=9, stop=("\n",), n=2
+        SamplingParams(temperature=0.5, seed=7), max_new_tokens=9, stop=("\n",), n=2
     )
     assert Generation.of() == Generation()
     assert Generation.of(stop=["a", "b"]).stop == ("a", "b")
@@ -51,7 +51,7 @@ def test_options_out_of_their_range_are_refused(
 
 def test_the_default_is_greedy_and_as_long_as_the_setting(model: LoadedModel) -> None:
     request = Generation().request(CONTEXT, model, 4, "local")
-    assert (request.max_new_tokens, request.sampling, request.n) == (4, Sampling(), 1)
+    assert (request.max_new_tokens, request.sampling, request.n) == (4, SamplingParams(), 1)
     assert request.stop_ids == model.stop_ids
     assert Generation(max_new_tokens=7).request(CONTEXT, model, 4, "local").max_new_tokens == 7
     assert (request.tenant, Generation(share=False).request(CONTEXT, model, 4, "x").tenant) == (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragcache.config import Settings
-from ragcache.engine import Engine, EngineSettings
+from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.models import LoadedModel
 from ragcache.pipeline import (
     Generation,
@@ -69,7 +69,7 @@ def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
     database = Database.open(tmp_path / "ledger.sqlite")
     template = TemplateText(model)
     store = KVStore.open(tmp_path, database, 2**26)
-    with Engine(model.causal, EngineSettings(pool_bytes=2**22)) as engine:
+    with LLMEngine(model.causal, EngineConfig(pool_bytes=2**22)) as engine:
         scopes = ScopeEncoder(model, template, store, engine.encode)
         submitter = Submitter(model, engine, Returned(), Settings(max_new_tokens=4))
         runner = PromptRunner(SchemaTexts(database), scopes, template, submitter)

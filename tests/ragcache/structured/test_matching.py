@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache.engine import Completion, Engine, Request, Sampling
+from ragcache.engine import LLMEngine, Request, RequestOutput, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.pipeline import Generation
 from ragcache.structured import Grammar, constraint_of
@@ -50,13 +50,16 @@ LONGEST = 160
 
 def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes: Any) -> Request:
     generation = Generation(
-        Sampling(temperature=1.0, seed=seed), max_new_tokens=tokens, grammar=grammar, **changes
+        SamplingParams(temperature=1.0, seed=seed),
+        max_new_tokens=tokens,
+        grammar=grammar,
+        **changes,
     )
     prompt = [token % 256 for token in random_tokens(5 + seed % 7, seed=seed)]
     return generation.request(plain(prompt), tiny(), tokens, "local")
 
 
-def check_person(completion: Completion) -> None:
+def check_person(completion: RequestOutput) -> None:
     for choice in completion.choices:
         assert choice.finish_reason == "stop"
         Person.model_validate_json(choice.text, strict=True)
@@ -79,7 +82,7 @@ def test_answers_that_join_leave_and_are_pre_empted_are_those_that_run_alone() -
     handles: list[Answer] = []
     for seed in range(3):
         handles.append(submit(core, asked(seed, n=3)))
-        free = Generation(Sampling(temperature=1.0), max_new_tokens=40)
+        free = Generation(SamplingParams(temperature=1.0), max_new_tokens=40)
         submit(core, free.request(plain(random_tokens(30, seed=seed)), tiny(), 40, "local"))
         leaves = submit(core, asked(90 + seed))
         for _ in range(12):
@@ -159,7 +162,7 @@ def test_threads_ask_one_engine(reader: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
     generation = Generation.of(json_schema=schema, temperature=1.0, seed=1, n=2)
     prompt = reader.encode("How many boats?")
-    with Engine(reader.causal) as engine:
+    with LLMEngine(reader.causal) as engine:
         handles = [
             engine.submit(generation.request(plain(prompt), reader, 30, None)) for _ in range(3)
         ]

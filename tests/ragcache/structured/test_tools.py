@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.engine import Sampling
+from ragcache.engine import SamplingParams
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Generation
@@ -104,7 +104,7 @@ def test_text_or_calls_as_the_model_likes(style: ToolStyle) -> None:
 def test_a_random_model_calls_tools(style: ToolStyle, choice: str) -> None:
     grammar = tool_call_grammar(TOOLS, choice, style=style, parallel=False)
     generation = Generation(
-        Sampling(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
+        SamplingParams(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
     )
     request = generation.request(plain([1, 2, 3]), tiny(), 150, "local")
     [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 256)), request)

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
-from ragcache.engine import Piece
+from ragcache.engine import TokenDelta
 from ragcache_api.http.asking import answered, streamed
 from ragcache_api.http.compact import CompactResponse
 from ragcache_api.http.routes.models import check_model
@@ -104,7 +104,7 @@ class _Chat:
         yield chunks.chunk(*endings, **chunks.extras(entry.answers))
         yield chunks.ending(entry.answers)
 
-    def _piece(self, piece: Piece) -> dict[str, Any] | None:
+    def _piece(self, piece: TokenDelta) -> dict[str, Any] | None:
         said = self._readers[piece.choice].feed(piece.text)
         told = self._body.logprobs and piece.chosen is not None
         if not said and not told:

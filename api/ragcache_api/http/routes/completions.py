@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream, Generation
-from ragcache.engine import Choice, Piece
+from ragcache.engine import Choice, TokenDelta
 from ragcache_api.http.asking import Opening, answered, streamed
 from ragcache_api.http.compact import CompactResponse
 from ragcache_api.http.errors import Refusal
@@ -112,7 +112,7 @@ class _Completion:
         yield chunks.chunk(*endings, **chunks.extras(entry.answers))
         yield chunks.ending(entry.answers)
 
-    def _piece(self, piece: Piece, lengths: Counter[int]) -> dict[str, Any] | None:
+    def _piece(self, piece: TokenDelta, lengths: Counter[int]) -> dict[str, Any] | None:
         told = self._body.logprobs is not None and piece.chosen is not None
         if not told and not piece.text:
             return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragcache import Answer, AsyncAnswerStream
-from ragcache.engine import Piece
+from ragcache.engine import TokenDelta
 from ragcache_api.http.compact import compact
 from ragcache_api.http.errors import Fault
 from ragcache_api.http.running import Entry
@@ -16,7 +16,7 @@ from ragcache_api.http.sse import event
 from ragcache_api.http.wire.openai_told import Head, extras, told_sources, usage
 
 DONE = b"data: [DONE]\n\n"
-ChunkOf = Callable[[Piece], dict[str, Any] | None]
+ChunkOf = Callable[[TokenDelta], dict[str, Any] | None]
 """The choice that a piece makes in a chunk; None where it tells nothing."""
 
 
@@ -50,7 +50,7 @@ class Chunks:
         return told | ({"sources": told_sources(answers)} if self.with_sources else {})
 
 
-async def pieces_of(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[Piece, None]:
+async def pieces_of(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[TokenDelta, None]:
     """The stream's pieces; the entry has the answer afterwards."""
     async with aclosing(stream.pieces()) as pieces:
         async for piece in pieces:

@@ -12,32 +12,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragcache.engine.core import Answers
-from ragcache.engine.memory import Memory
-from ragcache.engine.pool import ChunkPool
-from ragcache.engine.prefix import PrefixTree
+from ragcache.engine.kv_cache import BlockPool, RadixCache
+from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request
-from ragcache.engine.sequence import Group, Sequence
+from ragcache.engine.sequence import Sequence, SequenceGroup
 from tests.ragcache.engine.engines import CHUNK, plain
 
 
-def memory_of(chunks: int, budget: int) -> Memory:
+def memory_of(chunks: int, budget: int) -> KVCacheManager:
     """A pool of one layer, head and dimension, in which a state is its token or its position."""
     shape = (1, 1, chunks * CHUNK, 1)
-    pool = ChunkPool(torch.full(shape, -1.0), torch.full(shape, -1.0), CHUNK)
-    return Memory(pool, PrefixTree(CHUNK, budget))
+    pool = BlockPool(torch.full(shape, -1.0), torch.full(shape, -1.0), CHUNK)
+    return KVCacheManager(pool, RadixCache(CHUNK, budget))
 
 
 @pytest.fixture
-def memory() -> Memory:
+def memory() -> KVCacheManager:
     return memory_of(chunks=16, budget=16)
 
 
 def sequence_of(tokens: Tokens[int], tenant: str | None = "a", n: int = 1) -> Sequence:
     request = Request(plain(tokens), 50, tenant=tenant, n=n)
-    return Sequence(Group(request, Answers(lambda: None), 0.0), 0, 0)
+    return Sequence(SequenceGroup(request, Answers(lambda: None), 0.0), 0, 0)
 
 
-def compute(memory: Memory, sequence: Sequence, count: int | None = None) -> None:
+def compute(memory: KVCacheManager, sequence: Sequence, count: int | None = None) -> None:
     """What a step does: room, the states themselves, the bookkeeping."""
     count = len(sequence.tokens) - sequence.computed if count is None else count
     memory.make_room(sequence, count)
@@ -54,7 +53,7 @@ def answer(sequence: Sequence, token: int) -> None:
     sequence.tokens.append(token)
 
 
-def standing(memory: Memory, tokens: Tokens[int], tenant: str | None = "a") -> Sequence:
+def standing(memory: KVCacheManager, tokens: Tokens[int], tenant: str | None = "a") -> Sequence:
     """A running request whose prompt is computed."""
     sequence = sequence_of(tokens, tenant)
     memory.enter(sequence)
@@ -67,7 +66,7 @@ def ids(sequence: Sequence) -> list[int]:
     return sequence.private.chunk_ids
 
 
-def check_states(memory: Memory, sequence: Sequence) -> None:
+def check_states(memory: KVCacheManager, sequence: Sequence) -> None:
     """Its chunks hold its tokens at its positions."""
     private = sequence.private
     assert private is not None
@@ -83,7 +82,7 @@ def test_what_fits_the_pool_is_held() -> None:
     assert not memory.holds(3 * CHUNK + 1)
 
 
-def test_a_request_takes_room_for_all_of_its_text(memory: Memory) -> None:
+def test_a_request_takes_room_for_all_of_its_text(memory: KVCacheManager) -> None:
     sequence = sequence_of(range(9))
     assert memory.enter(sequence) == 0
     assert (len(ids(sequence)), sequence.computed, memory.pool.used_count) == (3, 0, 3)
@@ -92,7 +91,7 @@ def test_a_request_takes_room_for_all_of_its_text(memory: Memory) -> None:
     check_states(memory, sequence)
 
 
-def test_a_chunk_is_taken_when_the_last_one_is_full(memory: Memory) -> None:
+def test_a_chunk_is_taken_when_the_last_one_is_full(memory: KVCacheManager) -> None:
     sequence = standing(memory, range(7))
     for token, used in ((50, 2), (51, 3), (52, 3)):
         answer(sequence, token)
@@ -100,7 +99,7 @@ def test_a_chunk_is_taken_when_the_last_one_is_full(memory: Memory) -> None:
         assert memory.pool.used_count == used
 
 
-def test_full_chunks_of_a_running_request_are_shared(memory: Memory) -> None:
+def test_full_chunks_of_a_running_request_are_shared(memory: KVCacheManager) -> None:
     first, second = standing(memory, range(11)), sequence_of(range(9))
     assert memory.enter(second) == 2 * CHUNK
     assert ids(second)[:2] == ids(first)[:2]
@@ -109,7 +108,7 @@ def test_full_chunks_of_a_running_request_are_shared(memory: Memory) -> None:
     check_states(memory, second)
 
 
-def test_the_last_token_is_computed_though_it_stands(memory: Memory) -> None:
+def test_the_last_token_is_computed_though_it_stands(memory: KVCacheManager) -> None:
     first, second = standing(memory, range(8)), sequence_of(range(8))
     assert memory.enter(second) == CHUNK, "the answer continues from the last token's logits"
     compute(memory, second)
@@ -117,7 +116,7 @@ def test_the_last_token_is_computed_though_it_stands(memory: Memory) -> None:
     assert memory.pool.used_count == 2
 
 
-def test_equal_chunks_filled_beside_each_other_become_one(memory: Memory) -> None:
+def test_equal_chunks_filled_beside_each_other_become_one(memory: KVCacheManager) -> None:
     first, second = sequence_of(range(9)), sequence_of(range(9))
     for each in (first, second):
         assert memory.enter(each) == 0
@@ -130,7 +129,7 @@ def test_equal_chunks_filled_beside_each_other_become_one(memory: Memory) -> Non
 
 @pytest.mark.parametrize("tenants", [("a", "b"), ("a", None), (None, None)])
 def test_nothing_is_shared_between_tenants(
-    memory: Memory, tenants: tuple[str | None, str | None]
+    memory: KVCacheManager, tenants: tuple[str | None, str | None]
 ) -> None:
     first, second = (standing(memory, range(9), tenant) for tenant in tenants)
     assert not set(ids(first)) & set(ids(second))
@@ -140,7 +139,7 @@ def test_nothing_is_shared_between_tenants(
     assert memory.tree.retained == memory.pool.used_count == 2 * named
 
 
-def test_what_a_request_leaves_is_found_by_the_next_one(memory: Memory) -> None:
+def test_what_a_request_leaves_is_found_by_the_next_one(memory: KVCacheManager) -> None:
     first = standing(memory, range(9))
     kept = ids(first)[:2]
     memory.leave(first)
@@ -171,7 +170,7 @@ def test_what_is_retained_gives_way_to_what_runs() -> None:
     assert len(found.nodes) == 1, "the front of a path goes last"
 
 
-def test_a_fork_shares_full_chunks_and_copies_the_last(memory: Memory) -> None:
+def test_a_fork_shares_full_chunks_and_copies_the_last(memory: KVCacheManager) -> None:
     leader = sequence_of(range(10), tenant=None, n=2)
     memory.enter(leader)
     compute(memory, leader)
@@ -189,7 +188,7 @@ def test_a_fork_shares_full_chunks_and_copies_the_last(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("length", [CHUNK, CHUNK + 1, 2 * CHUNK, 1])
-def test_a_fork_at_any_place_in_a_chunk(memory: Memory, length: int) -> None:
+def test_a_fork_at_any_place_in_a_chunk(memory: KVCacheManager, length: int) -> None:
     leader = sequence_of(range(length), tenant=None, n=2)
     memory.enter(leader)
     compute(memory, leader)
@@ -213,7 +212,7 @@ def test_no_fork_without_a_free_chunk() -> None:
     assert (other.private, other.path, memory.pool.used_count) == (None, None, 2)
 
 
-def test_who_never_entered_has_nothing_to_leave(memory: Memory) -> None:
+def test_who_never_entered_has_nothing_to_leave(memory: KVCacheManager) -> None:
     memory.leave(sequence_of(range(5)))
     assert memory.pool.used_count == 0
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from ragcache.engine.pool import ChunkPool
-from ragcache.engine.prefix import PrefixTree
-from ragcache.engine.private import Pages
+from ragcache.engine.kv_cache import BlockPool, BlockTable, RadixCache
 from ragcache.engine.sequence import Sequence
 
 
-class Memory:
+class KVCacheManager:
     """Gives chunks to sequences and takes them back.
 
     What no request uses any longer is retained in the tree within its budget, and evicted first
     when the pool runs out.
     """
 
-    def __init__(self, pool: ChunkPool, tree: PrefixTree) -> None:
+    def __init__(self, pool: BlockPool, tree: RadixCache) -> None:
         self.pool, self.tree = pool, tree
 
     @property
@@ -33,7 +31,7 @@ class Memory:
         # the last token is computed in any case: the answer continues from its logits
         tokens, positions = sequence.tokens[:-1], sequence.positions[:-1]
         path = self.tree.match(sequence.group.root, tokens, positions)
-        private = Pages(self.pool)
+        private = BlockTable(self.pool)
         private.chunk_ids = [node.chunk_id for node in path.nodes]
         found = len(path.nodes) * self.pool.chunk
         private.advance(positions[:found])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.engine.sampling import Sampling
+from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, RequestError
 
 ALLOWED: dict[str, list[Any]] = {
@@ -40,13 +40,13 @@ def pairs(values: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "value"), pairs(ALLOWED))
 def test_values_within_the_range_are_kept(name: str, value: Any) -> None:
-    assert getattr(Sampling(**{name: value}), name) == value
+    assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), pairs(REFUSED))
 def test_values_outside_the_range_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{name} is ") as raised:
-        Sampling(**{name: value})
+        SamplingParams(**{name: value})
     assert repr(value)[:20] in str(raised.value)
     assert isinstance(raised.value, RequestError)
     assert isinstance(raised.value, ValueError)
@@ -54,29 +54,29 @@ def test_values_outside_the_range_are_refused_by_name(name: str, value: Any) -> 
 
 def test_a_message_names_the_range() -> None:
     with pytest.raises(InvalidRequest, match=r"top_p is 0; .* number above 0 and at most 1$"):
-        Sampling(top_p=0)
+        SamplingParams(top_p=0)
     with pytest.raises(InvalidRequest, match=r"logprobs is 21; .* integer from 0 to 20$"):
-        Sampling(logprobs=21)
+        SamplingParams(logprobs=21)
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(InvalidRequest) as raised:
-        Sampling(temperature="x" * 10_000)  # type: ignore[arg-type]
+        SamplingParams(temperature="x" * 10_000)  # type: ignore[arg-type]
     assert len(str(raised.value)) < 200
 
 
 def test_the_default_is_greedy_and_changes_no_logits() -> None:
-    plain = Sampling()
+    plain = SamplingParams()
     assert (plain.greedy, plain.penalized, plain.filtered) == (True, False, False)
-    assert Sampling(temperature=1e-6).greedy
-    assert not Sampling(temperature=0.01).greedy
+    assert SamplingParams(temperature=1e-6).greedy
+    assert not SamplingParams(temperature=0.01).greedy
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_each_penalty_is_noticed(name: str) -> None:
-    assert Sampling(**{name: 0.5}).penalized  # type: ignore[arg-type]
+    assert SamplingParams(**{name: 0.5}).penalized  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("top_p", 0.9), ("min_p", 0.1)])
 def test_each_filter_is_noticed(name: str, value: float) -> None:
-    assert Sampling(**{name: value}).filtered  # type: ignore[arg-type]
+    assert SamplingParams(**{name: value}).filtered  # type: ignore[arg-type]

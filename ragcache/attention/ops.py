@@ -9,6 +9,17 @@ read it (Hq = Hkv * G). The rows and heads of a group are rows of one product ov
 that no key is ever repeated.
 """
 
+# MERGED ragcache.attention.rotary: Relocation of rotary keys by turning the query. Keys carry
+#   their rotation at the position where they were encoded. Moving a segment by `delta`
+#   multiplies its keys by R(delta), and q·R(delta)k = (R(-delta)q)·k: the query turns back,
+#   the shared keys stay untouched. Rotations compose by adding angles (RoFormer eq. 16), so
+#   this is exact.
+# MERGED ragcache.attention.alibi: ALiBi: a bias of slope times distance, head by head (Press
+#   et al., 2022, §3). A score is q·k*scale + slope*(key position - query position). Over a run
+#   whose keys stand at i = 0.. from its first key on, slope*i belongs to the run wherever it
+#   stands, and what is left, slope*(first key's position - query position), is one constant
+#   for the whole run. Moving a run therefore only shifts `lse`.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -36,7 +47,7 @@ def grouped(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.view(num_kv_heads, heads // num_kv_heads, rows, dim).transpose(1, 2)
 
 
-def partial(
+def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, bias: Tensor | None = None
 ) -> Partial:
     """The definition: plain products and a softmax in float32, on any device and dtype.
@@ -62,7 +73,7 @@ def causal_bias(rows: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, rows, device=device).masked_fill(hidden, -torch.inf)[:, None]
 
 
-def merge(a: Partial, b: Partial) -> Partial:
+def merge_state(a: Partial, b: Partial) -> Partial:
     """Joins attention of the same rows over two disjoint key sets (RelayAttention eq. 7)."""
     lse = torch.logaddexp(a.lse, b.lse)  # [N, Hkv, G]
     wa, wb = (a.lse - lse).exp(), (b.lse - lse).exp()  # sum to 1
@@ -70,7 +81,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out.to(a.out.dtype), lse)
 
 
-def merge_table(own: Partial, asked: Sequence[Partial], table: Tensor) -> Partial:
+def merge_states(own: Partial, asked: Sequence[Partial], table: Tensor) -> Partial:
     """Joins, for every row, its own partial result with those over the runs that it asks.
 
     own: of all T rows; asked: together of M rows. table: [slots, T] int64, where the results of row
@@ -89,3 +100,67 @@ def merge_table(own: Partial, asked: Sequence[Partial], table: Tensor) -> Partia
 
 def _nothing(like: Tensor) -> Tensor:
     return like.new_full((1, *like.shape[1:]), -torch.inf)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """cos and sin of the angles by which rows turn: [T or 1, R/2], R the rotated width, or any
+    shape that broadcasts over the rows.
+
+    interleaved: dimensions 2i and 2i+1 turn together (GPT-J layout), not i and i + R/2 (GPT-NeoX).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @classmethod
+    def by(cls, delta: Tensor, inverse_frequency: Tensor, *, interleaved: bool = False) -> Rotation:
+        """R(delta). delta: [T or 1], in positions; inverse_frequency: [R/2], radians a position."""
+        angle = delta.to(torch.float32)[:, None] * inverse_frequency.to(torch.float32)
+        return cls(angle.cos(), angle.sin(), interleaved)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turns the rows of x: [..., D] by `rotation`.
+
+    Returns the shape of x, contiguous. Dimensions beyond the rotated width pass through. Computed
+    in float32, or wider if x is.
+    """
+    cos, sin = rotation.cos, rotation.sin
+    half = cos.shape[-1]
+    if rotation.interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    left, right = x[..., first].to(exact), x[..., second].to(exact)
+    turned = x.new_empty(x.shape)
+    turned[..., first] = torch.addcmul(left * cos, right, sin, value=-1)
+    turned[..., second] = torch.addcmul(right * cos, left, sin)
+    turned[..., 2 * half :] = x[..., 2 * half :]
+    return turned
+
+
+def run_bias(slopes: Tensor, key: Tensor) -> Tensor:
+    """[Hkv, 1, G, S]: slope*i for a run's keys. slopes: [Hq]; key: [Hkv, S, D]."""
+    steps = torch.arange(key.shape[1], dtype=torch.float32, device=key.device)
+    return slopes.view(key.shape[0], 1, -1, 1) * steps
+
+
+def starting_at(part: Partial, slopes: Tensor, distance: Tensor) -> Partial:
+    """The partial result where the run's first key stands `distance` ([N]) from each row."""
+    _, kv_heads, group = part.lse.shape
+    shift = distance[:, None, None] * slopes.view(kv_heads, group)
+    return Partial(part.out, part.lse + shift)
+
+
+def square_bias(slopes: Tensor, positions: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, N, G, N] for new tokens at positions [N] that see each other."""
+    distance = positions[None, :] - positions[:, None]  # [N, N], key less query
+    return slopes.view(kv_heads, 1, -1, 1) * distance[:, None]
+
+
+def page_bias(slopes: Tensor, distance: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, B, G, S] for rows whose keys stand at the distances [B, S]."""
+    return slopes.view(kv_heads, 1, -1, 1) * distance[:, None]

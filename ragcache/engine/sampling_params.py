@@ -12,7 +12,7 @@ GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """Settings of one sequence. The default is greedy.
 
     The penalties come first, then the temperature, then top-k, then top-p over the renormalized

@@ -9,29 +9,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.engine.schedule import AGEING, PATIENCE, Candidate, Decision, Limits, schedule
+from ragcache.engine.scheduler import (
+    AGEING,
+    PATIENCE,
+    SchedulableRequest,
+    SchedulerConfig,
+    SchedulerOutput,
+    schedule,
+)
 
 CHUNK = 4
-WIDE = Limits(CHUNK, step_tokens=8, prefill_tokens=32, running=16)
+WIDE = SchedulerConfig(CHUNK, step_tokens=8, prefill_tokens=32, running=16)
 
 
 def decide(
-    running: Sequence[Candidate] = (),
-    waiting: Sequence[Candidate] = (),
+    running: Sequence[SchedulableRequest] = (),
+    waiting: Sequence[SchedulableRequest] = (),
     *,
-    limits: Limits = WIDE,
+    limits: SchedulerConfig = WIDE,
     free: int = 100,
     now: float = 0.0,
-) -> Decision:
+) -> SchedulerOutput:
     return schedule(running, waiting, limits, free_chunks=free, now=now)
 
 
-def decoding(number: int, room: int = 1, held: int = 1) -> Candidate:
-    return Candidate(number, float(number), 1, room, held)
+def decoding(number: int, room: int = 1, held: int = 1) -> SchedulableRequest:
+    return SchedulableRequest(number, float(number), 1, room, held)
 
 
-def waits(number: int, pending: int, since: float = 0.0) -> Candidate:
-    return Candidate(number, since, pending)
+def waits(number: int, pending: int, since: float = 0.0) -> SchedulableRequest:
+    return SchedulableRequest(number, since, pending)
 
 
 @pytest.mark.parametrize(
@@ -40,35 +47,35 @@ def waits(number: int, pending: int, since: float = 0.0) -> Candidate:
 def test_chunks_are_needed_for_what_does_not_fit_the_room(
     room: int, tokens: int, chunks: int
 ) -> None:
-    assert Candidate(1, 0.0, tokens, room).chunks_for(tokens, CHUNK) == chunks
+    assert SchedulableRequest(1, 0.0, tokens, room).chunks_for(tokens, CHUNK) == chunks
 
 
 def test_nothing_to_do_decides_nothing() -> None:
-    assert decide() == Decision({}, (), ())
+    assert decide() == SchedulerOutput({}, (), ())
 
 
 def test_tokens_that_decode_come_first_and_a_long_prompt_takes_what_is_left() -> None:
-    prefilling = Candidate(0, 0.0, 50, room=50)
+    prefilling = SchedulableRequest(0, 0.0, 50, room=50)
     decision = decide([prefilling, *(decoding(n) for n in (1, 2, 3))])
     assert decision.tokens == {1: 1, 2: 1, 3: 1, 0: 5}
     assert sum(decision.tokens.values()) == WIDE.step_tokens
 
 
 def test_where_nothing_decodes_prompts_take_larger_portions() -> None:
-    prompts = [Candidate(n, float(n), 20, room=20) for n in range(3)]
+    prompts = [SchedulableRequest(n, float(n), 20, room=20) for n in range(3)]
     assert decide(prompts).tokens == {0: 20, 1: 12}
 
 
 def test_all_decode_even_where_they_are_more_than_a_step_takes() -> None:
     running = [decoding(n) for n in range(12)]
-    prefilling = Candidate(12, 12.0, 5, room=5)
+    prefilling = SchedulableRequest(12, 12.0, 5, room=5)
     decision = decide([*running, prefilling], [waits(13, 1)])
     assert decision.tokens == dict.fromkeys(range(12), 1)
     assert decision.admitted == ()
 
 
 def test_a_portion_ends_where_the_room_and_the_free_chunks_end() -> None:
-    prompts = [Candidate(0, 0.0, 20, room=2), Candidate(1, 1.0, 20, room=3)]
+    prompts = [SchedulableRequest(0, 0.0, 20, room=2), SchedulableRequest(1, 1.0, 20, room=3)]
     assert decide(prompts, free=2).tokens == {0: 10, 1: 3}
 
 
@@ -79,7 +86,7 @@ def test_requests_enter_in_order_while_the_step_has_tokens_left() -> None:
 
 
 def test_no_more_run_than_may() -> None:
-    limits = Limits(CHUNK, 32, 32, running=3)
+    limits = SchedulerConfig(CHUNK, 32, 32, running=3)
     decision = decide([decoding(0)], [waits(n, 2) for n in range(1, 6)], limits=limits)
     assert decision.admitted == (1, 2)
 
@@ -148,16 +155,18 @@ class Job:
     def seniority(self) -> float:
         return self.arrives - AGEING * self.priority
 
-    def candidate(self) -> Candidate:
+    def candidate(self) -> SchedulableRequest:
         room = self.chunks * CHUNK - self.computed
         pending = self.known - self.computed
-        return Candidate(self.number, self.seniority, pending, room, self.chunks)
+        return SchedulableRequest(self.number, self.seniority, pending, room, self.chunks)
 
 
 class Machine:
     """Carries decisions out, and checks each."""
 
-    def __init__(self, jobs: Sequence[Job], limits: Limits, total: int, tick: float) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], limits: SchedulerConfig, total: int, tick: float
+    ) -> None:
         self.limits, self.free, self.total, self.tick = limits, total, total, tick
         self.jobs = {job.number: job for job in jobs}
         self.coming = sorted(jobs, key=lambda job: job.arrives)
@@ -200,7 +209,7 @@ class Machine:
         for number, count in decision.tokens.items():
             self.compute(self.jobs[number], count)
 
-    def check(self, decision: Decision) -> None:
+    def check(self, decision: SchedulerOutput) -> None:
         kept = [job for job in self.running if job.number not in decision.preempted]
         decodes = {job.number for job in kept if job.known - job.computed == 1}
         assert decodes <= decision.tokens.keys(), "every answer goes on"
@@ -240,7 +249,7 @@ def machines(draw: st.DrawFn) -> Machine:
         answer = draw(st.integers(1, min(20, total * CHUNK - prompt)))
         arrives = draw(st.integers(0, 40)) / 10
         jobs.append(Job(number, arrives, draw(st.integers(-1, 1)), prompt, answer))
-    limits = Limits(
+    limits = SchedulerConfig(
         CHUNK,
         step_tokens=draw(st.integers(1, 12)),
         prefill_tokens=draw(st.integers(1, 40)),
@@ -273,7 +282,7 @@ def test_a_long_prompt_goes_on_though_answers_fill_the_steps() -> None:
     """It was there first: nobody enters while the answers take the whole step."""
     long = Job(0, 0.5, 0, prompt=60, answer=2)
     stream = [Job(n, n / 10, 0, prompt=1, answer=30) for n in range(1, 100)]
-    limits = Limits(CHUNK, step_tokens=4, prefill_tokens=64, running=6)
+    limits = SchedulerConfig(CHUNK, step_tokens=4, prefill_tokens=64, running=6)
     machine = Machine([long, *stream], limits, total=80, tick=0.1)
     machine.run(rounds=150)
     assert long.ended is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineConfig:
     """pool_bytes: room for requests' own states. step_tokens: the most rows of a step in which
     something decodes, so that long new text stalls nobody; prefill_tokens: of one in which nothing
     does. running: the most requests at once. queue: the most that wait; one more is refused.
@@ -21,7 +21,7 @@ class EngineSettings:
 
 
 @dataclass(slots=True)
-class Tally:
+class EngineStats:
     """What the engine did. Tokens are rows of steps; seconds are of its thread.
 
     planning: building plans and choosing who runs; forward: the model; sampling: choosing tokens

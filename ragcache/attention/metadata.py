@@ -12,11 +12,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ragcache.attention.rotary import Rotation
+from ragcache.attention.ops import Rotation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asking:
+class SharedQueries:
     """The rows that ask the runs, one run after another.
 
     rows: [M] int64. rotation: how each query turns, cos and sin [M, 1, R/2]; None where no run was
@@ -43,7 +43,7 @@ class RunRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Square:
+class CausalBlock:
     """New tokens of one request: the step's rows begin:end see each other causally."""
 
     begin: int
@@ -116,7 +116,7 @@ class RunWrite:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
+class AttentionMetadata:
     """All that attention needs for one step over T rows.
 
     Every row has one partial result over its request's own tokens, from a square or from the
@@ -126,9 +126,9 @@ class StepPlan:
     [T] float32 where the position scheme is a bias (ALiBi).
     """
 
-    asking: Asking | None
+    asking: SharedQueries | None
     runs: tuple[RunRows, ...]
-    squares: tuple[Square, ...]
+    squares: tuple[CausalBlock, ...]
     pages: PageRows | None
     writes: tuple[Write, ...]
     table: Tensor

@@ -16,7 +16,7 @@ PATIENCE = 2.0  # seconds after which a request that does not fit is no longer p
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SchedulableRequest:
     """A request as the scheduler sees it.
 
     number: its name. seniority: its time of submission less `AGEING` for each level of priority;
@@ -37,7 +37,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerConfig:
     """chunk: tokens of a chunk. step_tokens: the most rows of a step while something decodes;
     prefill_tokens: the most of one in which nothing does. running: the most requests at once."""
 
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SchedulerOutput:
     """tokens: how many each request computes, by number, in the order of the rows. admitted and
     preempted: numbers. A preempted request computes nothing."""
 
@@ -58,13 +58,13 @@ class Decision:
 
 
 def schedule(
-    running: Sequence[Candidate],
-    waiting: Iterable[Candidate],
-    limits: Limits,
+    running: Sequence[SchedulableRequest],
+    waiting: Iterable[SchedulableRequest],
+    limits: SchedulerConfig,
     *,
     free_chunks: int,
     now: float,
-) -> Decision:
+) -> SchedulerOutput:
     """running and waiting are in the order of seniority. free_chunks: free or evictable."""
     kept, preempted, free = _keep(running, limits.chunk, free_chunks)
     decodes = any(each.pending == 1 for each in kept)
@@ -91,12 +91,12 @@ def schedule(
             admitted.append(each.number)
             tokens[each.number] = count = min(each.pending, budget)
             budget -= count
-    return Decision(tokens, tuple(admitted), tuple(preempted))
+    return SchedulerOutput(tokens, tuple(admitted), tuple(preempted))
 
 
 def _keep(
-    running: Sequence[Candidate], chunk: int, free: int
-) -> tuple[list[Candidate], list[int], int]:
+    running: Sequence[SchedulableRequest], chunk: int, free: int
+) -> tuple[list[SchedulableRequest], list[int], int]:
     """Those that go on, the youngest given up until the others have room for a token each."""
     kept, preempted = list(running), []
 
@@ -112,7 +112,7 @@ def _keep(
 
 
 def _entering(
-    waiting: Iterable[Candidate],
+    waiting: Iterable[SchedulableRequest],
     chunk: int,
     room: int,
     spare: int,
@@ -120,7 +120,7 @@ def _entering(
     idle: bool,
     free: int,
     now: float,
-) -> Iterable[Candidate]:
+) -> Iterable[SchedulableRequest]:
     """The waiting requests that fit, in order. One that does not is passed by younger ones, but
     not for longer than `PATIENCE`."""
     for each in waiting:

@@ -1,22 +1,24 @@
 """The engine: one thread that runs steps while there is anything to do."""
 
+# MERGED ragcache.engine.offline: Requests and encodings, run to their end in the caller's own
+#   thread: to measure, in scripts.
+
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from weakref import WeakSet
 
-from ragcache.engine.contiguous import runner_of
+from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.core import Answers, EngineCore
-from ragcache.engine.encoder import EncodeJob
-from ragcache.engine.encodings import States
-from ragcache.engine.handle import Handle
-from ragcache.engine.request import Completion, Piece, Request
-from ragcache.engine.settings import EngineSettings, Tally
+from ragcache.engine.encoding import EncodeJob, Encoding, States
+from ragcache.engine.handle import RequestHandle
+from ragcache.engine.request import Request, RequestOutput, TokenDelta
+from ragcache.engine.runner import runner_of
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
 from ragcache.models import LanguageModel
 from ragcache.openmp import give_workers_back
@@ -27,15 +29,15 @@ logger = logging.getLogger(__name__)
 Message = Callable[[], None]
 
 
-class Engine:
+class LLMEngine:
     """Serves requests from any number of threads and tasks.
 
     A request is checked where it is submitted, and everything else happens in the engine's thread,
     which takes messages between steps: no lock is held while the model computes.
     """
 
-    def __init__(self, model: LanguageModel, settings: EngineSettings | None = None) -> None:
-        self.settings = settings or EngineSettings()
+    def __init__(self, model: LanguageModel, settings: EngineConfig | None = None) -> None:
+        self.settings = settings or EngineConfig()
         self._core = EngineCore(runner_of(model), self.settings)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
@@ -47,7 +49,7 @@ class Engine:
         give_workers_back()  # of whoever loaded the model
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> EngineStats:
         """What was done since the engine started."""
         return self._core.tally
 
@@ -61,7 +63,7 @@ class Engine:
         """For looking at; only the engine's thread may change it."""
         return self._core
 
-    def submit(self, request: Request) -> Handle[Piece, Completion]:
+    def submit(self, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
         """Queues a request. Raises `PromptTooLong`, `QueueFull` or `EngineClosed`."""
         self._core.check(request)
         channel = Answers(self._wake)
@@ -71,16 +73,16 @@ class Engine:
             self._take_place(channel)
             self._inbox.put(lambda: self._core.add(request, channel, now))
         give_workers_back()
-        return Handle(channel)
+        return RequestHandle(channel)
 
-    def encode(self, jobs: Sequence[EncodeJob]) -> Handle[KVStates, None]:
+    def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
         """Queues modules to encode beside the requests. Events are their states, in order."""
         channel = States(self._wake)
         with self._lock:
             self._check_open()
             self._inbox.put(lambda: self._core.add_encoding(list(jobs), channel))
         give_workers_back()
-        return Handle(channel)
+        return RequestHandle(channel)
 
     def close(self, *, drain: bool = False) -> None:
         """Stops the thread. What still runs fails with `EngineClosed`; with `drain` it ends
@@ -92,7 +94,7 @@ class Engine:
             self._inbox.put(lambda: self._stop(drain=drain))
         self._thread.join()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> LLMEngine:
         return self
 
     def __exit__(
@@ -154,3 +156,48 @@ class Engine:
 
 def _look() -> None:
     """The message that only wakes."""
+
+
+TOKENS_A_PASS = 2048
+
+
+def complete(
+    model: LanguageModel, requests: Sequence[Request], settings: EngineConfig | None = None
+) -> list[RequestOutput]:
+    """Runs the requests together and returns their completions, in order. See `Engine.submit`."""
+    core = EngineCore(runner_of(model), settings or EngineConfig())
+    handles = []
+    for request in requests:
+        core.check(request)
+        channel = Answers(lambda: None)
+        core.add(request, channel, time.perf_counter())
+        handles.append(RequestHandle(channel))
+    while core.busy:
+        core.step()
+    return [handle.result() for handle in handles]
+
+
+def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
+    """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
+    runner = runner_of(model)
+    for batch in _batches(jobs):
+        under_way = [Encoding(model, job) for job in batch]
+        works = [each.work(each.pending) for each in under_way if each.pending]
+        if works:
+            runner.prepare(works)()
+        for each in under_way:
+            each.computed(each.pending)
+            yield each.states()
+
+
+def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:
+    batch: list[EncodeJob] = []
+    size = 0
+    for job in jobs:
+        if batch and size + len(job.token_ids) > TOKENS_A_PASS:
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += len(job.token_ids)
+    if batch:
+        yield batch

@@ -1,5 +1,8 @@
 """The engine's thread: many callers at once, and that none of them waits in vain."""
 
+# MERGED tests.ragcache.engine.test_offline: Requests run in the caller's thread: when one
+#   ends, and that nobody else notices.
+
 from __future__ import annotations
 
 import asyncio
@@ -20,23 +23,19 @@ from torch import Tensor
 from ragcache.engine import (
     Context,
     EncodeJob,
-    Engine,
-    EngineSettings,
+    EngineConfig,
+    LLMEngine,
     Request,
-    Sampling,
+    RequestOutput,
+    SamplingParams,
     Segment,
+    assemble,
     complete,
     encode,
 )
-from ragcache.engine.handle import Handle
-from ragcache.engine.request import Completion, Piece
-from ragcache.errors import (
-    EngineClosed,
-    EngineFailed,
-    PromptTooLong,
-    QueueFull,
-    RequestCancelled,
-)
+from ragcache.engine.handle import RequestHandle
+from ragcache.engine.request import TokenDelta
+from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import Step
 from tests.conftest import random_tokens, tiny_model
@@ -86,26 +85,26 @@ def gate(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.fixture
-def engine(model: CausalLM, gate: Gate) -> Iterator[Engine]:
-    settings = EngineSettings(pool_bytes=64 * 64 * model.bytes_per_token, queue=20)
-    with Engine(model, settings) as engine:
+def engine(model: CausalLM, gate: Gate) -> Iterator[LLMEngine]:
+    settings = EngineConfig(pool_bytes=64 * 64 * model.bytes_per_token, queue=20)
+    with LLMEngine(model, settings) as engine:
         yield engine
         gate.open.set()
 
 
 def request(number: int = 0, limit: int = 8) -> Request:
-    sampling = Sampling(temperature=1, seed=number) if number % 2 else Sampling()
+    sampling = SamplingParams(temperature=1, seed=number) if number % 2 else SamplingParams()
     return Request(plain(PROMPTS[number]), limit, sampling=sampling, tenant=number % 3 or None)
 
 
-def settled(engine: Engine) -> None:
+def settled(engine: LLMEngine) -> None:
     """Returns when the engine has nothing left to do: a later request has gone through it."""
     engine.submit(request(limit=1)).result(LONG)
     engine.close(drain=True)
 
 
 def test_threads_get_the_answers_that_they_asked_for(
-    engine: Engine, model: CausalLM, threads: ThreadPoolExecutor
+    engine: LLMEngine, model: CausalLM, threads: ThreadPoolExecutor
 ) -> None:
     expected = complete(model, [request(number) for number in range(16)])
     start = threading.Barrier(16)
@@ -122,7 +121,7 @@ def test_threads_get_the_answers_that_they_asked_for(
     check_whole(engine.core)
 
 
-def test_tasks_get_the_answers_that_they_asked_for(engine: Engine, model: CausalLM) -> None:
+def test_tasks_get_the_answers_that_they_asked_for(engine: LLMEngine, model: CausalLM) -> None:
     expected = complete(model, [request(number) for number in range(8)])
 
     async def awaited(number: int) -> tuple[int, ...]:
@@ -138,7 +137,7 @@ def test_tasks_get_the_answers_that_they_asked_for(engine: Engine, model: Causal
     assert asyncio.run(ask()) == [completion.token_ids for completion in expected]
 
 
-def test_pieces_come_while_the_request_runs(engine: Engine, gate: Gate) -> None:
+def test_pieces_come_while_the_request_runs(engine: LLMEngine, gate: Gate) -> None:
     handle = engine.submit(request(limit=50))
     pieces = iter(handle)
     next(pieces)
@@ -149,7 +148,7 @@ def test_pieces_come_while_the_request_runs(engine: Engine, gate: Gate) -> None:
     assert sum(1 for _ in pieces) == 49
 
 
-def test_a_running_request_is_cancelled(engine: Engine, gate: Gate) -> None:
+def test_a_running_request_is_cancelled(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     running, other = engine.submit(request(0, limit=300)), engine.submit(request(1))
     gate.wait()
@@ -164,7 +163,7 @@ def test_a_running_request_is_cancelled(engine: Engine, gate: Gate) -> None:
 
 
 def test_a_queued_request_is_cancelled_and_never_runs(model: CausalLM, gate: Gate) -> None:
-    with Engine(model, EngineSettings(pool_bytes=2**20, running=1)) as engine:
+    with LLMEngine(model, EngineConfig(pool_bytes=2**20, running=1)) as engine:
         gate.shut()
         running = engine.submit(request(0))
         gate.wait()
@@ -178,7 +177,7 @@ def test_a_queued_request_is_cancelled_and_never_runs(model: CausalLM, gate: Gat
         assert engine.tally.admitted == 2, "the running one and the one that settled"
 
 
-def test_a_request_that_nobody_holds_gives_its_memory_back(engine: Engine, gate: Gate) -> None:
+def test_a_request_that_nobody_holds_gives_its_memory_back(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     handle = engine.submit(request(0, limit=400))
     gate.wait()
@@ -190,7 +189,7 @@ def test_a_request_that_nobody_holds_gives_its_memory_back(engine: Engine, gate:
     check_whole(engine.core)
 
 
-def test_a_loop_that_is_left_early_gives_the_request_up(engine: Engine) -> None:
+def test_a_loop_that_is_left_early_gives_the_request_up(engine: LLMEngine) -> None:
     handle = engine.submit(request(0, limit=400))
     for _ in handle:
         break
@@ -200,7 +199,7 @@ def test_a_loop_that_is_left_early_gives_the_request_up(engine: Engine) -> None:
     check_whole(engine.core)
 
 
-def test_no_more_wait_than_the_queue_holds(engine: Engine, gate: Gate) -> None:
+def test_no_more_wait_than_the_queue_holds(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     first = engine.submit(request())
     gate.wait()
@@ -212,7 +211,9 @@ def test_no_more_wait_than_the_queue_holds(engine: Engine, gate: Gate) -> None:
     assert len(engine.submit(request()).result(LONG).token_ids) == 8, "there is room again"
 
 
-def test_requests_that_were_given_up_free_their_places_at_once(engine: Engine, gate: Gate) -> None:
+def test_requests_that_were_given_up_free_their_places_at_once(
+    engine: LLMEngine, gate: Gate
+) -> None:
     gate.shut()
     first = engine.submit(request())
     gate.wait()
@@ -226,7 +227,7 @@ def test_requests_that_were_given_up_free_their_places_at_once(engine: Engine, g
 
 
 def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
-    engine: Engine, gate: Gate
+    engine: LLMEngine, gate: Gate
 ) -> None:
     gate.shut()
     first = engine.submit(request(0, limit=4))
@@ -246,8 +247,8 @@ def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
     check_whole(engine.core)
 
 
-def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: Engine) -> None:
-    async def read(handle: Handle[Piece, Completion]) -> int:
+def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: LLMEngine) -> None:
+    async def read(handle: RequestHandle[TokenDelta, RequestOutput]) -> int:
         return len([piece async for piece in handle])
 
     async def all_of_them() -> list[int]:
@@ -261,11 +262,11 @@ def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: Engine) -> None:
     assert 0 < loop.woken <= engine.tally.steps < 12 * 40
 
 
-def test_an_iteration_goes_on_in_another_loop(engine: Engine, gate: Gate) -> None:
+def test_an_iteration_goes_on_in_another_loop(engine: LLMEngine, gate: Gate) -> None:
     handle = engine.submit(request(0, limit=5))
     pieces = handle.__aiter__()
 
-    async def take() -> Piece:
+    async def take() -> TokenDelta:
         return await anext(pieces)
 
     async def rest() -> int:
@@ -279,13 +280,13 @@ def test_an_iteration_goes_on_in_another_loop(engine: Engine, gate: Gate) -> Non
     assert len(handle.result(LONG).token_ids) == 5
 
 
-def test_what_could_never_run_is_refused_where_it_is_submitted(engine: Engine) -> None:
+def test_what_could_never_run_is_refused_where_it_is_submitted(engine: LLMEngine) -> None:
     with pytest.raises(PromptTooLong):
         engine.submit(request(limit=600))
 
 
 def test_submitting_and_cancelling_wait_for_no_forward_pass(
-    engine: Engine, gate: Gate, threads: ThreadPoolExecutor
+    engine: LLMEngine, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     gate.shut()
     running = engine.submit(request(0, limit=300))
@@ -303,7 +304,7 @@ def test_submitting_and_cancelling_wait_for_no_forward_pass(
 
 
 def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
-    engine: Engine, gate: Gate, model: CausalLM
+    engine: LLMEngine, gate: Gate, model: CausalLM
 ) -> None:
     [expected] = complete(model, [request(1)])
     gate.shut()
@@ -323,10 +324,10 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
 
 
 def test_what_failed_is_not_kept(
-    engine: Engine, gate: Gate, model: CausalLM, caplog: pytest.LogCaptureFixture
+    engine: LLMEngine, gate: Gate, model: CausalLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not by the engine's thread either, whose error would hold the states of the step."""
-    caplog.set_level(logging.CRITICAL, "ragcache.engine.serving")  # a record holds its error
+    caplog.set_level(logging.CRITICAL, "ragcache.engine.engine")  # a record holds its error
     [states] = encode(model, [EncodeJob([1, 2, 3])])
     keys = weakref.ref(states.keys)
     gate.failure = RuntimeError("broken")
@@ -338,7 +339,7 @@ def test_what_failed_is_not_kept(
     assert keys() is None
 
 
-def test_an_error_that_its_caller_saw_is_not_kept(engine: Engine) -> None:
+def test_an_error_that_its_caller_saw_is_not_kept(engine: LLMEngine) -> None:
     handle = engine.submit(request(limit=300))
     handle.cancel()
     with pytest.raises(RequestCancelled):
@@ -350,7 +351,7 @@ def test_an_error_that_its_caller_saw_is_not_kept(engine: Engine) -> None:
     assert gone() is None
 
 
-def test_modules_are_encoded_beside_requests(engine: Engine, model: CausalLM) -> None:
+def test_modules_are_encoded_beside_requests(engine: LLMEngine, model: CausalLM) -> None:
     jobs = [EncodeJob(random_tokens(n, seed=n), n) for n in (9, 30, 1)]
     expected = list(encode(model, jobs))
     answering = engine.submit(request(0, limit=40))
@@ -363,7 +364,7 @@ def test_modules_are_encoded_beside_requests(engine: Engine, model: CausalLM) ->
     assert list(engine.encode([])) == []
 
 
-def test_closing_fails_what_still_runs(engine: Engine, gate: Gate) -> None:
+def test_closing_fails_what_still_runs(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     running = engine.submit(request(0, limit=300))
     gate.wait()
@@ -378,7 +379,7 @@ def test_closing_fails_what_still_runs(engine: Engine, gate: Gate) -> None:
     check_whole(engine.core)
 
 
-def test_closing_may_wait_for_what_runs(engine: Engine, gate: Gate) -> None:
+def test_closing_may_wait_for_what_runs(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     handles = [engine.submit(request(number)) for number in range(4)]
     gate.wait()
@@ -392,7 +393,7 @@ def test_closing_may_wait_for_what_runs(engine: Engine, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_a_closed_engine_takes_nothing(engine: Engine, drain: bool) -> None:
+def test_a_closed_engine_takes_nothing(engine: LLMEngine, drain: bool) -> None:
     engine.close(drain=drain)
     engine.close()
     with pytest.raises(EngineClosed):
@@ -400,3 +401,106 @@ def test_a_closed_engine_takes_nothing(engine: Engine, drain: bool) -> None:
     with pytest.raises(EngineClosed):
         engine.encode([EncodeJob([1])])
     assert not engine._thread.is_alive()
+
+
+NEVER: frozenset[int] = frozenset()
+
+
+def prompt(causal: CausalLM, seed: int, modules: int = 1) -> Context:
+    jobs = [EncodeJob(random_tokens(9 + n, seed=seed + n), 4) for n in range(modules)]
+    states = list(encode(causal, jobs)) if jobs else []
+    return assemble(states, random_tokens(6, seed=seed), window=512, max_new_tokens=20)
+
+
+def run(
+    causal: CausalLM, context: Context, limit: int, stops: frozenset[int] = NEVER
+) -> RequestOutput:
+    [completion] = complete(causal, [Request(context, limit, stops)])
+    return completion
+
+
+def fresh_at(tokens: tuple[int, ...]) -> int:
+    """An index above zero whose token did not come before."""
+    return next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+
+
+def test_no_requests_give_no_completions(causal: CausalLM) -> None:
+    assert complete(causal, []) == []
+
+
+def test_completions_come_in_the_order_of_the_requests(causal: CausalLM) -> None:
+    limits = (6, 1, 3)
+    completions = complete(causal, [Request(prompt(causal, seed=n), n) for n in limits])
+    assert tuple(len(completion.token_ids) for completion in completions) == limits
+
+
+def test_a_shorter_answer_begins_the_longer_one(causal: CausalLM) -> None:
+    context = prompt(causal, seed=1)
+    longest = run(causal, context, 12)
+    assert (len(longest.token_ids), longest.finish_reason) == (12, "length")
+    for limit in (1, 5):
+        shorter = run(causal, context, limit)
+        assert shorter.token_ids == longest.token_ids[:limit]
+        assert shorter.finish_reason == "length"
+
+
+def test_a_stop_token_at_once_gives_an_empty_answer(causal: CausalLM) -> None:
+    context = prompt(causal, seed=3)
+    first = run(causal, context, 1).token_ids[0]
+    completion = run(causal, context, 1, frozenset({first}))
+    assert (completion.token_ids, completion.finish_reason) == ((), "stop")
+    assert 0 < completion.first_token_at <= completion.finished_at
+
+
+def test_a_stop_token_right_after_the_limit_changes_nothing(causal: CausalLM) -> None:
+    context = prompt(causal, seed=2)
+    tokens = run(causal, context, 12).token_ids
+    at = fresh_at(tokens)
+    completion = run(causal, context, at, frozenset({tokens[at]}))
+    assert (completion.token_ids, completion.finish_reason) == (tokens[:at], "length")
+
+
+def test_requests_that_leave_early_change_nothing_for_the_others(causal: CausalLM) -> None:
+    contexts = [prompt(causal, seed=10 * n, modules=n) for n in range(4)]
+    long = [run(causal, context, 12).token_ids for context in contexts]
+    stop = frozenset({long[1][fresh_at(long[1])]})
+    requests = [
+        Request(contexts[0], 1),
+        Request(contexts[1], 12, stop),
+        Request(contexts[2], 12),
+        Request(contexts[3], 4),
+    ]
+    together = complete(causal, requests)
+    assert [c.token_ids for c in together] == [
+        long[0][:1],
+        long[1][: fresh_at(long[1])],
+        long[2],
+        long[3][:4],
+    ]
+    assert [c.finish_reason for c in together] == ["length", "stop", "length", "length"]
+
+
+def test_times_follow_the_order_of_leaving(causal: CausalLM) -> None:
+    requests = [Request(prompt(causal, seed=n), n) for n in (6, 1, 3)]
+    a, b, c = complete(causal, requests)
+    assert b.finished_at < c.finished_at < a.finished_at
+    for completion in (a, c):
+        assert completion.submitted_at < completion.admitted_at < completion.first_token_at
+        assert completion.first_token_at < completion.finished_at
+    assert b.first_token_at == b.finished_at, "its first token was its last"
+
+
+def test_the_answer_stands_where_the_context_says(causal: CausalLM) -> None:
+    """Positions count on after the prompt even where the prompt has gaps."""
+    plain = prompt(causal, seed=6)
+    moved = Context(plain.segments, plain.token_ids, plain.position_ids, plain.next_position + 40)
+    first, other = run(causal, plain, 1), run(causal, moved, 1)
+    assert first.token_ids == other.token_ids, "the first token depends on the prompt alone"
+    tokens = []
+    for context in (plain, moved):
+        start = context.next_position
+        own = (*context.token_ids, first.token_ids[0])
+        positions = (*context.position_ids, start)
+        again = Context(context.segments, own, positions, start + 1)
+        tokens.append(run(causal, again, 4).token_ids)
+        assert run(causal, context, 5).token_ids[1:] == tokens[-1]

@@ -1,18 +1,71 @@
-"""The queue of what is encoded beside the requests."""
+"""Encoding: from tokens to states, many modules in one ragged pass."""
+
+# MERGED ragcache.engine.encodings: The queue of what is encoded beside the requests.
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ragcache.engine.encoder import EncodeJob, Encoding
-from ragcache.engine.handle import Channel
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.handle import RequestChannel
+from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.engine.request import Segment
 from ragcache.models import LanguageModel
 from ragcache.states import KVStates
 
-States = Channel[KVStates, None]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeJob:
+    """A run of tokens to encode from position `start`, seeing `root` (the preamble) if given.
+
+    Without a root this is Prompt Cache's independent encoding (§3.3); with one, the attention
+    sink and the instructions stand where the model expects them. `position_ids` ascend from
+    `start`; None where they have no gaps.
+    """
+
+    token_ids: Sequence[int]
+    start: int = 0
+    root: Segment | None = None
+    position_ids: Sequence[int] | None = None
+
+    @property
+    def positions(self) -> Sequence[int]:
+        if self.position_ids is not None:
+            return self.position_ids
+        return range(self.start, self.start + len(self.token_ids))
+
+
+class Encoding:
+    """A job under way, computed in portions of any size."""
+
+    def __init__(self, model: LanguageModel, job: EncodeJob) -> None:
+        self.job = job
+        self.room = ContiguousKV.allocate(model, len(job.token_ids))
+
+    @property
+    def pending(self) -> int:
+        return len(self.job.token_ids) - self.room.length
+
+    def work(self, count: int) -> ScheduledChunk:
+        begin = self.room.length
+        here = slice(begin, begin + count)
+        root = () if self.job.root is None else (self.job.root,)
+        tokens, positions = self.job.token_ids[here], self.job.positions[here]
+        return ScheduledChunk(root, self.room, tokens, positions, wants_logits=False)
+
+    def computed(self, count: int) -> None:
+        begin = self.room.length
+        self.room.advance(self.job.positions[begin : begin + count])
+
+    def states(self) -> KVStates:
+        assert self.pending == 0
+        return self.room.as_states(self.job.start)
+
+
+States = RequestChannel[KVStates, None]
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +77,7 @@ class _Task:
     under_way: deque[Encoding] = field(default_factory=deque)
 
 
-class Encodings:
+class EncodeQueue:
     """Jobs of callers that wait for states, first come first served, in portions."""
 
     def __init__(self, model: LanguageModel) -> None:

@@ -10,23 +10,22 @@ import pytest
 import torch
 
 from ragcache.engine import (
-    Completion,
     Context,
     EncodeJob,
-    Engine,
-    EngineSettings,
+    EngineConfig,
+    LLMEngine,
     Request,
-    Sampling,
+    RequestOutput,
+    SamplingParams,
     Segment,
     assemble,
     encode,
 )
-from ragcache.engine.contiguous import Contiguous, runner_of
 from ragcache.engine.core import Answers, EngineCore, States
-from ragcache.engine.handle import Handle
-from ragcache.engine.offline import complete
-from ragcache.engine.request import Piece
-from ragcache.engine.runner import Ragged
+from ragcache.engine.engine import complete
+from ragcache.engine.handle import RequestHandle
+from ragcache.engine.request import TokenDelta
+from ragcache.engine.runner import BufferedModelRunner, RaggedModelRunner, runner_of
 from ragcache.errors import ConfigurationError, RequestCancelled
 from ragcache.models import CausalLM, ContiguousLM, wrap_causal, wrap_contiguous
 from ragcache.states import KVStates
@@ -42,16 +41,16 @@ def gemma(request: pytest.FixtureRequest) -> ContiguousLM:
     return wrap_contiguous(tiny_gemma(request.param))
 
 
-def core_of(model: ContiguousLM, **settings: Any) -> tuple[EngineCore, Contiguous]:
-    runner = Contiguous(model)
-    return EngineCore(runner, EngineSettings(**settings)), runner
+def core_of(model: ContiguousLM, **settings: Any) -> tuple[EngineCore, BufferedModelRunner]:
+    runner = BufferedModelRunner(model)
+    return EngineCore(runner, EngineConfig(**settings)), runner
 
 
-def add(core: EngineCore, request: Request) -> Handle[Piece, Completion]:
+def add(core: EngineCore, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
     channel = Answers(lambda: None)
     core.check(request)
     core.add(request, channel, time.perf_counter())
-    return Handle(channel)
+    return RequestHandle(channel)
 
 
 def finish(core: EngineCore) -> None:
@@ -60,7 +59,7 @@ def finish(core: EngineCore) -> None:
 
 
 def encoded(model: ContiguousLM, jobs: Sequence[EncodeJob]) -> list[KVStates]:
-    with Engine(model) as engine:
+    with LLMEngine(model) as engine:
         return list(engine.encode(jobs))
 
 
@@ -133,8 +132,8 @@ def test_encoding_behind_a_root_equals_one_pass(gemma: ContiguousLM) -> None:
 def test_encoding_in_portions_equals_one_pass(gemma: ContiguousLM) -> None:
     [root] = encoded(gemma, [EncodeJob(random_tokens(10, seed=1))])
     jobs = [EncodeJob(random_tokens(30, seed=2), 10, Segment(root, 0)), EncodeJob([5, 6])]
-    settings = EngineSettings(prefill_tokens=7)
-    with Engine(gemma, settings) as engine:
+    settings = EngineConfig(prefill_tokens=7)
+    with LLMEngine(gemma, settings) as engine:
         portions = list(engine.encode(jobs))
     for one, other in zip(portions, encoded(gemma, jobs), strict=True):
         torch.testing.assert_close(one.keys, other.keys, **CLOSE)
@@ -157,7 +156,7 @@ def test_requests_together_equal_each_alone(gemma: ContiguousLM) -> None:
         Request(with_modules(gemma, modules, random_tokens(5, seed=2)), 12),
         Request(plain(70, seed=3), 5),
     ]
-    together = complete(gemma, requests, EngineSettings(step_tokens=16))
+    together = complete(gemma, requests, EngineConfig(step_tokens=16))
     for request, completion in zip(requests, together, strict=True):
         [alone] = complete(gemma, [request])
         assert completion.token_ids == alone.token_ids
@@ -171,7 +170,7 @@ def test_several_answers_to_one_prompt(gemma: ContiguousLM) -> None:
     finish(core)
     assert [choice.token_ids for choice in handle.result().choices] == [greedy.token_ids] * 3
     assert (runner.held, core.tally.shared_tokens) == (0, 0)
-    sampled = Request(context, 6, n=3, sampling=Sampling(temperature=5.0, seed=1))
+    sampled = Request(context, 6, n=3, sampling=SamplingParams(temperature=5.0, seed=1))
     [completion] = complete(gemma, [sampled])
     assert len({choice.token_ids for choice in completion.choices}) > 1
 
@@ -260,11 +259,11 @@ def test_a_long_answer_moves_to_a_larger_buffer(
 
 
 def test_the_pool_counts_chunks_and_takes_no_memory(gemma: ContiguousLM) -> None:
-    pool = Contiguous(gemma).pool(5 * CHUNK * gemma.bytes_per_token)
+    pool = BufferedModelRunner(gemma).pool(5 * CHUNK * gemma.bytes_per_token)
     assert (pool.total, pool.keys.device.type) == (5, "meta")
     assert pool.allocate(5) == [0, 1, 2, 3, 4]
     with pytest.raises(ConfigurationError):
-        Contiguous(gemma).pool(1)
+        BufferedModelRunner(gemma).pool(1)
 
 
 def test_an_ordinary_model_answers_as_in_the_segment_design() -> None:
@@ -277,5 +276,5 @@ def test_an_ordinary_model_answers_as_in_the_segment_design() -> None:
 
 
 def test_the_runner_follows_the_model(gemma: ContiguousLM, causal: CausalLM) -> None:
-    assert isinstance(runner_of(gemma), Contiguous)
-    assert isinstance(runner_of(causal), Ragged)
+    assert isinstance(runner_of(gemma), BufferedModelRunner)
+    assert isinstance(runner_of(causal), RaggedModelRunner)

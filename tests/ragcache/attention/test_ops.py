@@ -1,0 +1,331 @@
+"""Partial attention and its fusion (RelayAttention eq. 7)."""
+
+# MERGED tests.ragcache.attention.test_rotary: Relocation: turning the query equals turning the
+#   keys.
+# MERGED tests.ragcache.attention.test_alibi: ALiBi by parts equals ALiBi over absolute
+#   positions (Press et al., 2022, §3), in float64.
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragcache.attention import (
+    Partial,
+    Rotation,
+    causal_bias,
+    grouped,
+    merge_state,
+    merge_states,
+    partial_attention,
+    rotate,
+)
+from ragcache.attention.ops import page_bias, run_bias, square_bias, starting_at
+
+SCALE, KV_HEADS, DIM = 0.25, 2, 16
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def draw(group: int, rows: int, keys: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """query: [Hkv, N, G, D]; key, value: [Hkv, S, D]."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, DIM, generator=generator, dtype=torch.float64)
+
+    return normal(KV_HEADS, rows, group), normal(KV_HEADS, keys), normal(KV_HEADS, keys)
+
+
+def full_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The definition, [N, Hkv, G, D]."""
+    weights = (torch.einsum("hngd,hsd->hngs", query, key) * SCALE).softmax(-1)
+    return torch.einsum("hngs,hsd->nhgd", weights, value)
+
+
+@given(
+    cuts=st.lists(st.integers(1, 29), max_size=4, unique=True),
+    seed=st.integers(0, 10_000),
+    group=st.sampled_from([1, 2, 7]),
+)
+@settings(max_examples=60)
+def test_merging_any_split_equals_full_softmax_in_float64(
+    cuts: list[int], seed: int, group: int
+) -> None:
+    query, key, value = draw(group, 5, 30, seed)
+    bounds = [0, *sorted(cuts), 30]
+    parts = [
+        partial_attention(query, key[:, a:b], value[:, a:b], scale=SCALE)
+        for a, b in pairwise(bounds)
+    ]
+    whole = partial_attention(query, key, value, scale=SCALE)
+    torch.testing.assert_close(whole.out, full_softmax(query, key, value), **EXACT)
+    for order in (parts, parts[::-1]):
+        joined = order[0]
+        for part in order[1:]:
+            joined = merge_state(joined, part)
+        torch.testing.assert_close(joined.out, whole.out, **EXACT)
+        torch.testing.assert_close(joined.lse, whole.lse, **EXACT)
+
+
+@given(
+    readers=st.lists(st.lists(st.integers(0, 4), min_size=1, unique=True), max_size=5),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=60)
+def test_a_table_with_holes_joins_every_row_with_what_it_asked(
+    readers: list[list[int]], seed: int
+) -> None:
+    """readers: of each run of three keys, the rows that ask it. The last four are their own."""
+    rows = 5
+    query, key, value = draw(2, rows, 3 * len(readers) + 4, seed)
+    runs = [slice(3 * i, 3 * i + 3) for i in range(len(readers))]
+    asked = [
+        partial_attention(query[:, asking], key[:, run], value[:, run], scale=SCALE)
+        for asking, run in zip(readers, runs, strict=True)
+    ]
+    own = partial_attention(query, key[:, -4:], value[:, -4:], scale=SCALE)
+    every = [row for asking in readers for row in asking]
+    table = torch.full((len(readers), rows), len(every))  # one slot a run: holes where not asked
+    at = 0
+    for slot, asking in enumerate(readers):
+        table[slot, asking] = torch.arange(at, at + len(asking))
+        at += len(asking)
+    joined = merge_states(own, asked, table) if asked else own
+    for row in range(rows):
+        seen = [torch.arange(key.shape[1])[run] for i, run in enumerate(runs) if row in readers[i]]
+        keys = torch.cat([*seen, torch.arange(key.shape[1])[-4:]])
+        alone = partial_attention(
+            query[:, row : row + 1], key[:, keys], value[:, keys], scale=SCALE
+        )
+        torch.testing.assert_close(joined.out[row], alone.out[0], **EXACT)
+        torch.testing.assert_close(joined.lse[row], alone.lse[0], **EXACT)
+
+
+def test_a_row_that_asked_nothing_keeps_its_own_bit_by_bit() -> None:
+    query, key, value = draw(2, 3, 9, seed=1)
+    own = partial_attention(query, key[:, :4], value[:, :4], scale=SCALE)
+    asked = partial_attention(query[:, :1], key[:, 4:], value[:, 4:], scale=SCALE)
+    joined = merge_states(own, [asked], torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    assert torch.equal(joined.out[:2], own.out[:2])
+    assert torch.equal(joined.lse[:2], own.lse[:2])
+    assert not torch.equal(joined.out[2], own.out[2])
+
+
+def test_joining_leaves_its_inputs_as_they_were() -> None:
+    query, key, value = draw(2, 3, 9, seed=1)
+    own = partial_attention(query, key[:, :4], value[:, :4], scale=SCALE)
+    asked = partial_attention(query, key[:, 4:], value[:, 4:], scale=SCALE)
+    before = [tensor.clone() for tensor in (own.out, own.lse, asked.out, asked.lse)]
+    merge_state(own, asked)
+    merge_states(own, [asked], torch.tensor([[0, 1, 2]]))
+    for tensor, old in zip((own.out, own.lse, asked.out, asked.lse), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def test_lse_is_the_natural_logarithm_of_the_denominator() -> None:
+    query, key, value = draw(1, 3, 5, seed=2)
+    scores = torch.einsum("hngd,hsd->nhgs", query, key) * SCALE
+    lse = partial_attention(query, key, value, scale=SCALE).lse
+    torch.testing.assert_close(lse, scores.exp().sum(-1).log())
+
+
+def test_scores_beyond_the_range_of_exp_are_joined() -> None:
+    query, key, value = draw(2, 3, 8, seed=3)
+    parts = [
+        partial_attention(query, key[:, run] * 10_000, value[:, run], scale=SCALE)
+        for run in (slice(0, 3), slice(3, 8))
+    ]
+    assert float(parts[0].lse.abs().max()) > 1000, "the case that this is about"
+    expected = full_softmax(query, key * 10_000, value)
+    torch.testing.assert_close(merge_state(*parts).out, expected, **EXACT)
+    table = torch.tensor([[0, 1, 2]])
+    torch.testing.assert_close(merge_states(parts[0], parts[1:], table).out, expected, **EXACT)
+
+
+def test_a_causal_row_sees_itself_and_no_later_key() -> None:
+    query, key, value = draw(2, 6, 6, seed=3)
+    bias = causal_bias(6, key.device)
+    assert bias.shape == (6, 1, 6)
+    whole = partial_attention(query, key, value, scale=SCALE, bias=bias)
+    for row in range(6):
+        alone = full_softmax(query[:, row : row + 1], key[:, : row + 1], value[:, : row + 1])
+        torch.testing.assert_close(whole.out[row], alone[0], **EXACT)
+
+
+def test_rows_may_have_keys_of_their_own() -> None:
+    query, _, _ = draw(3, 4, 1, seed=4)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+    key, value = torch.randn(2, KV_HEADS, 4, 7, DIM, generator=generator, dtype=torch.float64)
+    together = partial_attention(query, key, value, scale=SCALE)
+    for row in range(4):
+        alone = full_softmax(query[:, row : row + 1], key[:, row], value[:, row])
+        torch.testing.assert_close(together.out[row], alone[0], **EXACT)
+
+
+def test_a_group_of_query_heads_reads_one_key_head() -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(6)
+    query = torch.randn(6, 4, DIM, generator=generator, dtype=torch.float64)  # [Hq, N, D]
+    _, key, value = draw(1, 1, 9, seed=7)
+    rows = grouped(query, KV_HEADS)
+    assert rows.shape == (KV_HEADS, 4, 3, DIM)
+    assert rows.data_ptr() == query.data_ptr(), "a view"
+    out = partial_attention(rows, key, value, scale=SCALE).out.flatten(1, 2)  # [N, Hq, D]
+    repeated_key, repeated_value = (x.repeat_interleave(3, 0) for x in (key, value))
+    expected = (query @ repeated_key.transpose(-1, -2) * SCALE).softmax(-1) @ repeated_value
+    torch.testing.assert_close(out, expected.transpose(0, 1), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_keep_the_dtype_and_lse_is_float32(dtype: torch.dtype) -> None:
+    query, key, value = draw(7, 3, 50, seed=4)
+    rounded = [x.to(dtype) for x in (query, key, value)]
+    exact = partial_attention(*(x.double() for x in rounded), scale=SCALE)
+    whole = partial_attention(*rounded, scale=SCALE)
+    table = torch.tensor([[0, 1, 2]])
+    parts = [
+        partial_attention(rounded[0], rounded[1][:, run], rounded[2][:, run], scale=SCALE)
+        for run in (slice(0, 20), slice(20, 50))
+    ]
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    for each in (whole, merge_state(*parts), merge_states(parts[0], parts[1:], table)):
+        assert isinstance(each, Partial)
+        assert (each.out.dtype, each.lse.dtype) == (dtype, torch.float32)
+        torch.testing.assert_close(each.out.double(), exact.out, rtol=bound, atol=bound)
+        torch.testing.assert_close(each.lse.double(), exact.lse, rtol=1e-5, atol=1e-5)
+
+
+FREQUENCIES = 10000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+
+
+def rotation(delta: int, *, interleaved: bool = False) -> Rotation:
+    angle = torch.tensor([delta], dtype=torch.float64)[:, None] * FREQUENCIES
+    return Rotation(angle.cos(), angle.sin(), interleaved)
+
+
+@given(st.integers(-300, 300), st.integers(0, 10_000), st.booleans())
+@settings(max_examples=50)
+def test_turning_the_query_back_equals_moving_the_key(
+    delta: int, seed: int, interleaved: bool
+) -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    query, key = torch.randn(2, 1, 4, 16, generator=generator, dtype=torch.float64)
+    moved = query @ rotate(key, rotation(delta, interleaved=interleaved)).transpose(-1, -2)
+    turned = rotate(query, rotation(-delta, interleaved=interleaved)) @ key.transpose(-1, -2)
+    torch.testing.assert_close(turned, moved, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_dimensions_beyond_the_rotated_width_pass_through(interleaved: bool) -> None:
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    turned = rotate(x, rotation(5, interleaved=interleaved))
+    torch.testing.assert_close(turned[..., 16:], x[..., 16:], rtol=0, atol=0)
+    assert not torch.equal(turned[..., :16], x[..., :16])
+
+
+def test_rows_turn_by_their_own_angles() -> None:
+    x = torch.randn(2, 3, 16)
+    rows = Rotation.by(torch.tensor([0, 7, -4]), FREQUENCIES)
+    together = rotate(x, rows)
+    for row, delta in enumerate([0, 7, -4]):
+        alone = rotate(x[:, row : row + 1], Rotation.by(torch.tensor([delta]), FREQUENCIES))
+        torch.testing.assert_close(together[:, row : row + 1], alone)
+
+
+def test_the_heads_of_a_group_turn_alike() -> None:
+    """As a plan's queries do: x is [Hkv, M, G, D], the rotation [M, 1, R/2]."""
+    x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
+    angle = torch.tensor([0.0, 7.0, -4.0], dtype=torch.float64)[:, None, None] * FREQUENCIES
+    together = rotate(x, Rotation(angle.cos(), angle.sin()))
+    assert together.is_contiguous()
+    for row, delta in enumerate([0, 7, -4]):
+        for head in range(4):
+            alone = rotate(x[:, row : row + 1, head], rotation(delta))
+            torch.testing.assert_close(together[:, row : row + 1, head], alone)
+
+
+def test_interleaved_pairs_are_the_halves_in_another_order() -> None:
+    """Dimensions 2i and 2i+1 turn as i and i + R/2 do where the layout is by halves."""
+    x = torch.randn(2, 3, 24, dtype=torch.float64)
+    apart = torch.cat([x[..., 0:16:2], x[..., 1:16:2], x[..., 16:]], dim=-1)
+    turned = rotate(apart, rotation(9))
+    together = torch.stack([turned[..., :8], turned[..., 8:16]], dim=-1).flatten(-2)
+    expected = torch.cat([together, turned[..., 16:]], dim=-1)
+    torch.testing.assert_close(rotate(x, rotation(9, interleaved=True)), expected)
+
+
+SCALE_alibi, KV_HEADS_alibi, GROUP, DIM_alibi = 0.25, 2, 3, 8
+SLOPES = 2.0 ** (-8 * torch.arange(1, KV_HEADS_alibi * GROUP + 1, dtype=torch.float64) / 6)
+EXACT_alibi = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def normal(*sizes: int, seed: int) -> Tensor:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randn(*sizes, DIM_alibi, generator=generator, dtype=torch.float64)
+
+
+def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tensor) -> Tensor:
+    """By definition, head by head: every query at `at` over the keys at `where` up to it.
+
+    query: [Hkv, N, G, D]; returns [N, Hkv, G, D].
+    """
+    distance = where[None] - at[:, None]  # [N, S]
+    out = torch.empty(len(at), KV_HEADS_alibi, GROUP, DIM_alibi, dtype=torch.float64)
+    for head in range(KV_HEADS_alibi):
+        for i in range(GROUP):
+            scores = query[head, :, i] @ key[head].T * SCALE_alibi
+            scores = scores + SLOPES[head * GROUP + i] * distance
+            scores = scores.masked_fill(distance > 0, -torch.inf)
+            out[:, head, i] = scores.softmax(-1) @ value[head]
+    return out
+
+
+@given(
+    start=st.integers(0, 500),
+    gaps=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=40)
+def test_a_moved_run_and_own_tokens_equal_the_whole(start: int, gaps: list[int], seed: int) -> None:
+    """A run of seven keys placed at `start`, then new tokens with gaps between them."""
+    rows = len(gaps)
+    query = normal(KV_HEADS_alibi, rows, GROUP, seed=seed)
+    key, value = normal(2, KV_HEADS_alibi, 7 + rows, seed=seed + 1)
+    at = start + 6 + torch.tensor(gaps).cumsum(0)
+    past = partial_attention(
+        query, key[:, :7], value[:, :7], scale=SCALE_alibi, bias=run_bias(SLOPES, key[:, :7])
+    )
+    past = starting_at(past, SLOPES, (start - at).double())
+    bias = causal_bias(rows, key.device) + square_bias(SLOPES, at.double(), KV_HEADS_alibi)
+    own = partial_attention(query, key[:, 7:], value[:, 7:], scale=SCALE_alibi, bias=bias)
+    where = torch.cat([torch.arange(start, start + 7), at])
+    expected = absolute(query, at, key, where, value)
+    torch.testing.assert_close(merge_state(past, own).out, expected, **EXACT_alibi)
+
+
+def test_moving_a_run_shifts_its_lse_alone() -> None:
+    query, key = normal(KV_HEADS_alibi, 4, GROUP, seed=1), normal(KV_HEADS_alibi, 5, seed=2)
+    part = partial_attention(query, key, key, scale=SCALE_alibi, bias=run_bias(SLOPES, key))
+    distance = torch.tensor([-5.0, -8.0, -100.0, 0.0], dtype=torch.float64)
+    placed = starting_at(part, SLOPES, distance)
+    assert torch.equal(placed.out, part.out)
+    shift = (placed.lse - part.lse).flatten(1)  # [N, Hq]
+    torch.testing.assert_close(shift, distance[:, None] * SLOPES, **EXACT_alibi)
+
+
+def test_pages_carry_the_bias_of_every_key() -> None:
+    query = normal(KV_HEADS_alibi, 3, GROUP, seed=3)
+    key, value = normal(2, KV_HEADS_alibi, 3, 6, seed=4)  # [Hkv, B, S, D]
+    where = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 9, 10, 11, 30, 31], [7, 8, 9, 10, 11, 12]])
+    at = torch.tensor([5, 31, 40])
+    distance = (where - at[:, None]).double()
+    bias = page_bias(SLOPES, distance, KV_HEADS_alibi)
+    together = partial_attention(query, key, value, scale=SCALE_alibi, bias=bias)
+    for row in range(3):
+        one = slice(row, row + 1)
+        alone = absolute(query[:, one], at[one], key[:, row], where[row], value[:, row])
+        torch.testing.assert_close(together.out[row], alone[0], **EXACT_alibi)
