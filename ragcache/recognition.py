@@ -22,6 +22,8 @@ import numpy.typing as npt
 from ragcache.errors import UnknownCollection
 from ragcache.store import Catalogue, ModuleRow
 
+__all__ = ["WINDOW", "FingerprintTable", "Fingerprints", "Found", "Recognizer", "find"]
+
 Hashes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 Stamps = dict[str, tuple[int, int]]
@@ -52,7 +54,7 @@ class Recognizer:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._index = _Index({}, {}, ModuleTable(Fingerprints.joined(())))
+        self._index = _Index({}, {}, FingerprintTable(Fingerprints.joined(())))
         self._building = threading.Lock()
 
     def find(self, text: str) -> list[Found]:
@@ -69,7 +71,9 @@ class Recognizer:
             stamps, old = self._catalogue.stamps(), self._index
             if old.stamps != stamps:
                 parts = {name: self._part(name, stamp, old) for name, stamp in stamps.items()}
-                table = ModuleTable(Fingerprints.joined([parts[name] for name in sorted(parts)]))
+                table = FingerprintTable(
+                    Fingerprints.joined([parts[name] for name in sorted(parts)])
+                )
                 self._index = _Index(stamps, parts, table)
             return self._index
 
@@ -86,10 +90,10 @@ class Recognizer:
 class _Index:
     stamps: Stamps
     parts: dict[str, Fingerprints]
-    table: ModuleTable
+    table: FingerprintTable
 
 
-def find(text: str, table: ModuleTable) -> list[Found]:
+def find(text: str, table: FingerprintTable) -> list[Found]:
     """The modules in a text, by their places; no two overlap.
 
     The longest is taken first, then the one that begins first; of equal texts the one that was
@@ -103,7 +107,7 @@ def find(text: str, table: ModuleTable) -> list[Found]:
     return found
 
 
-def _apart(text: str, table: ModuleTable) -> list[tuple[int, int, ModuleRow]]:
+def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow]]:
     """The modules that are taken: begin, end, module. Only the longest of a place waits for its
     turn; where no room is left for it by then, the longest that has room waits instead."""
     waiting = [(-group.lengths[n], at, n, group) for at, group, n in table.standing(text)]
@@ -131,7 +135,7 @@ def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> 
     return Found(module, begin, end, False)
 
 
-class ModuleTable:
+class FingerprintTable:
     """Groups of modules whose first `WINDOW` characters have one hash. Thread-safe.
 
     A group is put in order when a text first needs it: a namespace that changed costs one sort of

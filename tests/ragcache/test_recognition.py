@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ragcache.recognition import (
     WINDOW,
     Fingerprints,
+    FingerprintTable,
     Found,
-    ModuleTable,
     PrefixGroup,
     Recognizer,
     RollingHash,
@@ -118,8 +118,8 @@ def rows_of(texts: list[str]) -> list[ModuleRow]:
     return [ModuleRow(n, f"d#{n}", "d", "", text) for n, text in enumerate(texts)]
 
 
-def table_of(texts: list[str]) -> ModuleTable:
-    return ModuleTable(Fingerprints.of(rows_of(texts)))
+def table_of(texts: list[str]) -> FingerprintTable:
+    return FingerprintTable(Fingerprints.of(rows_of(texts)))
 
 
 def places(found: list[Found]) -> list[tuple[int, int, int]]:
@@ -226,8 +226,8 @@ def test_hashes_that_agree_by_chance_find_nothing() -> None:
     text = "The survey boat Pipit is moored at the quay."
     true = Fingerprints.of(rows_of([text]))
     other = replace(true, modules=tuple(rows_of(["The survey boat Pipit is moored at the pier."])))
-    assert find(text, ModuleTable(true)) != []
-    assert find(text, ModuleTable(other)) == []
+    assert find(text, FingerprintTable(true)) != []
+    assert find(text, FingerprintTable(other)) == []
 
 
 def test_many_modules_of_one_beginning_are_told_apart() -> None:
@@ -289,7 +289,7 @@ CORPORA = {
 @pytest.mark.parametrize("shared", CORPORA)
 def test_ten_thousand_modules_cost_a_bisection_a_place(shared: str, compared: list[int]) -> None:
     texts = [CORPORA[shared](n) for n in range(COUNT)]
-    table = ModuleTable(Fingerprints.of(rows_of(texts)))
+    table = FingerprintTable(Fingerprints.of(rows_of(texts)))
     chosen = random.Random(3).sample(range(COUNT), 100)
     text = "\n\n".join(texts[n] for n in chosen)
     assert [each.module.id for each in find(text, table)] == chosen
@@ -301,7 +301,7 @@ def test_ten_thousand_modules_cost_a_bisection_a_place(shared: str, compared: li
 
 def test_a_text_that_repeats_itself_costs_a_bisection_a_place(compared: list[int]) -> None:
     sizes = range(WINDOW, 1000)
-    table = ModuleTable(Fingerprints.of(rows_of(["a" * size for size in sizes])))
+    table = FingerprintTable(Fingerprints.of(rows_of(["a" * size for size in sizes])))
     text = "a" * 5000
     assert [each.end - each.begin for each in find(text, table)] == [999] * 5  # 5 are left over
     assert len(table.pairs(text)[0]) == len(text) - WINDOW + 1
@@ -313,7 +313,7 @@ def test_groups_are_put_in_order_once_and_by_need(monkeypatch: pytest.MonkeyPatc
     of = PrefixGroup.of
     monkeypatch.setattr(PrefixGroup, "of", lambda rows: made.append(len(rows)) or of(rows))
     texts = [TITLE + "The boats.", TITLE + "The keys.", words(1), words(2)]
-    table = ModuleTable(Fingerprints.of(rows_of(texts)))
+    table = FingerprintTable(Fingerprints.of(rows_of(texts)))
     assert made == []
     for _ in range(2):
         assert [each.module.id for each in find(words(2) + texts[1], table)] == [3, 1]
@@ -327,7 +327,7 @@ def test_of_equal_texts_the_first_part_has_the_one() -> None:
         Fingerprints.of(rows_of([one, other])),
     ]
     for joined in (parts, parts[::-1]):
-        table = ModuleTable(Fingerprints.joined(joined))
+        table = FingerprintTable(Fingerprints.joined(joined))
         ours = {row.text.strip(): row for row in reversed(joined[0].modules)}
         found = [each.module for each in find(other + one, table)]
         assert found[0] is ours[other]
@@ -341,7 +341,7 @@ def test_windows_whose_hashes_agree_by_chance_hide_nothing(between: list[str]) -
     for number, text in ((0, texts[0]), (len(texts) - 1, texts[-1])):
         firsts = prints.firsts.copy()
         firsts[[0, -1]] = firsts[number]
-        [found] = find(f"It says: {text}", ModuleTable(replace(prints, firsts=firsts)))
+        [found] = find(f"It says: {text}", FingerprintTable(replace(prints, firsts=firsts)))
         assert found.module.id == number
 
 

@@ -189,14 +189,14 @@ def _recognition(
 ) -> list[dict[str, Any]]:
     """Milliseconds to find modules, by the prompt's length and the number of modules; how many
     stand in the prompt, and how many were found."""
-    from ragcache.recognition import Fingerprints, ModuleTable, find
+    from ragcache.recognition import Fingerprints, FingerprintTable, find
 
     result = []
     for size in setting.sizes:
         if size > len(rows):
             continue
         progress(f"recognition among {size:,} modules")
-        table = ModuleTable(Fingerprints.of(rows[:size]))
+        table = FingerprintTable(Fingerprints.of(rows[:size]))
         for length in setting.lengths:
             pasted = [row.text for row in rows[: min(size, 500)]]
             text = prompt_of(pasted, length)

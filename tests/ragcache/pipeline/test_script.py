@@ -10,7 +10,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline import ChatText, TemplateText
 from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.script import LEAST, Script, write_script
-from ragcache.recognition import Fingerprints, ModuleTable, find
+from ragcache.recognition import Fingerprints, FingerprintTable, find
 from ragcache.store import ModuleRow
 from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
 
@@ -20,7 +20,7 @@ MODULES = [
     "  which boat is at the quay? Read the documents and answer.</s>\n\n",
 ]
 ROWS = [ModuleRow(n, f"d#{n}", "d", "", text) for n, text in enumerate(MODULES)]
-TABLE = ModuleTable(Fingerprints.of(ROWS))
+TABLE = FingerprintTable(Fingerprints.of(ROWS))
 
 
 @pytest.fixture(scope="module", params=["reader", "spaced"])
