@@ -1,4 +1,4 @@
-"""What an operator does with modules: list them, warm, pin, move and evict their states."""
+"""What an operator does with modules: list them, warm, pin, expire, move and evict their states."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ragcache.store import (
     ModuleRow,
     Page,
     changes,
+    held_keys,
     module_detail,
     module_page,
 )
@@ -105,6 +106,30 @@ class Modules:
         return changes.pin(
             self.store, self._keys(collection, documents, names), False, dry_run=dry_run
         )
+
+    def expire(
+        self, ids: Sequence[int], seconds: float | None, *, dry_run: bool = False
+    ) -> list[Change]:
+        """Evicts the states of modules when a time has passed.
+
+        The documents stay: what a question needs afterwards is encoded again, without a limit.
+        Pinned states and those in use stay beyond it, until they are neither.
+
+        Args:
+            ids: Modules, as `get` takes them.
+            seconds: From now, 0 or more; None lifts the limit.
+            dry_run: Only returns the changes.
+
+        Returns:
+            A change per state and tier: `expire`, or `keep` where the limit is lifted.
+
+        Raises:
+            UnknownModule: There is no module of an id.
+            ConfigurationError: `seconds` is negative or not finite.
+        """
+        self.store.ledger.flush()
+        keys = held_keys(self._database, ids, self.catalogue.namespace)
+        return changes.expire(self.store, keys, seconds, dry_run=dry_run)
 
     def move(
         self, collection: str, tier: str, documents: Sequence[str] | None = None, *,

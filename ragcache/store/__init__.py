@@ -16,6 +16,7 @@ from ragcache.store.listing import (
     HeldState,
     ModuleDetail,
     ModuleListing,
+    held_keys,
     list_modules,
     module_detail,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "collection_page",
     "document_page",
     "eviction_page",
+    "held_keys",
     "list_modules",
     "module_detail",
     "module_page",

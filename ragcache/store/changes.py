@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +13,7 @@ from ragcache.states import KVKey
 from ragcache.store.shelf import Shelf
 from ragcache.store.store import KVStore
 
-Action = Literal["pin", "unpin", "evict", "move", "encode"]
+Action = Literal["pin", "unpin", "expire", "keep", "evict", "move", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,24 @@ def pin(
     ]
     if not dry_run:
         store.pin(keys, pinned)
+    return changes
+
+
+def expire(
+    store: KVStore, keys: Sequence[KVKey], seconds: float | None, *, dry_run: bool = False
+) -> list[Change]:
+    """Limits the life of states in every tier to `seconds` from now, or lifts the limit with None.
+
+    Raises `ConfigurationError` for seconds that are negative or not finite.
+    """
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"states expire after 0 seconds or more, not {seconds}")
+    action: Action = "keep" if seconds is None else "expire"
+    changes = [
+        Change(key, action, shelf.name, "", nbytes) for key, shelf, nbytes in _held(store, keys)
+    ]
+    if not dry_run:
+        store.expire(keys, None if seconds is None else time.time() + seconds)
     return changes
 
 

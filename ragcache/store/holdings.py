@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey, KVStates
@@ -114,6 +114,23 @@ class Holdings:
             self.facts.update((row.key, row.facts) for row in rows)
             self.pinned.update(row.key for row in rows if row.pinned)
             self.until.update((r.key, r.expires_at) for r in rows if r.expires_at != math.inf)
+
+    def limit(self, limits: Mapping[KVKey, float]) -> None:
+        """Sets until when states are kept, in Unix seconds; `math.inf` is without a limit."""
+        with self.lock:
+            self.until.update(limits)
+            for shelf in self.every:
+                for key, until in limits.items():
+                    if key in shelf.entries:
+                        shelf.entries.expire(key, until)
+
+    def forget_limits(self, now: float) -> None:
+        """Forgets the limits that have passed of states that are gone: those that are encoded
+        again have none."""
+        with self.lock:
+            for key in [key for key, until in self.until.items() if until <= now]:
+                if not any(key in shelf.entries for shelf in self.every):
+                    del self.until[key]
 
     def place(
         self, shelf: Shelf, key: KVKey, states: StoredStates, tick: int, *, admitted: bool

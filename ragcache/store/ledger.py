@@ -155,17 +155,17 @@ class Ledger:
     def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
         until `claims.drop`. Returns the keys that were claimed and have no row now: none that
-        another session is working at, nor, for pressure and time, one that it has pinned."""
-        kept_back = reason in ("pressure", "ttl")
+        another session is working at, nor, for pressure and time, one that it has pinned or
+        whose limit it has lifted."""
+        stays = _stays(reason, time.time())
         with self.database.transaction() as session:
             taken = self.claims.take_within(session, keys)
-            pinned: set[str] = set()
+            kept: set[str] = set()
             for chunk in chunks(taken):
                 rows = self._at(tier) & StateTable.key.in_(chunk)
-                if kept_back:
-                    pinned |= set(session.scalars(
-                        select(StateTable.key).where(rows, StateTable.pinned)))  # fmt: skip
-                    rows &= ~StateTable.pinned
+                if stays is not None:
+                    kept |= set(session.scalars(select(StateTable.key).where(rows, stays)))
+                    rows &= ~stays
                 for key, nbytes in session.execute(
                     select(StateTable.key, StateTable.nbytes).where(rows)
                 ):
@@ -173,7 +173,7 @@ class Ledger:
                         key=key, tier=tier, reason=reason, nbytes=nbytes, at=time.time()
                     ))  # fmt: skip
                 session.execute(delete(StateTable).where(rows))
-            gone = [key for key in taken if str(key) not in pinned]
+            gone = [key for key in taken if str(key) not in kept]
             self.claims.drop_within(session, set(taken) - set(gone))
         return gone
 
@@ -190,6 +190,13 @@ class Ledger:
             for chunk in chunks(keys):
                 rows = update(StateTable).where(StateTable.key.in_(chunk))
                 session.execute(rows.values(expires_at=at))
+
+    def overdue(self, now: float) -> dict[KVKey, float]:
+        """The states of shared tiers and of this session whose time is over, with its end."""
+        statement = select(StateTable.key, StateTable.expires_at)
+        with self.database.reading() as session:
+            rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
+            return {KVKey(key): at for key, at in rows if at is not None}
 
     def flush(self, *, force: bool = False) -> None:
         """Writes what was noted, in one transaction, and that this session lives. Where that fails
@@ -256,3 +263,13 @@ class Ledger:
 
     def _visible(self) -> ColumnElement[bool]:
         return or_(self._shared(), StateTable.place == self.sessions.id)
+
+
+def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
+    """Which states do not leave for this reason, as the ledger says."""
+    if reason == "pressure":
+        return StateTable.pinned.is_(True)
+    if reason == "ttl":
+        limit = StateTable.expires_at
+        return or_(StateTable.pinned.is_(True), limit.is_(None), limit > now)
+    return None

@@ -11,6 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from ragcache.errors import UnknownModule
+from ragcache.states import KVKey
 from ragcache.store.database import Database
 from ragcache.store.lookup import collection_id
 from ragcache.store.statements import CHUNK
@@ -76,14 +77,8 @@ def list_modules(
 ) -> list[ModuleListing]:
     """Every module of a namespace with the size, tiers and hits of its states. Raises
     `UnknownCollection`."""
-    statement = (
-        select(ModuleTable.id)
-        .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-        .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
-        .where(NamespaceTable.name == namespace)
-        .order_by(CollectionTable.name, ModuleTable.id)
-    )
+    statement = _in_namespace(select(ModuleTable.id), namespace)
+    statement = statement.order_by(CollectionTable.name, ModuleTable.id)
     with database.reading() as session:
         if collection is not None:
             owner = collection_id(session, collection, namespace)
@@ -93,13 +88,8 @@ def list_modules(
 
 def module_detail(database: Database, module: int, namespace: str) -> ModuleDetail:
     """Raises `UnknownModule`, also for a module of another namespace."""
-    statement = (
-        select(ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
-        .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-        .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
-        .where(NamespaceTable.name == namespace, ModuleTable.id == module)
-    )
+    columns = (ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
+    statement = _in_namespace(select(*columns), namespace).where(ModuleTable.id == module)
     with database.reading() as session:
         found = session.execute(statement).one_or_none()
         if found is None:
@@ -109,6 +99,23 @@ def module_detail(database: Database, module: int, namespace: str) -> ModuleDeta
     text, uri, attributes = found
     held = sorted(states, key=lambda s: (s.key, s.tier))
     return ModuleDetail(listing, text, uri, attributes, tuple(map(_held, held)))
+
+
+def held_keys(database: Database, modules: Sequence[int], namespace: str) -> list[KVKey]:
+    """The keys of the states that tiers hold of modules. Raises `UnknownModule`, also for a module
+    of another namespace."""
+    keys: dict[KVKey, None] = {}
+    with database.reading() as session:
+        for begin in range(0, len(modules), CHUNK):
+            ids = modules[begin : begin + CHUNK]
+            mine = _in_namespace(select(ModuleTable.id), namespace)
+            known = set(session.scalars(mine.where(ModuleTable.id.in_(ids))))
+            for module in ids:
+                if module not in known:
+                    raise UnknownModule(f"there is no module {module}")
+            states = _states(session, ids)
+            keys |= {KVKey(row.key): None for module in ids for row in states[module]}
+    return list(keys)
 
 
 def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
@@ -126,6 +133,17 @@ def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
         for number, name, document, owner in session.execute(names):
             found[number] = _listing(number, name, document, owner, states[number])
     return [found[number] for number in modules if number in found]
+
+
+def _in_namespace(statement: Any, namespace: str) -> Any:
+    """A statement over the modules of a namespace."""
+    return (
+        statement.select_from(ModuleTable)
+        .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+        .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        .where(NamespaceTable.name == namespace)
+    )
 
 
 def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[Any]]:

@@ -185,6 +185,7 @@ class SharedTiers:
             self.learn(row for row in rows if row.key not in before)
             for row in rows:
                 shelf.entries.pin(row.key, row.pinned)
+                shelf.entries.expire(row.key, row.expires_at)
         return keys != before
 
     def expel(self, shelf: Shelf, keys: Sequence[KVKey], reason: str) -> list[KVKey]:

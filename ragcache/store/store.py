@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from ragcache.errors import LedgerUnavailable
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype
 from ragcache.store.admission import Sightings
@@ -198,13 +200,7 @@ class KVStore:
     def expire(self, keys: Sequence[KVKey], at: float | None) -> None:
         """Keeps states until `at` (Unix seconds) at most; None for as long as there is room."""
         self.ledger.expire(keys, at)
-        until = math.inf if at is None else at
-        with self.holdings.lock:
-            for key in keys:
-                self.holdings.until[key] = until
-                for shelf in self.holdings.every:
-                    if key in shelf.entries:
-                        shelf.entries.expire(key, until)
+        self.holdings.limit(dict.fromkeys(keys, math.inf if at is None else at))
 
     def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
         """Removes states from a tier, or from all; what is in use leaves memory when it is not.
@@ -224,6 +220,8 @@ class KVStore:
         """What the background does every second: expired states go, reused ones are written to the
         disk, uses to the ledger. Raises nothing that a request did not cause."""
         now = time.time()
+        with suppress(LedgerUnavailable):
+            self.holdings.limit(self.ledger.overdue(now))  # which another process may have set
         for shelf in self.holdings.every:
             with self.holdings.lock:
                 overdue = shelf.overdue(now)
@@ -231,6 +229,7 @@ class KVStore:
                 self.shared.expel(shelf, [each.key for each in overdue], "ttl")
             else:
                 self.holdings.take_out(shelf, overdue)
+        self.holdings.forget_limits(now)
         self._keep_reused()
         self.shared.discard_later()
         self.ledger.flush()

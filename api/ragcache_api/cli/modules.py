@@ -12,6 +12,7 @@ from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
     LedgerOption,
+    RemoteOption,
     StateOption,
     binary_size,
     console,
@@ -68,3 +69,41 @@ def ls(
         f"{len(listed):,} modules, {sum(r.tokens for r in listed):,} tokens, "
         f"{binary_size(sum(r.nbytes for r in listed))}"
     )
+
+
+@app.command("expire")
+def expire(
+    modules: Annotated[list[int], typer.Argument(help="Ids, as `ls --json` names them.", min=1)],
+    after: Annotated[
+        float | None, typer.Option(min=0, help="Seconds from now until the states go.")
+    ] = None,
+    never: Annotated[bool, typer.Option("--never", help="Lift the limit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
+    state: StateOption = DEFAULT_STATE,
+    ledger: LedgerOption = None,
+    remote: RemoteOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Limit how long the states of modules are kept; the documents stay."""
+    from ragcache.store import KVStore, RemoteTier, changes, held_keys
+    from ragcache.store.tables import DEFAULT_NAMESPACE
+
+    if never == (after is not None):
+        raise typer.BadParameter("give either --after SECONDS or --never")
+    database = open_ledger(state, ledger)
+    try:
+        far = RemoteTier.open(remote) if remote else None
+        store = KVStore.inspect(state, database, far)
+        try:
+            keys = held_keys(database, modules, DEFAULT_NAMESPACE)
+            done = changes.expire(store, keys, after, dry_run=dry_run)
+        finally:
+            store.close()
+    finally:
+        database.close()
+    if as_json:
+        print_json([{**asdict(change), "key": str(change.key)} for change in done])
+        return
+    would = "would be" if dry_run else "are"
+    until = "without a limit" if after is None else f"for {after:,g} s, unless they are pinned"
+    console.print(f"{len(done):,} states {would} kept {until}")

@@ -27,6 +27,8 @@ class StateTable(Base):
         Index("states_by_last_use", "last_use", "key"),
         Index("states_pinned", "key", sqlite_where=text("pinned = 1"),
               postgresql_where=text("pinned")),
+        Index("states_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL"),
+              postgresql_where=text("expires_at IS NOT NULL")),
     )  # fmt: skip
     key: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -68,6 +69,21 @@ def test_a_module_is_pinned_moved_evicted_and_warmed(client: TestClient) -> None
     moved = client.post(f"/admin/modules/{number}/move", json={"tier": "disk"})
     assert moved.status_code == 200
     assert client.post(f"/admin/modules/{number}/move", json={"tier": "x"}).status_code == 400
+
+
+def test_a_module_expires(client: TestClient) -> None:
+    path = f"/admin/modules/{module(client, 'boats.md#1')['id']}/expire"
+    dry = client.post(path, params={"dry_run": True}, json={"seconds": 60}).json()
+    assert (dry["dry_run"], {each["action"] for each in dry["changes"]}) == (True, {"expire"})
+    assert module(client, "boats.md#1")["expires_at"] is None
+    assert client.post(path, json={"seconds": 60}).json()["changes"] == dry["changes"]
+    assert module(client, "boats.md#1")["expires_at"] == pytest.approx(time.time() + 60, abs=30)
+    lifted = client.post(path, json={"seconds": None}).json()
+    assert {each["action"] for each in lifted["changes"]} == {"keep"}
+    assert module(client, "boats.md#1")["expires_at"] is None
+    for odd in ({}, {"seconds": -1}, {"seconds": "soon"}):
+        assert client.post(path, json=odd).status_code == 422
+    assert client.post("/admin/modules/999999/expire", json={"seconds": 1}).status_code == 404
 
 
 def test_evicting_tells_what_would_go_and_then_what_went(client: TestClient) -> None:

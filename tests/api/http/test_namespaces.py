@@ -61,7 +61,9 @@ def test_things_of_one_do_not_exist_for_the_other(
     job = client.get("/v1/jobs", headers=red).json()["items"][0]["id"]
     for method, path, body in (
         ("GET", f"/admin/modules/{number}", None), ("DELETE", f"/admin/modules/{number}", None),
-        ("POST", f"/admin/modules/{number}/pin", None), ("GET", f"/v1/jobs/{job}", None),
+        ("POST", f"/admin/modules/{number}/pin", None),
+        ("POST", f"/admin/modules/{number}/expire", {"seconds": 1}),
+        ("GET", f"/v1/jobs/{job}", None),
         ("GET", "/v1/collections/notes/documents", None),
         ("DELETE", "/v1/collections/notes/documents/keys.md", None),
         ("POST", "/v1/answers", {"question": LEAVE, "collection": "notes"}),

@@ -79,6 +79,7 @@ class FakeServer:
             Route("/admin/modules", self.page_of_modules),
             Route(one, self.module, methods=["GET", "DELETE"]),
             Route(one + "/pin", self.pin, methods=["POST", "DELETE"]),
+            Route(one + "/expire", self.expire, methods=["POST"]),
             Route(one + "/warm", self.warm, methods=["POST"]),
             Route(one + "/move", self.move, methods=["POST"]),
             Route("/admin/evict", self.evict, methods=["POST"]),
@@ -145,6 +146,12 @@ class FakeServer:
         each = self.modules[request.path_params["id"]]
         each["pinned"] = request.method == "POST"
         return changed("pin", each)
+
+    async def expire(self, request: Request) -> Response:
+        seconds = (await self._note(request))["seconds"]
+        each = self.modules[request.path_params["id"]]
+        each["expires_at"] = None if seconds is None else time.time() + seconds
+        return changed("keep" if seconds is None else "expire", each)
 
     async def warm(self, request: Request) -> Response:
         await self._note(request)

@@ -108,6 +108,24 @@ def test_pin_and_unpin_in_the_table(page: Page, server: FakeServer) -> None:
     assert asked == [("POST", f"/admin/modules/{row}/pin"), ("DELETE", f"/admin/modules/{row}/pin")]
 
 
+def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: FakeServer) -> None:
+    page.open("modules?search=leave")
+    page.click(".grid tr[data-id='3'] .name")
+    facts = page.find(".drawer .facts")
+    assert "Expires\nnever" in facts.text
+    page.click(".drawer [data-act=expire]")
+    page.click(".modal [type=submit]", "Set")
+    page.find(".toast.ok", "Limit set")
+    page.until(lambda: "Expires\nnever" not in page.find(".drawer .facts").text)
+    page.click(".drawer [data-act=expire]")
+    page.click(".modal .choice", "Never")
+    page.click(".modal [type=submit]", "Set")
+    page.find(".toast.ok", "Limit lifted")
+    page.until(lambda: "Expires\nnever" in page.find(".drawer .facts").text)
+    asked = server.calls("POST", "/admin/modules/3/expire")
+    assert asked == [{"seconds": 3600}, {"seconds": None}]
+
+
 def test_many_are_warmed_at_once(page: Page, server: FakeServer) -> None:
     page.open("modules")
     page.find(".grid tr[data-id]")

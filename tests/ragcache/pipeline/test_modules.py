@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ragcache import RagCache, SourceDocument
-from ragcache.errors import ConfigurationError, UnknownCollection
+from ragcache.errors import ConfigurationError, UnknownCollection, UnknownModule
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import Modules
 from tests.conftest import tiny_model
@@ -62,6 +63,70 @@ def test_pins_are_listed_and_taken_back(rag: RagCache) -> None:
     }
     rag.modules.unpin("notes")
     assert not any(row.pinned for row in rag.list_modules())
+
+
+def limits(rag: RagCache) -> dict[str, float | None]:
+    return {row.document: row.expires_at for row in rag.list_modules("notes")}
+
+
+def ids(rag: RagCache, *documents: str) -> list[int]:
+    return [row.id for row in rag.list_modules("notes") if row.document in documents]
+
+
+def test_states_expire_and_are_encoded_again_without_a_limit(rag: RagCache) -> None:
+    limited = rag.modules.expire(ids(rag, "kiln"), 0)
+    assert [(change.action, change.tier) for change in limited] == [
+        ("expire", "host"),
+        ("expire", "disk"),
+    ]
+    rag.parts.store.sweep()
+    assert tiers(rag) == {"kiln": (), "lamp": ("disk", "host")}
+    rag.modules.warm("notes")
+    rag.parts.store.sweep()
+    assert tiers(rag) == {"kiln": ("disk", "host"), "lamp": ("disk", "host")}
+    assert limits(rag) == {"kiln": None, "lamp": None}
+
+
+def test_limits_are_listed_and_lifted(rag: RagCache) -> None:
+    before = time.time()
+    rag.modules.expire(ids(rag, "kiln"), 60.0)
+    at = limits(rag)["kiln"]
+    assert at is not None
+    assert before + 60 <= at <= time.time() + 60
+    assert limits(rag)["lamp"] is None
+    lifted = rag.modules.expire(ids(rag, "kiln", "lamp"), None)
+    assert [change.action for change in lifted] == ["keep"] * 4
+    assert limits(rag) == {"kiln": None, "lamp": None}
+
+
+def test_pinned_states_outlast_their_limit(rag: RagCache) -> None:
+    rag.modules.pin("notes", ["kiln"])
+    rag.modules.expire(ids(rag, "kiln"), 0)
+    rag.parts.store.sweep()
+    assert tiers(rag)["kiln"] == ("disk", "host")
+    rag.modules.unpin("notes")
+    rag.parts.store.sweep()
+    assert tiers(rag)["kiln"] == ()
+
+
+def test_a_dry_expiry_changes_nothing(rag: RagCache) -> None:
+    before = rag.list_modules("notes")
+    assert len(rag.modules.expire(ids(rag, "kiln", "lamp"), 0, dry_run=True)) == 4
+    assert rag.list_modules("notes") == before
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_limits_that_are_none_are_refused(rag: RagCache, seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="expire after 0 seconds or more, not"):
+        rag.modules.expire(ids(rag, "kiln"), seconds)
+
+
+def test_expiring_an_unknown_module_limits_none(rag: RagCache) -> None:
+    with pytest.raises(UnknownModule, match="no module 999"):
+        rag.modules.expire([*ids(rag, "kiln"), 999], 1)
+    with pytest.raises(UnknownModule):
+        rag.within("other").modules.expire(ids(rag, "kiln"), 1)
+    assert limits(rag) == {"kiln": None, "lamp": None}
 
 
 @pytest.mark.parametrize("call", ["warm", "pin", "unpin", "evict"])

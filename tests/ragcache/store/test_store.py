@@ -13,7 +13,7 @@ import pytest
 
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Database, HostTier, KVStore, RemoteTier, Wish
+from ragcache.store import Database, HostTier, KVStore, RemoteTier, Wish, changes
 from ragcache.store.jobs import Jobs
 from tests.ragcache.store.conftest import make_key, make_states, same
 
@@ -386,6 +386,31 @@ class TestBudgets:
         assert (in_host(store), set(store.disk.keys())) == (set(keys(2, 3)), set(keys(2, 3)))
         assert store.ledger.evictions()["disk"]["ttl"] == 1
         assert sources(store, 1) == ["encoded"]
+        store.sweep()
+        assert sources(store, 1) == ["host"], "what was encoded anew has no limit"
+
+    def test_a_limit_that_another_process_sets_is_kept(
+        self, store: KVStore, database: Database
+    ) -> None:
+        fill(store, 1, 2)
+        store.ledger.flush()
+        other = KVStore.inspect(store.disk.folder.parent, database)
+        changes.expire(other, keys(1), 0)
+        store.expire(keys(2), time.time() - 1)
+        changes.expire(other, keys(2), None)
+        other.close()
+        store.sweep()
+        assert set(store.disk.keys()) == set(keys(2))
+        assert in_host(store) <= set(keys(2))
+
+    def test_a_limit_outlives_the_process(self, reopen: Open) -> None:
+        store = reopen(10)
+        fill(store, 1, 2)
+        store.expire(keys(1), time.time() + 0.01)
+        time.sleep(0.02)
+        again = reopen(10)
+        again.sweep()
+        assert set(again.disk.keys()) == set(keys(2))
 
 
 class TestRemote:

@@ -1,4 +1,4 @@
-"""The operator's modules: listed, and warmed, pinned, moved and evicted one by one or many."""
+"""The operator's modules: listed, warmed, pinned, expired, moved and evicted, one or many."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.wire.admin import (
     ChangesTold,
     EvictSent,
+    ExpireSent,
     ModuleTextTold,
     ModuleTold,
     MoveSent,
@@ -86,6 +87,15 @@ async def move_module(
     return await off_loop(_one, call, number, "move", dry_run, tier=body.tier)
 
 
+@router.post("/modules/{number}/expire")
+async def expire_module(
+    number: Number, body: ExpireSent, call: CallDep, dry_run: Flag = False
+) -> ChangesTold:
+    """Evicts a module's states when a time has passed, unless they are pinned; null lifts the
+    limit."""
+    return await off_loop(_expire, call, number, body.seconds, dry_run)
+
+
 @router.post("/evict")
 async def evict(body: EvictSent, call: CallDep, dry_run: Flag = False) -> ChangesTold:
     """Evicts states of a collection or of all; tells each that went, or would go."""
@@ -101,6 +111,15 @@ def _one(
     act = getattr(modules, action)
     changes = act(row.collection, names=[row.name], dry_run=dry_run, **more)
     call.service.looking.flush()  # the next listing shows it
+    return ChangesTold.of(changes, dry_run=dry_run)
+
+
+def _expire(call: Call, number: int, seconds: float | None, dry_run: bool) -> ChangesTold:
+    modules = call.rag.modules
+    changes = numbers(call).find(
+        lambda module: modules.expire([module], seconds, dry_run=dry_run), number
+    )
+    call.service.looking.flush()
     return ChangesTold.of(changes, dry_run=dry_run)
 
 

@@ -75,6 +75,12 @@ class MoveSent(Wire):
     tier: Tier
 
 
+class ExpireSent(Wire):
+    """seconds: from now until the states go; null lifts the limit."""
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
+
 class EvictSent(Wire):
     """What to evict: of a collection, or of all; from a tier, or from all."""
 

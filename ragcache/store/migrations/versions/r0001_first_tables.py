@@ -116,6 +116,13 @@ def _create_states() -> None:
         sqlite_where=sa.text("pinned = 1"),
         postgresql_where=sa.text("pinned"),
     )
+    op.create_index(
+        "states_expiring",
+        "states",
+        ["expires_at"],
+        sqlite_where=sa.text("expires_at IS NOT NULL"),
+        postgresql_where=sa.text("expires_at IS NOT NULL"),
+    )
     op.create_table(
         "evictions",
         sa.Column("id", _NUMBER, primary_key=True),

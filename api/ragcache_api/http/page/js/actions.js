@@ -52,6 +52,28 @@ export async function move(rows, after) {
     );
 }
 
+const LIMITS = [
+  { value: "3600", label: "In an hour" },
+  { value: "86400", label: "In a day" },
+  { value: "604800", label: "In a week" },
+  { value: "", label: "Never: as long as there is room" },
+];
+
+export async function expire(rows, after) {
+  const what = rows.length === 1 ? rows[0].name : plural(rows.length, "module");
+  const choice = await chosen(
+    "Limit the time of states",
+    h("p", {}, "The states of ", h("b", {}, what), " go, unless they are pinned:"),
+    LIMITS,
+    { action: "Set" },
+  );
+  if (choice === null) return;
+  const seconds = choice === "" ? null : Number(choice);
+  await each(rows, seconds === null ? "Limit lifted:" : "Limit set:", after, ({ id }) =>
+    post(`${modulePath(id)}/expire`, { seconds }),
+  );
+}
+
 // One toast for all that went well, one for what did not. after(row): read anew.
 async function each(rows, verb, after, act) {
   const { done, errors } = await spread(rows, async (row) => {

@@ -1,5 +1,5 @@
-// Every module: found, sorted, pinned, warmed, moved, evicted.
-import { move, pin, reread, unpin, warm } from "../actions.js";
+// Every module: found, sorted, pinned, warmed, expired, moved, evicted.
+import { expire, move, pin, reread, unpin, warm } from "../actions.js";
 import { everything, get, withQuery } from "../api.js";
 import { afterPause, h, show } from "../dom.js";
 import { drawer } from "../drawer.js";
@@ -71,6 +71,7 @@ function actsOf(view) {
     ["Pin", "", (rows) => pin(list(rows), anew), ({ pinned }) => !pinned],
     ["Unpin", "", (rows) => unpin(list(rows), anew), ({ pinned }) => pinned],
     ["Warm", "", (rows) => warm(list(rows), anew), () => true],
+    ["Expire…", "", (rows) => expire(list(rows), anew), () => true],
     ["Move…", "", (rows) => move(list(rows), anew), () => true],
     ["Evict…", "danger", (rows) => evictModules(list(rows), { after: gone, reload }), () => true],
   ];
