@@ -67,15 +67,16 @@ class IngestionJobs:
                 self.worker.put(job, partial(self._run, job, collection, documents), place)
         return row
 
-    def get(self, job: int) -> JobRow:
-        """A job as it is now; its progress is at most a second old. Raises `UnknownJob`."""
+    def get(self, job: int | str) -> JobRow:
+        """A job as it is now, by its id or its public id; its progress is at most a second old.
+        Raises `UnknownJob`."""
         return self.rows.get(job)
 
     def list(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
         """Jobs, the newest first. Raises `InvalidRequest`."""
         return self.rows.page(cursor, limit)
 
-    def wait(self, job: int, timeout: float | None = None) -> JobRow:
+    def wait(self, job: int | str, timeout: float | None = None) -> JobRow:
         """A job when it has ended. Raises `TimeoutError` where it has not within `timeout`
         seconds, and `UnknownJob`."""
         until = None if timeout is None else time.monotonic() + timeout
@@ -85,7 +86,7 @@ class IngestionJobs:
                 raise TimeoutError(f"job {job} has not ended within {timeout} s; it goes on")
             if self.worker.stopping:
                 raise EngineClosed("the folder was closed before the job ended")
-            self.worker.wait(job, left)
+            self.worker.wait(row.id, left)
         return row
 
     def _run(self, job: int, collection: str, documents: Sequence[SourceDocument]) -> None:

@@ -66,8 +66,8 @@ class Modules:
             cursor=cursor, limit=limit,
         )  # fmt: skip
 
-    def get(self, module: int) -> ModuleDetail:
-        """All that is known of a module. Raises `UnknownModule`."""
+    def get(self, module: int | str) -> ModuleDetail:
+        """All that is known of a module, by its id or its public id. Raises `UnknownModule`."""
         self.store.ledger.flush()
         return module_detail(self._database, module, self.catalogue.namespace)
 
@@ -116,7 +116,7 @@ class Modules:
         Pinned states and those in use stay beyond it, until they are neither.
 
         Args:
-            ids: Modules, as `get` takes them.
+            ids: Of modules, as listings give them (`id`).
             seconds: From now, 0 or more; None lifts the limit.
             dry_run: Only returns the changes.
 

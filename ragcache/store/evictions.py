@@ -29,6 +29,7 @@ class EvictionRow:
     or they are a schema's. at: Unix seconds. fetched_again: whether they came back."""
 
     id: int
+    public_id: str
     key: str
     module: str | None
     tier: str
@@ -55,8 +56,8 @@ def eviction_page(
         names = module_names(session, [row.key for row in found], namespace)
     items = tuple(
         EvictionRow(
-            row.id, row.key, names.get(row.key), row.tier, row.reason, row.nbytes, row.at,
-            row.fetched_again,
+            row.id, row.public_id, row.key, names.get(row.key), row.tier, row.reason, row.nbytes,
+            row.at, row.fetched_again,
         )
         for row in found
     )  # fmt: skip

@@ -28,11 +28,12 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """An ingestion. target: `collection NAME` or `schema NAME`. status: queued, running, done,
-    failed or interrupted. done, total: its modules, 0 while they are not known. states: that it
-    still holds. Times in Unix seconds."""
+    """An ingestion. public_id: tells nothing of other jobs. target: `collection NAME` or `schema
+    NAME`. status: queued, running, done, failed or interrupted. done, total: its modules, 0 while
+    they are not known. states: that it still holds. Times in Unix seconds."""
 
     id: int
+    public_id: str
     target: str
     status: str
     done: int
@@ -169,9 +170,10 @@ class Jobs:
         except StoreError as unwritten:  # a full disk, as a rule: the error before is what counts
             logger.warning("%s; the job counts as running until this process ends", unwritten)
 
-    def get(self, job: int) -> JobRow:
-        """Raises `UnknownJob`."""
-        mine = (JobTable.namespace == self.namespace) & (JobTable.id == job)
+    def get(self, job: int | str) -> JobRow:
+        """The job of an id or a public id. Raises `UnknownJob`."""
+        id_column = JobTable.id if isinstance(job, int) else JobTable.public_id
+        mine = (JobTable.namespace == self.namespace) & (id_column == job)
         found = self._rows(select(JobTable).where(mine))
         if not found:
             raise UnknownJob(f"there is no job {job}")
@@ -243,6 +245,6 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
 
 def _row(row: JobTable, states: int) -> JobRow:
     return JobRow(
-        row.id, row.target, row.status, row.done, row.modules, states, row.error, row.created_at,
-        row.started_at, row.finished_at,
+        row.id, row.public_id, row.target, row.status, row.done, row.modules, states, row.error,
+        row.created_at, row.started_at, row.finished_at,
     )  # fmt: skip

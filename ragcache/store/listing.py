@@ -32,6 +32,7 @@ class ModuleListing:
     the store's logical clock, 0 for never. expires_at: Unix seconds, None for never."""
 
     id: int
+    public_id: str
     name: str
     document: str
     collection: str
@@ -86,17 +87,19 @@ def list_modules(
         return listings(session, list(session.scalars(statement)))
 
 
-def module_detail(database: Database, module: int, namespace: str) -> ModuleDetail:
-    """Raises `UnknownModule`, also for a module of another namespace."""
-    columns = (ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
-    statement = _in_namespace(select(*columns), namespace).where(ModuleTable.id == module)
+def module_detail(database: Database, module: int | str, namespace: str) -> ModuleDetail:
+    """module: its id, or its public id. Raises `UnknownModule`, also for a module of another
+    namespace."""
+    id_column = ModuleTable.id if isinstance(module, int) else ModuleTable.public_id
+    columns = (ModuleTable.id, ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
+    statement = _in_namespace(select(*columns), namespace).where(id_column == module)
     with database.reading() as session:
         found = session.execute(statement).one_or_none()
         if found is None:
             raise UnknownModule(f"there is no module {module}")
-        [listing] = listings(session, [module])
-        states = _states(session, [module])[module]
-    text, uri, attributes = found
+        number, text, uri, attributes = found
+        [listing] = listings(session, [number])
+        states = _states(session, [number])[number]
     held = sorted(states, key=lambda s: (s.key, s.tier))
     return ModuleDetail(listing, text, uri, attributes, tuple(map(_held, held)))
 
@@ -125,13 +128,19 @@ def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
         ids = modules[begin : begin + CHUNK]
         states = _states(session, ids)
         names = (
-            select(ModuleTable.id, ModuleTable.name, DocumentTable.source_id, CollectionTable.name)
+            select(
+                ModuleTable.id,
+                ModuleTable.public_id,
+                ModuleTable.name,
+                DocumentTable.source_id.label("document"),
+                CollectionTable.name.label("collection"),
+            )
             .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
             .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
             .where(ModuleTable.id.in_(ids))
         )
-        for number, name, document, owner in session.execute(names):
-            found[number] = _listing(number, name, document, owner, states[number])
+        for row in session.execute(names):
+            found[row.id] = _listing(row, states[row.id])
     return [found[number] for number in modules if number in found]
 
 
@@ -159,11 +168,9 @@ def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[A
     return states
 
 
-def _listing(
-    number: int, name: str, document: str, collection: str, states: Sequence[Any]
-) -> ModuleListing:
+def _listing(module: Any, states: Sequence[Any]) -> ModuleListing:
     return ModuleListing(
-        number, name, document, collection,
+        module.id, module.public_id, module.name, module.document, module.collection,
         tokens=max((s.tokens for s in states), default=0),
         nbytes=max((s.nbytes for s in states), default=0),
         tiers=tuple(sorted({s.tier for s in states})),

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from ragcache.errors import InvalidRequest
 
 MOST = 1000  # items of a page
-_ODD = "the cursor is not one of this list; begin without a cursor"
+NOT_OF_THIS_LIST = "the cursor is not one of this list; begin without a cursor"
 
 ItemT = TypeVar("ItemT")
 
@@ -37,15 +37,15 @@ def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | No
     """The values of a cursor, one of each kind. Raises `InvalidRequest` for any other text."""
     if cursor is None:
         return None
-    values = values_of(cursor)
+    values = _values_of(cursor)
     if len(values) != len(kinds) or not all(
         isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
     ):
-        raise InvalidRequest(_ODD)
+        raise InvalidRequest(NOT_OF_THIS_LIST)
     return values
 
 
-def values_of(cursor: str) -> list[Any]:
+def _values_of(cursor: str) -> list[Any]:
     """What a cursor was made of; at least one value. Raises `InvalidRequest`."""
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
@@ -53,7 +53,7 @@ def values_of(cursor: str) -> list[Any]:
     except (ValueError, binascii.Error, RecursionError):
         values = None
     if not isinstance(values, list) or not values:
-        raise InvalidRequest(_ODD)
+        raise InvalidRequest(NOT_OF_THIS_LIST)
     return values
 
 

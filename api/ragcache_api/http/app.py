@@ -15,11 +15,11 @@ from fastapi.routing import APIRoute
 from ragcache import RagCache, __version__
 from ragcache_api.http import faults
 from ragcache_api.http.auth import Doorkeeper
+from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.documenting import Documented
 from ragcache_api.http.files import PageFiles
 from ragcache_api.http.gate import Gate
 from ragcache_api.http.limits import RateLimit
-from ragcache_api.http.numbers import Numbering
 from ragcache_api.http.recording import POINT_SECONDS
 from ragcache_api.http.routes import (
     admin_modules,
@@ -60,7 +60,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         telemetry=telemetry(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip
     app.state.service = service
-    app.state.numbering = Numbering(rag)
+    app.state.cursors = CursorCipher.of(rag)
     if settings.telemetry:
         service.running.ended.append(trace_answers)
     page = PAGE if settings.page and PAGE.is_dir() else None

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from secrets import token_urlsafe
 from typing import TypeVar
-from uuid import uuid4
 
 from fastapi import Request
 
@@ -118,7 +118,7 @@ class Running:
         """Raises `Refusal` (503) once the service is ending."""
         if self.draining:
             raise stopping()
-        entry = Entry(f"{kind}-{uuid4().hex}", kind, namespace, collection, self)
+        entry = Entry(f"{kind}-{token_urlsafe(16)}", kind, namespace, collection, self)
         self.entries[entry.id] = entry
         return entry
 

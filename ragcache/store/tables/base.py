@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from secrets import token_urlsafe
+
 from sqlalchemy import BigInteger, Double, Integer
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from ragcache.config import NAMESPACE
 
@@ -17,3 +19,9 @@ class Base(DeclarativeBase):
     """The root of all tables."""
 
     type_annotation_map = {int: Number, float: Double()}  # noqa: RUF012  # SQLAlchemy's own attribute
+
+
+class PublicIdMixin:
+    """public_id: a row's id for those who may not learn how many rows there are."""
+
+    public_id: Mapped[str] = mapped_column(default=lambda: token_urlsafe(12), unique=True)

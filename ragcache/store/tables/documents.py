@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from ragcache.store.tables.base import Base
+from ragcache.store.tables.base import Base, PublicIdMixin
 
 
 class NamespaceTable(Base):
@@ -52,7 +52,7 @@ class DocumentTextTable(Base):
     text: Mapped[str]
 
 
-class ModuleTable(Base):
+class ModuleTable(PublicIdMixin, Base):
     """A nested module of a document: what retrieval selects. Ids are never used again."""
 
     __tablename__ = "modules"

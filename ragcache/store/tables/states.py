@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import JSON, ForeignKey, Index, UniqueConstraint, false, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from ragcache.store.tables.base import SHARED, Base
+from ragcache.store.tables.base import SHARED, Base, PublicIdMixin
 
 
 class StateTable(Base):
@@ -94,7 +94,7 @@ class ScaffoldTable(Base):
     members: Mapped[list[Any]] = mapped_column(JSON)
 
 
-class EvictionTable(Base):
+class EvictionTable(PublicIdMixin, Base):
     """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
     seconds; fetched_again: whether they were wanted in that tier once more."""
 

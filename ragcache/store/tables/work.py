@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import ForeignKey, Index, LargeBinary
 from sqlalchemy.orm import Mapped, mapped_column
 
-from ragcache.store.tables.base import DEFAULT_NAMESPACE, Base
+from ragcache.store.tables.base import DEFAULT_NAMESPACE, Base, PublicIdMixin
 
 
 class SessionTable(Base):
@@ -32,7 +32,7 @@ class ClaimTable(Base):
     nbytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
-class JobTable(Base):
+class JobTable(PublicIdMixin, Base):
     """An ingestion. status: queued, running, done, failed or interrupted; times in Unix seconds;
     done: of its modules. idempotency_key: by which a caller knows a request again, whose content
     is `request_digest`."""

@@ -38,7 +38,7 @@ def test_what_was_interrupted_goes_on_when_it_is_sent_again(
     with monkeypatch.context() as closing:
         closing.setattr(rag.jobs.worker.__class__, "put", lambda *_: None)
         job = client.post(PATH, json=BODY, headers=HEADERS).json()["id"]
-    rag.jobs.rows.fail(job, EngineClosed("the folder was closed"))
+    rag.jobs.rows.fail(rag.jobs.get(job).id, EngineClosed("the folder was closed"))
     assert client.get(f"/v1/jobs/{job}").json()["status"] == "interrupted"
     again = client.post(PATH, json=BODY, headers=HEADERS)
     assert (again.status_code, again.json()["id"]) == (202, job)

@@ -16,7 +16,7 @@ from tests.api.http.events import events
 
 EVENTS = {"Accept": "text/event-stream"}
 JOB = JobTold(
-    id=1, target="notes", status="running", done=0, total=2, error="", started_at=1.0,
+    public_id="a", target="notes", status="running", done=0, total=2, error="", started_at=1.0,
     finished_at=None,
 )  # fmt: skip
 

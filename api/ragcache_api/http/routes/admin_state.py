@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 
+from ragcache_api.http.cursors import decrypted, encrypted, page_of
 from ragcache_api.http.errors import Refusal
-from ragcache_api.http.numbers import numbers
-from ragcache_api.http.paging import page_of
 from ragcache_api.http.running import Entry
 from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.wire.admin import EvictionTold, StatsTold, TierTold
@@ -71,9 +70,8 @@ async def evictions(
     call: CallDep, cursor: Cursor = None, limit: Limit = 100
 ) -> PageOf[EvictionTold]:
     """States that left a tier, the latest first."""
-    public = numbers(call)
-    page = await off_loop(call.rag.evictions, public.cursor(cursor), limit)
-    return public.page(PageOf[EvictionTold].model_validate(page))
+    page = await off_loop(call.rag.evictions, decrypted(call, cursor), limit)
+    return encrypted(call, PageOf[EvictionTold].model_validate(page))
 
 
 @router.get("/requests")

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Header, Path, Response
 
 from ragcache.store import DocumentRow
 from ragcache_api.http.errors import Refusal
-from ragcache_api.http.numbers import numbers
 from ragcache_api.http.service import CallDep, off_loop
 from ragcache_api.http.uploads import sent_documents
 from ragcache_api.http.wire.common import (
@@ -82,7 +81,7 @@ async def add_documents(
     row = await off_loop(
         call.rag.jobs.submit, collection, documents, idempotency_key=idempotency_key
     )
-    job = numbers(call).of(JobTold.model_validate(row))
+    job = JobTold.model_validate(row)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
 

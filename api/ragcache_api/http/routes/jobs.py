@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
 from starlette.responses import Response
 
+from ragcache_api.http.cursors import decrypted, encrypted
 from ragcache_api.http.faults import fault_in_stream
-from ragcache_api.http.numbers import numbers
 from ragcache_api.http.running import stopping
 from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.sse import Events, event
-from ragcache_api.http.wire.common import Cursor, Limit, PageOf, event_stream, problems
+from ragcache_api.http.wire.common import Cursor, Limit, PageOf, PublicId, event_stream, problems
 from ragcache_api.http.wire.documents import JobTold
 
 router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
-Number = Annotated[int, Path(ge=1, lt=2**63)]
 POLL_SECONDS = 0.25
 _OPEN = ("queued", "running")
 
@@ -27,25 +25,22 @@ _OPEN = ("queued", "running")
 @router.get("")
 async def list_jobs(call: CallDep, cursor: Cursor = None, limit: Limit = 100) -> PageOf[JobTold]:
     """The ingestions, the newest first."""
-    public = numbers(call)
-    page = await off_loop(call.rag.jobs.list, public.cursor(cursor), limit)
-    return public.page(PageOf[JobTold].model_validate(page))
+    page = await off_loop(call.rag.jobs.list, decrypted(call, cursor), limit)
+    return encrypted(call, PageOf[JobTold].model_validate(page))
 
 
-@router.get("/{number}", response_model=JobTold, responses=event_stream("The job"))
-async def get_job(number: Number, call: CallDep) -> JobTold | Response:
+@router.get("/{job}", response_model=JobTold, responses=event_stream("The job"))
+async def get_job(job: PublicId, call: CallDep) -> JobTold | Response:
     """An ingestion. With `Accept: text/event-stream`, an event `progress` whenever it changes,
     until it has ended, or `error`."""
-    job = await _job(call, number)
+    found = await _job(call, job)
     if "text/event-stream" in call.request.headers.get("accept", ""):
-        return Events(_progress(call, job))
-    return job
+        return Events(_progress(call, found))
+    return found
 
 
-async def _job(call: Call, number: int) -> JobTold:
-    public = numbers(call)
-    row = await off_loop(public.find, call.rag.jobs.get, number)
-    return public.of(JobTold.model_validate(row))
+async def _job(call: Call, public_id: str) -> JobTold:
+    return JobTold.model_validate(await off_loop(call.rag.jobs.get, public_id))
 
 
 async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from pydantic import TypeAdapter, ValidationError
 
+from ragcache_api.http.cursors import page_of
 from ragcache_api.http.errors import Refusal
-from ragcache_api.http.paging import page_of
 from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_api.http.wire.common import (
     Cursor,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
 from ragcache.store.changes import Change
-from ragcache_api.http.wire.common import CollectionName, Numbered, Told, Wire
+from ragcache_api.http.wire.common import CollectionName, Identified, Told, Wire
 
 Tier = Annotated[str, Field(min_length=1, max_length=20)]
 
 
-class ModuleTold(Numbered):
+class ModuleTold(Identified):
     """last_use: by the store's clock, which counts the uses of all namespaces; None in any but
     `default`, which is the operator's."""
 
@@ -28,8 +28,9 @@ class ModuleTold(Numbered):
     pinned: bool
     expires_at: float | None
 
-    def hidden(self) -> dict[str, Any]:
-        return {"last_use": None}
+    def without_clock(self) -> Self:
+        """As a tenant sees it."""
+        return self.model_copy(update={"last_use": None})
 
 
 class ModuleTextTold(ModuleTold):
@@ -40,9 +41,9 @@ class ModuleTextTold(ModuleTold):
     metadata: dict[str, Any]
     states: list[dict[str, Any]]
 
-    def hidden(self) -> dict[str, Any]:
+    def without_clock(self) -> Self:
         states = [{**state, "last_use": None} for state in self.states]
-        return super().hidden() | {"states": states}
+        return super().without_clock().model_copy(update={"states": states})
 
 
 class ChangeTold(Told):
@@ -112,7 +113,7 @@ class TierTold(Told):
     persistent: bool
 
 
-class EvictionTold(Numbered):
+class EvictionTold(Identified):
     """reason: pressure, ttl, manual, superseded or corrupt. at: Unix seconds."""
 
     key: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import Query
+from fastapi import Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 T = TypeVar("T")
@@ -13,6 +13,7 @@ _NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients reso
 PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
 """A name that can be one part of a path."""
 CollectionName = PathName
+PublicId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
 Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
 
@@ -32,14 +33,10 @@ class Told(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=(), from_attributes=True)
 
 
-class Numbered(Told):
-    """What callers name by its id."""
+class Identified(Told):
+    """A row that callers name by its public id."""
 
-    id: int
-
-    def hidden(self) -> dict[str, Any]:
-        """Fields that count through all namespaces, as a tenant is told them."""
-        return {}
+    id: str = Field(validation_alias="public_id")
 
 
 class PageOf(Told, Generic[T]):

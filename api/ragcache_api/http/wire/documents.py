@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ragcache import SourceDocument
-from ragcache_api.http.wire.common import CollectionName, Numbered, Told, Wire
+from ragcache_api.http.wire.common import CollectionName, Identified, Told, Wire
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -55,7 +55,7 @@ class DocumentTold(Told):
     metadata: dict[str, Any]
 
 
-class JobTold(Numbered):
+class JobTold(Identified):
     """An ingestion. done and total count modules; times are Unix seconds."""
 
     target: str

@@ -55,6 +55,7 @@ def _create_documents() -> None:
     op.create_table(
         "modules",
         sa.Column("id", _NUMBER, primary_key=True),
+        sa.Column("public_id", sa.String, nullable=False, unique=True),
         sa.Column("document_id", _NUMBER, _cascade("documents.id"), nullable=False),
         sa.Column("ordinal", _NUMBER, nullable=False),
         sa.Column("name", sa.String, nullable=False),
@@ -126,6 +127,7 @@ def _create_states() -> None:
     op.create_table(
         "evictions",
         sa.Column("id", _NUMBER, primary_key=True),
+        sa.Column("public_id", sa.String, nullable=False, unique=True),
         sa.Column("key", sa.String, nullable=False),
         sa.Column("tier", sa.String, nullable=False),
         sa.Column("reason", sa.String, nullable=False),
@@ -187,6 +189,7 @@ def _create_jobs() -> None:
     op.create_table(
         "ingestion_jobs",
         sa.Column("id", _NUMBER, primary_key=True),
+        sa.Column("public_id", sa.String, nullable=False, unique=True),
         sa.Column("target", sa.String, nullable=False),
         sa.Column("session", sa.String, nullable=False),
         sa.Column("status", sa.String, nullable=False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,49 +13,23 @@ from starlette.testclient import TestClient
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
-from ragcache.store.paging import cursor_of, values_of
-from ragcache_api.http.numbers import Numbering, Numbers
+from ragcache.store.paging import after, cursor_of
+from ragcache_api.http.cursors import CursorCipher
 from tests.api.http.conftest import client_of
 from tests.api.http.events import events
 
-KEYED = Numbers(b"k" * 32)
+CIPHER = CursorCipher(b"k" * 32)
 
 
-@given(st.integers(0, 2**63 - 1))
-def test_every_id_has_one_that_is_told_and_leads_back(number: int) -> None:
-    told = KEYED.told(number)
-    assert KEYED.meant(told) == number
-    assert KEYED.told(KEYED.meant(number)) == number
-    assert (told < 2**52) == (number < 2**52), "a whole number in JavaScript too"
-
-
-def test_ids_that_follow_each_other_lie_anywhere() -> None:
-    told = [KEYED.told(number) for number in range(1, 400)]
-    assert len(set(told)) == 399
-    assert min(told) < 2**48 < 2**51 < max(told)
-    steps = {b - a for a, b in pairwise(told)}
-    assert len(steps) == 398, "no two steps are alike"
-    assert told[:9] != [Numbers(b"other").told(number) for number in range(1, 10)]
-
-
-def test_cursors_hold_the_id_that_is_told() -> None:
-    kept = cursor_of("hits", 1, 7, "key", 12)
-    page = KEYED._cursor(kept, KEYED.told)
-    assert values_of(page) == ["hits", 1, 7, "key", KEYED.told(12)]
-    assert KEYED.cursor(page) == kept
-    assert KEYED.cursor(None) is None
-    for odd in ("", "!", cursor_of("a"), cursor_of(True), cursor_of(None)):
-        with pytest.raises(InvalidRequest):
-            KEYED.cursor(odd)
-
-
-def test_cursors_do_not_hold_the_clock_of_uses() -> None:
-    kept = cursor_of("last_use", 1, 7, "key", 12)
-    page = KEYED._cursor(kept, KEYED.told)
-    assert values_of(page) == ["last_use", 1, KEYED.told(7), "key", KEYED.told(12)]
-    assert KEYED.cursor(page) == kept
-    unused = cursor_of("last_use", 1, None, "", 12)
-    assert KEYED.cursor(KEYED._cursor(unused, KEYED.told)) == unused
+@given(st.lists(st.integers(0, 2**63 - 1) | st.text() | st.none(), min_size=1))
+def test_an_encrypted_cursor_leads_back_in_its_namespace_alone(place: list[Any]) -> None:
+    kept = cursor_of(*place)
+    told = CIPHER.encrypt(kept, "red")
+    assert CIPHER.decrypt(told, "red") == kept
+    assert CIPHER.encrypt(kept, "red") != told, "equal places look unlike"
+    for namespace, cursor in (("blue", told), ("red", kept), ("red", told[:-8]), ("red", "é")):
+        with pytest.raises(InvalidRequest, match="begin without a cursor"):
+            CIPHER.decrypt(cursor, namespace)
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +60,9 @@ def test_pages_and_things_are_reached_by_the_ids_that_are_told(
     two: tuple[TestClient, RagCache, dict[str, str]],
 ) -> None:
     client, rag, red = two
-    tenant, public = rag.within("red"), Numbering(rag).of("red")
+    tenant = rag.within("red")
     jobs = listed(client, "/v1/jobs", red)
-    assert [each["id"] for each in jobs] == [public.told(r.id) for r in tenant.jobs.list().items]
+    assert [each["id"] for each in jobs] == [r.public_id for r in tenant.jobs.list().items]
     assert client.get(f"/v1/jobs/{jobs[0]['id']}", headers=red).json() == jobs[0]
     stream = client.get(f"/v1/jobs/{jobs[0]['id']}", headers={**red, "Accept": "text/event-stream"})
     assert events(stream.text)[-1][1]["id"] == jobs[0]["id"]
@@ -102,7 +75,23 @@ def test_pages_and_things_are_reached_by_the_ids_that_are_told(
     assert done.json()["changes"]
     client.delete(f"/admin/modules/{one['id']}", headers=red)
     left = listed(client, "/admin/evictions", red)
-    assert [each["id"] for each in left] == [public.told(r.id) for r in tenant.evictions().items]
+    assert [each["id"] for each in left] == [r.public_id for r in tenant.evictions().items]
+
+
+def test_neither_ids_nor_cursors_hold_what_the_ledger_counts(
+    two: tuple[TestClient, RagCache, dict[str, str]],
+) -> None:
+    client, rag, red = two
+    operator = {"Authorization": f"Bearer {rag.keys.create('operator', 'admin')[1]}"}
+    rag.ingest("own", [SourceDocument(name, f"The leaf {name} is green.") for name in "xy"])
+    rag.ingest("more", [SourceDocument("z", "The leaf z is green.")])
+    for headers in (red, operator):
+        for path in ("/v1/jobs", "/admin/modules", "/admin/modules?sort=last_use"):
+            page = client.get(path, params={"limit": 1}, headers=headers).json()
+            assert all(len(each["id"]) == 16 for each in page["items"])
+            with pytest.raises(InvalidRequest):
+                after(page["next"], object)
+    assert client.get("/v1/jobs", params={"cursor": cursor_of(3)}, headers=red).status_code == 400
 
 
 def test_a_tenant_sorts_by_the_last_use_and_is_not_told_it(
@@ -129,22 +118,34 @@ def test_a_new_job_is_told_with_its_own_id(
     sent = {"documents": [{"id": "d", "text": "The leaf d is red."}]}
     made = client.post("/v1/collections/more/documents", json=sent, headers=red)
     assert made.headers["location"] == f"/v1/jobs/{made.json()['id']}"
-    number = Numbering(rag).of("red").meant(made.json()["id"])
-    assert rag.within("red").jobs.wait(number, 20).status == "done"
+    assert rag.within("red").jobs.wait(made.json()["id"], 20).status == "done"
 
 
 def test_an_id_that_nothing_has_is_told_as_it_was_sent(
     two: tuple[TestClient, RagCache, dict[str, str]],
 ) -> None:
     client, _, red = two
-    for path in ("/v1/jobs/1", "/admin/modules/1"):
+    for path, said in (("/v1/jobs/1", "no job 1"), ("/admin/modules/1", "no module 1")):
         missing = client.get(path, headers=red)
         assert missing.status_code == 404
-        assert missing.json()["detail"] == "nothing has the id 1"
+        assert missing.json()["detail"] == f"there is {said}"
 
 
-def test_the_secret_is_the_ledgers(two: tuple[TestClient, RagCache, dict[str, str]]) -> None:
+def test_ids_of_the_ledger_are_no_public_ids(
+    two: tuple[TestClient, RagCache, dict[str, str]],
+) -> None:
+    client, rag, red = two
+    tenant = rag.within("red")
+    job, module = tenant.jobs.list().items[0], tenant.modules.page().items[0]
+    assert tenant.jobs.get(job.id) == tenant.jobs.get(job.public_id) == job
+    assert tenant.modules.get(module.id) == tenant.modules.get(module.public_id)
+    for path in (f"/v1/jobs/{job.id}", f"/admin/modules/{module.id}"):
+        assert client.get(path, headers=red).status_code == 404
+
+
+def test_the_key_of_cursors_is_the_ledgers(
+    two: tuple[TestClient, RagCache, dict[str, str]],
+) -> None:
     _, rag, _ = two
-    first, again = Numbering(rag), Numbering(rag)
-    assert first.of("red") == again.of("red") != first.of("blue")
-    assert first.of("default").told(7) == 7
+    told = CursorCipher.of(rag).encrypt(cursor_of(7), "red")
+    assert CursorCipher.of(rag).decrypt(told, "red") == cursor_of(7)
