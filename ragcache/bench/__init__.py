@@ -1,1 +1,1 @@
-"""Benchmarks: ratios of things run side by side in one process."""
+"""Benchmarks with which users judge a machine: `ragcache bench`."""

@@ -5,25 +5,21 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ragcache.attention import AttentionMetadata
-from ragcache.bench.copies import generate_copies
-from ragcache.bench.machine import describe_machine
-from ragcache.bench.relay import RelaySetting, bench_relay
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure, save_figure
 from ragcache.engine import Context, EngineConfig, EngineStats, Request, RequestHandle, assemble
 from ragcache.engine.core import Answers, EngineCore
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,6 @@ class DecodeSetting:
     unshared_tokens: int = 256
     with_mha: bool = True
     device: str = "cpu"
-    relay: RelaySetting = RelaySetting()
 
 
 class _NoAttention:
@@ -92,7 +87,6 @@ def bench_decode(
     if setting.with_mha:
         whole = replace(setting.shape, num_kv_heads=setting.shape.num_heads)
         mha = _shared(setting, whole, progress)
-    progress("attention alone")
     return {
         **{key: result[key] for key in ("ratio_to_copies", "share_of_ceiling", "kv_bytes_ratio")},
         "ratio_to_copies_mha": None if mha is None else mha["ratio_to_copies"],
@@ -101,7 +95,6 @@ def bench_decode(
         "shared": result,
         "shared_mha": mha,
         "unshared": unshared,
-        "relay": bench_relay(setting.relay, setting.device),
         "setting": asdict(setting),
         "machine": describe_machine(),
     }
@@ -155,7 +148,7 @@ def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     causal = wrap_causal(model)
     rng = random.Random(3)
     questions = [
-        _tokens(rng, setting.unshared_tokens, setting.shape) for _ in range(setting.requests)
+        setting.shape.draw_tokens(rng, setting.unshared_tokens) for _ in range(setting.requests)
     ]
     contexts = [
         assemble((), question, window=causal.window, max_new_tokens=setting.new_tokens)
@@ -196,7 +189,7 @@ def _contexts(
     for _ in range(setting.requests):
         order = list(states[1:])
         rng.shuffle(order)
-        question = _tokens(rng, setting.question_tokens, setting.shape)
+        question = setting.shape.draw_tokens(rng, setting.question_tokens)
         contexts.append(
             assemble(
                 [states[0], *order],
@@ -210,10 +203,6 @@ def _contexts(
 
 def _request(context: Context, setting: DecodeSetting) -> Request:
     return Request(context, setting.new_tokens)
-
-
-def _tokens(rng: random.Random, count: int, shape: LlamaShape) -> list[int]:
-    return [rng.randrange(shape.vocabulary) for _ in range(count)]
 
 
 def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
@@ -238,3 +227,68 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     for handle in handles:
         handle.result()
     return _Decoded(steps, core.tally, used * core.pool.bytes_per_chunk)
+
+
+class _Times:
+    """A logits processor that notes the time of every step."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        self.at.append(time.perf_counter())
+        return scores
+
+
+def generate_copies(
+    model: Any, prompts: Sequence[Sequence[KVStates]], questions: Sequence[Sequence[int]], new: int
+) -> list[float]:
+    """Seconds of each decoding step of a batch, after the first token.
+
+    prompts: the states before each question, equally many tokens for all. They are copied into one
+    `DynamicCache` of [B, Hkv, S, D] a layer: Hugging Face `generate` over states that every request
+    has a copy of.
+    """
+    from transformers import DynamicCache, LogitsProcessorList
+
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    cached = sum(states.length for states in prompts[0]) if prompts else 0
+    cache = DynamicCache()
+    if cached:
+        for layer in range(prompts[0][0].keys.shape[0]):
+            keys = [torch.cat([s.keys[layer] for s in states], dim=1) for states in prompts]
+            values = [torch.cat([s.values[layer] for s in states], dim=1) for states in prompts]
+            cache.update(torch.stack(keys), torch.stack(values), layer)
+    ids = torch.tensor([[0] * cached + list(question) for question in questions])
+    times = _Times()
+    with torch.inference_mode():
+        model.generate(
+            ids.to(model.device),
+            attention_mask=torch.ones_like(ids).to(model.device),
+            past_key_values=cache,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([times]),
+        )
+    model.set_attn_implementation(implementation)
+    return [after - before for before, after in zip(times.at, times.at[1:], strict=False)]
+
+
+def plot_decode(result: dict[str, Any], file: Path) -> None:
+    """Seconds of a step, way by way. Raises `MissingExtra` without matplotlib."""
+    figure, [axes] = new_figure(1)
+    sides = {"shared": "2 key heads" if result["shared_mha"] else "shared"}
+    if result["shared_mha"]:
+        sides["shared_mha"] = "as many key heads"
+    width = 0.8 / len(sides)
+    for number, (side, label) in enumerate(sides.items()):
+        steps = result[side]["step_s"]
+        places = [at + number * width for at in range(len(steps))]
+        axes.bar(places, list(steps.values()), width, label=label)
+        axes.set_xticks([at + 0.4 - width / 2 for at in range(len(steps))], list(steps))
+    axes.set_ylabel("seconds of a decoding step")
+    axes.set_yscale("log")
+    axes.legend(frameon=False)
+    save_figure(figure, file)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ragcache.bench.machine import describe_machine
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure, save_figure
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -26,8 +27,6 @@ from ragcache.engine import (
 )
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class ServeSetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPoint:
     """What a rate (requests a second) gave. ttft in seconds; normalised latency in seconds a token
     of the answer, from the arrival to the end (Orca §6.2, vLLM §6.1), the mean."""
 
@@ -92,7 +91,7 @@ def bench_serve(
         loads, knees = {}, {}
         for mode in ("exact", "cached"):
             loads[mode] = _sweep(setting, engine, prompts, mode, alone[mode], limit, progress)
-            knees[mode] = _knee(loads[mode], limit)
+            knees[mode] = knee_of(loads[mode], limit)
     return {
         "knee_ratio_to_exact": knees["cached"] / knees["exact"],
         "knee": knees,
@@ -107,8 +106,7 @@ def bench_serve(
 def _prompts(setting: ServeSetting, causal: CausalLM, engine: LLMEngine) -> list[_Prompt]:
     rng = random.Random(4)
 
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(setting.shape.vocabulary) for _ in range(count)]
+    tokens = partial(setting.shape.draw_tokens, rng)
 
     preamble = tokens(setting.preamble_tokens)
     texts = [tokens(setting.document_tokens) for _ in range(setting.documents)]
@@ -151,10 +149,10 @@ def _sweep(
     alone: float,
     limit: float,
     progress: Progress,
-) -> list[Load]:
+) -> list[LoadPoint]:
     """Rates from half of what one request after another would reach."""
     rate = 0.5 / (alone * setting.new_tokens)
-    loads: list[Load] = []
+    loads: list[LoadPoint] = []
     while len(loads) < setting.most_rates:
         progress(f"{mode}: {rate:.2f} requests a second")
         count = max(setting.requests, int(rate * setting.seconds))
@@ -166,7 +164,7 @@ def _sweep(
     return loads
 
 
-def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> Load:
+def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> LoadPoint:
     """Submits the requests at random intervals of the mean 1/rate, and waits for all."""
     rng = random.Random(5)
     handles = []
@@ -179,7 +177,7 @@ def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> Load:
     done = [handle.result() for handle in handles]
     first = [completion.first_token_at - completion.submitted_at for completion in done]
     last = max(completion.finished_at for completion in done)
-    return Load(
+    return LoadPoint(
         rate=rate,
         throughput=len(done) / (last - begin),
         ttft_p50=float(np.percentile(first, 50)),
@@ -192,7 +190,7 @@ def _normalised(completion: RequestOutput) -> float:
     return (completion.finished_at - completion.submitted_at) / len(completion.token_ids)
 
 
-def _knee(loads: Sequence[Load], limit: float) -> float:
+def knee_of(loads: Sequence[LoadPoint], limit: float) -> float:
     """Where the normalised latency crosses the limit, on a straight line between two rates."""
     below = loads[0]
     if below.normalised > limit:
@@ -203,3 +201,24 @@ def _knee(loads: Sequence[Load], limit: float) -> float:
             return below.rate + share * (load.rate - below.rate)
         below = load
     return below.rate
+
+
+def plot_serve(result: dict[str, Any], file: Path) -> None:
+    """Normalised latency and time to first token against the rate, in both modes."""
+    figure, (left, right) = new_figure(2)
+    for mode, loads in result["loads"].items():
+        rates = [load["rate"] for load in loads]
+        [line] = left.plot(rates, [load["normalised"] for load in loads], "o-", label=mode)
+        left.axvline(result["knee"][mode], color=line.get_color(), ls=":", alpha=0.6)
+        right.plot(rates, [load["ttft_p50"] for load in loads], "o-", label=f"{mode}, p50")
+        p99 = [load["ttft_p99"] for load in loads]
+        right.plot(rates, p99, "o--", color=line.get_color(), label=f"{mode}, p99")
+    left.axhline(result["limit_s_a_token"], color="grey", lw=0.8)
+    left.set_ylabel("normalised latency, seconds a token")
+    right.set_ylabel("time to first token, seconds")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("requests a second")
+        axes.legend(frameon=False)
+    save_figure(figure, file)

@@ -1,31 +1,79 @@
-"""The store: disk to ready, first tokens by tier, ledger, victims, hit rates, eight bits."""
+"""The store: reading states from disk, first tokens by tier, and what the ledger costs."""
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragcache.bench.by_tier import ByTierSetting, bench_by_tier
-from ragcache.bench.disk import bench_disk
-from ragcache.bench.hit_rate import bench_hit_rate
-from ragcache.bench.ledger import bench_ledger
-from ragcache.bench.machine import describe_machine
-from ragcache.bench.quantised import bench_quantised
-from ragcache.bench.shapes import LlamaShape
-from ragcache.bench.victims import bench_victims
-from ragcache.bench.workload import ZipfWorkload
-from ragcache.models import load_model
+import torch
+from sqlalchemy import insert
 
-Progress = Callable[[str], None]
+from ragcache.bench.harness import (
+    LlamaShape,
+    Progress,
+    describe_machine,
+    draw_bars,
+    made_up_key,
+    new_figure,
+    save_figure,
+    seconds,
+)
+from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
+from ragcache.models import LanguageModel, wrap_causal
+from ragcache.planning import (
+    break_even_bandwidth,
+    break_even_tokens,
+    drop_pages,
+    fill_pages,
+    median_seconds,
+)
+from ragcache.states import KVKey, KVStates
+from ragcache.store import (
+    Catalogue,
+    Database,
+    DeviceTier,
+    DiskTier,
+    HostTier,
+    KVStore,
+    Ledger,
+    NewDocument,
+    NewModule,
+    RemoteTier,
+    Tier,
+    Wish,
+)
+from ragcache.store.rows import Facts, StateRow
+from ragcache.store.tables import StateTable
+
+_WARM = 64  # modules that requests ask for
+_A_REQUEST = 4
+_A_DOCUMENT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ByTierSetting:
+    """The prompt, how often it is answered from each tier, and the lengths of the break-even."""
+
+    modules: int = 4
+    module_tokens: int = 1024
+    preamble_tokens: int = 32
+    question_tokens: int = 48
+    runs: int = 5
+    lengths: tuple[int, ...] = (16, 64, 256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class TiersSetting:
     """folder: where blobs are written for a while; None for the system's temporary folder.
-    handbook: documents with questions, for the answers from quantised states."""
+    blobs: modules of `module_tokens` that are read from disk. entries: modules of the ledger."""
 
     shape: LlamaShape = LlamaShape()
     module_tokens: int = 1024
@@ -33,9 +81,6 @@ class TiersSetting:
     disk_runs: int = 9
     by_tier: ByTierSetting = ByTierSetting()
     entries: int = 100_000
-    workload: ZipfWorkload = ZipfWorkload()
-    questions: int = 48
-    handbook: Path = Path("examples/handbook")
     folder: Path | None = None
 
     @property
@@ -48,53 +93,342 @@ class TiersSetting:
 def bench_tiers(
     setting: TiersSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Runs every part in turn and returns what each reports, flat, with its details.
+    """Runs every part in turn and returns the figures of each, flat, with their details.
 
     disk_bandwidth_share: states read from disk into the host tier and verified, against reading the
     same bytes plainly, with a cold page cache where the system drops it.
     ttft_by_tier: seconds to the first token with the modules in each tier, and `computed`.
     ledger_ms_p50: the ledger's part of a request, with as many modules as entries; open_s: opening
-    such a store. victims_ms: choosing victims among all entries, under the slowest policy.
-    hit_rate: by policy.
+    such a store.
     """
     setting = setting or TiersSetting()
     result: dict[str, Any] = {}
-    for part in (_disk, _by_tier, _victims, _ledger, _hit_rate, _quantised):
-        result |= part(setting, progress)
+    for part in (_disk, _by_tier, _ledger):
+        with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
+            result |= part(Path(folder), setting, progress)
     return result | {"setting": asdict(setting), "machine": describe_machine()}
 
 
-def _disk(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
+def _disk(folder: Path, setting: TiersSetting, progress: Progress) -> dict[str, Any]:
     progress("reading blobs from disk")
-    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
-        disk = bench_disk(Path(folder), setting.blobs, setting.module, setting.disk_runs)
+    disk = bench_disk(folder, setting.blobs, setting.module, setting.disk_runs)
     state = disk["cold"] if disk["dropped"] else disk["warm"]
     return {"disk_bandwidth_share": state["host_share"], "disk": disk}
 
 
-def _by_tier(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
-        return bench_by_tier(Path(folder), setting.shape, setting.by_tier, progress)
+def _by_tier(folder: Path, setting: TiersSetting, progress: Progress) -> dict[str, Any]:
+    return bench_by_tier(folder, setting.shape, setting.by_tier, progress)
 
 
-def _victims(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    progress(f"choosing victims among {setting.entries:,} entries")
-    medians = bench_victims(setting.entries)
-    return {"victims_ms": max(medians.values()), "victims": medians}
-
-
-def _ledger(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
+def _ledger(folder: Path, setting: TiersSetting, progress: Progress) -> dict[str, Any]:
     progress(f"opening a store of {setting.entries:,} modules")
-    with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
-        return bench_ledger(Path(folder), setting.entries)
+    return bench_ledger(folder, setting.entries)
 
 
-def _hit_rate(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    progress(f"{setting.workload.prompts:,} prompts over {setting.workload.documents:,} documents")
-    return bench_hit_rate(setting.workload)
+def bench_disk(
+    folder: Path, blobs: int, shape: tuple[int, int, int, int], runs: int
+) -> dict[str, Any]:
+    """Medians in bytes a second over `blobs` modules of [L, Hkv, S, D] in bfloat16.
 
-
-def _quantised(setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    return {
-        "quantised": bench_quantised(load_model(), setting.handbook, setting.questions, progress)
+    plain: a loop of reads into one buffer. mapped: verified where the page cache has them. host:
+    loaded into memory of the host tier, and verified there. Once with the files in the page cache
+    (`warm`) and once after the system was asked to drop them (`cold`; `dropped` tells whether it
+    did, since some file systems do not).
+    """
+    tier = DiskTier(folder)
+    keys = _write_blobs(tier, blobs, shape)
+    host = HostTier(4 * 2 * 2 * torch.Size(shape).numel() + 2**20)
+    nbytes = sum(tier.path(key).stat().st_size for key in keys)
+    ways: dict[str, Callable[[KVKey], object]] = {
+        "plain": _read_plainly(tier),
+        "mapped": tier.get,
+        "host": lambda key: tier.load(key, host.allocate),
     }
+    warm = _bandwidths(_disk_seconds(ways, tier, keys, runs, cold=False), nbytes)
+    cold = _bandwidths(_disk_seconds(ways, tier, keys, runs, cold=True), nbytes)
+    dropped = cold["plain"] < 0.8 * warm["plain"]
+    return {"nbytes": nbytes, "warm": warm, "cold": cold, "dropped": dropped}
+
+
+def _bandwidths(times: dict[str, list[float]], nbytes: int) -> dict[str, float]:
+    """Bandwidths, and shares of the plain one: medians over rounds of what ran side by side."""
+    speeds = {way: nbytes / statistics.median(seconds) for way, seconds in times.items()}
+    for way in ("mapped", "host"):
+        pairs = zip(times["plain"], times[way], strict=True)
+        speeds[f"{way}_share"] = statistics.median(plain / seconds for plain, seconds in pairs)
+    return speeds
+
+
+def _write_blobs(tier: DiskTier, blobs: int, shape: tuple[int, int, int, int]) -> list[KVKey]:
+    keys = [KVKey(f"{number:02x}" * 32) for number in range(blobs)]
+    for number, key in enumerate(keys):
+        torch.manual_seed(number)
+        keys_and_values = torch.randn(2, *shape).bfloat16()
+        tier.put(key, KVStates(keys_and_values[0], keys_and_values[1], 0))
+    return keys
+
+
+def _read_plainly(tier: DiskTier) -> Callable[[KVKey], object]:
+    buffer = bytearray(1 << 20)
+
+    def read(key: KVKey) -> None:
+        with tier.path(key).open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    return read
+
+
+def _disk_seconds(
+    ways: dict[str, Callable[[KVKey], object]],
+    tier: DiskTier, keys: list[KVKey], runs: int, *, cold: bool,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Each way in turn, so that what else the machine does meets all of them, and each as often
+    first, because a disk may have a cache of its own."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    names, prepare = list(ways), drop_pages if cold else fill_pages
+    for run in range(runs * len(ways)):
+        way = names[(run + run // len(ways)) % len(ways)]
+        for key in keys:
+            prepare(tier.path(key))
+        begin = time.perf_counter()
+        for key in keys:
+            ways[way](key)
+        times[way].append(time.perf_counter() - begin)
+    return times
+
+
+def bench_by_tier(
+    folder: Path, shape: LlamaShape, setting: ByTierSetting, progress: Progress
+) -> dict[str, Any]:
+    """ttft_by_tier: median seconds from the request to its first token, states leased from each
+    tier, and `computed` with nothing cached, once. by_tier: the part of it that makes states ready,
+    and for each length the seconds of computing one module and of making it ready, with the length
+    from which on that is quicker and the bandwidth below which it never is.
+
+    `device` is measured where CUDA is; `remote` is `file://` on the same disk, and stands for the
+    work of the protocol, not for a network. Files are dropped from the page cache before each run,
+    where the system does that.
+    """
+    progress("building the model")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = wrap_causal(shape.build(torch.bfloat16).to(device))
+    rng = random.Random(1)
+    preamble, question, *modules = (
+        shape.draw_tokens(rng, length)
+        for length in (
+            setting.preamble_tokens, setting.question_tokens,
+            *[setting.module_tokens] * setting.modules,
+        )
+    )  # fmt: skip
+    progress("encoding the modules")
+    [root] = encode(model, [EncodeJob(preamble)])
+    root_key = made_up_key("root")
+    prompt = {made_up_key(f"module {n}"): tokens for n, tokens in enumerate(modules)}
+    cuts = {made_up_key(f"cut {n}"): modules[0][:n] for n in setting.lengths}
+    states = {root_key: root}
+    for key, tokens in (prompt | cuts).items():
+        states[key] = _encode(model, root, tokens)
+    progress("computing modules of several lengths")
+    computing = {
+        key: median_seconds(model, partial(_encode, model, root, tokens))
+        for key, tokens in cuts.items()
+    }
+    bench = _FilledTiers(model, _store(folder, model, states), states, setting.runs)
+    try:
+        progress("first tokens from each tier")
+        order = [root_key, *reversed(prompt)]
+        ready, ttft = bench.first_tokens(order, question)
+        whole = [*preamble, *(t for key in order[1:] for t in prompt[key]), *question]
+        progress("the first token with nothing cached (tens of seconds on a processor)")
+        ttft["computed"] = seconds(lambda: _first_token(model, (), whole))
+        progress("modules of several lengths from each tier")
+        even = bench.break_even(cuts, computing)
+    finally:
+        bench.close()
+    details = {"device": device, "runs": setting.runs, "ready_s": ready, **even}
+    return {"ttft_by_tier": ttft, "by_tier": details}
+
+
+class _FilledTiers:
+    """A store that holds the same states in every tier."""
+
+    def __init__(
+        self, model: LanguageModel, store: KVStore, states: dict[KVKey, KVStates], runs: int
+    ) -> None:
+        self.model, self.store, self.states, self.runs = model, store, states, runs
+        self.tiers = [shelf.name for shelf in store.holdings.every]
+
+    def first_tokens(
+        self, keys: Sequence[KVKey], question: Sequence[int]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds to ready states, and to the first token, by tier."""
+        ready: dict[str, float] = {}
+        total: dict[str, float] = {}
+        tokens = set()
+        _first_token(self.model, [self.states[key] for key in keys], question)  # kernels are made
+        for tier in self.tiers:
+            pairs = []
+            for _ in range(self.runs):
+                self._only_from(tier, keys)
+                begin = time.perf_counter()
+                with self.store.lease(keys, _nothing) as lease:
+                    leased = time.perf_counter() - begin
+                    tokens.add(_first_token(self.model, lease.states, question))
+                    pairs.append((leased, time.perf_counter() - begin))
+                    assert set(lease.source.values()) == {tier}, lease.source
+            ready[tier], total[tier] = map(statistics.median, zip(*pairs, strict=True))
+        assert len(tokens) == 1, "every tier holds the same states"
+        return ready, total
+
+    def break_even(
+        self, cuts: dict[KVKey, list[int]], computing: dict[KVKey, float]
+    ) -> dict[str, Any]:
+        rows = []
+        for key, tokens in cuts.items():
+            row: dict[str, Any] = {"tokens": len(tokens), "nbytes": self.states[key].nbytes}
+            row["computed"] = computing[key]
+            for tier in self.tiers:
+                row[tier] = statistics.median(self._ready(tier, key) for _ in range(self.runs))
+            row["break_even_bandwidth"] = break_even_bandwidth(row["nbytes"], row["computed"])
+            rows.append(row)
+        lengths = [row["tokens"] for row in rows]
+        compute = [row["computed"] for row in rows]
+        even = {
+            tier: break_even_tokens(lengths, compute, [row[tier] for row in rows])
+            for tier in self.tiers
+        }
+        return {"lengths": rows, "break_even_tokens": even}
+
+    def close(self) -> None:
+        self.store.close()
+        self.store.ledger.database.close()
+
+    def _ready(self, tier: str, key: KVKey) -> float:
+        self._only_from(tier, [key])
+        begin = time.perf_counter()
+        with self.store.lease([key], _nothing) as lease:
+            taken = time.perf_counter() - begin
+            assert lease.source[key] == tier, lease.source
+        return taken
+
+    def _only_from(self, tier: str, keys: Sequence[KVKey]) -> None:
+        """Takes states out of the tiers above one, and its files out of the page cache."""
+        for above in self.tiers[: self.tiers.index(tier)]:
+            self.store.evict(keys, above)
+        shared = self.store.shared.shelf(tier)
+        if shared is not None and isinstance(shared.tier, DiskTier | RemoteTier):
+            for key in keys:
+                drop_pages(Path(shared.tier.path(key)))
+
+
+def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) -> KVStore:
+    """Without the threads of an open store, which would copy what is read from a remote to the disk
+    while it is timed."""
+    room = 2 * sum(each.nbytes for each in states.values()) + 2**24
+    memory: list[Tier] = [HostTier(room)]
+    if model.device.type == "cuda":
+        memory.insert(0, DeviceTier(room, model.device))
+    remote = RemoteTier.open(f"file://{folder / 'remote'}")
+    database = Database.open(folder / "ledger.sqlite")
+    shared: list[Tier] = [DiskTier(folder / "states"), remote]
+    store = KVStore(Ledger(database), memory, shared)
+    store.ledger.begin()
+    for key, each in states.items():
+        store.put(key, each)
+        for shelf in store.holdings.shelves[1:]:
+            store.holdings.place(shelf, key, each, 0, admitted=True)
+    return store
+
+
+def _first_token(model: LanguageModel, states: Sequence[KVStates], own: Sequence[int]) -> int:
+    context = assemble(states, own, window=model.window, max_new_tokens=1)
+    [completion] = complete(model, [Request(context, 1)])
+    return completion.token_ids[0]
+
+
+def _encode(model: LanguageModel, root: KVStates, tokens: Sequence[int]) -> KVStates:
+    [states] = encode(model, [EncodeJob(tokens, root.length, Segment(root, 0))])
+    return states
+
+
+def _nothing(missing: Sequence[KVKey]) -> list[KVStates]:
+    raise AssertionError(f"some tier should hold {missing}")
+
+
+def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> dict[str, float]:
+    """ledger_ms_p50: milliseconds of a request that the ledger takes: the collection's stamp, token
+    ids and a lease of four modules in memory. open_s: seconds to open a store of so many modules.
+
+    The blobs are small, and most of them empty: what is measured is bookkeeping.
+    """
+    fill_ledger(folder, modules)
+    began = time.perf_counter()
+    database = Database.open(folder / "ledger.sqlite")
+    store = KVStore.open(folder, database, 1 << 30)
+    opened = time.perf_counter() - began
+    try:
+        times = _ledger_requests(store, Catalogue(database, "tokenizer", None), requests)
+    finally:
+        store.close()
+        database.close()
+    return {"ledger_ms_p50": 1000 * statistics.median(times), "open_s": opened}
+
+
+def _ledger_requests(store: KVStore, catalogue: Catalogue, requests: int) -> list[float]:
+    rows = catalogue.modules("bench")[:_WARM]
+    keys = [made_up_key(number) for number in range(_WARM)]
+    for _ in range(2):  # the second use admits
+        store.fetch(keys).release()
+    times = []
+    for number in range(requests):
+        chosen = [(7 * number + i) % _WARM for i in range(_A_REQUEST)]
+        began = time.perf_counter()
+        catalogue.stamp("bench")
+        catalogue.token_ids([rows[i].id for i in chosen])
+        with store.fetch([keys[i] for i in chosen]):
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def fill_ledger(folder: Path, modules: int) -> None:
+    """Makes a state folder of so many modules in the collection `bench`."""
+    database = Database.open(folder / "ledger.sqlite")
+    store = KVStore.open(folder, database, 1 << 30)
+    documents = [
+        NewDocument(f"d{first}", "", "", [
+            NewModule(f"m{n}", "text", [1, 2, 3], made_up_key(n))
+            for n in range(first, min(first + _A_DOCUMENT, modules))
+        ])
+        for first in range(0, modules, _A_DOCUMENT)
+    ]  # fmt: skip
+    Catalogue(database, "tokenizer", None).replace("bench", documents)
+    states = KVStates(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
+    for number in range(_WARM):
+        store.put(made_up_key(number), states, Wish("ingest", "rooted"))
+    facts = Facts(3, 0.1, "rooted", made_up_key(-1), "model")
+    rows: list[dict[str, Any]] = []
+    for number in range(_WARM, modules):
+        key = made_up_key(number)
+        row = StateRow(key, "disk", 4096, 0, number, False, math.inf, "model", facts)
+        rows.append(row.values(""))
+        path = store.disk.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with database.transaction() as session:
+        session.execute(insert(StateTable), rows)
+    store.close()
+    database.close()
+
+
+def plot_tiers(result: Mapping[str, Any], file: Path) -> None:
+    """Bandwidths of the disk, first tokens by tier. Raises `MissingExtra` without matplotlib."""
+    figure, (speeds, tokens) = new_figure(2)
+    disk = {
+        f"{way}, {state}": result["disk"][state][way] / 1e9
+        for state in ("cold", "warm")
+        for way in ("plain", "mapped", "host")
+    }
+    draw_bars(speeds, "GB/s from disk", disk)
+    draw_bars(tokens, "seconds to the first token", result["ttft_by_tier"])
+    save_figure(figure, file)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragcache.bench.machine import describe_machine
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds
 from ragcache.engine import EncodeJob, LLMEngine, Request, Segment, assemble, encode
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
@@ -38,7 +37,7 @@ class TtftSetting:
 
 
 def bench_ttft(
-    setting: TtftSetting | None = None, progress: Callable[[str], None] = lambda _: None
+    setting: TtftSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
     """Runs the three ways in turn and returns medians in seconds and their ratios.
 
@@ -50,7 +49,7 @@ def bench_ttft(
     model = setting.shape.build(torch.bfloat16).to(setting.device)
     rng = random.Random(1)
     preamble, question, *modules = (
-        [rng.randrange(setting.shape.vocabulary) for _ in range(length)]
+        setting.shape.draw_tokens(rng, length)
         for length in (
             setting.preamble_tokens,
             setting.question_tokens,
@@ -66,15 +65,17 @@ def bench_ttft(
     states = _encode(causal, preamble, modules)
     placed = [states[0], *reversed(states[1:])]
     model.set_attn_implementation("sdpa")
-    _concatenated(model, placed, question)
+    concatenated = partial(_concatenated, model, placed, question)
+    concatenated()
     times: dict[str, list[float]] = {"concat": [], "cached": []}
     progress("concatenated states and segments, in turn")
     with LLMEngine(causal) as engine:
+        cached = partial(_cached, engine, causal.window, placed, question)
         for _ in range(setting.cached_runs):
             model.set_attn_implementation("sdpa")
-            times["concat"].append(_timed(lambda: _concatenated(model, placed, question)))
+            times["concat"].append(seconds(concatenated))
             wrap_causal(model)
-            times["cached"].append(_timed(lambda: _cached(engine, causal.window, placed, question)))
+            times["cached"].append(seconds(cached))
     return _report(setting, prefill, times)
 
 
@@ -95,14 +96,8 @@ def _report(setting: TtftSetting, prefill: float, times: dict[str, list[float]])
     }
 
 
-def _timed(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
 def _median(runs: int, run: Callable[[], object]) -> float:
-    return statistics.median(_timed(run) for _ in range(runs))
+    return statistics.median(seconds(run) for _ in range(runs))
 
 
 @torch.inference_mode()

@@ -5,14 +5,18 @@ The service and the calls that it is compared with run in one process, over one 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
+import random
 import socket
 import statistics
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,19 +24,19 @@ from typing import Any
 
 import uvicorn
 
-from ragcache import Generation, RagCache
-from ragcache.bench.ledger import fill_ledger
-from ragcache.bench.machine import describe_machine
-from ragcache.bench.shapes import LlamaShape, shaped_model
-from ragcache_api.bench.clients import first_token, request
-from ragcache_api.bench.foreign import foreign_first_tokens
-from ragcache_api.bench.streams import chat, closed_loop, throughput
+from ragcache import Generation, RagCache, SourceDocument
+from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
+from ragcache.bench.tiers import fill_ledger
+from ragcache_api.bench.clients import first_token, request, run_clients
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.serving import long_lived
 
-Report = Callable[[str], None]
 _TOPICS = ("boats", "keys", "leave", "lamps", "ropes", "dogs", "stores", "fires")
 _COLLECTION = "bench"
+_WORDS = ("mooring", "lantern", "ledger", "harbour", "cable", "winch", "survey", "tide", "signal")
+_SENTENCES = 24
+Asked = tuple[str, int]
+"""A question, and how many tokens its answer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class HttpSetting:
 
 
 def bench_http(
-    setting: HttpSetting | None = None, progress: Report = lambda _: None
+    setting: HttpSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
     """ttft_overhead_ms_p50: of the differences of neighbours. throughput_share: see
     `throughput`; with six layers of the shape of all our figures, and (`_reader`) with the reader,
@@ -107,7 +111,7 @@ def serving(rag: RagCache) -> Iterator[int]:
 
 
 def _first_tokens(
-    rag: RagCache, port: int, setting: HttpSetting, progress: Report
+    rag: RagCache, port: int, setting: HttpSetting, progress: Progress
 ) -> dict[str, Any]:
     progress("first tokens, in turn")
     called: list[float] = []
@@ -145,14 +149,14 @@ def _called(rag: RagCache, question: str) -> float:
 
 
 def _streams(
-    rag: RagCache, port: int, setting: HttpSetting, suffix: str, progress: Report
+    rag: RagCache, port: int, setting: HttpSetting, suffix: str, progress: Progress
 ) -> dict[str, Any]:
     load = closed_loop(_TOPICS, setting.streams, setting.requests, setting.tokens)
     measured = throughput(rag, port, _COLLECTION, load, setting.rounds, progress)
     return {f"{name}{suffix}": value for name, value in measured.items()}
 
 
-def _listing(port: int, setting: HttpSetting, progress: Report) -> dict[str, Any]:
+def _listing(port: int, setting: HttpSetting, progress: Progress) -> dict[str, Any]:
     progress("listing modules, page after page")
     sorts = ("id", "name", "nbytes", "hits", "last_use")
     by_sort: dict[str, list[float]] = {}
@@ -180,8 +184,158 @@ def _get(port: int, path: str) -> Any:
         return json.load(response)
 
 
-def _document(topic: str) -> Any:
-    from ragcache import SourceDocument
-
+def _document(topic: str) -> SourceDocument:
     text = " ".join(f"Rule {n} of {topic}: they are kept in place {n}." for n in range(24))
     return SourceDocument(topic, f"# {topic}\n\n{text}")
+
+
+def foreign_first_tokens(rag: RagCache, port: int, runs: int) -> dict[str, Any]:
+    """First tokens of chats that paste a text in, by who has ingested it.
+
+    own: the asker. foreign: another namespace, which has just asked the same. unknown: nobody.
+    foreign_ttft_ratio: the median over neighbours of foreign to unknown; 1 is equal. Makes keys, so
+    that the service is closed to callers without one.
+    """
+    draw = random.Random(7)
+    texts = [_text(draw) for _ in range(runs)]
+    rag.within("red").ingest("texts", [SourceDocument(str(n), t) for n, t in enumerate(texts)])
+    red, blue = (rag.keys.create(name, "user", name)[1] for name in ("red", "blue"))
+    name = rag.stats().model
+    times: dict[str, list[float]] = {"own": [], "foreign": [], "unknown": []}
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def ask(kind: str, text: str, key: str) -> None:
+            body = {
+                "model": name, "max_tokens": 2, "stream": True, "ignore_eos": True,
+                "messages": [{"role": "user", "content": f"{text}\n\nWhat is kept there?"}],
+            }  # fmt: skip
+            sent = request("/v1/chat/completions", body, port, key)
+            times[kind].append(first_token(link, sent))
+
+        for number, text in enumerate(texts):
+            ask("own", text, red)
+            asked = [("foreign", text), ("unknown", _text(draw))]
+            for kind, each in asked if number % 2 else reversed(asked):
+                ask(kind, each, blue)
+    ratios = [f / u for f, u in zip(times["foreign"], times["unknown"], strict=True)]
+    return {
+        "foreign_ttft_ratio": statistics.median(ratios),
+        "ttft_ms_p50_by_owner": {k: 1000 * statistics.median(v) for k, v in times.items()},
+    }
+
+
+def _text(draw: random.Random) -> str:
+    """As long as the others, and like none of them."""
+    return " ".join(
+        f"The {draw.choice(_WORDS)} of berth {draw.randrange(100, 999)} is by the "
+        f"{draw.choice(_WORDS)} {draw.randrange(100, 999)}."
+        for _ in range(_SENTENCES)
+    )
+
+
+def closed_loop(
+    topics: Sequence[str], clients: int, requests: int, tokens: int
+) -> list[list[Asked]]:
+    """What each client asks, one after another. Answers have from half of `tokens` to half more,
+    so that no two clients stay in step."""
+
+    def asked(client: int, number: int) -> Asked:
+        part = (5 * client + 11 * number) % clients
+        length = max(1, tokens // 2 + tokens * part // clients)
+        return f"What of {topics[(client + number) % len(topics)]}?", length
+
+    return [[asked(client, number) for number in range(requests)] for client in range(clients)]
+
+
+def throughput(
+    rag: RagCache,
+    port: int,
+    collection: str,
+    load: list[list[Asked]],
+    rounds: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """throughput_share: tokens a second of all clients over HTTP, of those of calls in a loop as
+    the service has it, over all rounds. A round is called, served, served, called, so that a
+    machine which becomes slower or faster meanwhile favours neither. throughput_share_interval:
+    where the share of such rounds lies in 90 of 100 cases (bootstrap). called_again_by_round: the
+    last run of a round over the first, which should be 1 and tells how much the machine scatters.
+    """
+    name = f"{len(load)} streams of {rag.stats().model}"
+    expected = sum(tokens for client in load for _, tokens in client)
+    bodies = [[_told(rag, collection, *asked) for asked in client] for client in load]
+    context = multiprocessing.get_context("spawn")
+    runs: list[list[float]] = []
+    with ProcessPoolExecutor(1, mp_context=context) as clients:
+
+        def served() -> float:
+            return _seconds(clients.submit(run_clients, port, bodies).result(), expected)
+
+        def called() -> float:
+            return _seconds(_called_all(rag, collection, load), expected)
+
+        called(), served()  # warm
+        for number in range(rounds):
+            progress(f"{name}, round {number + 1} of {rounds}")
+            runs.append([called(), served(), served(), called()])
+    return {
+        "throughput_share": _share(runs),
+        "throughput_share_interval": _interval(runs),
+        "throughput_share_by_round": [_share([run]) for run in runs],
+        "called_again_by_round": [run[0] / run[3] for run in runs],
+        "called_tokens_per_second": expected / statistics.mean(run[0] + run[3] for run in runs) * 2,
+        "served_tokens_per_second": expected / statistics.mean(run[1] + run[2] for run in runs) * 2,
+    }
+
+
+def chat(rag: RagCache, collection: str, question: str, tokens: int) -> dict[str, Any]:
+    """A streamed chat about a collection that has so many tokens, whatever the model says."""
+    return {
+        "model": rag.stats().model, "messages": [{"role": "user", "content": question}],
+        "collection": collection, "max_tokens": tokens, "stream": True, "ignore_eos": True,
+    }  # fmt: skip
+
+
+def _told(rag: RagCache, collection: str, question: str, tokens: int) -> dict[str, Any]:
+    body = chat(rag, collection, question, tokens)
+    return body | {"min_tokens": tokens, "stream_options": {"include_usage": True}}
+
+
+def _share(runs: Sequence[Sequence[float]]) -> float:
+    """Seconds of calls over seconds over HTTP, as many of each."""
+    return sum(run[0] + run[3] for run in runs) / sum(run[1] + run[2] for run in runs)
+
+
+def _interval(runs: list[list[float]]) -> list[float]:
+    draw = random.Random(0)
+    shares = sorted(_share(draw.choices(runs, k=len(runs))) for _ in range(2000))
+    return [shares[100], shares[1899]]
+
+
+def _seconds(counted: tuple[int, float], expected: int) -> float:
+    if counted[0] != expected:
+        raise RuntimeError(f"{expected} tokens were asked for, and {counted[0]} came")
+    return counted[1]
+
+
+def _called_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> tuple[int, float]:
+    loop_factory = uvicorn.Config(app="", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        begin = time.perf_counter()
+        tokens = runner.run(_call_all(rag, collection, load))
+        return tokens, time.perf_counter() - begin
+
+
+async def _call_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> int:
+    async def client(mine: list[Asked]) -> int:
+        tokens = 0
+        for question, length in mine:
+            # no token ends an answer, so that every one of them is text, and an event over HTTP
+            generation = Generation(max_new_tokens=length, min_new_tokens=length, ignore_eos=True)
+            stream = await rag.astream(question, collection=collection, generation=generation)
+            async for piece in stream.pieces():
+                tokens += piece.chosen is not None
+        return tokens
+
+    return sum(await asyncio.gather(*map(client, load)))

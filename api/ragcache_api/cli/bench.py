@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcache_api.cli import bench_http, bench_langchain, bench_tiers
-from ragcache_api.cli.console import console, errors
+from ragcache_api.cli.console import binary_size, console, errors, plain_table
 
 app = typer.Typer(
     help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
@@ -28,6 +26,24 @@ DeviceOption = Annotated[str, typer.Option(help="cpu, or cuda.")]
 Run = Callable[[Callable[[str], None]], dict[str, Any]]
 
 
+def measured(run: Run) -> dict[str, Any]:
+    """Runs a benchmark, with its progress on standard error."""
+    with errors.status("starting") as status:
+        return run(status.update)
+
+
+def report(shown: Sequence[Table | str], result: dict[str, Any], json_file: Path | None) -> None:
+    """Prints tables and sentences, and writes the figures if a file is given."""
+    from ragcache.bench.harness import write_figures
+
+    for number, each in enumerate(shown):
+        if number:
+            console.print()
+        console.print(each)
+    if json_file is not None:
+        write_figures(result, json_file)
+
+
 @app.callback()
 def bench() -> None:
     """Measure, as ratios of things run side by side in one process."""
@@ -42,9 +58,8 @@ def ttft(
     """Time to first token: ordinary prefill, concatenated states, segments."""
     from ragcache.bench.ttft import TtftSetting, bench_ttft
 
-    result = _measured(
-        lambda report: bench_ttft(TtftSetting(cached_runs=runs, device=device), report)
-    )
+    setting = TtftSetting(cached_runs=runs, device=device)
+    result = measured(lambda progress: bench_ttft(setting, progress))
     seconds = result["seconds"]
     rows = (
         ("ordinary prefill", "prefill", f"{result['ratio_to_prefill']:.1f}x sooner"),
@@ -52,11 +67,10 @@ def ttft(
         ("segments", "cached", ""),
         ("arithmetic limit", "limit", f"at {100 * result['share_of_limit']:.0f}% of it"),
     )
-    _print_table(
-        ("way", "seconds to first token", "segments are"),
-        [(way, f"{seconds[key]:.3f}", comparison) for way, key, comparison in rows],
-    )
-    _write(result, json_file)
+    table = plain_table("way", "seconds to first token", "segments are")
+    for way, key, comparison in rows:
+        table.add_row(way, f"{seconds[key]:.3f}", comparison)
+    report([table], result, json_file)
 
 
 @app.command("decode")
@@ -67,10 +81,10 @@ def decode(
     plot: PlotFile = None,
 ) -> None:
     """Decoding over shared documents: segments, copies, and with the attention left out."""
-    from ragcache.bench.decode import DecodeSetting, bench_decode
+    from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
 
     setting = DecodeSetting(requests=requests, device=device)
-    result = _measured(lambda report: bench_decode(setting, report))
+    result = measured(lambda progress: bench_decode(setting, progress))
     rows = [
         ("of `generate` with copies", f"{result['ratio_to_copies']:.1f}x"),
         ("the same, every query head with its key head", f"{result['ratio_to_copies_mha']:.1f}x"),
@@ -80,24 +94,11 @@ def decode(
         ("scheduling, of a step", f"{100 * result['scheduler_share']:.1f}%"),
     ]
     rate = result["shared"]["tokens_per_second"]
-    _print_table((f"{requests} requests, {rate:.0f} tokens a second", ""), rows)
-    _print_table(
-        ("attention alone: batch", "shared", "speedup", "theory", "measured over theory"),
-        [
-            (
-                str(row["batch"]),
-                str(row["shared"]),
-                f"{row['speedup']:.1f}x",
-                f"{row['theory']:.1f}x",
-                f"{row['measured_over_theory']:.2f}",
-            )
-            for row in result["relay"]
-        ],
-    )
-    _write(result, json_file)
+    table = plain_table(f"{requests} requests, {rate:.0f} tokens a second", "")
+    for name, figure in rows:
+        table.add_row(name, figure)
+    report([table], result, json_file)
     if plot is not None:
-        from ragcache.bench.plot import plot_decode
-
         plot_decode(result, plot)
 
 
@@ -109,77 +110,196 @@ def serve(
     plot: PlotFile = None,
 ) -> None:
     """Poisson arrivals over 64 documents, at growing rates, cached and in mode exact."""
-    from ragcache.bench.serve import ServeSetting, bench_serve
+    from ragcache.bench.serve import ServeSetting, bench_serve, plot_serve
 
     setting = ServeSetting(requests=requests, device=device)
-    result = _measured(lambda report: bench_serve(setting, report))
-    columns = ("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
-    rows = [
-        (
-            mode,
-            f"{load['rate']:.2f}",
-            f"{load['throughput']:.2f}",
-            f"{load['ttft_p50']:.3f} s",
-            f"{load['ttft_p99']:.3f} s",
-            f"{load['normalised']:.4f}",
-        )
-        for mode, loads in result["loads"].items()
-        for load in loads
-    ]
-    _print_table(columns, rows)
+    result = measured(lambda progress: bench_serve(setting, progress))
+    table = plain_table("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
+    for mode, loads in result["loads"].items():
+        for load in loads:
+            table.add_row(
+                mode, f"{load['rate']:.2f}", f"{load['throughput']:.2f}",
+                f"{load['ttft_p50']:.3f} s", f"{load['ttft_p99']:.3f} s",
+                f"{load['normalised']:.4f}",
+            )  # fmt: skip
     knee = result["knee"]
-    console.print(
+    said = (
         f"knee: {knee['cached']:.2f} requests a second, {result['knee_ratio_to_exact']:.1f}x of "
         f"exact's {knee['exact']:.2f}"
     )
-    _write(result, json_file)
+    report([table, said], result, json_file)
     if plot is not None:
-        from ragcache.bench.plot import plot_serve
-
         plot_serve(result, plot)
 
 
-@app.command("pml")
-def pml(
-    modules: Annotated[int, typer.Option(min=200, help="Modules of 500 characters.")] = 10_000,
+@app.command("tiers")
+def tiers(
+    entries: Annotated[int, typer.Option(min=1, help="Modules in the ledger.")] = 100_000,
+    blobs: Annotated[int, typer.Option(min=1, help="Modules of 1,024 tokens on disk.")] = 16,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """The store: disk to ready states, first tokens by tier, the ledger."""
+    from ragcache.bench.tiers import TiersSetting, bench_tiers, plot_tiers
+
+    setting = TiersSetting(blobs=blobs, entries=entries, folder=folder)
+    result = measured(lambda progress: bench_tiers(setting, progress))
+    tables = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
+    report([table(result) for table in tables], result, json_file)
+    if not result["disk"]["dropped"]:
+        console.print("[dim]the system did not drop its page cache: cold is warm here[/]")
+    if plot is not None:
+        plot_tiers(result, plot)
+
+
+def _disk_table(result: dict[str, Any]) -> Table:
+    disk = result["disk"]
+    table = plain_table("from disk", "page cache cold", "of plain", "warm", "of plain")
+    for way in ("plain", "mapped", "host"):
+        cells = []
+        for state in ("cold", "warm"):
+            share = disk[state].get(f"{way}_share")
+            cells.append(f"{disk[state][way] / 1e9:.2f} GB/s")
+            cells.append("" if share is None else f"{100 * share:.0f}%")
+        table.add_row(way, *cells)
+    return table
+
+
+def _first_token_table(result: dict[str, Any]) -> Table:
+    from ragcache.planning import format_seconds
+
+    ttft, ready = result["ttft_by_tier"], result["by_tier"]["ready_s"]
+    table = plain_table("modules in", "ready in", "first token in", "sooner than computed")
+    for tier, seconds in ttft.items():
+        states = format_seconds(ready[tier]) if tier in ready else ""
+        sooner = f"{ttft['computed'] / seconds:.1f}x" if tier in ready else ""
+        table.add_row(tier if tier in ready else "no tier", states, format_seconds(seconds), sooner)
+    return table
+
+
+def _break_even_table(result: dict[str, Any]) -> Table:
+    from ragcache.planning import format_bandwidth, format_seconds
+
+    details = result["by_tier"]
+    even = details["break_even_tokens"]
+    columns = ("a module of", "bytes", "computed", *even, "break-even")
+    table = plain_table(*columns)
+    for row in details["lengths"]:
+        times = [format_seconds(row[way]) for way in ("computed", *even)]
+        speed = format_bandwidth(row["break_even_bandwidth"])
+        table.add_row(f"{row['tokens']} tokens", binary_size(row["nbytes"]), *times, speed)
+    shortest = details["lengths"][0]["tokens"]
+    froms = [_from(tokens, shortest) for tokens in even.values()]
+    table.add_row("quicker", "", "", *froms, "", style="dim")
+    return table
+
+
+def _from(tokens: float | None, shortest: int) -> str:
+    if tokens is None:
+        return "at no length"
+    return "at each" if tokens <= shortest else f"from {tokens:.0f}"
+
+
+def _ledger_sentence(result: dict[str, Any]) -> str:
+    return (
+        f"a store of {result['setting']['entries']:,} modules opens in {result['open_s']:.1f} s; "
+        f"its ledger takes {result['ledger_ms_p50']:.2f} ms of a request"
+    )
+
+
+@app.command("langchain")
+def langchain(
+    handbook: Annotated[
+        Path, typer.Option(help="The folder of documents.", show_default=True)
+    ] = Path("examples/handbook"),
+    modules: Annotated[int, typer.Option(min=16, max=17_000, help="Synthetic modules.")] = 10_000,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model that reads them.")] = 6,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each question, each way.")] = 3,
+    batch: Annotated[int, typer.Option(min=2, help="Conversations of the batch.")] = 16,
     json_file: JsonFile = None,
 ) -> None:
-    """The language: parsing and laying out a large schema, resolving prompts against it."""
-    from ragcache.bench.pml import PmlSetting, bench_pml
+    """An LCEL chain with recognition and without; recognition alone; a batch and single calls."""
+    from ragcache.bench.harness import LlamaShape
+    from ragcache_connectors.langchain.bench import LangChainSetting, bench_langchain
 
-    result = _measured(lambda report: bench_pml(PmlSetting(modules=modules), report))
-    _print_table(
-        (f"{modules:,} modules, {result['characters']:,} characters", "time"),
-        [
-            ("schema: parse and lay out", f"{result['parse_layout_s']:.2f} s"),
-            ("half of it", f"{result['parse_layout_half_s']:.2f} s"),
-            ("prompt: parse", f"{result['parse_prompt_ms']:.2f} ms"),
-            ("prompt: resolve", f"{result['resolve_ms']:.2f} ms"),
-            ("the slowest of them", f"{result['resolve_worst_ms']:.2f} ms"),
-        ],
+    shape = LlamaShape(num_layers=layers)
+    setting = LangChainSetting(
+        handbook=handbook, shape=shape, modules=modules, runs=runs, batch=batch
     )
-    _write(result, json_file)
+    result = measured(lambda progress: bench_langchain(setting, progress))
+    shown = [_chain_table(result, modules, layers), _recognition_table(result)]
+    report([*shown, _batch_sentence(result)], result, json_file)
 
 
-def _measured(run: Run) -> dict[str, Any]:
-    with errors.status("starting") as status:
-        return run(status.update)
+def _chain_table(result: dict[str, Any], modules: int, layers: int) -> Table:
+    table = plain_table(
+        "retriever | prompt | model", "prompt", "from the cache", "plain", "recognised", "sooner"
+    )
+    for name, key in (
+        ("handbook, embedded reader", "handbook"),
+        (f"{modules:,} modules, {layers} layers of the shape", "synthetic"),
+    ):
+        row = result[key]
+        seconds = row["seconds"]
+        table.add_row(
+            name, f"{row['prompt_tokens']:.0f}", f"{row['cached_tokens']:.0f}",
+            f"{seconds['plain']:.3f} s", f"{seconds['recognised']:.3f} s", f"{row['ratio']:.1f}x",
+        )  # fmt: skip
+    return table
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _recognition_table(result: dict[str, Any]) -> Table:
+    lengths = sorted({row["characters"] for row in result["recognition"]})
+    table = plain_table("recognition among", *(f"{length:,} characters" for length in lengths))
+    for key, name in (
+        ("recognition", "modules"),
+        ("recognition_common_header", "modules under one header"),
+    ):
+        for modules in sorted({row["modules"] for row in result[key]}):
+            cells = [f"{row['ms']:.2f} ms" for row in result[key] if row["modules"] == modules]
+            table.add_row(f"{modules:,} {name}", *cells)
+    return table
 
 
-def _write(result: dict[str, Any], file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+def _batch_sentence(result: dict[str, Any]) -> str:
+    batch = result["batch"]
+    rates = batch["tokens_per_second"]
+    return (
+        f"a batch: {rates['batch']:.0f} tokens a second, {batch['ratio']:.1f}x of "
+        f"{rates['single']:.0f} by single calls"
+    )
 
 
-app.command("tiers")(bench_tiers.tiers)
-app.command("langchain")(bench_langchain.langchain)
-app.command("http")(bench_http.http)
+@app.command("http")
+def http(
+    runs: Annotated[int, typer.Option(min=2, help="First tokens of each side.")] = 60,
+    streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
+    modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
+    json_file: JsonFile = None,
+) -> None:
+    """The service beside calls of the engine: first tokens, streams, and a long listing."""
+    from ragcache_api.bench.http import HttpSetting, bench_http
+
+    setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules)
+    result = measured(lambda progress: bench_http(setting, progress))
+    table = plain_table("over HTTP", "", "of the calls")
+    table.add_row(
+        "to the first token, more", f"{result['ttft_overhead_ms_p50']:.2f} ms",
+        f"{result['ttft_called_ms_p50']:.1f} ms",
+    )  # fmt: skip
+    for model, suffix in (("six layers", ""), ("reader", "_reader")):
+        low, high = result[f"throughput_share_interval{suffix}"]
+        table.add_row(
+            f"tokens a second, {streams} streams, {model}",
+            f"{100 * result[f'throughput_share{suffix}']:.1f}% "
+            f"({100 * low:.1f}% to {100 * high:.1f}%)",
+            f"{result[f'called_tokens_per_second{suffix}']:.0f}",
+        )
+    table.add_row(f"a page of {modules:,} modules", f"{result['list_ms_p50']:.1f} ms", "")
+    table.add_row(
+        "first token of a text that another namespace has ingested",
+        f"{result['foreign_ttft_ratio']:.2f}x", "of one that nobody has",
+    )  # fmt: skip
+    report([table], result, json_file)

@@ -40,7 +40,7 @@ def _run(check: Callable[[], str]) -> tuple[bool, str]:
 
 
 def _machine() -> str:
-    from ragcache.bench.machine import describe_machine
+    from ragcache.bench.harness import describe_machine
 
     facts = describe_machine()
     return (

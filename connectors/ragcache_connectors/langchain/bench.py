@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,14 +17,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
-from ragcache.bench.machine import describe_machine
-from ragcache.bench.shapes import LlamaShape, shaped_model
-from ragcache_connectors.langchain.bench_corpus import (
-    fill,
-    headed,
-    prompt_of,
-    subjects,
-)
+from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
 from ragcache_connectors.langchain.chat_model import ChatRagCache
 from ragcache_connectors.langchain.retriever import RagCacheRetriever
 
@@ -31,8 +25,12 @@ if TYPE_CHECKING:
     from ragcache import RagCache
     from ragcache.store import ModuleRow
 
-Progress = Callable[[str], None]
-
+HEADER = "Handbook of the harbour, third edition > Rules\nNot to be copied without leave.\n\n"
+_SYLLABLES = "ba be bo da de do fa fi fo ga ge go ka ki ko la le lo ma mi mo na ne no pa".split()
+_COMMON = (
+    "the of and to in is was for on with at by from that which are were be has had its every "
+    "water harbour engine report winter office boat paper window quiet number answer market"
+).split()
 QUESTIONS = (
     "Who do I ring first if the cold store alarm goes off?",
     "How long may I stay inside the freezer at most?",
@@ -174,10 +172,10 @@ def _chains(
             times[way].append(time.perf_counter() - begin)
             if way == "recognised":
                 cached.append(answer.usage_metadata["input_token_details"]["cache_read"])
-    seconds = {way: statistics.median(runs) for way, runs in times.items()}
+    medians = {way: statistics.median(runs) for way, runs in times.items()}
     return {
-        "ratio": seconds["plain"] / seconds["recognised"],
-        "seconds": seconds,
+        "ratio": medians["plain"] / medians["recognised"],
+        "seconds": medians,
         "prompt_tokens": statistics.median(tokens),
         "cached_tokens": statistics.median(cached),
         "runs": times,
@@ -200,7 +198,7 @@ def _recognition(
         for length in setting.lengths:
             pasted = [row.text for row in rows[: min(size, 500)]]
             text = prompt_of(pasted, length)
-            times = [_timed(partial(find, text, table)) for _ in range(setting.finds)]
+            times = [seconds(partial(find, text, table)) for _ in range(setting.finds)]
             result.append(
                 {
                     "characters": length,
@@ -232,10 +230,10 @@ def _batch(rag: RagCache, setting: LangChainSetting, progress: Progress) -> dict
     for number in range(2):
         progress(f"a batch of {setting.batch}")
         some = asked(f"together {number}")
-        times["batch"].append(_timed(partial(model.batch, some)))
+        times["batch"].append(seconds(partial(model.batch, some)))
         progress(f"{setting.batch} single calls")
         some = asked(f"singly {number}")
-        times["single"].append(sum(_timed(partial(model.invoke, each)) for each in some))
+        times["single"].append(sum(seconds(partial(model.invoke, each)) for each in some))
     together, single = (statistics.mean(times[way]) for way in ("batch", "single"))
     tokens = setting.batch * new
     return {
@@ -246,7 +244,51 @@ def _batch(rag: RagCache, setting: LangChainSetting, progress: Progress) -> dict
     }
 
 
-def _timed(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+def subjects(count: int) -> list[str]:
+    """Names that stand in one module each: "bakido", ... in an order of their own."""
+    names = (a + b + c for a in _SYLLABLES for b in _SYLLABLES for c in _SYLLABLES)
+    chosen = [name for name, _ in zip(names, range(count), strict=False)]
+    random.Random(5).shuffle(chosen)
+    return chosen
+
+
+def text_of(subject: str, others: Sequence[str], words: int) -> str:
+    """A module's text: its subject twice, three others once, common words between."""
+    rng = random.Random(subject)
+    said = rng.choices(_COMMON, k=words)
+    for place, name in zip((3, words // 2, words // 3, words // 4, words - 2),
+                           (subject, subject, *others), strict=False):  # fmt: skip
+        said[place] = name
+    return " ".join(said).capitalize() + "."
+
+
+def fill(rag: RagCache, collection: str, count: int, words: int) -> None:
+    """Stores modules without encoding them: those that are read are encoded at the first use."""
+    from ragcache.store import NewDocument, NewModule
+
+    names = subjects(count)
+    rng = random.Random(6)
+    encoder = rag.parts.ingestor.encoder
+    rows = []
+    for name in names:
+        text = text_of(name, rng.choices(names, k=3), words)
+        ids = encoder.model.encode_untrusted(text)
+        module = NewModule(f"{name}#1", text, ids, encoder.key(ids, "rooted"))
+        rows.append(NewDocument(name, name, name, [module], {}, text))
+    rag.parts.catalogue.replace(collection, rows)
+
+
+def headed(rows: Sequence[ModuleRow], words: int) -> list[ModuleRow]:
+    """Modules of so many words, with the subjects of these, all under one header."""
+    return [replace(row, text=HEADER + text_of(row.document, (), words)) for row in rows]
+
+
+def prompt_of(texts: Sequence[str], length: int) -> str:
+    """A prompt of so many characters: texts with words of its own between them."""
+    parts, size = [], 0
+    for number, text in enumerate(cycle(texts)):
+        parts.append(f"Part {number}, which nobody ingested, says what follows:\n\n{text}\n\n")
+        size += len(parts[-1])
+        if size >= length:
+            return "".join(parts)[:length]
+    return ""

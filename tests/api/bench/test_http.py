@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.harness import LlamaShape
 from ragcache_api.bench import http
 from ragcache_api.cli.main import app
 

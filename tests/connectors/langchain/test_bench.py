@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.harness import LlamaShape
 from ragcache.store import ModuleRow
 from ragcache_api.cli.main import app
 from ragcache_connectors.langchain import bench
-from ragcache_connectors.langchain.bench import LangChainSetting, bench_langchain
-from ragcache_connectors.langchain.bench_corpus import (
+from ragcache_connectors.langchain.bench import (
     HEADER,
+    LangChainSetting,
+    bench_langchain,
     headed,
     prompt_of,
     subjects,

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from ragcache.bench.decode import DecodeSetting, bench_decode
-from ragcache.bench.plot import plot_decode
-from ragcache.bench.relay import RelaySetting
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
+from ragcache.bench.harness import LlamaShape
 
 TINY = LlamaShape(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocabulary=64, window=256
@@ -27,7 +25,6 @@ SETTING = DecodeSetting(
     new_tokens=6,
     copies_tokens=4,
     unshared_tokens=10,
-    relay=RelaySetting((2,), (16, 32), own=8, num_heads=4, num_kv_heads=2, head_dim=8, runs=2),
 )
 
 
@@ -57,13 +54,6 @@ def test_the_memory_is_one_copy_and_the_chunks_of_private_tokens(result: dict[st
     chunks = 3 * 64  # one chunk a request
     expected = (documents + chunks) / (documents + private)
     assert result["kv_bytes_ratio"] == pytest.approx(expected)
-
-
-def test_the_theory_is_relay_attentions(result: dict[str, Any]) -> None:
-    assert [(row["batch"], row["shared"]) for row in result["relay"]] == [(2, 16), (2, 32)]
-    row = result["relay"][1]
-    assert row["theory"] == pytest.approx((32 + 8 + 2) / (32 / 2 + 8 + 7))
-    assert row["measured_over_theory"] == pytest.approx(row["speedup"] / row["theory"])
 
 
 def test_the_result_is_json_and_is_drawn(result: dict[str, Any], tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ragcache.bench.plot import plot_serve
-from ragcache.bench.serve import Load, ServeSetting, _knee, bench_serve
-from ragcache.bench.shapes import LlamaShape
+from ragcache.bench.harness import LlamaShape
+from ragcache.bench.serve import LoadPoint, ServeSetting, bench_serve, knee_of, plot_serve
 
 TINY = LlamaShape(
     num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, intermediate=24, vocabulary=64, window=256
@@ -29,8 +28,8 @@ SETTING = ServeSetting(
 )
 
 
-def load(rate: float, normalised: float) -> Load:
-    return Load(rate, rate, 0.1, 0.2, normalised)
+def load(rate: float, normalised: float) -> LoadPoint:
+    return LoadPoint(rate, rate, 0.1, 0.2, normalised)
 
 
 def test_every_rate_of_both_modes_is_reported(tmp_path: Path) -> None:
@@ -48,6 +47,6 @@ def test_every_rate_of_both_modes_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_knee_is_where_the_latency_crosses_the_limit() -> None:
-    assert _knee([load(1, 0.1), load(2, 0.3)], limit=0.2) == pytest.approx(1.5)
-    assert _knee([load(1, 0.1), load(2, 0.15)], limit=0.2) == 2, "it was never crossed"
-    assert _knee([load(1, 0.4)], limit=0.2) == pytest.approx(0.5)
+    assert knee_of([load(1, 0.1), load(2, 0.3)], limit=0.2) == pytest.approx(1.5)
+    assert knee_of([load(1, 0.1), load(2, 0.15)], limit=0.2) == 2, "it was never crossed"
+    assert knee_of([load(1, 0.4)], limit=0.2) == pytest.approx(0.5)

@@ -7,22 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from ragcache.bench.by_tier import ByTierSetting
-from ragcache.bench.disk import bench_disk
-from ragcache.bench.plot import plot_tiers
-from ragcache.bench.quantised import bench_quantised
-from ragcache.bench.shapes import LlamaShape
-from ragcache.bench.tiers import TiersSetting, bench_tiers
-from ragcache.bench.victims import bench_victims
-from ragcache.bench.workload import ZipfWorkload
-from ragcache.errors import MissingExtra, NoDocuments
-from ragcache.models import LoadedModel
-from ragcache.store.policy import POLICIES
+from ragcache.bench.harness import LlamaShape
+from ragcache.bench.tiers import (
+    ByTierSetting,
+    TiersSetting,
+    bench_by_tier,
+    bench_disk,
+    bench_ledger,
+    bench_tiers,
+    plot_tiers,
+)
+from ragcache.errors import MissingExtra
 from ragcache_api.cli.main import app
 
-HANDBOOK = Path(__file__).parents[3] / "examples" / "handbook"
+TIERS = ["host", "disk", "remote"]
+
+
+@pytest.fixture(scope="module")
+def by_tier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    shape = LlamaShape(
+        num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, intermediate=96, vocabulary=320,
+        window=512,
+    )  # fmt: skip
+    setting = ByTierSetting(2, 24, 8, 6, runs=2, lengths=(8, 24))
+    return bench_by_tier(tmp_path_factory.mktemp("tiers"), shape, setting, lambda _: None)
+
+
+def test_every_tier_of_the_machine_is_measured_beside_computing(by_tier: dict[str, Any]) -> None:
+    tiers = ["device", *TIERS] if torch.cuda.is_available() else TIERS
+    assert list(by_tier["ttft_by_tier"]) == [*tiers, "computed"]
+    for tier, ready in by_tier["by_tier"]["ready_s"].items():
+        assert 0 < ready < by_tier["ttft_by_tier"][tier]
+
+
+def test_the_break_even_is_of_the_figures_beside_it(by_tier: dict[str, Any]) -> None:
+    rows = by_tier["by_tier"]["lengths"]
+    assert [row["tokens"] for row in rows] == [8, 24]
+    per_token = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, size, bytes
+    for row in rows:
+        assert row["nbytes"] == per_token * row["tokens"]
+        assert row["break_even_bandwidth"] == row["nbytes"] / row["computed"]
+    for tier, tokens in by_tier["by_tier"]["break_even_tokens"].items():
+        quicker = rows[-1][tier] < rows[-1]["computed"]
+        assert (tokens is not None) == quicker
+
+
+def test_states_lie_in_every_tier_that_outlives_the_process(tmp_path: Path) -> None:
+    setting = ByTierSetting(1, 8, 4, 4, runs=1, lengths=(4,))
+    shape = LlamaShape(1, 32, 2, 1, 32, 64, 64)
+    bench_by_tier(tmp_path, shape, setting, lambda _: None)
+    blobs = {file.name for file in tmp_path.glob("remote/??/*.safetensors")}
+    assert len(blobs) == 3, "a root, a module and a cut of it"
 
 
 def test_the_disk_is_read_in_every_way_and_compared_with_plain_reading(tmp_path: Path) -> None:
@@ -35,44 +73,27 @@ def test_the_disk_is_read_in_every_way_and_compared_with_plain_reading(tmp_path:
             assert result[state][f"{way}_share"] == pytest.approx(share)
 
 
-def test_victims_are_timed_under_every_policy() -> None:
-    assert set(bench_victims(500, runs=1)) == set(POLICIES)
-
-
-def test_eight_bits_hardly_change_how_the_reader_begins(reader: LoadedModel) -> None:
-    """The bounds that docs and model card state: 95 % for int8, 90 % for fp8."""
-    result = bench_quantised(reader, HANDBOOK, 20)
-    assert result["questions"] == 20
-    assert result["int8"]["first_token_agreement"] >= 0.95
-    assert result["fp8"]["first_token_agreement"] >= 0.9
-    for kind, error in (("int8", 0.01), ("fp8", 0.04)):
-        assert result[kind]["bytes_share"] < 0.54
-        assert 0.001 < result[kind]["keys_error"] < error
-        assert 0.001 < result[kind]["values_error"] < error
-
-
-def test_a_folder_without_questions_is_named(reader: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(NoDocuments, match=r"questions\.jsonl"):
-        bench_quantised(reader, tmp_path, 1)
+def test_the_ledger_is_measured_on_a_store_that_was_opened_again(tmp_path: Path) -> None:
+    figures = bench_ledger(tmp_path, modules=150, requests=5)
+    assert set(figures) == {"ledger_ms_p50", "open_s"}
+    assert all(value > 0 for value in figures.values())
+    assert len(list(tmp_path.glob("states/??/*.safetensors"))) == 150, "opening lost nothing"
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     setting = TiersSetting(
         shape=LlamaShape(2, 64, 4, 2, 96, 320, 512), module_tokens=32, blobs=2, disk_runs=1,
-        by_tier=ByTierSetting(2, 24, 8, 6, runs=1, lengths=(8, 24)), entries=200, questions=2,
-        handbook=HANDBOOK, workload=ZipfWorkload(documents=50, prompts=50),
+        by_tier=ByTierSetting(2, 24, 8, 6, runs=1, lengths=(8, 24)), entries=200,
         folder=tmp_path_factory.mktemp("blobs"),
     )  # fmt: skip
     return bench_tiers(setting)
 
 
 def test_the_keys_are_those_that_are_promised(result: dict[str, Any]) -> None:
-    assert {"disk_bandwidth_share", "victims_ms", "hit_rate", "quantised"} <= set(result)
-    assert {"lru", "gdsf", "lfu", "belady", "prefix"} <= set(result["hit_rate"])
+    assert {"disk_bandwidth_share", "ttft_by_tier", "ledger_ms_p50", "open_s"} <= set(result)
     disk = result["disk"]["cold" if result["disk"]["dropped"] else "warm"]
     assert result["disk_bandwidth_share"] == disk["host_share"]
-    assert result["victims_ms"] == max(result["victims"].values())
     json.dumps(result, default=str)
 
 
@@ -98,7 +119,7 @@ def test_the_command_prints_tables_and_writes_json(
     monkeypatch.setattr("ragcache.bench.tiers.bench_tiers", measured)
     file = tmp_path / "tiers.json"
     shown = CliRunner().invoke(app, ["bench", "tiers", "--json", str(file), "--entries", "7"])
-    for word in ("belady", "no tier", "remote", "24 tokens", "a store of 200 modules"):
+    for word in ("mapped", "no tier", "remote", "24 tokens", "a store of 200 modules"):
         assert word in shown.stdout
-    assert json.loads(file.read_text())["hit_rate"] == result["hit_rate"]
+    assert json.loads(file.read_text())["disk"] == result["disk"]
     assert asked[0].entries == 7

@@ -1,18 +1,24 @@
-"""Attention alone, beside what RelayAttention's arithmetic promises."""
+"""Attention over a shared run, beside what RelayAttention's arithmetic promises.
+
+python benchmarks/relay.py --json FILE --plot FILE
+"""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import Tensor
 from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PageRows, RunRows, SharedQueries, backend_for
+from ragcache.bench.harness import describe_machine, new_figure, save_figure, seconds
+from ragcache_api.cli.bench import DeviceOption, JsonFile, PlotFile, report
+from ragcache_api.cli.console import plain_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +112,46 @@ def _times(
         ours()
         own()
         for _ in range(setting.runs):
-            times[0].append(_timed(ours, device))
-            times[1].append(_timed(own, device))
+            times[0].append(seconds(ours, device))
+            times[1].append(seconds(own, device))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def _timed(run: Callable[[], None], device: str) -> float:
-    begin = time.perf_counter()
-    run()
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
+def plot_relay(result: dict[str, Any], file: Path) -> None:
+    """Speedup against the length of the run. Raises `MissingExtra` without matplotlib."""
+    figure, [axes] = new_figure(1)
+    by_batch: dict[int, list[dict[str, Any]]] = {}
+    for row in result["relay"]:
+        by_batch.setdefault(row["batch"], []).append(row)
+    for batch, rows in by_batch.items():
+        shared = [row["shared"] for row in rows]
+        [line] = axes.plot(shared, [row["speedup"] for row in rows], "o-", label=f"batch {batch}")
+        theory = [row["theory"] for row in rows]
+        axes.plot(shared, theory, "--", color=line.get_color(), alpha=0.6)
+    axes.set_xlabel("shared tokens")
+    axes.set_ylabel("speedup of attention (dashed: theory)")
+    axes.legend(frameon=False)
+    save_figure(figure, file)
+
+
+def main(device: DeviceOption = "cpu", json_file: JsonFile = None, plot: PlotFile = None) -> None:
+    """Attention of a decoding step over a shared run, beside attention over copies."""
+    setting = RelaySetting()
+    result: dict[str, Any] = {
+        "relay": bench_relay(setting, device),
+        "setting": asdict(setting) | {"device": device},
+        "machine": describe_machine(),
+    }
+    table = plain_table("batch", "shared", "speedup", "theory", "measured over theory")
+    for row in result["relay"]:
+        table.add_row(
+            str(row["batch"]), str(row["shared"]), f"{row['speedup']:.1f}x",
+            f"{row['theory']:.1f}x", f"{row['measured_over_theory']:.2f}",
+        )  # fmt: skip
+    report([table], result, json_file)
+    if plot is not None:
+        plot_relay(result, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,16 +1,21 @@
-"""The language at size: parsing and laying out a large schema, and resolving prompts against it."""
+"""The language at size: parsing and laying out a large schema, and resolving prompts against it.
+
+python benchmarks/pml.py --json FILE
+"""
 
 from __future__ import annotations
 
 import random
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from ragcache.bench.machine import describe_machine
+import typer
+
+from ragcache.bench.harness import Progress, describe_machine, seconds
+from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.console import plain_table
 from ragcache_schemas import (
     Import,
     Module,
@@ -41,7 +46,7 @@ class PmlSetting:
 
 
 def bench_pml(
-    setting: PmlSetting | None = None, progress: Callable[[str], None] = lambda _: None
+    setting: PmlSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
     """Times the language alone: tokens are counted as a quarter of the characters.
 
@@ -54,8 +59,8 @@ def bench_pml(
     text = write_schema(_schema(setting, setting.modules))
     half = write_schema(_schema(setting, setting.modules // 2))
     progress("parsing and laying out")
-    whole_s = [_timed(lambda: _index(text)) for _ in range(setting.parse_runs)]
-    half_s = [_timed(lambda: _index(half)) for _ in range(setting.parse_runs)]
+    whole_s = [seconds(lambda: _index(text)) for _ in range(setting.parse_runs)]
+    half_s = [seconds(lambda: _index(half)) for _ in range(setting.parse_runs)]
     progress("resolving prompts")
     index = _index(text)
     rng = random.Random(2)
@@ -63,8 +68,8 @@ def bench_pml(
     resolve_ms: list[float] = []
     parse_ms: list[float] = []
     for prompt in prompts:
-        parse_ms.append(1000 * _timed(partial(parse_prompt, prompt)))
-        resolve_ms.append(1000 * _timed(partial(resolve_prompt, index, parse_prompt(prompt))))
+        parse_ms.append(1000 * seconds(partial(parse_prompt, prompt)))
+        resolve_ms.append(1000 * seconds(partial(resolve_prompt, index, parse_prompt(prompt))))
     return {
         "parse_layout_s": statistics.median(whole_s),
         "resolve_ms": statistics.median(resolve_ms),
@@ -84,12 +89,6 @@ def _index(text: str) -> SchemaIndex:
 
 def _count(text: str) -> int:
     return (len(text) + 3) // 4
-
-
-def _timed(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def _schema(setting: PmlSetting, modules: int) -> Schema:
@@ -119,3 +118,25 @@ def _prompt(setting: PmlSetting, rng: random.Random) -> str:
         number = union * setting.union + rng.randrange(setting.union)
         imports.append(Import(f"m{number}", (("value", "eight"),) if number % 10 == 0 else ()))
     return write_prompt(Prompt("large", (*imports, Text("What does it say?"))))
+
+
+def main(
+    modules: Annotated[int, typer.Option(min=200, help="Modules of 500 characters.")] = 10_000,
+    json_file: JsonFile = None,
+) -> None:
+    """Parsing and laying out a large schema, resolving prompts against it."""
+    result = measured(lambda progress: bench_pml(PmlSetting(modules=modules), progress))
+    table = plain_table(f"{modules:,} modules, {result['characters']:,} characters", "time")
+    for name, time in (
+        ("schema: parse and lay out", f"{result['parse_layout_s']:.2f} s"),
+        ("half of it", f"{result['parse_layout_half_s']:.2f} s"),
+        ("prompt: parse", f"{result['parse_prompt_ms']:.2f} ms"),
+        ("prompt: resolve", f"{result['resolve_ms']:.2f} ms"),
+        ("the slowest of them", f"{result['resolve_worst_ms']:.2f} ms"),
+    ):
+        table.add_row(name, time)
+    report([table], result, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,36 +1,43 @@
-"""What eight bits cost: bytes saved, states that change, answers that begin otherwise."""
+"""What eight bits cost: bytes saved, states that change, answers that begin otherwise.
+
+python benchmarks/quantization.py --json FILE
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
+from ragcache.bench.harness import Progress, describe_machine
 from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
 from ragcache.errors import NoDocuments
-from ragcache.models import LoadedModel, prompt_frame
+from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, quantize, restored
+from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.console import plain_table
 
 _MODULE_TOKENS = 384
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Question:
     """A question in tokens, over the states of the preamble and of its document."""
 
     states: tuple[KVStates, KVStates]
     own: list[int]
 
 
-def bench_quantised(
+def bench_quantization(
     model: LoadedModel, handbook: Path, questions: int,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """For `int8` and `fp8`: bytes_share of the model's dtype; keys_error and values_error, the
     Euclidean norm of the difference over that of the states; first_token_agreement, the share of
@@ -51,7 +58,7 @@ def bench_quantised(
     return {"questions": len(asked), **kinds}
 
 
-def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Asked]:
+def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Question]:
     """Questions spread evenly over the file, each over its own document."""
     file = handbook / "questions.jsonl"
     if not file.is_file():
@@ -69,7 +76,7 @@ def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Asked]:
     states = dict(zip(documents, encode(model.causal, jobs), strict=True))
     before, after = model.encode(frame.question), model.encode(frame.epilogue)
     return [
-        _Asked(
+        _Question(
             (root, states[row["document"]]),
             [*before, *model.encode_untrusted(row["question"]), *after],
         )
@@ -77,7 +84,7 @@ def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Asked]:
     ]
 
 
-def _first_tokens(model: LoadedModel, asked: Sequence[_Asked], kind: KVDtype) -> list[int]:
+def _first_tokens(model: LoadedModel, asked: Sequence[_Question], kind: KVDtype) -> list[int]:
     requests = []
     for each in asked:
         kept = [restored(quantize(states, kind)) for states in each.states]
@@ -86,7 +93,7 @@ def _first_tokens(model: LoadedModel, asked: Sequence[_Asked], kind: KVDtype) ->
     return [done.token_ids[0] for done in complete(model.causal, requests)]
 
 
-def _errors(asked: Sequence[_Asked], kind: KVDtype) -> dict[str, float]:
+def _errors(asked: Sequence[_Question], kind: KVDtype) -> dict[str, float]:
     exact = list({id(states): states for each in asked for states in each.states}.values())
     kept = [quantize(states, kind) for states in exact]
     found = [restored(states) for states in kept]
@@ -102,3 +109,30 @@ def _distance(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     wrong = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     whole = sum(float(a.float().square().sum()) for a in exact)
     return float(torch.tensor(wrong / whole).sqrt())
+
+
+def main(
+    handbook: Annotated[
+        Path, typer.Option(help="Documents with questions.jsonl.", show_default=True)
+    ] = Path("examples/handbook"),
+    questions: Annotated[int, typer.Option(min=1, help="Questions to quantized states.")] = 48,
+    json_file: JsonFile = None,
+) -> None:
+    """States and answers of the embedded reader in eight bits."""
+    result: dict[str, Any] = {
+        "quantized": measured(
+            lambda progress: bench_quantization(load_model(), handbook, questions, progress)
+        ),
+        "setting": {"questions": questions, "handbook": str(handbook)},
+        "machine": describe_machine(),
+    }
+    table = plain_table("kept as", "bytes", "error of keys", "of values", "answers begin alike")
+    for kind in ("int8", "fp8"):
+        row = result["quantized"][kind]
+        shares = ("bytes_share", "keys_error", "values_error", "first_token_agreement")
+        table.add_row(kind, *(f"{100 * row[share]:.2f}%" for share in shares))
+    report([table], result, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""Hit rates: caches of a few places against what can be counted by hand."""
+"""Hit rates: caches of a few places against what can be counted by hand; victims."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import itertools
 
 import numpy as np
 import pytest
+from eviction import (
+    ZipfWorkload,
+    belady,
+    bench_hit_rate,
+    bench_victims,
+    encoding_saved,
+    prefix,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.bench.hit_rate import _policy, belady, bench_hit_rate, prefix
-from ragcache.bench.workload import ZipfWorkload
 from ragcache.store.policy import POLICIES
 
 SMALL = ZipfWorkload(documents=60, prompts=400, budget=0.2)
@@ -37,7 +43,7 @@ def test_prompts_hold_different_documents_and_the_first_ranks_most_often() -> No
 def test_lru_by_hand() -> None:
     """Two places: 0 1 | 0 2 drops 1 | 1 0 drops 2 | 2 1 drops 0. Found: 0, 0, 1."""
     prompts = np.array([[0, 1], [0, 2], [1, 0], [2, 1]])
-    assert _policy(prompts, "lru", np.ones(3, np.int64), 2) == 3 / 8
+    assert encoding_saved(prompts, "lru", np.ones(3, np.int64), 2) == 3 / 8
 
 
 def test_belady_by_hand() -> None:
@@ -75,3 +81,7 @@ def optimum(prompts: list[int], places: int) -> int:
 def test_belady_is_the_optimum(prompts: list[int], places: int) -> None:
     found = belady(np.array(prompts)[:, None], places)
     assert round(found * len(prompts)) == optimum(prompts, places)
+
+
+def test_victims_are_timed_under_every_policy() -> None:
+    assert set(bench_victims(500, runs=1)) == set(POLICIES)

@@ -1,0 +1,158 @@
+"""What all benchmarks share: the machine, model shapes, timing, and files of figures and plots."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ragcache.errors import MissingExtra
+from ragcache.states import KVKey
+
+if TYPE_CHECKING:
+    from ragcache.models import LoadedModel
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """The sizes of a Llama; the default is the shape of all published figures (0.4 B)."""
+
+    num_layers: int = 24
+    hidden: int = 896
+    num_heads: int = 14
+    num_kv_heads: int = 2
+    intermediate: int = 4864
+    vocabulary: int = 32000
+    window: int = 8192
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer's products."""
+        attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate
+
+    def flops(self, new_tokens: int, past_tokens: int) -> float:
+        """Floating-point operations of a causal pass over `new_tokens` after `past_tokens`, with
+        logits of the last row only."""
+        products = 2.0 * new_tokens * self.num_layers * self.layer_weights
+        pairs = new_tokens * past_tokens + new_tokens * (new_tokens + 1) / 2
+        attention = 4.0 * pairs * self.num_layers * self.num_heads * self.head_dim
+        return products + attention + 2.0 * self.hidden * self.vocabulary
+
+    def draw_tokens(self, rng: random.Random, count: int) -> list[int]:
+        """Token ids drawn evenly from the vocabulary."""
+        return [rng.randrange(self.vocabulary) for _ in range(count)]
+
+    def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
+        """A Hugging Face model with random weights."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            max_position_embeddings=self.window,
+            tie_word_embeddings=True,
+            dtype=dtype,
+        )
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def shaped_model(shape: LlamaShape) -> LoadedModel:
+    """A random model of the shape, in bfloat16, with the tokenizer of the embedded reader."""
+    from ragcache.models import LoadedModel, load_model, wrap_causal
+
+    model = wrap_causal(shape.build(torch.bfloat16))
+    return LoadedModel("shape", model, load_model().tokenizer)
+
+
+def describe_machine() -> dict[str, object]:
+    """Hardware, versions and date, for the JSON beside every figure."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def seconds(run: Callable[[], object], device: str = "cpu") -> float:
+    """Wall-clock seconds of one call, its work on a GPU included."""
+    begin = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def made_up_key(name: object) -> KVKey:
+    """A key as long as the digests of real states."""
+    return KVKey(hashlib.sha256(str(name).encode()).hexdigest())
+
+
+def write_figures(result: Mapping[str, Any], file: Path) -> None:
+    """Writes figures as JSON."""
+    file.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def new_figure(columns: int) -> Any:
+    """A matplotlib figure and its axes. Raises `MissingExtra` without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra(
+            "plots need matplotlib: install it with `pip install 'ragcache[plot]'`"
+        ) from error
+    figure = Figure(figsize=(5.5 * columns, 4), layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def save_figure(figure: Any, file: Path) -> None:
+    """Writes a plot in the format that the suffix of `file` names."""
+    figure.savefig(file, dpi=150)
+
+
+def draw_bars(axes: Any, title: str, values: Mapping[str, float]) -> None:
+    """Horizontal bars with their values beside them."""
+    names = list(values)[::-1]
+    axes.barh(names, [values[name] for name in names], color="#4878a8")
+    for row, name in enumerate(names):
+        axes.annotate(f" {values[name]:.3g}", (values[name], row), va="center")
+    axes.set_title(title)
+    axes.margins(x=0.2)
+    axes.spines[["top", "right"]].set_visible(False)

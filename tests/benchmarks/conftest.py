@@ -1,0 +1,7 @@
+"""The scripts of `benchmarks/` are imported by their names."""
+
+import sys
+
+from tests.conftest import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
