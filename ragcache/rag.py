@@ -10,13 +10,13 @@ from typing import Unpack
 from langchain_core.embeddings import Embeddings
 
 from ragcache.config import DEFAULT_K, Settings, parse_bytes
-from ragcache.documents.source import Source
+from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, StoreUnwritable
 from ragcache.facade import Administration, Chats, Keeping, Prompts, Questions, Retrieval
 from ragcache.models import LoadedModel, load_model
 from ragcache.pipeline import Ingestion, Parts, generated_schema, members
 from ragcache.pipeline.ingestion import Progress
-from ragcache.retrieval.embedders import MiniLM
+from ragcache.retrieval.embeddings import MiniLM
 from ragcache.store import Database, KVStore, TierOptions, open_tiers
 from ragcache_schemas import Schema, expand
 
@@ -111,7 +111,7 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         return RagCache(self._parts.within(namespace), closes=False)
 
     def ingest(
-        self, collection: str, sources: Iterable[Source] | Source, *,
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
         progress: Progress | None = None,
     ) -> Ingestion:  # fmt: skip
         """Stores documents: files, folders, `SourceDocument`s or LangChain documents.

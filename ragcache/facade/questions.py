@@ -16,7 +16,7 @@ from ragcache.pipeline import (
     Parts,
 )
 from ragcache.pipeline.asked import awaited, results
-from ragcache.retrieval import Criteria, Filters
+from ragcache.retrieval import Filters, SearchParams
 
 
 class Questions:
@@ -46,7 +46,7 @@ class Questions:
         threshold: float | None = None,
     ) -> list[Answer]:  # fmt: skip
         """Answers questions together: every document that several share is read once a step."""
-        criteria = Criteria(k, filters=filters, threshold=threshold)
+        criteria = SearchParams(k, filters=filters, threshold=threshold)
         return results(self._start(questions, collection, criteria, mode, generation))
 
     def stream(
@@ -55,7 +55,7 @@ class Questions:
         threshold: float | None = None,
     ) -> AnswerStream:  # fmt: skip
         """As `ask`, but returns when the question is queued; iterate for the text as it comes."""
-        criteria = Criteria(k, filters=filters, threshold=threshold)
+        criteria = SearchParams(k, filters=filters, threshold=threshold)
         [asked] = self._start([question], collection, criteria, mode, generation)
         return AnswerStream(asked)
 
@@ -78,7 +78,7 @@ class Questions:
         threshold: float | None = None,
     ) -> list[Answer]:  # fmt: skip
         """`ask_batch` for asyncio."""
-        criteria = Criteria(k, filters=filters, threshold=threshold)
+        criteria = SearchParams(k, filters=filters, threshold=threshold)
         arguments = (questions, collection, criteria, mode, generation)
         return await awaited(await asyncio.to_thread(self._start, *arguments))
 
@@ -89,13 +89,13 @@ class Questions:
     ) -> AsyncAnswerStream:  # fmt: skip
         """`stream` for asyncio: `async for piece in await rag.astream(...)`. Documents are found
         and their states leased in a thread of asyncio's pool."""
-        criteria = Criteria(k, filters=filters, threshold=threshold)
+        criteria = SearchParams(k, filters=filters, threshold=threshold)
         arguments = ([question], collection, criteria, mode, generation)
         [asked] = await asyncio.to_thread(self._start, *arguments)
         return AsyncAnswerStream(asked)
 
     def _start(
-        self, questions: Sequence[str], collection: str, criteria: Criteria, mode: str,
+        self, questions: Sequence[str], collection: str, criteria: SearchParams, mode: str,
         generation: Generation,
     ) -> list[Asked]:  # fmt: skip
         checked = check_mode(mode)

@@ -8,8 +8,8 @@ from langchain_core.embeddings import Embeddings
 
 from ragcache.config import DEFAULT_K
 from ragcache.pipeline import Parts, Placed
-from ragcache.retrieval import Criteria, Filters, Retriever, SearchKind, Selection
-from ragcache.retrieval.criteria import CANDIDATES
+from ragcache.retrieval import Filters, Retriever, SearchKind, SearchParams, Selection
+from ragcache.retrieval.params import CANDIDATES
 from ragcache.store import (
     CollectionRow,
     DocumentRow,
@@ -40,7 +40,7 @@ class Retrieval:
         over the `candidates` best; likeness is the cosine of vectors, or without an embedder the
         overlap of words. Raises `UnknownCollection`, `InvalidRequest` or `ConfigurationError`.
         """
-        criteria = Criteria(k, search, filters, threshold, diversity, candidates)
+        criteria = SearchParams(k, search, filters, threshold, diversity, candidates)
         return self.retriever().retrieve(query, collection, criteria)
 
     async def aretrieve(
@@ -49,7 +49,7 @@ class Retrieval:
         diversity: float | None = None, candidates: int = CANDIDATES,
     ) -> Selection:  # fmt: skip
         """`retrieve` for asyncio."""
-        criteria = Criteria(k, search, filters, threshold, diversity, candidates)
+        criteria = SearchParams(k, search, filters, threshold, diversity, candidates)
         return await self.retriever().aretrieve(query, collection, criteria)
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:

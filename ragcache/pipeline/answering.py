@@ -18,7 +18,7 @@ from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.linking import Run, link, recomputed
 from ragcache.pipeline.scaffolds import Scaffolds, scaffold_modules
 from ragcache.pipeline.submitting import Submitter
-from ragcache.retrieval import Criteria, Retriever, Selection
+from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.store import Catalogue, Lease
 
 
@@ -57,7 +57,7 @@ class Answerer:
         self,
         questions: Sequence[str],
         collection: str,
-        criteria: Criteria,
+        criteria: SearchParams,
         mode: str,
         generation: Generation,
     ) -> list[Asked]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ragcache.documents import SourceDocument, load_sources
-from ragcache.documents.source import Source
+from ragcache.documents.source import DocumentSource
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
@@ -40,7 +40,7 @@ class IngestionJobs:
     def submit(
         self,
         collection: str,
-        sources: Iterable[Source] | Source,
+        sources: Iterable[DocumentSource] | DocumentSource,
         *,
         idempotency_key: str | None = None,
     ) -> JobRow:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ragcache.config import Settings
 from ragcache.documents import SourceDocument, load_sources, split_document
-from ragcache.documents.source import Source
+from ragcache.documents.source import DocumentSource
 from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError
 from ragcache.pipeline.encoding import ModuleEncoder
@@ -50,7 +50,7 @@ class Ingestor:
     def ingest(
         self,
         collection: str,
-        sources: Iterable[Source] | Source,
+        sources: Iterable[DocumentSource] | DocumentSource,
         progress: Progress | None = None,
         job: int | None = None,
     ) -> Ingestion:

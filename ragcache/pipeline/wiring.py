@@ -29,7 +29,7 @@ from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.pipeline.worker import Worker
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Retrievers
-from ragcache.retrieval.embedders import embedder_name
+from ragcache.retrieval.embeddings import embedder_name
 from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts
 
 

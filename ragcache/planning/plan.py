@@ -15,7 +15,7 @@ import torch
 
 from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.documents import load_sources, split_document
-from ragcache.documents.source import Source
+from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, NoDocuments
 from ragcache.models import LanguageModel, LoadedModel, prompt_frame
 from ragcache.planning.measure import SampleTimes, choose_sample, measure_sample
@@ -44,7 +44,7 @@ class Corpus:
 
 def corpus_of_sources(
     model: LoadedModel,
-    sources: Iterable[Source] | Source,
+    sources: Iterable[DocumentSource] | DocumentSource,
     module_tokens: int,
     progress: Progress = lambda *_: None,
 ) -> Corpus:

@@ -1,20 +1,18 @@
 """Finding modules for a question: words, meaning, and the fusion of both."""
 
-from ragcache.retrieval.criteria import Criteria, SearchKind
 from ragcache.retrieval.filters import Filters, compile_filters
-from ragcache.retrieval.fusion import fuse
-from ragcache.retrieval.index import CollectionIndex
-from ragcache.retrieval.retriever import Hit, Retriever, Selection
-from ragcache.retrieval.retrievers import Retrievers
+from ragcache.retrieval.params import SearchKind, SearchParams
+from ragcache.retrieval.retriever import Hit, Retriever, Retrievers, Selection
+from ragcache.retrieval.search import CollectionIndex, fuse
 
 __all__ = [
     "CollectionIndex",
-    "Criteria",
     "Filters",
     "Hit",
     "Retriever",
     "Retrievers",
     "SearchKind",
+    "SearchParams",
     "Selection",
     "compile_filters",
     "fuse",

@@ -1,11 +1,15 @@
 """The retriever: modules for a question."""
 
+# MERGED ragcache.retrieval.retrievers: The retrievers of one catalogue: one for each embedder.
+# MERGED ragcache.retrieval.diversity: Maximal marginal relevance (Carbonell and Goldstein,
+#   SIGIR 1998).
+
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -13,20 +17,18 @@ import numpy as np
 from langchain_core.embeddings import Embeddings
 
 from ragcache.errors import ConfigurationError, InvalidRequest
-from ragcache.retrieval.criteria import Criteria
-from ragcache.retrieval.diversity import cosines, most_diverse, overlaps
+from ragcache.retrieval.embeddings import embedder_name
 from ragcache.retrieval.filters import Test
-from ragcache.retrieval.fusion import fuse
-from ragcache.retrieval.index import CollectionIndex, Ranking
-from ragcache.retrieval.terms import terms
-from ragcache.store import Catalogue, ModuleRow, Vectors
+from ragcache.retrieval.params import SearchParams
+from ragcache.retrieval.search import CollectionIndex, Ranking, fuse, terms
+from ragcache.store import Catalogue, Database, ModuleRow, Vectors
 
 _EMBED_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A module that was selected. score: as `Criteria.threshold` says."""
+    """A module that was selected. score: as `SearchParams.threshold` says."""
 
     module: ModuleRow
     score: float
@@ -70,7 +72,7 @@ class Retriever:
         other.embedder = embedder
         return other
 
-    def retrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
+    def retrieve(self, query: str, collection: str, criteria: SearchParams) -> Selection:
         """The modules of a collection that meet the criteria. Raises `UnknownCollection`,
         `InvalidRequest` for `meaning` without an embedder, or `ConfigurationError` for an embedder
         whose vectors are of several lengths."""
@@ -79,14 +81,14 @@ class Retriever:
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, criteria)
 
-    async def aretrieve(self, query: str, collection: str, criteria: Criteria) -> Selection:
+    async def aretrieve(self, query: str, collection: str, criteria: SearchParams) -> Selection:
         """As `retrieve`: the embedder is awaited, and the search runs in a thread."""
         await asyncio.to_thread(self._catalogue.stamp, collection)
         embedder = self._embedder_for(criteria)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
         return await asyncio.to_thread(self._select, query, vector, collection, criteria)
 
-    def near(self, vector: Sequence[float], collection: str, criteria: Criteria) -> Selection:
+    def near(self, vector: Sequence[float], collection: str, criteria: SearchParams) -> Selection:
         """As `retrieve` by meaning, for a vector [D] of the embedder. Raises also
         `ConfigurationError` for a vector of another length."""
         self._check_embedder()
@@ -103,7 +105,7 @@ class Retriever:
             rows += self.embedder.embed_documents(stripped[start : start + _EMBED_BATCH])
         return np.asarray(rows, dtype=np.float32)
 
-    def _embedder_for(self, criteria: Criteria) -> Embeddings | None:
+    def _embedder_for(self, criteria: SearchParams) -> Embeddings | None:
         if criteria.search == "words":
             return None
         return self.embedder if criteria.search == "hybrid" else self._check_embedder()
@@ -117,7 +119,7 @@ class Retriever:
         return self.embedder
 
     def _select(
-        self, query: str, vector: np.ndarray | None, collection: str, criteria: Criteria
+        self, query: str, vector: np.ndarray | None, collection: str, criteria: SearchParams
     ) -> Selection:
         indexed = self._current(collection, None if vector is None else len(vector))
         if not indexed.modules:
@@ -192,7 +194,9 @@ def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) ->
     return dimension in (None, indexed.index.dimension) or not indexed.modules
 
 
-def _rank(query: str, vector: np.ndarray | None, indexed: _Indexed, criteria: Criteria) -> Ranking:
+def _rank(
+    query: str, vector: np.ndarray | None, indexed: _Indexed, criteria: SearchParams
+) -> Ranking:
     """All candidates. What the filters leave out is no candidate, so that they cost no hits."""
     index, depth = indexed.index, criteria.depth
     allowed = None if criteria.wanted is None else _allowed(indexed, criteria.wanted)
@@ -211,7 +215,7 @@ def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
     return np.fromiter((wanted(row.attributes) for row in rows), dtype=bool, count=len(rows))
 
 
-def _diversified(ranking: Ranking, indexed: _Indexed, criteria: Criteria) -> Ranking:
+def _diversified(ranking: Ranking, indexed: _Indexed, criteria: SearchParams) -> Ranking:
     """Maximal marginal relevance. Relevance is the score, the cosine itself or else a share of the
     best one's; likeness is the cosine of vectors or, without, the overlap of words."""
     if not ranking or criteria.diversity is None:
@@ -226,3 +230,64 @@ def _diversified(ranking: Ranking, indexed: _Indexed, criteria: Criteria) -> Ran
         likeness = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
     picked = most_diverse(relevance, likeness, criteria.k, criteria.diversity)
     return [ranking[position] for position in picked]
+
+
+class Retrievers:
+    """Retrievers by embedder. Thread-safe; embedders of one name share vectors and index."""
+
+    def __init__(
+        self, catalogue: Catalogue, database: Database, embedder: Embeddings | None
+    ) -> None:
+        self._catalogue = catalogue
+        self._database = database
+        self._known: dict[str, Retriever] = {}
+        self._finding = threading.Lock()
+        self._first = Retriever(catalogue) if embedder is None else self.of(embedder)
+
+    def of(self, embedder: Embeddings | None = None) -> Retriever:
+        """The retriever of an embedder; without, that of the embedder that there is, or by words
+        alone."""
+        if embedder is None:
+            return self._first
+        name = embedder_name(embedder)
+        with self._finding:
+            found = self._known.get(name)
+            if found is None:
+                vectors = Vectors(self._database, name, self._catalogue.namespace)
+                found = self._known[name] = Retriever(self._catalogue, embedder, vectors)
+        return found if found.embedder is embedder else found.using(embedder)
+
+
+def most_diverse(
+    relevance: np.ndarray, likeness: np.ndarray, k: int, diversity: float
+) -> list[int]:
+    """Picks `k` of N candidates: the most relevant, then one after the other that with the largest
+
+        (1 - diversity) * relevance - diversity * (largest likeness to what was picked)
+
+    relevance: [N]; likeness: [N, N], both on the scale of a cosine. Of equals the first.
+    """
+    if not len(relevance) or k < 1:
+        return []
+    picked = [int(np.argmax(relevance))]
+    nearest = likeness[picked[0]]
+    while len(picked) < min(k, len(relevance)):
+        marginal = (1 - diversity) * relevance - diversity * nearest
+        marginal[picked] = -np.inf
+        picked.append(int(np.argmax(marginal)))
+        nearest = np.maximum(nearest, likeness[picked[-1]])
+    return picked
+
+
+def cosines(vectors: np.ndarray) -> np.ndarray:
+    """Likeness [N, N] of unit vectors [N, D]."""
+    products: np.ndarray = vectors @ vectors.T
+    return products
+
+
+def overlaps(texts: Sequence[Collection[str]]) -> np.ndarray:
+    """Likeness [N, N] of texts by their words: those that two share, of those that either has
+    (Jaccard)."""
+    words = [set(text) for text in texts]
+    rows = [[len(a & b) / max(1, len(a | b)) for b in words] for a in words]
+    return np.array(rows).reshape(len(words), len(words))

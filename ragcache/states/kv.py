@@ -1,9 +1,14 @@
 """The states themselves."""
 
+# MERGED ragcache.states.key: Names of states: a digest of everything that they depend on.
+
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 
@@ -32,3 +37,49 @@ class KVStates:
     def part(self, begin: int, end: int, start: int) -> KVStates:
         """Tokens begin:end as states of their own, encoded from position `start` on. A view."""
         return KVStates(self.keys[:, :, begin:end], self.values[:, :, begin:end], start)
+
+
+FORMAT_VERSION = 2
+"""Raised when encoding or the blob format changes, so that older states are not found."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class KVKey:
+    """`digest` is 64 hexadecimal digits; equal keys mean interchangeable states."""
+
+    digest: str
+
+    def __str__(self) -> str:
+        return self.digest
+
+
+def state_key(
+    *,
+    model: str,
+    tokenizer: str,
+    scheme: str,
+    mode: str,
+    token_ids: Sequence[int],
+    start: int,
+    root: KVKey | None,
+    offsets: Sequence[int] | None = None,
+    salt: str = "",
+) -> KVKey:
+    """The key of the states of `token_ids` encoded from position `start`.
+
+    model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
+    scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
+    that stood before these while they were encoded (the preamble), if any; offsets: where the
+    tokens stand from `start` on, if not one after another; salt: whose states they are, so that no
+    other namespace finds them.
+    """
+    digest = hashlib.sha256()
+    if salt:  # everything else begins with a digit
+        digest.update(f"salt {len(salt)}:{salt},".encode())
+    names = (str(FORMAT_VERSION), model, tokenizer, scheme, mode, str(start), str(root or ""))
+    for name in names:
+        digest.update(f"{len(name)}:{name},".encode())
+    digest.update(np.asarray(token_ids, dtype="<i4").tobytes())
+    if offsets is not None and list(offsets) != list(range(len(token_ids))):
+        digest.update(b"offsets" + np.asarray(offsets, dtype="<i4").tobytes())
+    return KVKey(digest.hexdigest())

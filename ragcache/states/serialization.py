@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.openmp import keeps_no_workers
-from ragcache.states.key import FORMAT_VERSION, KVKey
+from ragcache.states.kv import FORMAT_VERSION, KVKey
 from ragcache.states.quantization import StoredStates, model_dtype, rebuild, tensors_of
 
 Allocate = Callable[[int], Tensor]

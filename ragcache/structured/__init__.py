@@ -1,10 +1,14 @@
 """Answers of a given form: grammars that decoding keeps to, and the tool calls of chat models."""
 
-from ragcache.structured.call_reader import TextDelta, ToolCallDelta
-from ragcache.structured.call_scan import InvalidToolCall, ToolCall
-from ragcache.structured.grammar import Grammar
-from ragcache.structured.matching import constraint_of
-from ragcache.structured.tool_calls import ToolCallStream, parse_tool_calls
+from ragcache.structured.grammar import Grammar, constraint_of
+from ragcache.structured.tool_calls import (
+    InvalidToolCall,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStream,
+    parse_tool_calls,
+)
 from ragcache.structured.tools import ToolStyle, resolve_tool_choice, tool_call_grammar, tool_style
 
 __all__ = [

@@ -1,14 +1,32 @@
 """The form of an answer, as a value: named by whoever asks, compiled where it is used."""
 
+# MERGED ragcache.structured.compiling: Grammars compiled for a model's vocabulary.
+# MERGED ragcache.structured.matching: A compiled grammar as the engine's constraint.
+# MERGED ragcache.structured.vocabulary: A model's vocabulary as bytes, for the grammar
+#   compiler.
+
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
-from ragcache.errors import InvalidRequest
-from ragcache.structured.json_schema import check_schema
+import torch
+from torch import Tensor
+
+from ragcache.engine import MakeConstraint
+from ragcache.engine.constraint import pack
+from ragcache.errors import InvalidRequest, MissingExtra
+from ragcache.models import LoadedModel
+from ragcache.structured.json_schema import check_schema, schema_rules
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
@@ -85,3 +103,175 @@ def _parsed(schema: Mapping[str, Any] | str) -> object:
         return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the JSON schema is not JSON: {error}") from error
+
+
+KEPT_BYTES = 2**26
+"""Compiled grammars that each model keeps, the least recently used going first."""
+
+THREADS = 2
+"""Of one compilation, beside the model's own."""
+
+# The place in the compiler's source, which tells a caller nothing.
+_ORIGIN = re.compile(
+    r"^\[[\d:]+\] \S+: |Check failed: .*? is false: |Invalid structural tag error: "
+)
+
+
+class Compiler:
+    """Compiles grammars for one model, for any number of threads.
+
+    stop_ids: the tokens that end an answer; a grammar allows them where it is complete.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        xgrammar = _library()
+        vocabulary = token_bytes(model)
+        self.width = len(vocabulary)
+        self.stop_ids = sorted(each for each in model.stop_ids if each < self.width)
+        info = xgrammar.TokenizerInfo(
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=self.width,
+            stop_token_ids=self.stop_ids,
+        )
+        self._compiler: GrammarCompiler = xgrammar.GrammarCompiler(
+            info, max_threads=THREADS, cache_limit_bytes=KEPT_BYTES
+        )
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles it, or finds it compiled. Raises `InvalidRequest`."""
+        try:
+            return self._compile(grammar)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = _ORIGIN.sub("", str(error)).strip(" :\n") or "it is too large"
+            raise InvalidRequest(f"the {grammar.kind} cannot be compiled: {reason}") from error
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        compiler, text = self._compiler, grammar.text
+        if grammar.kind == "json_schema":
+            return compiler.compile_grammar(schema_rules(json.loads(text)))
+        if grammar.kind == "regex":
+            return compiler.compile_regex(text)
+        if grammar.kind == "ebnf":
+            return compiler.compile_grammar(text)
+        return compiler.compile_structural_tag(json.dumps(_with_rules(json.loads(text))))
+
+
+def _with_rules(described: Any) -> Any:
+    """A structural tag in which every JSON schema is replaced by its rules."""
+    if isinstance(described, list):
+        return [_with_rules(each) for each in described]
+    if not isinstance(described, dict):
+        return described
+    if described.get("type") == "json_schema":
+        return {"type": "grammar", "grammar": schema_rules(described["json_schema"])}
+    return {key: _with_rules(each) for key, each in described.items()}
+
+
+_compilers: WeakKeyDictionary[LoadedModel, Compiler] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def compiler_of(model: LoadedModel) -> Compiler:
+    """The model's compiler, made at the first call and dropped with the model. Raises
+    `MissingExtra`."""
+    with _lock:
+        compiler = _compilers.get(model)
+        if compiler is None:
+            compiler = _compilers[model] = Compiler(model)
+        return compiler
+
+
+def _library() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise MissingExtra(
+            "constrained decoding needs xgrammar: pip install 'ragcache[structured]'"
+        ) from error
+    return xgrammar
+
+
+def constraint_of(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
+    """Compiles the grammar for the model's vocabulary.
+
+    Raises `InvalidRequest` where it cannot be compiled, `MissingExtra` without `structured`.
+    """
+    compiler = compiler_of(model)
+    compiled = compiler.compile(grammar)
+    stops = torch.zeros(1, compiler.width, dtype=torch.bool, device="cpu")
+    stops[0, compiler.stop_ids] = True
+    [packed] = pack(stops)
+    return lambda: GrammarConstraint(compiled, packed)
+
+
+class GrammarConstraint:
+    """One answer's place in its grammar. stops: the stop tokens as a packed mask, int32 [W]."""
+
+    def __init__(self, compiled: CompiledGrammar, stops: Tensor) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher: GrammarMatcher = GrammarMatcher(compiled)
+        self._others = ~stops
+        self._mask = torch.empty((1, len(stops)), dtype=torch.int32, device="cpu")
+        self._filled = False
+        self.finished = False
+
+    def mask(self) -> Tensor | None:
+        """See `Constraint.mask`."""
+        if not self._filled:
+            self._fill()
+        return self._mask[0]
+
+    def accept(self, token: int) -> None:
+        """See `Constraint.accept`. Raises `ValueError` for a token that the grammar refuses."""
+        if not self._matcher.accept_token(token):
+            raise ValueError(f"the grammar does not allow token {token} here")
+        self._filled = False
+        if self._matcher.is_completed():
+            self._fill()
+            self.finished = not bool((self._mask[0] & self._others).any())
+
+    def _fill(self) -> None:
+        self._matcher.fill_next_token_bitmask(self._mask)
+        self._filled = True
+
+
+TOOL_MARKERS = frozenset(("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"))
+"""Control tokens that a grammar may spell. No other control token stands in an answer of a given
+form: its text is left out of what the caller sees."""
+
+
+def token_bytes(model: LoadedModel) -> list[bytes]:
+    """The bytes of every row of the model's logits, b"" for what no grammar may use: control
+    tokens, and rows beyond the tokenizer. Raises `InvalidRequest` for an unknown tokenizer."""
+    from xgrammar import TokenizerInfo
+
+    tokenizer, width = model.tokenizer, logits_width(model)
+    try:
+        info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=width, stop_token_ids=[0])
+    except Exception as error:
+        raise InvalidRequest(
+            f"this model's tokenizer, {type(tokenizer).__name__}, cannot be constrained: {error}"
+        ) from error
+    decoded = [bytes(token) for token in info.decoded_vocab]
+    decoded += [b""] * (width - len(decoded))
+    for token_id, added in _added(tokenizer).items():
+        if token_id < width:
+            hidden = added.special and added.content not in TOOL_MARKERS
+            decoded[token_id] = b"" if hidden else added.content.encode()
+    return decoded
+
+
+def _added(tokenizer: Any) -> dict[int, Any]:
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return added
+
+
+def logits_width(model: LoadedModel) -> int:
+    """V of the model's logits, which may be more than its tokenizer has tokens."""
+    hugging_face = model.causal.model
+    head = hugging_face.get_output_embeddings()
+    if head is not None:
+        return int(head.weight.shape[0])
+    return int(hugging_face.config.get_text_config().vocab_size)

@@ -1,12 +1,275 @@
-"""Tool calls read from a model's text, whole or while it comes."""
+"""The JSON object of one tool call, read as it comes."""
+
+# MERGED ragcache.structured.call_reader: What the readers of every style share: text and
+#   calls, told as soon as they are certain.
+# MERGED ragcache.structured.tool_calls: Tool calls read from a model's text, whole or while it
+#   comes.
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from ragcache.structured.call_reader import Call, CallReader, Delta, TextDelta, overlap
-from ragcache.structured.call_scan import CallScan
 from ragcache.structured.tools import ToolStyle, known_style
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidToolCall:
+    """What began as a call and is none. name: where it can be told. text: as the model wrote it,
+    without the markers around it. error: what is wrong with it."""
+
+    name: str | None
+    text: str
+    error: str
+
+
+class CallScan:
+    """Reads `{"name": ..., "arguments": {...}}` up to its closing brace.
+
+    It knows strings and brackets only: whether the text is JSON is told at its end.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.done = False
+        self.depth = 0
+        self.keys: list[str] = []
+        self.name: str | None = None
+        self._string: int | None = None  # where the string began that is being read
+        self._escaped = False
+        self._at_value = False
+        self._begin: int | None = None
+        self._end: int | None = None
+
+    @property
+    def has_arguments(self) -> bool:
+        return any(key in self.keys for key in ARGUMENTS)
+
+    @property
+    def arguments(self) -> str:
+        """The text of the arguments as far as it was read; "" if they are no object."""
+        return "" if self._begin is None else self.text[self._begin : self._end]
+
+    def read(self, text: str) -> int:
+        """Takes text until the object ends. Returns how many characters were taken."""
+        begin = len(self.text)
+        self.text += text
+        for place in range(begin, len(self.text)):
+            self._take(self.text[place], place)
+            if self.done:
+                self.text = self.text[: place + 1]
+                return place + 1 - begin
+        return len(text)
+
+    def _take(self, char: str, place: int) -> None:
+        if self._string is not None:
+            self._in_string(char, place)
+        elif char == '"':
+            self._string = place
+        elif char in "{[":
+            self._descend(char, place)
+        elif char in "}]":
+            self._ascend(place)
+        elif self.depth == 1 and char in ":,":
+            self._at_value = char == ":"
+
+    def _in_string(self, char: str, place: int) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            assert self._string is not None
+            begin, self._string = self._string, None
+            if self.depth == 1:
+                self._end_string(_string(self.text[begin : place + 1]))
+
+    def _end_string(self, value: str) -> None:
+        """A string of the object itself ended: a key, or a key's value."""
+        if not self._at_value:
+            self.keys.append(value)
+        elif self.keys and self.keys[-1] == "name" and self.name is None:
+            self.name = value
+
+    def _descend(self, char: str, place: int) -> None:
+        wanted = self._at_value and self.keys and self.keys[-1] in ARGUMENTS
+        if self.depth == 1 and wanted and char == "{" and self._begin is None:
+            self._begin = place
+        self.depth += 1
+
+    def _ascend(self, place: int) -> None:
+        self.depth -= 1
+        if self.depth == 1 and self._begin is not None and self._end is None:
+            self._end = place + 1
+        self.done = self.depth == 0
+
+
+def _string(literal: str) -> str:
+    try:
+        return str(json.loads(literal, strict=False))
+    except ValueError:
+        return literal
+
+
+def call_of(scan: CallScan, raw: str) -> ToolCall | InvalidToolCall:
+    """What was read. raw: as the model wrote it."""
+    try:
+        fields = _loads(scan.text)
+        if [key for key in scan.keys if key in ARGUMENTS][1:] or scan.keys.count("name") > 1:
+            raise ValueError("a call has one name and one object of arguments")
+        name = fields.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError("the call has no name")
+        arguments: Any = next((fields[key] for key in ARGUMENTS if key in fields), {})
+        if isinstance(arguments, str):  # some models write the object as a string
+            arguments = _loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no JSON object")
+    except (ValueError, RecursionError) as error:
+        return InvalidToolCall(scan.name or None, raw, str(error))
+    return ToolCall(name, arguments)
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that belongs to no call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of a call. index: its place among the calls. name: with its first delta. arguments: more
+    of their JSON text."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Delta = TextDelta | ToolCallDelta
+Call = ToolCall | InvalidToolCall
+
+
+class CallReader:
+    """Takes text, and collects deltas and calls.
+
+    A style's `step` reads what it can of `rest` and returns whether to go on at once; `end` takes
+    what is left when no more text comes.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.deltas: list[Delta] = []
+        self.rest = ""  # not yet read
+        self.raw = ""  # the call under way, as it was written
+        self.scan: CallScan | None = None
+        self._blank = ""  # white space that text or a call may follow
+        self._spoken = False  # whether text came since the beginning or the last call
+        self._named = False
+        self._sent = 0  # characters of the arguments
+
+    def step(self) -> bool:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Tells text; white space at the beginning and after a call only where text follows."""
+        text = self._blank + text
+        self._blank = ""
+        if not self._spoken and not text.strip():
+            self._blank = text
+            return
+        if not self._spoken and self.calls:
+            text = text.lstrip()
+        self._spoken = True
+        self.deltas.append(TextDelta(text))
+
+    def say_before(self, marker: str) -> bool:
+        """Tells the text before a marker and takes both. Without one, tells what cannot be the
+        beginning of one. Returns whether it was there."""
+        before, found, after = self.rest.partition(marker)
+        kept = after if found else before[len(before) - overlap(before, marker) :]
+        said = before if found else before[: len(before) - len(kept)]
+        if said:
+            self.say(said)
+        self.rest = kept
+        return bool(found)
+
+    def close_text(self) -> None:
+        """Text ends: white space alone is an answer only where no call is."""
+        if self._blank and not self.calls:
+            self.deltas.append(TextDelta(self._blank))
+        self._blank = ""
+
+    def begin_call(self, scan: CallScan | None = None) -> None:
+        self._blank, self._spoken = "", False
+        self._named, self._sent = False, 0
+        self.raw, self.scan = "", scan
+
+    def read_object(self) -> bool:
+        """Reads on in the call's object. Returns whether it ended."""
+        assert self.scan is not None
+        taken = self.scan.read(self.rest)
+        self.raw += self.rest[:taken]
+        self.rest = self.rest[taken:]
+        return self.scan.done
+
+    def tell(self) -> None:
+        """Tells what is new of the call, once its name is known."""
+        assert self.scan is not None
+        if not self.scan.name:
+            return
+        new = self.scan.arguments[self._sent :]
+        if new or not self._named:
+            name = None if self._named else self.scan.name
+            self.deltas.append(ToolCallDelta(len(self.calls), name, new))
+        self._named, self._sent = True, self._sent + len(new)
+
+    def end_call(self, junk: str = "") -> None:
+        """Takes the call. junk: what stands between it and its end."""
+        if self.scan is None or not self.scan.done or junk.strip():
+            name = None if self.scan is None else self.scan.name or None
+            wrong = "the call does not end" if self.scan is not None else "a call is a JSON object"
+            if self.scan is not None and self.scan.done:
+                wrong = "something follows the call's JSON"
+            self.calls.append(InvalidToolCall(name, self.raw + junk, wrong))
+            return
+        call = call_of(self.scan, self.raw)
+        if isinstance(call, ToolCall) and not self._sent:
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+            name = None if self._named else call.name
+            self.deltas.append(ToolCallDelta(len(self.calls), name, arguments))
+        self.calls.append(call)
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of the text may begin the marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
+
 
 SPACE = " \t\r\n"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 
-from ragcache.documents.metadata import check_metadata
+from ragcache.documents.source import check_metadata
 
 if TYPE_CHECKING:
     from ragcache import RagCache

@@ -60,7 +60,7 @@ class RagCacheEmbeddings(Embeddings):
 
 def minilm() -> Embeddings:
     """The process's all-MiniLM-L6-v2. Raises `MissingExtra`."""
-    from ragcache.retrieval.embedders import MiniLM
+    from ragcache.retrieval.embeddings import MiniLM
 
     with _loading:
         if not _loaded:

@@ -21,7 +21,7 @@ from ragcache_connectors.langchain.opening import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.retrieval import Criteria, Retriever
+    from ragcache.retrieval import Retriever, SearchParams
 
 _ARGUMENTS = ("k", "search", "filters", "threshold", "diversity", "candidates")
 
@@ -72,14 +72,14 @@ class RagCacheRetriever(BaseRetriever):
         selection = await retriever.aretrieve(query, self.collection, criteria)
         return await asyncio.to_thread(found_documents, rag, selection.hits)
 
-    def _criteria(self, arguments: Mapping[str, Any]) -> Criteria:
-        from ragcache.retrieval import Criteria
+    def _criteria(self, arguments: Mapping[str, Any]) -> SearchParams:
+        from ragcache.retrieval import SearchParams
 
         unknown = sorted(arguments.keys() - set(_ARGUMENTS))
         if unknown:
             known = ", ".join(_ARGUMENTS)
             raise InvalidRequest(f"unknown argument {unknown[0]!r}; arguments: {known}")
-        return Criteria(**{name: getattr(self, name) for name in _ARGUMENTS} | dict(arguments))
+        return SearchParams(**{name: getattr(self, name) for name in _ARGUMENTS} | dict(arguments))
 
     def _parts(self) -> tuple[RagCache, Retriever]:
         rag = shared_rag(self.rag, self.state)

@@ -20,7 +20,7 @@ from ragcache_connectors.langchain.opening import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.retrieval import Criteria, Hit, Retriever, Selection
+    from ragcache.retrieval import Hit, Retriever, SearchParams, Selection
 
 Scored = list[tuple[Document, float]]
 
@@ -180,13 +180,13 @@ class RagCacheVectorStore(VectorStore):
 
     def _criteria(
         self, k: int, fetch_k: int | None = None, lambda_mult: float | None = None, **kwargs: Any
-    ) -> Criteria:
-        from ragcache.retrieval import Criteria
+    ) -> SearchParams:
+        from ragcache.retrieval import SearchParams
 
         filters = kwargs.pop("filter", None)
         if kwargs:
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
-        return Criteria(
+        return SearchParams(
             k,
             "words" if self._searching().embedder is None else "meaning",
             filters,
@@ -194,7 +194,7 @@ class RagCacheVectorStore(VectorStore):
             candidates=k if fetch_k is None else fetch_k,
         )
 
-    def _found(self, query: str | Sequence[float], criteria: Criteria) -> Scored:
+    def _found(self, query: str | Sequence[float], criteria: SearchParams) -> Scored:
         searching = self._searching()
         try:
             if isinstance(query, str):
@@ -205,7 +205,7 @@ class RagCacheVectorStore(VectorStore):
             return []
         return self._documents(selection)
 
-    async def _afound(self, query: str, criteria: Callable[[], Criteria]) -> Scored:
+    async def _afound(self, query: str, criteria: Callable[[], SearchParams]) -> Scored:
         wanted, searching = await asyncio.to_thread(lambda: (criteria(), self._searching()))
         try:
             selection = await searching.aretrieve(query, self.collection, wanted)

@@ -13,7 +13,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Answer
-from ragcache.retrieval import Criteria
+from ragcache.retrieval import SearchParams
 
 KEYS = "The spare key of the boathouse hangs in the red cupboard."
 LOCKS = "The lock of the boathouse takes the spare key. " * 40
@@ -86,7 +86,7 @@ def test_another_embedder_has_vectors_of_its_own(rag: RagCache) -> None:
         rag.retrieve("key", collection="notes", search="meaning")
     other = rag.retriever(DeterministicFakeEmbedding(size=6))
     text = rag.get_modules(["keys#1"], collection="notes")[0].text.strip()
-    [hit] = other.retrieve(text, "notes", Criteria(1, "meaning")).hits
+    [hit] = other.retrieve(text, "notes", SearchParams(1, "meaning")).hits
     assert (hit.module.name, hit.score) == ("keys#1", pytest.approx(1.0))
     assert rag.retriever() is rag.retriever(rag.retriever().embedder)
 

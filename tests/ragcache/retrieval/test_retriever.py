@@ -1,5 +1,8 @@
 """The retriever: words, meaning, and what other processes change."""
 
+# MERGED tests.ragcache.retrieval.test_retrievers: Retrievers by embedder.
+# MERGED tests.ragcache.retrieval.test_diversity: Maximal marginal relevance.
+
 from __future__ import annotations
 
 import threading
@@ -9,10 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from langchain_core.embeddings import Embeddings
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
-from ragcache.retrieval import CollectionIndex, Criteria, Retriever, SearchKind, Selection
+from ragcache.retrieval import (
+    CollectionIndex,
+    Retriever,
+    Retrievers,
+    SearchKind,
+    SearchParams,
+    Selection,
+)
+from ragcache.retrieval.retriever import cosines, most_diverse, overlaps
 from ragcache.states import KVKey
 from ragcache.store import Catalogue, Database, NewDocument, NewModule, Vectors
 
@@ -63,7 +77,7 @@ def fill(catalogue: Catalogue, embedder: Embeddings | None = None) -> None:
 
 
 def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
-    selection = retriever.retrieve(query, "notes", Criteria(k))
+    selection = retriever.retrieve(query, "notes", SearchParams(k))
     return [hit.module.document for hit in selection.hits]
 
 
@@ -71,7 +85,7 @@ def test_words_alone_find_modules_best_first(database: Database) -> None:
     catalogue = Catalogue(database, "tokenizer", None)
     fill(catalogue)
     retriever = Retriever(catalogue)
-    selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", Criteria(3))
+    selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", SearchParams(3))
     assert selection.query == "Does the spare key of the boat hang?"
     assert [hit.module.document for hit in selection.hits] == ["keys.md", "boats.md"]
     assert selection.hits[0].module.text == TEXTS["keys.md"]
@@ -155,7 +169,7 @@ def test_collections_do_not_see_each_other(database: Database) -> None:
     fill(catalogue)
     catalogue.replace("other", [document("boats.md", "Another boat.")])
     retriever = Retriever(catalogue)
-    hits = retriever.retrieve("boat", "other", Criteria(5)).hits
+    hits = retriever.retrieve("boat", "other", SearchParams(5)).hits
     assert [hit.module.text for hit in hits] == ["Another boat."]
 
 
@@ -163,10 +177,10 @@ def test_an_unknown_collection_is_named_with_those_that_exist(database: Database
     catalogue = Catalogue(database, "tokenizer", None)
     retriever = Retriever(catalogue)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
-        retriever.retrieve("boat", "notes", Criteria(3))
+        retriever.retrieve("boat", "notes", SearchParams(3))
     fill(catalogue)
     with pytest.raises(UnknownCollection, match=r"'recipes'; known: 'notes'\."):
-        retriever.retrieve("boat", "recipes", Criteria(3))
+        retriever.retrieve("boat", "recipes", SearchParams(3))
 
 
 def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalogue, Retriever]:
@@ -188,19 +202,19 @@ def names(selection: Selection) -> list[str]:
 def test_words_alone_and_meaning_alone(database: Database) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
     fill(catalogue, embedder)
-    words = retriever.retrieve("cupboard vessel", "notes", Criteria(3, "words"))
+    words = retriever.retrieve("cupboard vessel", "notes", SearchParams(3, "words"))
     assert names(words) == ["keys.md"]
-    meaning = retriever.retrieve("cupboard vessel", "notes", Criteria(1, "meaning"))
+    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "meaning"))
     assert names(meaning) == ["boats.md"]
     assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
-    near = retriever.near(embedder.embed_query("vessel"), "notes", Criteria(1, "meaning"))
+    near = retriever.near(embedder.embed_query("vessel"), "notes", SearchParams(1, "meaning"))
     assert near.hits[0].module == meaning.hits[0].module
 
 
 def test_words_alone_embed_nothing(database: Database) -> None:
     fill(Catalogue(database, "tokenizer", None))
     _, retriever = opened(database, embedder := Topics())
-    assert names(retriever.retrieve("cupboard", "notes", Criteria(1, "words"))) == ["keys.md"]
+    assert names(retriever.retrieve("cupboard", "notes", SearchParams(1, "words"))) == ["keys.md"]
     assert embedder.embedded == []
 
 
@@ -208,9 +222,9 @@ def test_meaning_without_an_embedder_is_named(database: Database) -> None:
     catalogue, retriever = opened(database)
     fill(catalogue)
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.retrieve("boat", "notes", Criteria(1, "meaning"))
+        retriever.retrieve("boat", "notes", SearchParams(1, "meaning"))
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.near([1.0], "notes", Criteria(1, "meaning"))
+        retriever.near([1.0], "notes", SearchParams(1, "meaning"))
 
 
 @pytest.mark.parametrize("search", ["words", "meaning", "hybrid"])
@@ -220,29 +234,31 @@ def test_a_filter_never_costs_hits(database: Database, search: SearchKind) -> No
     better = [attributed(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
     wanted = [attributed(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
     catalogue.replace("notes", [*better, *wanted])
-    criteria = Criteria(2, search, {"team": "ops"})
+    criteria = SearchParams(2, search, {"team": "ops"})
     selection = retriever.retrieve("boat", "notes", criteria)
     assert sorted(names(selection)) == ["w0", "w1"]
     assert selection.hits[0].module.attributes == {"team": "ops"}
-    none = Criteria(2, search, {"team": "none"})
+    none = SearchParams(2, search, {"team": "none"})
     assert retriever.retrieve("boat", "notes", none).hits == ()
 
 
 def test_more_hits_than_candidates_may_be_asked_for(database: Database) -> None:
     catalogue, retriever = opened(database)
     catalogue.replace("notes", [document(f"d{n}", f"boat {n}") for n in range(70)])
-    assert len(retriever.retrieve("boat", "notes", Criteria(65)).hits) == 65
+    assert len(retriever.retrieve("boat", "notes", SearchParams(65)).hits) == 65
 
 
 def test_a_threshold_is_of_the_score(database: Database) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
     fill(catalogue, embedder)
     for search in ("words", "meaning", "hybrid"):
-        every = retriever.retrieve("spare key boat", "notes", Criteria(3, search)).hits
+        every = retriever.retrieve("spare key boat", "notes", SearchParams(3, search)).hits
         least = every[0].score
-        kept = retriever.retrieve("spare key boat", "notes", Criteria(3, search, threshold=least))
+        kept = retriever.retrieve(
+            "spare key boat", "notes", SearchParams(3, search, threshold=least)
+        )
         assert kept.hits == tuple(hit for hit in every if hit.score >= least)
-        above = Criteria(3, search, threshold=least + 1e-3)
+        above = SearchParams(3, search, threshold=least + 1e-3)
         assert retriever.retrieve("spare key boat", "notes", above).hits == ()
 
 
@@ -253,11 +269,11 @@ def test_diversity_passes_over_what_says_the_same(
     catalogue, retriever = opened(database, embedder)
     texts = {"a": "boat boat ship", "b": "boat boat ship", "c": "boat key lock holiday"}
     catalogue.replace("notes", [document(name, text) for name, text in texts.items()])
-    plain = retriever.retrieve("boat ship", "notes", Criteria(2))
+    plain = retriever.retrieve("boat ship", "notes", SearchParams(2))
     assert sorted(names(plain)) == ["a", "b"]
-    diverse = retriever.retrieve("boat ship", "notes", Criteria(2, diversity=0.8))
+    diverse = retriever.retrieve("boat ship", "notes", SearchParams(2, diversity=0.8))
     assert names(diverse)[1] == "c"
-    assert names(retriever.retrieve("boat ship", "notes", Criteria(2, diversity=0.0))) == names(
+    assert names(retriever.retrieve("boat ship", "notes", SearchParams(2, diversity=0.0))) == names(
         plain
     )
 
@@ -290,7 +306,7 @@ def test_vectors_of_question_and_texts_must_be_of_one_length(database: Database)
     catalogue, retriever = opened(database, Uneven())
     fill(catalogue)
     with pytest.raises(ConfigurationError, match="vector has 3 numbers, those of texts have 2"):
-        retriever.retrieve("boat", "notes", Criteria(1))
+        retriever.retrieve("boat", "notes", SearchParams(1))
 
 
 def test_threads_that_ask_at_once_build_one_index(
@@ -323,7 +339,7 @@ def test_building_one_collection_does_not_hold_up_another(database: Database) ->
     fill(catalogue)
     catalogue.replace("slow", [document("s", "stop boat")])
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(retriever.retrieve, "boat", "slow", Criteria(1))
+        slow = pool.submit(retriever.retrieve, "boat", "slow", SearchParams(1))
         assert entered.wait(30)
         assert found(retriever, "vessel", 1) == ["boats.md"]
         go.set()
@@ -337,3 +353,95 @@ def test_a_collection_that_was_deleted_and_made_anew_is_another(database: Databa
     catalogue.delete_collection("notes")
     catalogue.replace("notes", [document("new", "boat")])
     assert found(retriever, "boat") == ["new"]
+
+
+class Other(DeterministicFakeEmbedding):
+    """Another name."""
+
+
+@pytest.fixture
+def database_retrievers(tmp_path: Path) -> Iterator[Database]:
+    opened = Database.open(tmp_path / "ledger.sqlite")
+    catalogue = Catalogue(opened, "tokenizer", None)
+    module = NewModule("a#1", "boat", [1], KVKey("0" * 64))
+    catalogue.replace("notes", [NewDocument("a", "", "", [module])])
+    yield opened
+    opened.close()
+
+
+def test_each_embedder_has_one(database_retrievers: Database) -> None:
+    catalogue = Catalogue(database_retrievers, "tokenizer", None)
+    first, other = DeterministicFakeEmbedding(size=4), Other(size=4)
+    retrievers = Retrievers(catalogue, database_retrievers, first)
+    assert retrievers.of() is retrievers.of(first)
+    assert retrievers.of(other) is retrievers.of(other) is not retrievers.of()
+    assert retrievers.of(other).embedder is other
+    assert Retrievers(catalogue, database_retrievers, None).of().embedder is None
+
+
+def test_embedders_of_one_name_share_the_index(
+    database_retrievers: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs make a LangChain object with an embedder of its own for each request."""
+    retrievers = Retrievers(
+        Catalogue(database_retrievers, "tokenizer", None), database_retrievers, None
+    )
+    built: list[CollectionIndex] = []
+    first = CollectionIndex.__init__
+    monkeypatch.setattr(
+        CollectionIndex, "__init__", lambda self, *a: (built.append(self), first(self, *a))[1]
+    )
+    for _ in range(3):
+        embedder = Other(size=4)
+        retriever = retrievers.of(embedder)
+        assert retriever.embedder is embedder
+        [hit] = retriever.retrieve("boat", "notes", SearchParams(1, "meaning")).hits
+        assert hit.score == pytest.approx(1.0)
+    assert len(built) == 1
+
+
+def test_vectors_of_a_namespace_are_found_again(database_retrievers: Database) -> None:
+    class Counted(Other):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            embedded.extend(texts)
+            return super().embed_documents(texts)
+
+    embedded: list[str] = []
+    catalogue = Catalogue(database_retrievers, "tokenizer", None, "tenant")
+    module = NewModule("b#1", "ship", [1], KVKey("1" * 64))
+    catalogue.replace("notes", [NewDocument("b", "", "", [module])])
+    for _ in range(2):
+        retriever = Retrievers(catalogue, database_retrievers, None).of(Counted(size=4))
+        [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "meaning")).hits
+        assert hit.module.document == "b"
+    assert embedded == ["ship"]
+
+
+@given(st.integers(0, 1000), st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]))
+def test_it_picks_what_langchain_picks(seed: int, k: int, diversity: float) -> None:
+    vectors = np.random.default_rng(seed).standard_normal((7, 4))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    relevance = vectors[1:] @ vectors[0]
+    picked = most_diverse(relevance, cosines(vectors[1:]), k, diversity)
+    expected = maximal_marginal_relevance(vectors[0], list(vectors[1:]), 1 - diversity, k)
+    assert picked == expected
+
+
+def test_without_diversity_relevance_alone_decides() -> None:
+    relevance = np.array([0.1, 0.9, 0.5])
+    assert most_diverse(relevance, np.ones((3, 3)), 2, 0.0) == [1, 2]
+
+
+def test_a_copy_of_a_hit_gives_way() -> None:
+    relevance = np.array([0.9, 0.9, 0.3])
+    likeness = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+    assert most_diverse(relevance, likeness, 2, 0.5) == [0, 2]
+
+
+def test_no_candidates_pick_none() -> None:
+    assert most_diverse(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
+
+
+def test_overlap_is_the_share_of_common_words() -> None:
+    likeness = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
+    assert likeness == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))

@@ -1,13 +1,43 @@
 """Grammars as values."""
 
+# MERGED tests.ragcache.structured.test_compiling: Compilers: one for each model, errors that
+#   name what is wrong, and vocabularies as bytes.
+# MERGED tests.ragcache.structured.test_matching: Answers of a random model under a grammar,
+#   from the engine: joined, left, pre-empted.
+
 from __future__ import annotations
 
+import gc
 import json
+import re
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from ragcache.errors import InvalidRequest
-from ragcache.structured import Grammar
+from ragcache.engine import LLMEngine, Request, RequestOutput, SamplingParams
+from ragcache.errors import InvalidRequest, MissingExtra, PromptTooLong
+from ragcache.models import LoadedModel
+from ragcache.pipeline import Generation
+from ragcache.structured import Grammar, constraint_of
+from ragcache.structured.grammar import Compiler, compiler_of, logits_width, token_bytes
+from tests.conftest import VOCABULARY, random_tokens
+from tests.ragcache.engine.engines import (
+    Answer,
+    check_whole,
+    core_of,
+    drain,
+    plain,
+    run,
+    settings_of,
+    submit,
+)
+from tests.ragcache.structured.tiny import SPECIAL, TEXTS, tiny, tokenizer
 
 
 def test_equal_texts_are_equal_grammars() -> None:
@@ -46,3 +76,244 @@ def test_openais_response_format_becomes_a_grammar() -> None:
 def test_another_response_format_is_refused(wanted: object) -> None:
     with pytest.raises(InvalidRequest, match="response_format"):
         Grammar.response_format(wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar.regex("[a"), "^the regex cannot be compiled: .*Unclosed '\\['"),
+        (Grammar.regex("(?=a)b"), "Lookahead"),
+        (Grammar.regex("(" * 9999), "regex"),
+        (
+            Grammar.json_schema({"type": "string", "pattern": "(.{1000}){1000}"}),
+            "compiled: it is too large$",
+        ),
+        (Grammar.ebnf("root ::= x"), '^the ebnf cannot be compiled: .*"x" is not defined'),
+        (Grammar.ebnf('top ::= "a"'), "root"),
+        (Grammar.json_schema({"type": "thing"}), 'Unsupported type "thing"'),
+        (Grammar.json_schema({"$ref": "#/$defs/a"}), "Cannot find field"),
+        (Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "range"),
+    ],
+)
+def test_a_grammar_that_cannot_be_compiled_is_refused(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        constraint_of(grammar, tiny())
+    assert ".cc:" not in str(caught.value)
+
+
+def test_without_the_extra_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[structured\]'"):
+        Compiler(tiny())
+
+
+def test_a_model_has_one_compiler_as_long_as_it_lives() -> None:
+    model = LoadedModel("other", tiny().causal, tokenizer())
+    made = weakref.ref(compiler_of(model))
+    assert compiler_of(model) is made()
+    assert compiler_of(tiny()) is not made()
+    del model
+    gc.collect()
+    assert made() is None
+
+
+def test_threads_compile_beside_each_other() -> None:
+    grammars = [Grammar.regex(f"[a-c]{{{n}}}") for n in range(1, 9)] * 4
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda grammar: constraint_of(grammar, tiny()), grammars))
+    for grammar, make in zip(grammars, made, strict=True):
+        constraint, a = make(), tokenizer().convert_tokens_to_ids("a")
+        for _ in range(int(grammar.text[6:-1])):
+            assert not constraint.finished
+            constraint.accept(a)
+        assert constraint.finished
+
+
+def test_byte_level_tokens_are_the_bytes_of_their_text() -> None:
+    table = token_bytes(tiny())
+    assert len(table) == logits_width(tiny()) == VOCABULARY
+    for text in TEXTS:
+        ids = tokenizer().encode(text, add_special_tokens=False)
+        assert b"".join(table[token] for token in ids) == text.encode()
+
+
+def test_control_tokens_are_in_no_grammar_unless_they_mark_tool_calls() -> None:
+    table = token_bytes(tiny())
+    ids = [tokenizer().convert_tokens_to_ids(each) for each in SPECIAL]
+    assert [table[token] for token in ids] == [b"", b"", b"[TOOL_CALLS]"]
+    added = tokenizer().convert_tokens_to_ids("über alles")
+    assert table[added] == "über alles".encode()
+    assert set(table[len(tokenizer()) :]) == {b""}
+
+
+def test_the_embedded_reader(reader: LoadedModel) -> None:
+    table = token_bytes(reader)
+    text = "Naïve – 12 € ☕\n{}"
+    assert b"".join(table[token] for token in reader.encode(text)) == text.encode()
+    assert [table[token] for token in reader.stop_ids] == [b""]
+    assert constraint_of(Grammar.json_object(), reader)().mask() is not None
+
+
+def test_tokens_of_a_byte_fallback_tokenizer() -> None:
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "é"]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    slow = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    table = token_bytes(LoadedModel("fallback", tiny().causal, slow))
+    assert table[vocabulary["<0x0A>"]] == b"\n"
+    assert [table[vocabulary[each]] for each in ("▁a", "é")] == [b" a", "é".encode()]
+    assert [table[vocabulary[each]] for each in ("</s>", "<unk>")] == [b"", b""]
+
+
+class Boss(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=4)
+
+
+class Person(BaseModel):
+    """Everything in it has an end, so that random tokens come to one."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1, max_length=6)
+    age: int = Field(ge=0, le=150)
+    kind: Literal["a", "b", "naïve ☕"]
+    active: bool
+    boss: Boss | None
+    tags: list[Literal["x", "y"]] = Field(max_length=2)
+
+
+PERSON = Grammar.json_schema(Person.model_json_schema())
+LONGEST = 160
+
+
+def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes: Any) -> Request:
+    generation = Generation(
+        SamplingParams(temperature=1.0, seed=seed),
+        max_new_tokens=tokens,
+        grammar=grammar,
+        **changes,
+    )
+    prompt = [token % 256 for token in random_tokens(5 + seed % 7, seed=seed)]
+    return generation.request(plain(prompt), tiny(), tokens, "local")
+
+
+def check_person(completion: RequestOutput) -> None:
+    for choice in completion.choices:
+        assert choice.finish_reason == "stop"
+        Person.model_validate_json(choice.text, strict=True)
+        assert "\n" not in choice.text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_is_what_the_schema_says(seed: int) -> None:
+    core = core_of(tiny().causal, settings_of(tiny().causal, chunks=256))
+    [completion] = run(core, asked(seed, n=3))
+    check_person(completion)
+    assert len({choice.text for choice in completion.choices}) > 1
+    check_whole(core)
+
+
+def test_answers_that_join_leave_and_are_pre_empted_are_those_that_run_alone() -> None:
+    causal = tiny().causal
+    alone = [run(core_of(causal, settings_of(causal, 256)), asked(n, n=3))[0] for n in range(3)]
+    core = core_of(causal, settings_of(causal, chunks=60, step_tokens=16))
+    handles: list[Answer] = []
+    for seed in range(3):
+        handles.append(submit(core, asked(seed, n=3)))
+        free = Generation(SamplingParams(temperature=1.0), max_new_tokens=40)
+        submit(core, free.request(plain(random_tokens(30, seed=seed)), tiny(), 40, "local"))
+        leaves = submit(core, asked(90 + seed))
+        for _ in range(12):
+            core.step()
+        leaves.cancel()
+    drain(core)
+    assert core.tally.preempted > 0
+    for handle, single in zip(handles, alone, strict=True):
+        check_person(handle.result(0))
+        assert handle.result(0).choices == single.choices
+    check_whole(core)
+
+
+def test_a_greedy_answer_is_the_first_of_its_grammar_that_the_model_likes() -> None:
+    generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_new_tokens=30)
+    request = generation.request(plain([1, 2, 3]), tiny(), 30, "local")
+    [first], [second] = (run(core_of(tiny().causal), request)[0].choices for _ in range(2))
+    assert first == second
+    assert re.fullmatch("((ab|cd)+x?|(ab|cd)*[ac]|(ab|cd)+x)", first.text)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "form"),
+    [
+        (Grammar.regex("[a-c]{3}-[0-9]{2}"), "[a-c]{3}-[0-9]{2}"),
+        (Grammar.ebnf('root ::= "yes" | "no" tail\ntail ::= " " [a-z] [a-z]'), "yes|no [a-z]{2}"),
+        (Grammar.regex("(é|☕){2}"), "(é|☕){2}"),
+    ],
+)
+def test_regular_expressions_and_rules(grammar: Grammar, form: str) -> None:
+    requests = [asked(seed, grammar, n=2) for seed in range(4)]
+    for completion in run(core_of(tiny().causal), *requests):
+        for choice in completion.choices:
+            assert re.fullmatch(form, choice.text), choice.text
+            assert (choice.finish_reason, choice.stopped_by) == ("stop", None)
+
+
+def test_a_grammar_that_may_go_on_ends_with_a_stop_token() -> None:
+    request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_new_tokens=2)
+    [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 512)), request)
+    ended = [choice for choice in completion.choices if choice.finish_reason == "stop"]
+    assert ended
+    for choice in completion.choices:
+        assert re.fullmatch("[a-z]*", choice.text)
+        assert len(choice.token_ids) >= 2
+    assert {choice.stopped_by for choice in ended} == set(tiny().stop_ids)
+
+
+def test_an_answer_that_is_cut_is_the_beginning_of_one() -> None:
+    [completion] = run(core_of(tiny().causal), asked(1, tokens=7))
+    [choice] = completion.choices
+    assert choice.finish_reason == "length"
+    assert choice.text.startswith('{"name": "')
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice.text)
+
+
+def test_a_model_without_stop_tokens_ends_where_the_grammar_does() -> None:
+    grammar = Grammar.regex("[ab]{4}")
+    make = constraint_of(grammar, tiny())
+    request = Request(plain([1, 2]), 20, constraint=make)
+    [completion] = run(core_of(tiny().causal), request)
+    assert re.fullmatch("[ab]{4}", tokenizer().decode(completion.token_ids))
+    assert completion.finish_reason == "stop"
+
+
+def test_rows_beyond_the_tokenizer_are_never_chosen() -> None:
+    mask = constraint_of(Grammar.regex("(.|\n)*"), tiny())().mask()
+    assert mask is not None
+    assert len(mask) == VOCABULARY // 32
+    constraint = constraint_of(Grammar.regex("(.|\n)*"), tiny())()
+    with pytest.raises(ValueError, match="does not allow token 319"):
+        constraint.accept(VOCABULARY - 1)
+
+
+def test_threads_ask_one_engine(reader: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
+    generation = Generation.of(json_schema=schema, temperature=1.0, seed=1, n=2)
+    prompt = reader.encode("How many boats?")
+    with LLMEngine(reader.causal) as engine:
+        handles = [
+            engine.submit(generation.request(plain(prompt), reader, 30, None)) for _ in range(3)
+        ]
+        answers = [json.loads(c.text) for h in handles for c in h.result(60).choices]
+    assert len(answers) == 6
+    assert all(answer["n"] in (1, 2, 3) for answer in answers)
+
+
+def test_a_bad_grammar_is_refused_before_anything_is_queued() -> None:
+    with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
+        asked(1, Grammar.regex("[a"))
+    with pytest.raises(PromptTooLong):
+        submit(core_of(tiny().causal), asked(1, tokens=9999))

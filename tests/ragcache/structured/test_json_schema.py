@@ -9,7 +9,7 @@ import pytest
 
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar
-from ragcache.structured.compiling import compiler_of
+from ragcache.structured.grammar import compiler_of
 from ragcache.structured.json_schema import DEEPEST, check_schema
 from tests.ragcache.structured.tiny import tiny
 

@@ -20,7 +20,7 @@ from ragcache.structured import (
     tool_call_grammar,
     tool_style,
 )
-from ragcache.structured.compiling import compiler_of
+from ragcache.structured.grammar import compiler_of
 from tests.ragcache.engine.engines import core_of, plain, run, settings_of
 from tests.ragcache.structured.tiny import tiny
 

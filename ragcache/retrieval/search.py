@@ -1,15 +1,18 @@
 """The indexes over one collection, built in memory from the ledger, which stays the truth."""
 
+# MERGED ragcache.retrieval.terms: Words of a text, as BM25 counts them.
+# MERGED ragcache.retrieval.fusion: Reciprocal-rank fusion of several rankings.
+
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 
 import bm25s
 import faiss
 import numpy as np
-
-from ragcache.retrieval.terms import characters, lone_characters, terms
+import Stemmer
 
 Ranking = list[tuple[int, float]]
 """Ids of modules with their scores, best first."""
@@ -123,3 +126,62 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: np.ndarray = (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
     return unit
+
+
+_WORD = re.compile(r"[^\W_]+", re.UNICODE)
+_IDEOGRAPHS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+STOP_WORDS = frozenset(
+    "a an and are as at be been by can could did do does for from had has have he her him his how "
+    "i if in into is it its long many may me much must my no not of on one or our shall she should "
+    "so than that the their them there they this those to up us was we were what when where which "
+    "who whom whose why will with would you your".split()
+)
+
+
+class _Local(threading.local):
+    """A stemmer for each thread: PyStemmer's are not thread-safe."""
+
+    def __init__(self) -> None:
+        self.stemmer = Stemmer.Stemmer("english")
+
+
+_local = _Local()
+
+
+def terms(text: str) -> list[str]:
+    """Stemmed words without stop words; Chinese, Japanese and Korean as pairs of characters."""
+    found: list[str] = []
+    for word in _WORD.findall(text.lower()):
+        if _IDEOGRAPHS.search(word):
+            found.extend(_pairs(word))
+        elif word not in STOP_WORDS:
+            found.append(word)
+    stemmed: list[str] = _local.stemmer.stemWords(found)
+    return stemmed
+
+
+def characters(text: str) -> list[str]:
+    """The Chinese, Japanese and Korean characters of a text, one by one."""
+    return [character for run in _IDEOGRAPHS.findall(text) for character in run]
+
+
+def lone_characters(text: str) -> list[str]:
+    """Those that stand alone: a question of one character has no pair to be found by."""
+    return [w for w in _WORD.findall(text) if len(w) == 1 and _IDEOGRAPHS.match(w)]
+
+
+def _pairs(word: str) -> list[str]:
+    return [word[i : i + 2] for i in range(max(1, len(word) - 1))]
+
+
+RANK_CONSTANT = 60
+"""Cormack, Clarke and Buettcher, SIGIR 2009."""
+
+
+def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
+    """(id, score) by descending sum of 1 / (60 + rank); ties by id, so the order is stable."""
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, start=1):
+            scores[number] = scores.get(number, 0.0) + 1.0 / (RANK_CONSTANT + rank)
+    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache.states import FORMAT_VERSION, KVKey, state_key
-from ragcache.states import key as key_module
+from ragcache.states import kv as key_module
 
 INPUTS: dict[str, Any] = {
     "model": "m" * 64,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ragcache.errors import ConfigurationError, InvalidRequest
-from ragcache.retrieval import Criteria
+from ragcache.retrieval import SearchParams
 
 
 @pytest.mark.parametrize(
@@ -23,14 +23,14 @@ from ragcache.retrieval import Criteria
 )
 def test_criteria_that_cannot_be_used_are_named(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
-        Criteria(3, **wrong)
+        SearchParams(3, **wrong)
 
 
 def test_at_least_one_module_is_asked_for() -> None:
     with pytest.raises(ConfigurationError, match="k is 0"):
-        Criteria(0)
+        SearchParams(0)
 
 
 def test_a_ranking_names_as_many_as_are_asked_for() -> None:
-    assert Criteria(80).depth == 80
-    assert Criteria(3, candidates=20).depth == 20
+    assert SearchParams(80).depth == 80
+    assert SearchParams(3, candidates=20).depth == 20

@@ -1,11 +1,17 @@
 """The two indexes over one collection."""
 
+# MERGED tests.ragcache.retrieval.test_terms: Words as BM25 counts them.
+# MERGED tests.ragcache.retrieval.test_fusion: Reciprocal-rank fusion.
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ragcache.retrieval import CollectionIndex
+from ragcache.retrieval import CollectionIndex, fuse
+from ragcache.retrieval.search import STOP_WORDS, characters, lone_characters, terms
 
 TEXTS = [
     "The survey boat is moored at the north quay.",
@@ -123,7 +129,7 @@ def test_words_are_counted_when_a_question_first_needs_them(
 ) -> None:
     counted: list[str] = []
     monkeypatch.setattr(
-        "ragcache.retrieval.index.terms", lambda text: (counted.append(text), text.split())[1]
+        "ragcache.retrieval.search.terms", lambda text: (counted.append(text), text.split())[1]
     )
     index = CollectionIndex(IDS, TEXTS, VECTORS)
     index.by_meaning(np.ones(3, dtype=np.float32), 2)
@@ -131,3 +137,80 @@ def test_words_are_counted_when_a_question_first_needs_them(
     for _ in range(2):
         index.by_words("quay.", 2)
     assert sorted(counted) == sorted([*TEXTS, "quay.", "quay."])
+
+
+def test_words_are_stemmed_so_that_their_forms_meet() -> None:
+    assert terms("requests") == terms("Requested") == terms("REQUEST")
+    assert terms("mooring boats") == terms("Moored: boat!")
+
+
+def test_words_of_the_question_itself_do_not_count() -> None:
+    assert terms("How many of the boats are there?") == terms("boats")
+    assert terms(" ".join(STOP_WORDS)) == []
+
+
+def test_numbers_and_letters_count_and_punctuation_does_not() -> None:
+    assert terms("26 days, 3.5%; B-17_x") == ["26", "day", "3", "5", "b", "17", "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("北京大学", ["北京", "京大", "大学"]),
+        ("船", ["船"]),
+        ("すし。", ["すし"]),
+        ("한국어", ["한국", "국어"]),
+    ],
+)
+def test_writing_without_spaces_counts_as_pairs_of_characters(
+    text: str, expected: list[str]
+) -> None:
+    assert terms(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "?!…", "\0"])
+def test_a_text_without_words_has_no_terms(text: str) -> None:
+    assert terms(text) == []
+
+
+def test_characters_are_those_of_writing_without_spaces() -> None:
+    assert characters("A4纸 (すし), 한국!") == ["纸", "す", "し", "한", "국"]
+    assert characters("boats") == []
+
+
+def test_a_lone_character_has_no_neighbour() -> None:
+    assert lone_characters("船 北京 a 7 猫?") == ["船", "猫"]
+
+
+rankings = st.lists(st.lists(st.integers(0, 30), unique=True, max_size=12), max_size=4)
+
+
+def test_scores_are_sums_of_reciprocal_ranks() -> None:
+    fused = dict(fuse([[5, 7], [7, 9]]))
+    assert fused[7] == pytest.approx(1 / 62 + 1 / 61)
+    assert fused[5] == pytest.approx(1 / 61)
+    assert fused[9] == pytest.approx(1 / 62)
+
+
+def test_what_both_rankings_know_comes_before_what_one_ranks_first() -> None:
+    assert fuse([[1, 2, 3], [9, 2, 8]])[0][0] == 2
+
+
+def test_ties_are_broken_by_number_whatever_the_order_of_the_rankings() -> None:
+    assert [n for n, _ in fuse([[4], [2]])] == [n for n, _ in fuse([[2], [4]])] == [2, 4]
+
+
+@given(rankings)
+def test_everything_that_was_ranked_is_fused_once_and_scores_descend(
+    ranked: list[list[int]],
+) -> None:
+    fused = fuse(ranked)
+    numbers = [number for number, _ in fused]
+    assert sorted(numbers) == sorted({n for ranking in ranked for n in ranking})
+    scores = [score for _, score in fused]
+    assert scores == sorted(scores, reverse=True)
+
+
+@given(st.lists(st.integers(), unique=True, max_size=20))
+def test_one_ranking_alone_keeps_its_order(ranking: list[int]) -> None:
+    assert [number for number, _ in fuse([ranking])] == ranking

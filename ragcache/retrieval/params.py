@@ -16,7 +16,7 @@ CANDIDATES = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Criteria:
+class SearchParams:
     """At most `k` modules.
 
     search: `words` (BM25), `meaning` (cosine of embeddings) or `hybrid`, which fuses both by
