@@ -43,14 +43,14 @@ from ragcache.store import (
     DiskTier,
     HostTier,
     KVStore,
+    LeaseRequest,
     Ledger,
     NewDocument,
     NewModule,
     RemoteTier,
     Tier,
-    Wish,
 )
-from ragcache.store.rows import Facts, StateRow
+from ragcache.store.rows import StateMetadata, StateRow
 from ragcache.store.tables import StateTable
 
 _WARM = 64  # modules that requests ask for
@@ -257,7 +257,7 @@ class _FilledTiers:
         self, model: LanguageModel, store: KVStore, states: dict[KVKey, KVStates], runs: int
     ) -> None:
         self.model, self.store, self.states, self.runs = model, store, states, runs
-        self.tiers = [shelf.name for shelf in store.holdings.every]
+        self.tiers = [index.name for index in store.memory.every]
 
     def first_tokens(
         self, keys: Sequence[KVKey], question: Sequence[int]
@@ -272,7 +272,7 @@ class _FilledTiers:
             for _ in range(self.runs):
                 self._only_from(tier, keys)
                 begin = time.perf_counter()
-                with self.store.lease(keys, _nothing) as lease:
+                with self.store.lease(keys) as lease:
                     leased = time.perf_counter() - begin
                     tokens.add(_first_token(self.model, lease.states, question))
                     pairs.append((leased, time.perf_counter() - begin))
@@ -307,7 +307,7 @@ class _FilledTiers:
     def _ready(self, tier: str, key: KVKey) -> float:
         self._only_from(tier, [key])
         begin = time.perf_counter()
-        with self.store.lease([key], _nothing) as lease:
+        with self.store.lease([key]) as lease:
             taken = time.perf_counter() - begin
             assert lease.source[key] == tier, lease.source
         return taken
@@ -316,7 +316,7 @@ class _FilledTiers:
         """Takes states out of the tiers above one, and its files out of the page cache."""
         for above in self.tiers[: self.tiers.index(tier)]:
             self.store.evict(keys, above)
-        shared = self.store.shared.shelf(tier)
+        shared = self.store.persistent.index(tier)
         if shared is not None and isinstance(shared.tier, DiskTier | RemoteTier):
             for key in keys:
                 drop_pages(Path(shared.tier.path(key)))
@@ -336,8 +336,8 @@ def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) ->
     store.ledger.begin()
     for key, each in states.items():
         store.put(key, each)
-        for shelf in store.holdings.shelves[1:]:
-            store.holdings.place(shelf, key, each, 0, admitted=True)
+        for index in store.memory.indexes[1:]:
+            store.memory.place(index, key, each, 0, admitted=True)
     return store
 
 
@@ -350,10 +350,6 @@ def _first_token(model: LanguageModel, states: Sequence[KVStates], own: Sequence
 def _encode(model: LanguageModel, root: KVStates, tokens: Sequence[int]) -> KVStates:
     [states] = encode(model, [EncodeJob(tokens, root.length, Segment(root, 0))])
     return states
-
-
-def _nothing(missing: Sequence[KVKey]) -> list[KVStates]:
-    raise AssertionError(f"some tier should hold {missing}")
 
 
 def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> dict[str, float]:
@@ -405,8 +401,8 @@ def fill_ledger(folder: Path, modules: int) -> None:
     Catalogue(database, "tokenizer", None).replace("bench", documents)
     states = KVStates(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
     for number in range(_WARM):
-        store.put(made_up_key(number), states, Wish("ingest", "rooted"))
-    facts = Facts(3, 0.1, "rooted", made_up_key(-1), "model")
+        store.put(made_up_key(number), states, LeaseRequest("ingest", "rooted"))
+    facts = StateMetadata(3, 0.1, "rooted", made_up_key(-1), "model")
     rows: list[dict[str, Any]] = []
     for number in range(_WARM, modules):
         key = made_up_key(number)

@@ -1,7 +1,13 @@
 """Hugging Face models, patched in place so that they attend to segments."""
 
 from ragcache.models.families import Family, register, wrap, wrap_causal, wrap_contiguous
-from ragcache.models.loader import LoadedModel, PromptFrame, load_model, prompt_frame
+from ragcache.models.loader import (
+    LoadedModel,
+    PromptFrame,
+    ThreadSafeTokenizer,
+    load_model,
+    prompt_frame,
+)
 from ragcache.models.model import (
     Buffer,
     BufferPool,
@@ -28,6 +34,7 @@ __all__ = [
     "PromptFrame",
     "Rotary",
     "Step",
+    "ThreadSafeTokenizer",
     "load_model",
     "prompt_frame",
     "register",

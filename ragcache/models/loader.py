@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,32 @@ class LoadedModel:
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+@dataclass(frozen=True)
+class ThreadSafeTokenizer(LoadedModel):
+    """A loaded model whose texts any number of threads tokenize.
+
+    Whether control tokens are recognized is a state of a Hugging Face tokenizer, which every call
+    sets. With one tokenizer for both, a question that is spelled in one thread could be read as
+    the template of another, and its `<|end|>` as the end of a turn. So text from outside has a
+    tokenizer of its own, and the state of neither ever changes.
+    """
+
+    outside: Any
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> ThreadSafeTokenizer:
+        shared = cls(model.name, model.causal, model.tokenizer, copy.deepcopy(model.tokenizer))
+        shared.encode("")
+        shared.encode_untrusted("")
+        return shared
+
+    def encode_untrusted(self, text: str) -> list[int]:
+        ids: list[int] = self.outside.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        return ids
 
 
 def load_model(

@@ -5,13 +5,12 @@ from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Asked, Returned
 from ragcache.pipeline.chat_text import ChatText, Message
 from ragcache.pipeline.chatting import ChatOptions, ChatRunner, Conversation
-from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import GREEDY, Generation
 from ragcache.pipeline.ingestion import Ingestion, Ingestor
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, ScopeEncoder
 from ragcache.pipeline.modules import Modules, Placed
 from ragcache.pipeline.prompting import PromptRunner
 from ragcache.pipeline.schema import generated_schema, members
-from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.stats import Stats
 from ragcache.pipeline.streams import AnswerStream, AsyncAnswerStream
 from ragcache.pipeline.submitting import Submitter

@@ -13,10 +13,9 @@ from ragcache.engine import Context, Request
 from ragcache.errors import EmptyQuestion
 from ragcache.pipeline.answer import Marks, Ready, Source
 from ragcache.pipeline.asked import Asked, give_up
-from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.linking import Run, link, recomputed
-from ragcache.pipeline.scaffolds import Scaffolds, scaffold_modules
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, scaffold_modules
 from ragcache.pipeline.submitting import Submitter
 from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.store import Catalogue, Lease

@@ -15,9 +15,9 @@ from ragcache.errors import InvalidRequest
 from ragcache.pipeline.answer import Marks, Ready, Source
 from ragcache.pipeline.asked import Asked, give_up
 from ragcache.pipeline.chat_text import ChatText, Message
-from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.generation import Generation
 from ragcache.pipeline.inside import InsideText
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.script import Script, write_script
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import MARK

@@ -12,8 +12,7 @@ from ragcache.documents import SourceDocument, load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import ConfigurationError
-from ragcache.pipeline.encoding import ModuleEncoder
-from ragcache.pipeline.portions import portions
+from ragcache.pipeline.module_states import ModuleEncoder, portions
 from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, KVStore, NewDocument, NewModule
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
-from ragcache.pipeline.portions import portions
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.states import KVKey
 from ragcache.store import (
     Catalogue,
@@ -156,20 +155,20 @@ class Modules:
 
     def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
         """Length and tier of each module's states, encoded after the preamble."""
-        shelves = self.store.holdings.every
+        indexes = self.store.memory.every
         found = []
         for ids in self.tokens.of(modules):
             key = self.encoder.key(ids, "rooted")
-            holding = (shelf.name for shelf in shelves if key in shelf.entries)
+            holding = (index.name for index in indexes if key in index.entries)
             found.append(Placed(len(ids), next(holding, None)))
         return found
 
     @property
     def _first(self) -> str:
-        return self.store.holdings.top.name
+        return self.store.memory.top.name
 
     def _is_held(self, key: KVKey) -> bool:
-        return any(key in shelf.entries for shelf in self.store.holdings.every)
+        return any(key in index.entries for index in self.store.memory.every)
 
     def _rows(
         self, collection: str, documents: Sequence[str] | None, names: Sequence[str] | None

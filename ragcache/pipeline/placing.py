@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ragcache.engine import Context, Segment
-from ragcache.pipeline.scope_states import ScopeTokens
+from ragcache.pipeline.module_states import ScopeTokens
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.states import KVKey, KVStates
 from ragcache_schemas import Path, Piece

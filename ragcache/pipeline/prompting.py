@@ -12,9 +12,8 @@ from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.pipeline.answer import Marks, Ready, Source
 from ragcache.pipeline.asked import Asked
 from ragcache.pipeline.generation import Generation
+from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
 from ragcache.pipeline.placing import Owner, Placed, place
-from ragcache.pipeline.portions import portions
-from ragcache.pipeline.scope_states import ScopeEncoder, ScopeTokens
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
 from ragcache.store import Lease, SchemaText, SchemaTexts

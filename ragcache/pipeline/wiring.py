@@ -9,23 +9,20 @@ from langchain_core.embeddings import Embeddings
 
 from ragcache.config import NAMESPACE, Settings, check_namespace, salt_of
 from ragcache.engine import EngineConfig, LLMEngine
-from ragcache.models import LoadedModel, prompt_frame
+from ragcache.models import LoadedModel, ThreadSafeTokenizer, prompt_frame
 from ragcache.pipeline.answering import Answerer
 from ragcache.pipeline.asked import Returned
 from ragcache.pipeline.chat_text import ChatText
 from ragcache.pipeline.chatting import ChatRunner
-from ragcache.pipeline.encoding import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.ingesting import IngestionJobs
 from ragcache.pipeline.ingestion import Ingestor
 from ragcache.pipeline.inside import InsideText
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, ScopeEncoder
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.observing import Observing
 from ragcache.pipeline.prompting import PromptRunner
-from ragcache.pipeline.scaffolds import Scaffolds
-from ragcache.pipeline.scope_states import ScopeEncoder
 from ragcache.pipeline.submitting import Submitter
 from ragcache.pipeline.template_text import TemplateText
-from ragcache.pipeline.tokenizing import SharedModel
 from ragcache.pipeline.worker import Worker
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Retrievers
@@ -73,7 +70,7 @@ class Parts:
         embedder: Embeddings | None, settings: Settings,
     ) -> Parts:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
-        model = SharedModel.of(model)
+        model = ThreadSafeTokenizer.of(model)
         engine = LLMEngine(
             model.causal, EngineConfig(pool_bytes=settings.private_bytes, queue=settings.queue)
         )

@@ -1,16 +1,14 @@
 """Where states and documents are kept: tiers, ledger, catalogue, and the policy of eviction."""
 
-from ragcache.store.admission import Origin
 from ragcache.store.catalogue import Catalogue
 from ragcache.store.database import Database
 from ragcache.store.document_pages import CollectionRow, collection_page, document_page
 from ragcache.store.documents import DocumentRow, ModuleRow, NewDocument, NewModule
 from ragcache.store.entries import KVEntry
 from ragcache.store.evictions import EvictionRow, eviction_page
-from ragcache.store.filling import Wish
 from ragcache.store.jobs import JobRow, Jobs
 from ragcache.store.keys import KeyRow, Keys
-from ragcache.store.lease import Lease
+from ragcache.store.leases import Lease, LeaseRequest, Origin
 from ragcache.store.ledger import Ledger
 from ragcache.store.listing import (
     HeldState,
@@ -50,6 +48,7 @@ __all__ = [
     "KeyRow",
     "Keys",
     "Lease",
+    "LeaseRequest",
     "Ledger",
     "Members",
     "ModuleDetail",
@@ -69,7 +68,6 @@ __all__ = [
     "TierOptions",
     "TierStatus",
     "Vectors",
-    "Wish",
     "choose_victims",
     "collection_page",
     "document_page",

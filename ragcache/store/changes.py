@@ -10,7 +10,7 @@ from typing import Literal
 
 from ragcache.errors import ConfigurationError
 from ragcache.states import KVKey
-from ragcache.store.shelf import Shelf
+from ragcache.store.memory_tiers import TierIndex
 from ragcache.store.store import KVStore
 
 Action = Literal["pin", "unpin", "expire", "keep", "evict", "move", "encode"]
@@ -34,7 +34,7 @@ def pin(
     """Pins states, or unpins them, in every tier that holds them."""
     action: Action = "pin" if pinned else "unpin"
     changes = [
-        Change(key, action, shelf.name, "", nbytes) for key, shelf, nbytes in _held(store, keys)
+        Change(key, action, index.name, "", nbytes) for key, index, nbytes in _held(store, keys)
     ]
     if not dry_run:
         store.pin(keys, pinned)
@@ -52,7 +52,7 @@ def expire(
         raise ConfigurationError(f"states expire after 0 seconds or more, not {seconds}")
     action: Action = "keep" if seconds is None else "expire"
     changes = [
-        Change(key, action, shelf.name, "", nbytes) for key, shelf, nbytes in _held(store, keys)
+        Change(key, action, index.name, "", nbytes) for key, index, nbytes in _held(store, keys)
     ]
     if not dry_run:
         store.expire(keys, None if seconds is None else time.time() + seconds)
@@ -65,11 +65,11 @@ def evict(
     """Removes states from a tier, or from all. Pinned ones go too: it is asked for by hand. Raises
     `ConfigurationError` for an unknown tier."""
     if tier is not None:
-        _shelf(store, tier)
+        _tier_index(store, tier)
     changes = [
-        Change(key, "evict", shelf.name, "", nbytes)
-        for key, shelf, nbytes in _held(store, keys)
-        if tier in (None, shelf.name)
+        Change(key, "evict", index.name, "", nbytes)
+        for key, index, nbytes in _held(store, keys)
+        if tier in (None, index.name)
     ]
     if not dry_run:
         store.evict(keys, tier)
@@ -82,13 +82,13 @@ def move(
     """Brings states to a tier, and takes them from the tiers above it: from memory to the disk,
     say, or back. Tiers below keep their copies. Raises `ConfigurationError` for an unknown tier,
     and `StoreBudgetExceeded` where it has no room."""
-    target = _shelf(store, tier)
-    above = store.holdings.every[: store.holdings.every.index(target)]
-    changes, nearest = [], {key: (shelf, n) for key, shelf, n in reversed(_held(store, keys))}
-    for key, (shelf, nbytes) in nearest.items():
-        if shelf is target:
+    target = _tier_index(store, tier)
+    above = store.memory.every[: store.memory.every.index(target)]
+    changes, nearest = [], {key: (index, n) for key, index, n in reversed(_held(store, keys))}
+    for key, (index, nbytes) in nearest.items():
+        if index is target:
             continue
-        changes.append(Change(key, "move", shelf.name, tier, nbytes))
+        changes.append(Change(key, "move", index.name, tier, nbytes))
         if not dry_run:
             _bring(store, key, target)
             for each in above:
@@ -96,32 +96,32 @@ def move(
     return changes
 
 
-def _bring(store: KVStore, key: KVKey, target: Shelf) -> None:
+def _bring(store: KVStore, key: KVKey, target: TierIndex) -> None:
     with store.borrow([key]) as lease:
         states = lease.found.get(key)
         if states is None or key in target.entries:
             return
         tick = store.ledger.tick()
         if target.tier.persistent:
-            store.shared.add_to(target, key, states, tick)
+            store.persistent.add_to(target, key, states, tick)
         else:
-            store.holdings.place(target, key, states, tick, admitted=True)
+            store.memory.place(target, key, states, tick, admitted=True)
 
 
-def _held(store: KVStore, keys: Sequence[KVKey]) -> list[tuple[KVKey, Shelf, int]]:
+def _held(store: KVStore, keys: Sequence[KVKey]) -> list[tuple[KVKey, TierIndex, int]]:
     """Each key with the tiers that hold it, the fastest first, and its bytes there."""
-    with store.holdings.lock:
+    with store.memory.lock:
         return [
-            (key, shelf, shelf.entries.get(key).nbytes)
-            for shelf in store.holdings.every
+            (key, index, index.entries.get(key).nbytes)
+            for index in store.memory.every
             for key in dict.fromkeys(keys)
-            if key in shelf.entries
+            if key in index.entries
         ]
 
 
-def _shelf(store: KVStore, tier: str) -> Shelf:
-    for shelf in store.holdings.every:
-        if shelf.name == tier:
-            return shelf
-    known = ", ".join(shelf.name for shelf in store.holdings.every)
+def _tier_index(store: KVStore, tier: str) -> TierIndex:
+    for index in store.memory.every:
+        if index.name == tier:
+            return index
+    known = ", ".join(index.name for index in store.memory.every)
     raise ConfigurationError(f"there is no tier {tier!r} here; tiers: {known}")

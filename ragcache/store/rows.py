@@ -11,7 +11,7 @@ from ragcache.store.entries import KVEntry
 from ragcache.store.tables import StateTable
 
 
-class Facts(NamedTuple):
+class StateMetadata(NamedTuple):
     """What states are, whichever tier holds them.
 
     tokens: their length. cost: seconds that encoding took. mode: `rooted`, `isolated`, `root` (a
@@ -38,25 +38,25 @@ class StateRow(NamedTuple):
     pinned: bool
     expires_at: float
     kv_dtype: str
-    facts: Facts
+    metadata: StateMetadata
 
     def entry(self) -> KVEntry:
         """As the policy sees them."""
         return KVEntry(
             self.key, self.nbytes, self.last_use, pinned=self.pinned, hits=self.hits,
-            cost=self.facts.cost, expires_at=self.expires_at, root=self.facts.root,
+            cost=self.metadata.cost, expires_at=self.expires_at, root=self.metadata.root,
         )  # fmt: skip
 
     def values(self, place: str) -> dict[str, Any]:
         """As a row of `StateTable`."""
-        facts = self.facts
+        metadata = self.metadata
         return {
             "key": str(self.key), "tier": self.tier, "place": place, "nbytes": self.nbytes,
             "hits": self.hits, "last_use": self.last_use, "pinned": self.pinned,
             "expires_at": None if math.isinf(self.expires_at) else self.expires_at,
-            "kv_dtype": self.kv_dtype, "tokens": facts.tokens, "encode_seconds": facts.cost,
-            "mode": facts.mode, "root": str(facts.root or ""), "model": facts.model,
-            "format": facts.format,
+            "kv_dtype": self.kv_dtype, "tokens": metadata.tokens, "encode_seconds": metadata.cost,
+            "mode": metadata.mode, "root": str(metadata.root or ""), "model": metadata.model,
+            "format": metadata.format,
         }  # fmt: skip
 
 
@@ -75,6 +75,6 @@ def state_row(row: Any) -> StateRow:
     """Of a row of `COLUMNS`."""
     key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, cost, *rest = row
     mode, root, model, version = rest
-    facts = Facts(tokens, cost, mode, _key(root) if root else None, model, version)
+    metadata = StateMetadata(tokens, cost, mode, _key(root) if root else None, model, version)
     until = math.inf if expires_at is None else expires_at
-    return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, facts)
+    return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)

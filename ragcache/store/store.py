@@ -1,62 +1,69 @@
-"""The store: leases over the tiers, producing what is missing."""
+"""The KV cache: tiers under one ledger, their opening, and the threads of an open one."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
+import queue
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
-from ragcache.errors import LedgerUnavailable
-from ragcache.states import KVKey, KVStates
+from sqlalchemy import func, select
+
+from ragcache.errors import LedgerUnavailable, StoreError
+from ragcache.states import FORMAT_VERSION, KVKey, KVStates
 from ragcache.states.quantization import KVDtype
-from ragcache.store.admission import Sightings
-from ragcache.store.background import Background
-from ragcache.store.counters import Counters
 from ragcache.store.database import Database
-from ragcache.store.filling import Filler, Produce, Wish
-from ragcache.store.flights import Flights
-from ragcache.store.holdings import Holdings
 from ragcache.store.jobs import Jobs
-from ragcache.store.lease import Lease
+from ragcache.store.leases import AdmissionFilter, Lease, LeaseRequest, StateLoader
 from ragcache.store.ledger import Ledger
-from ragcache.store.opening import place_of, reconcile, without_collection
-from ragcache.store.ownership import owned_among
+from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
+from ragcache.store.ownership import is_unowned, owned_among, retire
+from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
 from ragcache.store.policy import Policy
-from ragcache.store.shared import SharedTiers
-from ragcache.store.shelf import Shelf
+from ragcache.store.rows import StateRow
+from ragcache.store.tables import SessionTable, StateTable
 from ragcache.store.tiers import DiskTier, HostTier, Tier
 
+logger = logging.getLogger(__name__)
+
 WINDOW = 10_000  # uses within which a second one counts as observed reuse
+TICK_SECONDS = 1.0
+_WAITING = 256  # prefetches; when more wait, the next are left out
 
 
 class KVStore:
     """Tiers under one ledger. Thread-safe; several processes may share ledger, disk and remote.
 
-    memory: tiers that end with the process, the fastest first; shared: those that outlive it, the
-    nearest first. What ingestion and warm calls ask for is kept in all shared tiers; the first
-    memory tier holds what is used.
+    memory: tiers that end with the process, the fastest first; persistent: those that outlive it,
+    the nearest first. What is leased for ingestion and by warm calls is kept in all persistent
+    tiers; the first memory tier holds what is used.
     """
 
     def __init__(
         self,
         ledger: Ledger,
         memory: Sequence[Tier],
-        shared: Sequence[Tier] = (),
+        persistent: Sequence[Tier] = (),
         policy: Policy = "lru",
         window: int = WINDOW,
     ) -> None:
         self.ledger = ledger
         self.counters = Counters()
-        shelves = [Shelf(tier, policy) for tier in shared]
-        self.flights = Flights()
-        self.holdings = Holdings(
-            [Shelf(tier, policy) for tier in memory], ledger.notes, self.counters, shelves
+        indexes = [TierIndex(tier, policy) for tier in persistent]
+        flights = SingleFlight()
+        self.memory = MemoryTiers(
+            [TierIndex(tier, policy) for tier in memory], ledger.notes, self.counters, indexes
         )
-        self.shared = SharedTiers(shelves, ledger, self.holdings, self.flights, self.counters)
-        self._filler = Filler(
-            self.holdings, self.shared, ledger, self.flights, Sightings(window), self.counters
+        self.persistent = PersistentTiers(indexes, ledger, self.memory, flights, self.counters)
+        self._loader = StateLoader(
+            self.memory, self.persistent, ledger, flights, AdmissionFilter(window), self.counters
         )
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
         self._background = Background(self)
@@ -84,8 +91,8 @@ class KVStore:
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
         disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
         memory = [host] if device is None else [device, host]
-        shared = [disk] if remote is None else [disk, remote]
-        store = cls(ledger, memory, shared, policy)
+        persistent = [disk] if remote is None else [disk, remote]
+        store = cls(ledger, memory, persistent, policy)
         store.start()
         return store
 
@@ -97,59 +104,54 @@ class KVStore:
         """
         ledger = Ledger(database, place_of(database, folder / "states"))
         disk = DiskTier.open(folder / "states")
-        shared = [disk] if remote is None else [disk, remote]
-        store = cls(ledger, [HostTier(1 << 30)], shared)
-        store.shared.learn(ledger.begin())
+        persistent = [disk] if remote is None else [disk, remote]
+        store = cls(ledger, [HostTier(1 << 30)], persistent)
+        store.persistent.learn(ledger.begin())
         return store
 
     def start(self) -> None:
         """Begins the session: reads the ledger, ends what died, and starts the threads."""
         with without_collection():
             rows = self.ledger.begin()
-            self.shared.learn(rows)
-        reconcile(self.ledger, self.shared, rows)
+            self.persistent.learn(rows)
+        reconcile(self.ledger, self.persistent, rows)
         self._background.start()
 
     @property
     def host(self) -> HostTier:
-        return next(s.tier for s in self.holdings.shelves if isinstance(s.tier, HostTier))
+        return next(s.tier for s in self.memory.indexes if isinstance(s.tier, HostTier))
 
     @property
     def disk(self) -> DiskTier:
-        return next(s.tier for s in self.shared.shelves if isinstance(s.tier, DiskTier))
+        return next(s.tier for s in self.persistent.indexes if isinstance(s.tier, DiskTier))
 
-    def lease(self, keys: Sequence[KVKey], produce: Produce, wish: Wish | None = None) -> Lease:
-        """Holds the states of all keys in memory.
+    def lease(self, keys: Sequence[KVKey], request: LeaseRequest | None = None) -> Lease:
+        """Holds keys, and reads the states that the tiers have. What is missing then, or was
+        corrupt, the caller claims, encodes and puts, without any lock held.
 
-        What no tier holds, or holds corrupted, is made by `produce(missing keys)`, which runs
-        without any lock held, once for each key whoever asks for it, in this process or others. A
-        thread that waits for another one takes over if that fails. Raises `StoreBudgetExceeded`
-        where more is in use than the first tier may hold, and what `produce` raises.
+        Args:
+            keys: whose states are used; some may come twice.
+            request: what is known of them; of a question unless it says otherwise.
+
+        Returns:
+            The lease, which the caller releases: a context manager.
+
+        Raises:
+            StoreBudgetExceeded: more is in use than the first tier may hold.
+
+        Example:
+            >>> with store.lease(keys) as lease:                      # doctest: +SKIP
+            ...     while missing := lease.claim():
+            ...         for key, states in zip(missing, encode(missing), strict=True):
+            ...             lease.put(key, states)
         """
-        return self._lease(keys, produce, wish or Wish())
+        return self._loader.lease(keys, request or LeaseRequest())
 
-    def _lease(self, keys: Sequence[KVKey], produce: Produce | None, wish: Wish) -> Lease:
-        names = [shelf.name for shelf in self.holdings.every[1:]]
-        lease = Lease(keys, self._release, names)
-        unique = list(dict.fromkeys(keys))
-        self.holdings.hold(unique)
-        try:
-            self._filler.fill(lease, wish, produce)
-        except BaseException:
-            self.holdings.let_go(unique)
-            raise
-        return lease
-
-    def _release(self, lease: Lease) -> None:
-        """Ends a lease and notes its uses."""
-        self.holdings.let_go(dict.fromkeys(lease.keys))
-        found = [key for key, tier in lease.source.items() if tier != "encoded"]
-        self.counters.hits.update(lease.source[key] for key in found)
-        self.ledger.notes.touch(found, self.ledger.tick())
-
-    def put(self, key: KVKey, states: KVStates, wish: Wish | None = None) -> None:
-        """Keeps states that were made elsewhere, as ingestion would."""
-        self._lease([key], lambda _: [states], wish or Wish("ingest")).release()
+    def put(self, key: KVKey, states: KVStates, request: LeaseRequest | None = None) -> None:
+        """Keeps states that were encoded elsewhere, as ingestion would."""
+        with self.lease([key], request or LeaseRequest("ingest")) as lease:
+            while lease.claim():
+                lease.put(key, states)
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Begins to bring states that a lower tier has to the first one, and returns at once. What
@@ -161,92 +163,244 @@ class KVStore:
     def read_ahead(self, keys: Iterable[KVKey]) -> None:
         """As `prefetch`, in this thread: done when it returns."""
         for key in self._below(keys):
-            self._filler.read_ahead(key)
+            self._loader.read_ahead(key)
 
     def _below(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Those that a tier below the first has, and the first has not."""
-        with self.holdings.lock:
+        with self.memory.lock:
             return [
                 key for key in dict.fromkeys(keys)
-                if key not in self.holdings.top.entries
-                and any(key in shelf.entries for shelf in self.holdings.every)
+                if key not in self.memory.top.entries
+                and any(key in index.entries for index in self.memory.every)
             ]  # fmt: skip
 
-    def fetch(self, keys: Sequence[KVKey], wish: Wish | None = None) -> Lease:
-        """Leases what some tier has; `found` of the lease lacks the rest."""
-        return self._lease(keys, None, wish or Wish())
+    def fetch(self, keys: Sequence[KVKey]) -> Lease:
+        """Leases what some tier has, or other threads are bringing; `found` lacks the rest."""
+        return self._fetch(keys, LeaseRequest())
+
+    def _fetch(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
+        lease = self._loader.lease(keys, request)
+        try:
+            self._loader.load(lease, wait=True)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
 
     def borrow(self, keys: Sequence[KVKey]) -> Lease:
         """As `fetch`, but no use of the states: for what the store itself does with them."""
-        lease = self.fetch(keys, Wish("warm"))
+        lease = self._fetch(keys, LeaseRequest("warm"))
         lease.source.clear()
         return lease
 
     def discard(self, keys: Iterable[KVKey]) -> None:
         """Removes states whose rows a transaction of the catalogue has retired: blobs at once, what
         is in use after its last lease."""
-        self.shared.discard(keys)
+        self.persistent.discard(keys)
 
     def pin(self, keys: Sequence[KVKey], pinned: bool = True) -> None:
         """Keeps states from being evicted for pressure or time, in every tier and process."""
         self.ledger.pin(keys, pinned)
-        with self.holdings.lock:
+        with self.memory.lock:
             for key in keys:
-                (self.holdings.pinned.add if pinned else self.holdings.pinned.discard)(key)
-                for shelf in self.holdings.every:
-                    if key in shelf.entries:
-                        shelf.entries.pin(key, pinned)
+                (self.memory.pinned.add if pinned else self.memory.pinned.discard)(key)
+                for index in self.memory.every:
+                    if key in index.entries:
+                        index.entries.pin(key, pinned)
 
     def expire(self, keys: Sequence[KVKey], at: float | None) -> None:
         """Keeps states until `at` (Unix seconds) at most; None for as long as there is room."""
         self.ledger.expire(keys, at)
-        self.holdings.limit(dict.fromkeys(keys, math.inf if at is None else at))
+        self.memory.limit(dict.fromkeys(keys, math.inf if at is None else at))
 
     def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
         """Removes states from a tier, or from all; what is in use leaves memory when it is not.
 
         Modules keep their claim on them: they are encoded again when they are needed.
         """
-        if tier is None or tier in [shelf.name for shelf in self.holdings.shelves]:
+        if tier is None or tier in [index.name for index in self.memory.indexes]:
             for key in keys:
-                self.holdings.drop(key, "manual", tier)
-        for shelf in self.shared.shelves:
-            if tier in (None, shelf.name):
-                with self.holdings.lock:
-                    here = [key for key in keys if key in shelf.entries]
-                self.shared.expel(shelf, here, "manual")
+                self.memory.drop(key, "manual", tier)
+        for index in self.persistent.indexes:
+            if tier in (None, index.name):
+                with self.memory.lock:
+                    here = [key for key in keys if key in index.entries]
+                self.persistent.expel(index, here, "manual")
 
     def sweep(self) -> None:
         """What the background does every second: expired states go, reused ones are written to the
         disk, uses to the ledger. Raises nothing that a request did not cause."""
         now = time.time()
         with suppress(LedgerUnavailable):
-            self.holdings.limit(self.ledger.overdue(now))  # which another process may have set
-        for shelf in self.holdings.every:
-            with self.holdings.lock:
-                overdue = shelf.overdue(now)
-            if shelf.tier.persistent:
-                self.shared.expel(shelf, [each.key for each in overdue], "ttl")
+            self.memory.limit(self.ledger.overdue(now))  # which another process may have set
+        for index in self.memory.every:
+            with self.memory.lock:
+                overdue = index.overdue(now)
+            if index.tier.persistent:
+                self.persistent.expel(index, [each.key for each in overdue], "ttl")
             else:
-                self.holdings.take_out(shelf, overdue)
-        self.holdings.forget_limits(now)
+                self.memory.take_out(index, overdue)
+        self.memory.forget_limits(now)
         self._keep_reused()
-        self.shared.discard_later()
+        self.persistent.discard_later()
         self.ledger.flush()
 
     def _keep_reused(self) -> None:
         """Writes states that questions have shown to be worth it, if something still needs them."""
-        with self.holdings.lock:
-            keys, self._filler.reused = list(self._filler.reused), set()
-        if not keys or not self.shared.shelves:
+        keys = self._loader.take_reused()
+        if not keys or not self.persistent.indexes:
             return
         with self.ledger.database.reading() as session:
             owned = owned_among(session, keys)
         with self.borrow([key for key in keys if key in owned]) as lease:
             for key, states in lease.found.items():
-                self.shared.add(key, states, self.ledger.tick())
+                self.persistent.add(key, states, self.ledger.tick())
 
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""
         self._background.stop()
         self.ledger.end()
+
+
+class Background:
+    """The threads of an open store, one for the sweep of every second and one for prefetching. They
+    end with `stop`, or with the store that nobody refers to any more."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = weakref.ref(store)
+        self._stopped = threading.Event()
+        self._wanted: queue.Queue[list[KVKey] | None] = queue.Queue(_WAITING)
+        self._threads = [
+            threading.Thread(target=_sweep, args=(self._store, self._stopped), daemon=True),
+            threading.Thread(
+                target=_prefetch, args=(self._store, self._stopped, self._wanted), daemon=True
+            ),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def prefetch(self, keys: list[KVKey]) -> None:
+        try:
+            self._wanted.put_nowait(keys)
+        except queue.Full:
+            logger.debug("prefetching falls behind; some states are read when they are needed")
+
+    def stop(self) -> None:
+        """Ends the threads, and does the last sweep."""
+        self._stopped.set()
+        with suppress(queue.Full):
+            self._wanted.put_nowait(None)  # wakes the thread
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        store = self._store()
+        if store is not None:
+            _once(store)
+
+
+def _sweep(reference: weakref.ref[KVStore], stopped: threading.Event) -> None:
+    while not stopped.wait(TICK_SECONDS):
+        store = reference()
+        if store is None:
+            return
+        _once(store)
+        del store
+
+
+def _once(store: KVStore) -> None:
+    try:
+        store.sweep()
+    except StoreError as error:
+        store.counters.unreadable += 1
+        logger.warning("%s; the store's upkeep is tried again in a second", error)
+
+
+def _prefetch(
+    reference: weakref.ref[KVStore],
+    stopped: threading.Event,
+    wanted: queue.Queue[list[KVKey] | None],
+) -> None:
+    while not stopped.is_set():
+        try:
+            keys = wanted.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            if reference() is None:
+                return
+            continue
+        store = reference()
+        if store is None or keys is None:
+            return
+        try:
+            store.read_ahead(keys)
+        except StoreError as error:
+            logger.warning("%s; the states are read when they are needed", error)
+        del store
+
+
+def place_of(database: Database, folder: Path) -> str:
+    """Which disk this is, for a ledger that several machines share: a name that lies in the folder.
+    A SQLite file is beside its only one."""
+    if database.engine.dialect.name == "sqlite":
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = folder / "place"
+    try:
+        with name.open("x", encoding="ascii") as file:
+            file.write(uuid4().hex)
+    except FileExistsError:
+        pass
+    return name.read_text(encoding="ascii")
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Python looks for cycles whenever so many objects were made, through all that there are: a
+    third of the time that reading 100,000 rows takes, and rows have none."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def reconcile(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
+    """Removes states of an earlier format or that nothing needs (rows, then blobs), rows without a
+    blob, and blobs without a row that no living process is writing."""
+    retired = _retire_leftovers(ledger)
+    persistent.discard(retired)
+    for index in persistent.indexes:
+        if not isinstance(index.tier, DiskTier):
+            continue  # listing a remote takes its time: `verify` does
+        sizes = {row.key: row.nbytes for row in rows if row.tier == index.name}
+        for key in retired:
+            sizes.pop(key, None)
+        blobs = index.tier.scan(sizes)
+        vanished = sorted(sizes.keys() - blobs.keys())
+        if vanished:
+            persistent.expel(index, vanished, "corrupt")
+        persistent.discard(sorted(blobs.keys() - sizes.keys()))
+        if _is_alone(ledger):
+            index.tier.remove_parts(0.0)
+
+
+def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
+    keys = select(StateTable.key).distinct()
+    with ledger.database.reading() as session:
+        earlier = [*session.scalars(keys.where(StateTable.format != FORMAT_VERSION))]
+        unowned = [*session.scalars(keys.where(is_unowned()))]
+    if not earlier and not unowned:
+        return []
+    with ledger.database.transaction() as session:
+        return [
+            *retire(session, map(KVKey, earlier), even_owned=True),
+            *retire(session, map(KVKey, unowned)),
+        ]
+
+
+def _is_alone(ledger: Ledger) -> bool:
+    with ledger.database.reading() as session:
+        return session.scalar(select(func.count()).select_from(SessionTable)) == 1

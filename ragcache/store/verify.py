@@ -14,8 +14,8 @@ from sqlalchemy import func, select
 
 from ragcache.errors import RemoteUnavailable, StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import FORMAT_VERSION, KVKey
+from ragcache.store.memory_tiers import TierIndex
 from ragcache.store.ownership import is_unowned, retire
-from ragcache.store.shelf import Shelf
 from ragcache.store.store import KVStore
 from ragcache.store.tables import (
     CollectionTable,
@@ -75,13 +75,13 @@ def verify(store: KVStore, *, repair: bool = False, progress: Progress | None = 
         _forget_interrupted(store)
     found += _owners(store, repair)
     total = 0
-    for shelf in store.shared.shelves:
+    for index in store.persistent.indexes:
         try:
-            rows = {row.key: row.nbytes for row in store.ledger.load() if row.tier == shelf.name}
+            rows = {row.key: row.nbytes for row in store.ledger.load() if row.tier == index.name}
             total += len(rows)
-            found += _blobs(store, shelf, rows, repair, progress)
+            found += _blobs(store, index, rows, repair, progress)
         except RemoteUnavailable as error:
-            found.append(Disagreement("unreadable", shelf.name, str(error)))
+            found.append(Disagreement("unreadable", index.name, str(error)))
     found += _index(store)
     with store.ledger.database.reading() as session:
         modules = session.scalar(select(func.count()).select_from(ModuleTable)) or 0
@@ -89,32 +89,38 @@ def verify(store: KVStore, *, repair: bool = False, progress: Progress | None = 
 
 
 def _blobs(
-    store: KVStore, shelf: Shelf, rows: dict[KVKey, int], repair: bool, progress: Progress | None
+    store: KVStore,
+    index: TierIndex,
+    rows: dict[KVKey, int],
+    repair: bool,
+    progress: Progress | None,
 ) -> Iterator[Disagreement]:
-    blobs = set(shelf.tier.keys())
+    blobs = set(index.tier.keys())
     for done, (key, nbytes) in enumerate(sorted(rows.items())):
-        fault = _fault(shelf, key, nbytes)
+        fault = _fault(index, key, nbytes)
         if fault is not None and store.ledger.find([key]):  # no other process has just removed it
             kind, detail = fault
-            gone = repair and kind != "unreadable" and store.shared.expel(shelf, [key], "corrupt")
-            yield Disagreement(kind, f"{shelf.name} {key}", detail, bool(gone))
+            gone = (
+                repair and kind != "unreadable" and store.persistent.expel(index, [key], "corrupt")
+            )
+            yield Disagreement(kind, f"{index.name} {key}", detail, bool(gone))
         if progress is not None:
             progress(done + 1, len(rows))
     for key in sorted(blobs - rows.keys()):
-        if store.shared.is_orphan(shelf, key, remove=repair):
-            yield Disagreement("orphan", f"{shelf.name} {key}", "a blob without a row", repair)
+        if store.persistent.is_orphan(index, key, remove=repair):
+            yield Disagreement("orphan", f"{index.name} {key}", "a blob without a row", repair)
 
 
-def _fault(shelf: Shelf, key: KVKey, nbytes: int) -> tuple[str, str] | None:
+def _fault(index: TierIndex, key: KVKey, nbytes: int) -> tuple[str, str] | None:
     try:
-        states = shelf.tier.get(key)
+        states = index.tier.get(key)
     except StateMissing:
         return "missing", "a row without a blob"
     except StateCorrupt as error:
         return "corrupt", str(error)
     except StoreUnreadable as error:
         return "unreadable", str(error)
-    most = shelf.tier.size_of(states)
+    most = index.tier.size_of(states)
     if not 0 < nbytes <= most:
         return "size", f"the row tells {nbytes:,} bytes, the blob takes at most {most:,}"
     return None

@@ -50,10 +50,10 @@ class Looking:
     def leased(self) -> int:
         """States that requests are reading."""
         self.rag.parts.returned.release()
-        holdings = self.store.holdings
-        with holdings.lock:
+        memory = self.store.memory
+        with memory.lock:
             return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
-                shelf.entries for shelf in holdings.every
+                index.entries for index in memory.every
             ))  # fmt: skip
 
     def work(self) -> dict[str, float]:

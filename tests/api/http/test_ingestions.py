@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.errors import EngineClosed
-from ragcache.pipeline.encoding import ModuleEncoder
+from ragcache.pipeline.module_states import ModuleEncoder
 
 HEADERS = {"Idempotency-Key": "herons"}
 BODY = {"documents": [{"id": "q", "text": "An interrupted document about herons."}]}

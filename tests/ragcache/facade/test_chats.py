@@ -75,7 +75,7 @@ def test_a_stream_that_is_closed_holds_nothing(rag: RagCache) -> None:
     stream = rag.stream_chat(CHATS[0], generation=LONG)
     stream.close()
     rag.stats()
-    assert not any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
+    assert not any(entry.leased for entry in rag.parts.store.memory.indexes[0].entries)
 
 
 def test_threads_chat_while_documents_change(rag: RagCache) -> None:
@@ -90,4 +90,4 @@ def test_threads_chat_while_documents_change(rag: RagCache) -> None:
 
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(ask, range(36)))
-    assert not any(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
+    assert not any(entry.leased for entry in rag.parts.store.memory.indexes[0].entries)

@@ -158,7 +158,7 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag.parts.store.holdings.shelves
+    [host] = rag.parts.store.memory.indexes
     assert len(host.entries) > 0
     with monkeypatch.context() as patched:
         patched.setattr(rag.parts.engine.core.runner, "prepare", fail)

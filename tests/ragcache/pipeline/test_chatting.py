@@ -137,7 +137,7 @@ def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
     rag.add_schema(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
     asked = '<prompt schema="s"><m/>Where?</prompt>'
     assert rag.prompt(asked).reuse.created_tokens == 0
-    host = rag.parts.store.holdings.shelves[0].entries
+    host = rag.parts.store.memory.indexes[0].entries
     rag.parts.store.evict([entry.key for entry in host])
     made = rag.prompt(asked).reuse
     assert made.created_tokens > 0
@@ -213,7 +213,7 @@ def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag.parts.store.holdings.shelves
+    [host] = rag.parts.store.memory.indexes
     with monkeypatch.context() as patched_engine:
         patched_engine.setattr(type(rag.parts.engine), "submit", fail)
         with pytest.raises(RuntimeError, match="out of memory"):

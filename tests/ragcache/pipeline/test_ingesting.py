@@ -22,7 +22,7 @@ from ragcache.errors import (
 )
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import worker
-from ragcache.pipeline.encoding import ModuleEncoder
+from ragcache.pipeline.module_states import ModuleEncoder
 from tests.conftest import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]

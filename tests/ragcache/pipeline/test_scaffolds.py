@@ -12,7 +12,7 @@ import pytest
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel
-from ragcache.pipeline.scaffolds import Scaffolds
+from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey
 from ragcache.store import Members, ScaffoldRows
 from ragcache.store.verify import verify

@@ -33,7 +33,7 @@ def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
 def leased(rag: RagCache) -> int:
     """How many states the next call would find in use."""
     rag.stats()
-    return sum(entry.leased for entry in rag.parts.store.holdings.shelves[0].entries)
+    return sum(entry.leased for entry in rag.parts.store.memory.indexes[0].entries)
 
 
 def test_the_pieces_are_the_text_and_the_sources_come_first(rag: RagCache) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from ragcache.models import LoadedModel
-from ragcache.pipeline.tokenizing import SharedModel
+from ragcache.models import LoadedModel, ThreadSafeTokenizer
 
 TEXT = "<|end|> The key hangs <|user|> in the cupboard. " * 20
 
 
 def test_threads_tokenise_as_one_does(model: LoadedModel) -> None:
-    shared = SharedModel.of(model)
+    shared = ThreadSafeTokenizer.of(model)
     ours, theirs = model.encode(TEXT), model.encode_untrusted(TEXT)
     assert ours != theirs
     model.encode("")
@@ -26,7 +25,7 @@ def test_threads_tokenise_as_one_does(model: LoadedModel) -> None:
 
 
 def test_no_call_changes_the_state_of_a_tokenizer(model: LoadedModel) -> None:
-    shared = SharedModel.of(model)
+    shared = ThreadSafeTokenizer.of(model)
     for _ in range(2):
         shared.encode(TEXT)
         assert shared.outside.backend_tokenizer.encode_special_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -13,9 +13,13 @@ import torch
 from sqlalchemy import create_engine
 
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Database
+from ragcache.store import Database, KVStore, Lease, LeaseRequest
 
 TOKEN_BYTES = 64  # of one token in `make_states`: 2 sides, 2 layers, 1 head, 4 floats
+
+
+Produce = Callable[[Sequence[KVKey]], Iterable[KVStates]]
+"""Encodes the states of keys, in order."""
 
 
 def make_key(number: int) -> KVKey:
@@ -35,6 +39,26 @@ def same(found: KVStates | None, expected: KVStates) -> bool:
         and torch.equal(found.values, expected.values)
         and found.start == expected.start
     )
+
+
+def encode_missing(lease: Lease, produce: Produce) -> None:
+    """Drives a lease until all its states are there."""
+    while missing := lease.claim():
+        for key, states in zip(missing, produce(missing), strict=True):
+            lease.put(key, states)
+
+
+def full_lease(
+    store: KVStore, keys: Sequence[KVKey], produce: Produce, request: LeaseRequest | None = None
+) -> Lease:
+    """Leases keys and has their missing states made, as the pipeline does."""
+    lease = store.lease(keys, request)
+    try:
+        encode_missing(lease, produce)
+    except BaseException:
+        lease.release()
+        raise
+    return lease
 
 
 def postgres_url() -> str:

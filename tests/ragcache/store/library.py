@@ -9,8 +9,17 @@ from pathlib import Path
 import torch
 
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Catalogue, Database, KVStore, NewDocument, NewModule, Wish
-from tests.ragcache.store.conftest import same
+from ragcache.store import (
+    Catalogue,
+    Database,
+    KVStore,
+    Lease,
+    LeaseRequest,
+    NewDocument,
+    NewModule,
+    Origin,
+)
+from tests.ragcache.store.conftest import encode_missing, full_lease, same
 
 COLLECTION = "library"
 STATE_BYTES = 320  # of one state in memory
@@ -47,6 +56,17 @@ class Library:
             self.made.append(key)
             yield states_of(key)
 
+    def lease(self, keys: Sequence[KVKey], origin: Origin) -> Lease:
+        """Leases a preamble and then modules."""
+        lease = full_lease(self.store, [ROOT], self.produce, LeaseRequest(origin, "root"))
+        try:
+            lease.extend(keys, LeaseRequest(origin, "rooted", ROOT))
+            encode_missing(lease, self.produce)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
     def put(self, name: str, version: int) -> None:
         """Ingests a version of a document."""
         texts = texts_of(name, version)
@@ -55,7 +75,7 @@ class Library:
         with jobs.running(f"collection {COLLECTION}", len(texts)) as job:
             jobs.expect(job, keys)
             for key in keys:
-                self.store.lease([ROOT, key], self.produce, self.wish("ingest")).release()
+                self.lease([key], "ingest").release()
             modules = [
                 NewModule(f"{name}#{n + 1}", text, [n], key)
                 for n, (text, key) in enumerate(zip(texts, keys, strict=True))
@@ -74,7 +94,7 @@ class Library:
         Returns where they came from."""
         rows = [row for row in self.catalogue.modules(COLLECTION) if row.document == name]
         keys = [key_of(row.text) for row in rows]
-        with self.store.lease([ROOT, *keys], self.produce, self.wish("question")) as lease:
+        with self.lease(keys, "question") as lease:
             for key, states in zip(lease.keys, lease.states, strict=True):
                 assert same(states, states_of(key)), f"wrong states of {key}"
             return [lease.source[key] for key in keys]
@@ -89,9 +109,6 @@ class Library:
             texts = [row.text for row in rows if row.document == name]
             assert texts == texts_of(name, version), f"{name} is not whole"
         return found
-
-    def wish(self, origin: str) -> Wish:
-        return Wish("ingest" if origin == "ingest" else "question", "rooted", ROOT)
 
     def close(self) -> None:
         self.store.close()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache.states import KVKey
-from ragcache.store.admission import Sightings, admits
+from ragcache.store.leases import AdmissionFilter, admits
 
 
 def key(number: int) -> KVKey:
@@ -25,27 +25,27 @@ def test_a_question_admits_at_the_second_use_within_the_window() -> None:
 
 
 def test_one_off_questions_admit_nothing_however_many() -> None:
-    sightings = Sightings(window=100)
-    assert not any(sightings.admits("question", key(n), n) for n in range(10_000))
-    assert len(sightings) <= 100
+    uses_seen = AdmissionFilter(window=100)
+    assert not any(uses_seen.admits("question", key(n), n) for n in range(10_000))
+    assert len(uses_seen) <= 100
 
 
 def test_what_is_asked_again_soon_enters_even_amid_one_off_questions() -> None:
-    sightings = Sightings(window=100)
-    sightings.admits("question", key(0), 0)
+    uses_seen = AdmissionFilter(window=100)
+    uses_seen.admits("question", key(0), 0)
     for tick in range(1, 50):
-        sightings.admits("question", key(tick), tick)
-    assert sightings.admits("question", key(0), 50)
+        uses_seen.admits("question", key(tick), tick)
+    assert uses_seen.admits("question", key(0), 50)
 
 
 @given(uses=st.lists(st.integers(0, 9), max_size=60), window=st.integers(1, 20))
 def test_a_key_enters_exactly_when_it_was_used_at_most_a_window_ago(
     uses: list[int], window: int
 ) -> None:
-    sightings = Sightings(window)
+    uses_seen = AdmissionFilter(window)
     last: dict[int, int] = {}
     for tick, number in enumerate(uses):
         expected = number in last and tick - last[number] <= window
-        assert sightings.admits("question", key(number), tick) == expected
-        assert len(sightings) <= window
+        assert uses_seen.admits("question", key(number), tick) == expected
+        assert len(uses_seen) <= window
         last[number] = tick

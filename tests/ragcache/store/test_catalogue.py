@@ -25,7 +25,7 @@ from ragcache.store import (
     list_modules,
 )
 from ragcache.store.ownership import owned_among
-from ragcache.store.rows import Facts, StateRow
+from ragcache.store.rows import StateMetadata, StateRow
 from ragcache.store.statements import CHUNK
 from ragcache.store.tables import Base, DocumentTable, DocumentTextTable
 from tests.ragcache.store.conftest import make_key
@@ -204,7 +204,7 @@ def test_the_listing_joins_modules_and_tiers(catalogue: Catalogue, database: Dat
     catalogue.replace("notes", [document("a", 1, 2)])
     catalogue.replace("plans", [document("b", 3)])
     ledger = Ledger(database)
-    row = StateRow(make_key(1), "disk", 300, 0, 0, True, math.inf, "model", Facts(4))
+    row = StateRow(make_key(1), "disk", 300, 0, 0, True, math.inf, "model", StateMetadata(4))
     ledger.record(row, last=True)
     ledger.notes.admitted(row._replace(tier="host", nbytes=256))
     ledger.notes.touch([make_key(1)], 1)

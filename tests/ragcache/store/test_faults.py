@@ -15,10 +15,10 @@ import pytest
 from sqlalchemy import make_url
 
 from ragcache.errors import LedgerUnavailable, StoreFull, StoreUnwritable
-from ragcache.store import Catalogue, Database, KVStore, Wish
+from ragcache.store import Catalogue, Database, KVStore, LeaseRequest
 from ragcache.store.tiers import files
 from ragcache.store.verify import verify
-from tests.ragcache.store.conftest import postgres_schema, same
+from tests.ragcache.store.conftest import full_lease, postgres_schema, same
 from tests.ragcache.store.library import Library, key_of, states_of
 
 
@@ -85,10 +85,10 @@ def test_a_locked_ledger_serves_what_is_in_memory(tmp_path: Path, library: Libra
     with pytest.raises(LedgerUnavailable):
         store.jobs.begin("collection x", 0)
     new = key_of("new")
-    with store.lease([new], lambda _: [states_of(new)]) as lease:
+    with full_lease(store, [new], lambda _: [states_of(new)]) as lease:
         assert same(lease.states[0], states_of(new)), "a question does without the ledger"
     with pytest.raises(LedgerUnavailable):
-        store.lease([key_of("newer")], library.produce, Wish("ingest"))
+        full_lease(store, [key_of("newer")], library.produce, LeaseRequest("ingest"))
     locker.execute("ROLLBACK")
     locker.close()
     store.sweep()

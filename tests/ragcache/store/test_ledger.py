@@ -13,7 +13,7 @@ from ragcache.errors import StoreFull
 from ragcache.store import Database, Ledger
 from ragcache.store.ledger import TierTotals
 from ragcache.store.notes import EVICTIONS_KEPT
-from ragcache.store.rows import Facts, StateRow
+from ragcache.store.rows import StateMetadata, StateRow
 from ragcache.store.statements import CHUNK
 from ragcache.store.tables import EvictionTable, SessionTable, StateTable
 from tests.ragcache.store.conftest import make_key
@@ -43,7 +43,7 @@ def another(where: Path | str) -> Iterator[Callable[[], Ledger]]:
 
 
 def row(number: int, tier: str = "disk", nbytes: int = 10, **facts: object) -> StateRow:
-    known = Facts(3, 0.5, "rooted", make_key(99), "model")._replace(**facts)
+    known = StateMetadata(3, 0.5, "rooted", make_key(99), "model")._replace(**facts)
     return StateRow(make_key(number), tier, nbytes, 0, 0, False, math.inf, "model", known)
 
 

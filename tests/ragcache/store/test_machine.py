@@ -25,10 +25,10 @@ from hypothesis.stateful import (
 )
 
 from ragcache.states import KVKey
-from ragcache.store import Lease, background
+from ragcache.store import Lease, store
 from ragcache.store.verify import verify
 from tests.ragcache.store.conftest import postgres_schema, same
-from tests.ragcache.store.library import ROOT, Library, key_of, states_of, texts_of
+from tests.ragcache.store.library import Library, key_of, states_of, texts_of
 
 NAMES = st.sampled_from(("ash", "elm", "fir", "oak"))
 VERSIONS = st.integers(0, 5)
@@ -88,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
             return multiple()
         library = self.open[process]
         keys = [key_of(text) for text in texts_of(name, self.documents[name])]
-        return library.store.lease([ROOT, *keys], library.produce, library.wish("question"))
+        return library.lease(keys, "question")
 
     @rule(lease=consumes(leases))
     def let_go(self, lease: Lease) -> None:
@@ -178,7 +178,7 @@ def run(machine: type[StoreMachine], examples: int) -> None:
         derandomize=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(background, "TICK_SECONDS", 3600.0)  # upkeep is a rule: `sweep`
+        patched.setattr(store, "TICK_SECONDS", 3600.0)  # upkeep is a rule: `sweep`
         run_state_machine_as_test(machine, settings=chosen)
 
 

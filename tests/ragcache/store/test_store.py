@@ -13,13 +13,13 @@ import pytest
 
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Database, HostTier, KVStore, RemoteTier, Wish, changes
+from ragcache.store import Database, HostTier, KVStore, LeaseRequest, RemoteTier, changes
 from ragcache.store.jobs import Jobs
-from tests.ragcache.store.conftest import make_key, make_states, same
+from tests.ragcache.store.conftest import encode_missing, full_lease, make_key, make_states, same
 
 STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
 BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved
-INGEST = Wish("ingest")
+INGEST = LeaseRequest("ingest")
 Open = Callable[..., KVStore]
 
 
@@ -70,8 +70,8 @@ def fill(store: KVStore, *numbers: int) -> None:
         store.put(make_key(number), make_states(number))
 
 
-def sources(store: KVStore, *numbers: int, wish: Wish | None = None) -> list[str]:
-    with store.lease(keys(*numbers), Producer(), wish) as lease:
+def sources(store: KVStore, *numbers: int, request: LeaseRequest | None = None) -> list[str]:
+    with full_lease(store, keys(*numbers), Producer(), request) as lease:
         for number, states in zip(numbers, lease.states, strict=True):
             assert same(states, make_states(number))
         return [lease.source[key] for key in lease.keys]
@@ -82,14 +82,14 @@ def in_host(store: KVStore) -> set[KVKey]:
 
 
 def leased(store: KVStore) -> set[KVKey]:
-    return {e.key for shelf in store.holdings.every for e in shelf.entries if e.leased}
+    return {e.key for index in store.memory.every for e in index.entries if e.leased}
 
 
 def test_a_lease_tells_where_each_state_came_from(store: KVStore, reopen: Open) -> None:
     fill(store, 1)
     other = reopen()
     fill(other, 2)
-    with other.lease(keys(3, 2, 1, 1), Producer()) as lease:
+    with full_lease(other, keys(3, 2, 1, 1), Producer()) as lease:
         assert [lease.source[key] for key in lease.keys] == ["encoded", "host", "disk", "disk"]
         expected = [make_states(n) for n in (3, 2, 1, 1)]
         assert all(map(same, lease.states, expected))
@@ -100,9 +100,9 @@ def test_a_lease_tells_where_each_state_came_from(store: KVStore, reopen: Open) 
 def test_only_what_is_missing_is_produced_and_once(store: KVStore) -> None:
     fill(store, 1)
     produce = Producer()
-    with store.lease(keys(2, 1, 3, 2), produce):
+    with full_lease(store, keys(2, 1, 3, 2), produce):
         assert produce.asked == keys(2, 3)
-    with store.lease(keys(1, 2, 3), nothing) as lease:
+    with full_lease(store, keys(1, 2, 3), nothing) as lease:
         assert len(lease.states) == 3
 
 
@@ -110,14 +110,14 @@ def test_only_what_is_missing_is_produced_and_once(store: KVStore) -> None:
 def test_what_was_asked_for_is_on_disk_for_the_next_process(
     store: KVStore, reopen: Open, origin: Any
 ) -> None:
-    sources(store, 1, 2, wish=Wish(origin))
-    with reopen().lease(keys(2, 1), nothing) as lease:
+    sources(store, 1, 2, request=LeaseRequest(origin))
+    with full_lease(reopen(), keys(2, 1), nothing) as lease:
         assert set(lease.source.values()) == {"disk"}
 
 
 def test_too_few_states_produced_is_an_error(store: KVStore) -> None:
-    with pytest.raises(ValueError, match="2 states were asked for, 1 produced"):
-        store.lease(keys(1, 2), lambda _: [make_states(1)])
+    with pytest.raises(ValueError, match="shorter"):
+        full_lease(store, keys(1, 2), lambda _: [make_states(1)])
     assert leased(store) == set()
 
 
@@ -174,16 +174,16 @@ class TestOpening:
 
     def test_states_that_nobody_needs_go(self, store: KVStore, reopen: Open) -> None:
         unowned, root = KVKey("ff" * 32), KVKey("fe" * 32)
-        wish = Wish("ingest", root=root)
-        with store.lease([root, unowned], Producer(), wish):
-            pass
+        with full_lease(store, [root], Producer(), LeaseRequest("ingest", "root")) as lease:
+            lease.extend([unowned], LeaseRequest("ingest", root=root))
+            encode_missing(lease, Producer())
         assert set(reopen().disk.keys()) == {root}, "preambles belong to the store"
 
     def test_states_of_an_earlier_format_go(
         self, store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fill(store, 1)
-        monkeypatch.setattr("ragcache.store.opening.FORMAT_VERSION", 99)
+        monkeypatch.setattr("ragcache.store.store.FORMAT_VERSION", 99)
         later = reopen()
         assert (set(later.disk.keys()), later.ledger.keys("disk")) == (set(), set())
         assert later.ledger.evictions()["disk"]["superseded"] == 1
@@ -203,14 +203,14 @@ def test_eviction_leaves_the_disk_alone(reopen: Open) -> None:
 def test_a_lease_larger_than_the_budget_is_refused_and_let_go(reopen: Open) -> None:
     store = reopen(2)
     with pytest.raises(StoreBudgetExceeded, match="Raise host_bytes, or ask with a smaller k"):
-        store.lease(keys(1, 2, 3), Producer(), INGEST)
+        full_lease(store, keys(1, 2, 3), Producer(), INGEST)
     assert leased(store) == set()
     assert sources(store, 3, 4) == ["disk", "encoded"]
 
 
 def test_what_is_leased_stays_while_others_come_and_go(reopen: Open) -> None:
     store = reopen(3)
-    with store.lease(keys(1), Producer(), INGEST):
+    with full_lease(store, keys(1), Producer(), INGEST):
         fill(store, 2, 3, 4, 5)
         assert make_key(1) in in_host(store)
     fill(store, 6, 7, 8)
@@ -225,14 +225,14 @@ def test_leases_are_released_when_producing_fails(store: KVStore) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.lease(keys(1, 2, 3), fail, INGEST)
+        full_lease(store, keys(1, 2, 3), fail, INGEST)
     assert leased(store) == set()
     assert sources(store, 2, 3) == ["host", "encoded"], "what was made before is kept"
 
 
 def test_a_lease_is_released_once_also_when_its_block_fails(store: KVStore) -> None:
     def fail() -> None:
-        with store.lease(keys(1), Producer()) as lease:
+        with full_lease(store, keys(1), Producer()) as lease:
             assert leased(store) == set(keys(1))
             lease.release()
             raise RuntimeError
@@ -265,12 +265,94 @@ def test_superseded_states_are_in_no_tier(store: KVStore) -> None:
 
 def test_states_removed_while_leased_can_still_be_read(store: KVStore) -> None:
     fill(store, 1)
-    with store.lease(keys(1), nothing) as lease:
+    with full_lease(store, keys(1), nothing) as lease:
         store.evict(keys(1))
         assert same(lease.states[0], make_states(1))
         assert in_host(store) == set(keys(1)), "until the last lease is released"
     assert in_host(store) == set()
     assert sources(store, 1) == ["encoded"]
+
+
+class TestClaims:
+    """What a caller has claimed is its own until it is put or given up."""
+
+    def test_states_that_are_put_are_there_for_others_at_once(self, store: KVStore) -> None:
+        with store.lease(keys(1, 2), INGEST) as lease:
+            assert lease.claim() == keys(1, 2)
+            lease.put(make_key(1), make_states(1))
+            found: list[str] = []
+            other = threading.Thread(target=lambda: found.extend(sources(store, 1)))
+            other.start()
+            other.join(10)
+            assert found == ["host"]
+            assert lease.missing == keys(2)
+
+    def test_a_claim_before_the_last_one_was_put_is_an_error(self, store: KVStore) -> None:
+        with store.lease(keys(1, 2)) as lease:
+            lease.claim()
+            lease.put(make_key(1), make_states(1))
+            with pytest.raises(ValueError, match="2 states were claimed, 1 put"):
+                lease.claim()
+        assert leased(store) == set()
+        assert store.ledger.claims.take(keys(1, 2)) == keys(1, 2)
+
+    def test_only_what_is_claimed_can_be_put(self, store: KVStore) -> None:
+        fill(store, 1)
+        with store.lease(keys(1, 2)) as lease:
+            assert lease.claim() == keys(2)
+            for number in (1, 3):
+                with pytest.raises(ValueError, match="is not claimed by this lease"):
+                    lease.put(make_key(number), make_states(number))
+
+    def test_claims_end_with_their_lease_for_threads_and_processes(
+        self, store: KVStore, reopen: Open
+    ) -> None:
+        other = reopen()
+
+        def give_up() -> None:
+            with store.lease(keys(1), INGEST) as lease:
+                assert lease.claim() == keys(1)
+                assert other.ledger.claim(keys(1), ()) == ([], [])
+                raise KeyboardInterrupt
+
+        for opened in (store, other):
+            with pytest.raises(KeyboardInterrupt):
+                give_up()
+            assert leased(store) == set()
+            with opened.lease(keys(1), INGEST) as again:
+                assert again.claim() == keys(1)
+
+    def test_a_lease_that_another_thread_releases_ends_its_claims(self, store: KVStore) -> None:
+        lease = store.lease(keys(1))
+        assert lease.claim() == keys(1)
+        other = threading.Thread(target=lease.release)
+        other.start()
+        other.join(10)
+        assert sources(store, 1) == ["encoded"]
+
+    def test_modules_are_leased_after_their_preamble(self, store: KVStore, reopen: Open) -> None:
+        fill(store, 1, 2)
+        other = reopen()
+        with full_lease(other, keys(1), nothing) as lease:
+            lease.extend(keys(2, 1, 3), INGEST)
+            assert lease.missing == keys(3)
+            encode_missing(lease, Producer())
+            assert lease.keys == tuple(keys(1, 2, 1, 3))
+            assert [lease.source[key] for key in lease.keys] == ["disk", "disk", "disk", "encoded"]
+            assert leased(other) == set(keys(1, 2, 3))
+        assert leased(other) == set()
+        assert other.counters.hits == {"disk": 2}
+
+    def test_what_encoding_took_is_shared_by_length(self, store: KVStore) -> None:
+        with store.lease(keys(1, 2), INGEST) as lease:
+            lease.claim()
+            time.sleep(0.02)
+            lease.put(make_key(1), make_states(1, tokens=1))
+            lease.put(make_key(2), make_states(2, tokens=3))
+        store.ledger.flush()
+        cost = {row.key: row.metadata.cost for row in store.ledger.load()}
+        assert sum(cost.values()) >= 0.02
+        assert cost[make_key(2)] == pytest.approx(3 * cost[make_key(1)])
 
 
 class TestAdmission:
@@ -321,16 +403,16 @@ class TestAdmission:
     def test_what_nothing_owns_is_not_kept_on_disk(self, store: KVStore) -> None:
         unowned = KVKey("ff" * 32)
         for _ in range(3):
-            store.lease([unowned], lambda _: [make_states(1)]).release()
+            full_lease(store, [unowned], lambda _: [make_states(1)]).release()
         store.sweep()
         assert list(store.disk.keys()) == []
 
     def test_questions_in_flight_are_bounded_too(self, reopen: Open) -> None:
         store = reopen(3)
         fill(store, 1, 2, 3)
-        with store.lease(keys(4, 5, 6), Producer()):
+        with full_lease(store, keys(4, 5, 6), Producer()):
             with pytest.raises(StoreBudgetExceeded):
-                store.lease(keys(7), Producer())
+                full_lease(store, keys(7), Producer())
             assert in_host(store) == set(keys(1, 2, 3))
 
 
@@ -426,7 +508,7 @@ class TestRemote:
         assert set(remote.keys()) == set(keys(1))
         other = reopen(10, remote=remote)
         other.evict(keys(1), "disk")
-        with other.lease(keys(1), nothing) as lease:
+        with full_lease(other, keys(1), nothing) as lease:
             assert lease.source == {make_key(1): "remote"}
             assert lease.moved == {"disk": 0, "remote": make_states(1).nbytes}
 
@@ -487,7 +569,7 @@ def test_a_full_disk_does_not_stop_a_question(
             patched.setattr(store.ledger, name, full)
         assert sources(store, 1, 2) == ["host", "encoded"]
         path = store.disk.path(make_key(1))
-        store.holdings.drop(make_key(1), "manual")
+        store.memory.drop(make_key(1), "manual")
         path.write_bytes(b"")
         assert sources(store, 1) == ["encoded"]
         with pytest.raises(StoreFull):
@@ -514,7 +596,7 @@ class TestThreads:
         found: dict[int, list[str]] = {}
 
         def ask(name: int, *numbers: int) -> None:
-            with store.lease(keys(*numbers), produce, INGEST) as lease:
+            with full_lease(store, keys(*numbers), produce, INGEST) as lease:
                 found[name] = [lease.source[key] for key in lease.keys]
 
         first = threading.Thread(target=ask, args=(1, 1, 2))
@@ -540,7 +622,7 @@ class TestThreads:
 
         def ask() -> None:
             try:
-                store.lease(keys(1), fail)
+                full_lease(store, keys(1), fail)
             except RuntimeError as error:
                 errors.append(str(error))
 
@@ -566,7 +648,11 @@ class TestThreads:
                 for _ in range(20):
                     random.Random(seed).shuffle(order)
                     numbers = order[:4]
-                    assert len(sources(store, *numbers, wish=Wish(("warm", "question")[seed % 2])))
+                    assert len(
+                        sources(
+                            store, *numbers, request=LeaseRequest(("warm", "question")[seed % 2])
+                        )
+                    )
                     if seed == 0:
                         store.evict(keys(*numbers))
             except BaseException as error:
@@ -591,7 +677,7 @@ class TestThreads:
             assert done.wait(10), "another thread can lease meanwhile"
             yield make_states(2)
 
-        with store.lease(keys(2), produce) as lease:
+        with full_lease(store, keys(2), produce) as lease:
             assert lease.source[make_key(2)] == "encoded"
 
 
@@ -606,11 +692,11 @@ def test_two_processes_encode_a_key_once(
         assert go.wait(10)
         yield make_states(1)
 
-    first = threading.Thread(target=lambda: store.lease(keys(1), produce, INGEST).release())
+    first = threading.Thread(target=lambda: full_lease(store, keys(1), produce, INGEST).release())
     first.start()
     assert began.wait(10)
     threading.Timer(0.1, go.set).start()
-    with other.lease(keys(1), nothing, INGEST) as lease:
+    with full_lease(other, keys(1), nothing, INGEST) as lease:
         assert lease.source == {make_key(1): "disk"}
     first.join(10)
 
@@ -632,4 +718,4 @@ def test_a_claim_of_a_process_that_died_does_not_count(
     with store.ledger.database.transaction() as session:
         mine = update(SessionTable).where(SessionTable.id == other.ledger.sessions.id)
         session.execute(mine.values(pid=pid))
-    assert sources(store, 1, wish=INGEST) == ["encoded"]
+    assert sources(store, 1, request=INGEST) == ["encoded"]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 
-from ragcache.store import Catalogue, Database, KVStore, NewDocument, NewModule, Wish
+from ragcache.store import Catalogue, Database, KVStore, LeaseRequest, NewDocument, NewModule
 from ragcache.store.tables import StateTable, VectorTable
 from ragcache.store.verify import Report, verify
-from tests.ragcache.store.conftest import make_key, make_states
+from tests.ragcache.store.conftest import full_lease, make_key, make_states
 
 
 @pytest.fixture
@@ -129,7 +129,9 @@ def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaire
     def interrupt() -> None:
         with store.jobs.running("collection plans", 2) as job:
             store.jobs.expect(job, [make_key(1), make_key(8)])
-            with store.lease([make_key(8)], lambda _: [make_states(8)], Wish("ingest")):
+            with full_lease(
+                store, [make_key(8)], lambda _: [make_states(8)], LeaseRequest("ingest")
+            ):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,357 @@
+"""From module texts to leased states: keys, tokens, scaffolds, and the encoding of what is missing.
+
+The modules of a collection are encoded one by one, or together as a scaffold. Those of a schema are
+encoded as a whole, at their positions in it, and read piece by piece (Prompt Cache §3.3).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
+from typing import TypeVar
+
+from ragcache.engine import EncodeJob, Segment
+from ragcache.errors import ConfigurationError
+from ragcache.models import LoadedModel, PromptFrame
+from ragcache.pipeline.template_text import TemplateText
+from ragcache.states import KVKey, KVStates, state_key
+from ragcache.store import (
+    Catalogue,
+    KVStore,
+    Lease,
+    LeaseRequest,
+    Members,
+    ModuleRow,
+    Origin,
+    ScaffoldRows,
+)
+from ragcache_schemas import Path, Piece, Scope
+
+T = TypeVar("T")
+
+Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
+"""Encodes jobs, at least one; gives their states in order (`Engine.encode`)."""
+
+PORTION = 8  # modules leased at once while they are encoded: bounds what the host tier must hold
+REMEMBERED = 4096  # selections that are counted at most, those seen last
+
+
+def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The items in order, at most `PORTION` at a time."""
+    for start in range(0, len(items), PORTION):
+        yield items[start : start + PORTION]
+
+
+class StateEncoder:
+    """Names the states that one model encodes, and encodes what leases of them miss."""
+
+    def __init__(self, model: LoadedModel, store: KVStore, encode: Encode, salt: str = "") -> None:
+        """salt: of all keys; see `state_key`."""
+        self.model, self.store, self.encode, self.salt = model, store, encode, salt
+
+    def _state_key(
+        self,
+        token_ids: Sequence[int],
+        mode: str,
+        start: int,
+        root: KVKey | None = None,
+        offsets: Sequence[int] | None = None,
+    ) -> KVKey:
+        return state_key(
+            model=self.model.causal.fingerprint,
+            tokenizer=self.model.tokenizer_fingerprint,
+            scheme=self.model.causal.scheme.name,
+            mode=mode,
+            token_ids=token_ids,
+            start=start,
+            root=root,
+            offsets=offsets,
+            salt=self.salt,
+        )
+
+    def _request(self, origin: Origin, mode: str, root: KVKey | None = None) -> LeaseRequest:
+        return LeaseRequest(origin, mode, root, self.model.causal.fingerprint)
+
+    def _encode_missing(self, lease: Lease, jobs: Mapping[KVKey, EncodeJob]) -> None:
+        """Encodes the states that no tier has, and that nobody else is encoding."""
+        while missing := lease.claim():
+            encoded = self.encode([jobs[key] for key in missing])
+            for key, states in zip(missing, encoded, strict=True):
+                lease.put(key, states)
+
+
+class ModuleEncoder(StateEncoder):
+    """Leases the states of a collection's modules, after those of the preamble."""
+
+    def __init__(
+        self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode, salt: str = ""
+    ) -> None:
+        """salt: of all keys; see `state_key`."""
+        super().__init__(model, store, encode, salt)
+        self.frame = frame
+
+    @cached_property
+    def preamble_ids(self) -> list[int]:
+        return self.model.encode(self.frame.preamble)
+
+    @cached_property
+    def preamble_key(self) -> KVKey:
+        return self._state_key(self.preamble_ids, "root", 0)
+
+    def key(self, token_ids: Sequence[int], mode: str, start: int | None = None) -> KVKey:
+        """The key of a module's states: encoded where the first slot starts, after the preamble, or
+        at `start`; `rooted` sees the preamble, `isolated` does not. Both are said of any run of
+        tokens."""
+        root = self.preamble_key if mode == "rooted" else None
+        return self._state_key(token_ids, mode, self._first if start is None else start, root)
+
+    def lease(
+        self,
+        modules: Sequence[Sequence[int]],
+        mode: str,
+        origin: Origin = "question",
+        starts: Sequence[int] | None = None,
+    ) -> Lease:
+        """The states of the preamble and then of each module, encoded if need be.
+
+        Args:
+            modules: the token ids of each.
+            mode: `rooted` or `isolated`.
+            origin: what they are leased for.
+            starts: where each begins in the prompt, for positions that cannot move; None is one
+                after the other, after the preamble.
+
+        Raises:
+            StoreError: the states cannot be kept, and are not for a question.
+        """
+        starts = self._starts(modules, starts)
+        keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
+        with ExitStack() as undo:
+            lease = self.store.lease([self.preamble_key], self._request(origin, "root"))
+            undo.push(lease)
+            self._encode_missing(lease, {self.preamble_key: EncodeJob(self.preamble_ids)})
+            root = Segment(lease.states[0], 0) if mode == "rooted" else None
+            lease.extend(keys, self._request(origin, mode, self.preamble_key))
+            placed = zip(keys, modules, starts, strict=True)
+            self._encode_missing(lease, {key: EncodeJob(ids, at, root) for key, ids, at in placed})
+            undo.pop_all()
+        return lease
+
+    def prefetch(
+        self, modules: Sequence[Sequence[int]], mode: str, starts: Sequence[int] | None = None
+    ) -> None:
+        """Begins to bring states to memory that a lease will ask for soon; returns at once."""
+        placed = zip(modules, self._starts(modules, starts), strict=True)
+        self.store.prefetch([self.preamble_key, *(self.key(ids, mode, at) for ids, at in placed)])
+
+    def may_stand(self, start: int, length: int, mode: str) -> bool:
+        """Whether a module of so many tokens can be encoded at a position."""
+        if self.model.causal.scheme.movable:
+            return True
+        first = 0 if mode == "isolated" else self._first
+        return first <= start and start + length <= self.model.causal.window
+
+    @property
+    def _first(self) -> int:
+        """Where the first slot starts."""
+        return len(self.preamble_ids)
+
+    def _starts(
+        self, modules: Sequence[Sequence[int]], wanted: Sequence[int] | None
+    ) -> Sequence[int]:
+        """Where each module is encoded: in the first slot, or, with positions that cannot move,
+        where this prompt wants it."""
+        if self.model.causal.scheme.movable:
+            return [self._first] * len(modules)
+        if wanted is not None:
+            return wanted
+        lengths = [self._first, *map(len, modules)]
+        return list(accumulate(lengths))[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTokens:
+    """Token ids of stored modules, made anew where another tokenizer was used before."""
+
+    catalogue: Catalogue
+    model: LoadedModel
+
+    def of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:
+        known = self.catalogue.token_ids([module.id for module in modules])
+        for module in modules:
+            if module.id not in known:
+                known[module.id] = tuple(self.model.encode_untrusted(module.text))
+                self.catalogue.add_tokens(module.id, known[module.id])
+        return [known[module.id] for module in modules]
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeTokens:
+    """What is encoded together: tokens with ascending positions, and where each text's run is."""
+
+    token_ids: tuple[int, ...]
+    position_ids: tuple[int, ...]
+    runs: dict[Path, tuple[int, int]]
+
+    @property
+    def start(self) -> int:
+        return self.position_ids[0] if self.position_ids else 0
+
+
+class ScopeEncoder(StateEncoder):
+    """Leases the states of a schema's modules. A module's own texts and placeholders are encoded
+    together; modules nested in it are encoded on their own. A prompt then reads the runs of its
+    texts; placeholders and stand-ins never take part."""
+
+    def __init__(
+        self, model: LoadedModel, text: TemplateText, store: KVStore, encode: Encode, salt: str = ""
+    ) -> None:
+        """salt: of all keys; see `state_key`."""
+        super().__init__(model, store, encode, salt)
+        self.text = text
+
+    def tokens(self, scopes: Sequence[Scope]) -> ScopeTokens:
+        """The tokens of one module, or of several that a scaffold encodes together."""
+        entries: list[tuple[tuple[int, ...], Piece]] = []
+        for scope in scopes:
+            entries += [*scope.texts, *scope.parameters.values(), *scope.stand_ins]
+        own = {piece.path for scope in scopes for _, piece in scope.texts}
+        ids: list[int] = []
+        positions: list[int] = []
+        runs: dict[Path, tuple[int, int]] = {}
+        for _, piece in sorted(entries, key=itemgetter(0)):
+            run = self._ids(piece)
+            if piece.path in own:
+                runs[piece.path] = (len(ids), len(ids) + len(run))
+            ids += run
+            positions += range(piece.start, piece.start + len(run))
+        return ScopeTokens(tuple(ids), tuple(positions), runs)
+
+    def key(self, tokens: ScopeTokens) -> KVKey:
+        offsets = [p - tokens.start for p in tokens.position_ids]
+        return self._state_key(tokens.token_ids, "schema", tokens.start, offsets=offsets)
+
+    def lease(self, groups: Sequence[ScopeTokens], origin: Origin = "question") -> Lease:
+        """The states of each group, encoded if need be. Raises `StoreError` where they cannot be
+        kept, and are not for a question."""
+        keys = [self.key(group) for group in groups]
+        jobs = {
+            key: EncodeJob(group.token_ids, group.start, None, group.position_ids)
+            for key, group in zip(keys, groups, strict=True)
+        }
+        with ExitStack() as undo:
+            lease = self.store.lease(keys, self._request(origin, "schema"))
+            undo.push(lease)
+            self._encode_missing(lease, jobs)
+            undo.pop_all()
+        return lease
+
+    def _ids(self, piece: Piece) -> list[int]:
+        """A text's tokens, or what stands in for an argument: its scaffold, then placeholders."""
+        ids = self.text.encode(piece.text)
+        if piece.kind == "module":
+            return ids
+        placeholder = _placeholder(self.model.tokenizer)
+        return (ids + [placeholder] * piece.reserved)[: piece.reserved]
+
+
+def _placeholder(tokenizer: object) -> int:
+    """The paper's `<unk>`, or the nearest thing that the tokenizer has."""
+    for name in ("unk_token_id", "pad_token_id", "eos_token_id"):
+        token = getattr(tokenizer, name, None)
+        if isinstance(token, int):
+            return token
+    return 0
+
+
+class Scaffolds:
+    """The scaffolds of all collections of a namespace, by the ids of their modules. Thread-safe.
+
+    A scaffold is a run of modules that are encoded together (Prompt Cache §3.3). It is declared, or
+    found: a selection that was retrieved often enough in one order. Its states override the single
+    ones wherever all its modules are selected in that order, next to each other. The ledger keeps
+    scaffolds until a document of theirs changes.
+
+    after: how often a selection must be retrieved to become one; None finds none. Those that
+    another process declares are known here when the folder is opened again.
+    """
+
+    def __init__(self, rows: ScaffoldRows, after: int | None = None) -> None:
+        self._rows = rows
+        self._after = after
+        self._known: dict[str, set[Members]] = {}
+        self._kept: set[KVKey] = set()
+        self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def declare(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
+        """Makes these modules a scaffold, in this order, with the states of this key."""
+        self.keep(collection, modules, key)
+        known = self._of(collection)
+        with self._lock:
+            known.add(tuple(modules))
+
+    def note(self, collection: str, modules: Sequence[int]) -> None:
+        """Counts a selection."""
+        if self._after is None or len(modules) < 2:
+            return
+        known, seen = self._of(collection), (collection, tuple(modules))
+        with self._lock:
+            self._seen[seen] = self._seen.pop(seen, 0) + 1
+            if self._seen[seen] >= self._after:
+                known.add(seen[1])
+            elif len(self._seen) > REMEMBERED:
+                self._seen.popitem(last=False)
+
+    def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
+        """Splits a selection into runs begin:end that are encoded together, the longest scaffold
+        that fits first, from the front."""
+        known = self._of(collection)
+        with self._lock:
+            longest = sorted(known, key=len, reverse=True)
+        runs, begin = [], 0
+        while begin < len(modules):
+            lengths = (len(s) for s in longest if tuple(modules[begin : begin + len(s)]) == s)
+            end = begin + next(lengths, 1)
+            runs.append((begin, end))
+            begin = end
+        return runs
+
+    def keep(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
+        """Notes which states a scaffold has, so that they end with its documents."""
+        if key not in self._kept:
+            self._rows.keep(collection, tuple(modules), key)
+            self._kept.add(key)
+
+    def _of(self, collection: str) -> set[Members]:
+        known = self._known.get(collection)
+        if known is None:
+            stored = self._rows.of(collection)
+            with self._lock:
+                known = self._known.setdefault(collection, stored)
+        return known
+
+
+def scaffold_modules(modules: Sequence[ModuleRow], ids: Sequence[str]) -> list[ModuleRow]:
+    """The modules that ids of documents (all modules of one) or of modules name, in order.
+
+    Raises `ConfigurationError` for an unknown id, a module that comes twice, or fewer than two.
+    """
+    found: list[ModuleRow] = []
+    for wanted in ids:
+        named = [module for module in modules if wanted in (module.name, module.document)]
+        if not named:
+            raise ConfigurationError(
+                f"the collection has no document or module {wanted!r}; `ragcache modules ls` "
+                "lists them"
+            )
+        found += named
+    if len({module.id for module in found}) != len(found) or len(found) < 2:
+        raise ConfigurationError("a scaffold needs two modules or more, and each of them once")
+    return found

@@ -1,0 +1,475 @@
+"""Leases: states in use, and how those that are missing come to memory.
+
+The caller drives, and nothing in the store calls back:
+
+    with store.lease(keys, request) as lease:      # what the tiers hold is in memory now
+        while missing := lease.claim():            # what this caller has to encode
+            for key, states in zip(missing, encode(missing), strict=True):
+                lease.put(key, states)             # blob, row, memory
+        use(lease.states)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Literal
+
+from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
+from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import StoredStates, restored
+from ragcache.store.ledger import Ledger
+from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
+from ragcache.store.persistent_tiers import Flight, PersistentTiers, SingleFlight
+from ragcache.store.rows import StateMetadata, StateRow
+
+logger = logging.getLogger(__name__)
+
+ENCODING_SECONDS = 600.0  # that another process may take to encode what this one waits for
+
+Origin = Literal["ingest", "warm", "question"]
+"""What states are encoded or read for: documents coming in, a call that names them, or a question
+that happened to need them."""
+
+
+def admits(origin: Origin, previous_use: int | None, tick: int, window: int) -> bool:
+    """Whether states may enter a tier: from ingestion and warm calls always; from a question where
+    an earlier one used the same states at most `window` ticks ago (`previous_use`, or None)."""
+    if origin != "question":
+        return True
+    return previous_use is not None and tick - previous_use <= window
+
+
+class AdmissionFilter:
+    """When keys were last used that hold no place, for `admits`: one-off questions cannot push
+    documents out. Bounded: of the last `window` uses, each an integer and a key. Ticks must not run
+    backwards."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._last: OrderedDict[KVKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def see(self, key: KVKey, tick: int) -> int | None:
+        """Notes a use; returns the tick of the one before, None where it is forgotten."""
+        previous = self._last.pop(key, None)
+        self._last[key] = tick
+        while len(self._last) > self.window or tick - next(iter(self._last.values())) > self.window:
+            self._last.popitem(last=False)
+        if previous is not None and tick - previous > self.window:
+            return None
+        return previous
+
+    def admits(self, origin: Origin, key: KVKey, tick: int) -> bool:
+        """Notes a use and decides."""
+        return admits(origin, self.see(key, tick), tick, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """What is known of the states that a lease names, beyond their keys.
+
+    origin: what they are leased for, which decides whether they are admitted. mode: how they were
+    encoded: `root` for a preamble; root: the key of the preamble that they depend on; model: its
+    fingerprint.
+    """
+
+    origin: Origin = "question"
+    mode: str = ""
+    root: KVKey | None = None
+    model: str = ""
+
+    def metadata(self, tokens: int) -> StateMetadata:
+        return StateMetadata(tokens, mode=self.mode, root=self.root, model=self.model)
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """Keys that one call of `Lease.claim` returned, until the states of all of them are put.
+
+    flight: of these keys in this process. in_ledger: those whose claim between processes has not
+    ended. persists: whether their states go to the persistent tiers. since: when the caller began
+    with the next one; seconds: what it took for those before; lengths: of these, in tokens.
+    """
+
+    keys: dict[KVKey, None]
+    flight: Flight
+    in_ledger: set[KVKey]
+    persists: bool
+    since: float = 0.0
+    seconds: float = 0.0
+    lengths: dict[KVKey, int] = field(default_factory=dict)
+
+
+class Lease:
+    """States in use: no tier lets go of them until the lease is released. Used by one thread at a
+    time.
+
+    keys: in the caller's order. source: for each key the tier that it was found in (`device`,
+    `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
+    """
+
+    def __init__(
+        self,
+        loader: StateLoader,
+        keys: Sequence[KVKey],
+        request: LeaseRequest,
+        tick: int,
+        below: Sequence[str],
+    ) -> None:
+        self.keys = tuple(keys)
+        self.request = request
+        self.tick = tick
+        self.found: dict[KVKey, KVStates] = {}
+        self.source: dict[KVKey, str] = {}
+        self.moved: dict[str, int] = dict.fromkeys(below, 0)
+        self.admitted: dict[KVKey, bool] = {}
+        """For keys that were not in the first tier, whether they may push others out."""
+        self.unreadable: set[KVKey] = set()
+        """Keys whose rows exist, but whose states no tier could give."""
+        self.lost_blobs = False
+        """Whether a blob turned out to be corrupt or vanished, and has to be replaced."""
+        self.claimed: _Claimed | None = None
+        self._loader = loader
+        self._released = False
+
+    @property
+    def states(self) -> tuple[KVStates, ...]:
+        """In the order of the keys; all of them must be here."""
+        return tuple(self.found[key] for key in self.keys)
+
+    @property
+    def missing(self) -> list[KVKey]:
+        """The keys whose states are not here yet, once each."""
+        return [key for key in dict.fromkeys(self.keys) if key not in self.found]
+
+    def claim(self) -> list[KVKey]:
+        """The missing keys that this caller must encode and `put`; none when all states are here.
+
+        A key that another thread or process is encoding is left to it, and waited for when nothing
+        else is to be done, so that no two wait for each other. Where the other one fails, the key
+        is claimed here.
+
+        Returns:
+            Keys that no other caller is given until their states are put or this lease is released.
+
+        Raises:
+            ValueError: states of the last claim were not put.
+            StoreError: the ledger does not answer, and these states are not for a question.
+            StoreBudgetExceeded: more is in use than the first tier may hold.
+        """
+        return self._loader.claim(self)
+
+    def put(self, key: KVKey, states: KVStates) -> None:
+        """Keeps the states of a claimed key, and lets others have them.
+
+        Raises:
+            ValueError: the key is not claimed.
+            StoreError: they cannot be kept, and are not for a question.
+            StoreBudgetExceeded: more is in use than the first tier may hold.
+        """
+        self._loader.put(self, key, states)
+
+    def extend(self, keys: Sequence[KVKey], request: LeaseRequest) -> None:
+        """Adds keys to a lease whose states are all here, as `KVStore.lease` would. States that are
+        encoded after others, modules after a preamble, are leased so."""
+        self._loader.extend(self, keys, request)
+
+    def release(self) -> None:
+        """Ends the lease, and its claims if any are left; further calls do nothing."""
+        if not self._released:
+            self._released = True
+            self._loader.release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class StateLoader:
+    """Finds the states of leases, and keeps those that their callers encode. Nothing is read,
+    copied or computed under a lock."""
+
+    def __init__(
+        self,
+        memory: MemoryTiers,
+        persistent: PersistentTiers,
+        ledger: Ledger,
+        flights: SingleFlight,
+        admission: AdmissionFilter,
+        counters: Counters,
+    ) -> None:
+        self._memory, self._persistent, self._ledger = memory, persistent, ledger
+        self._flights, self._admission, self._counters = flights, admission, counters
+        self._reused: set[KVKey] = set()
+        self._ahead: dict[KVKey, str] = {}  # read ahead and not used since: the tiers they are from
+
+    def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
+        """Holds keys, and reads what the tiers have of them."""
+        below = [index.name for index in self._memory.every[1:]]
+        lease = Lease(self, keys, request, self._ledger.tick(), below)
+        unique = lease.missing
+        self._memory.hold(unique)
+        try:
+            self.load(lease)
+        except BaseException:
+            self._memory.let_go(unique)
+            raise
+        return lease
+
+    def extend(self, lease: Lease, keys: Sequence[KVKey], request: LeaseRequest) -> None:
+        """Adds keys to a lease; see `Lease.extend`."""
+        assert not lease.missing, "a lease is extended when its states are here"
+        lease.keys, lease.request, lease.lost_blobs = (*lease.keys, *keys), request, False
+        self._memory.hold(lease.missing)
+        self.load(lease)
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease and notes its uses; one that ends with claims used nothing."""
+        abandoned = lease.claimed is not None
+        self._end_claims(lease)
+        self._memory.let_go(dict.fromkeys(lease.keys))
+        if not abandoned:
+            found = [key for key, tier in lease.source.items() if tier != "encoded"]
+            self._counters.hits.update(lease.source[key] for key in found)
+            self._ledger.notes.touch(found, self._ledger.tick())
+
+    def load(self, lease: Lease, *, wait: bool = False) -> None:
+        """Brings what the tiers have to memory. wait: also for what other threads are reading or
+        encoding now."""
+        while True:
+            away = [key for key in lease.missing if not self._find(lease, key)]
+            with self._flights.begin(away) as flight:
+                self._read_all(lease, flight)
+            if not (wait and flight.others):
+                return
+            flight.wait_for_others()
+
+    def claim(self, lease: Lease) -> list[KVKey]:
+        """See `Lease.claim`. A key that another thread is working at is left to it, and looked for
+        again when it is done, after this thread's own are there."""
+        if lease.claimed is not None:
+            put, left = len(lease.claimed.lengths), len(lease.claimed.keys)
+            raise ValueError(f"{put + left} states were claimed, {put} put")
+        while lease.missing:
+            away = [key for key in lease.missing if not self._find(lease, key)]
+            flight = self._flights.begin(away)
+            try:
+                self._claim(lease, flight, self._read_all(lease, flight))
+            finally:
+                claimed = lease.claimed
+                flight.end(set(flight.mine).difference(() if claimed is None else claimed.keys))
+            if claimed is not None:
+                claimed.since = time.perf_counter()
+                return list(claimed.keys)
+            flight.wait_for_others()
+        return []
+
+    def put(self, lease: Lease, key: KVKey, states: KVStates) -> None:
+        """See `Lease.put`. What encoding took is known when all that was claimed at once is put:
+        a pass encodes several, and each has its share."""
+        claimed = lease.claimed
+        if claimed is None or key not in claimed.keys:
+            raise ValueError(f"{key} is not claimed by this lease")
+        claimed.seconds += time.perf_counter() - claimed.since
+        self._keep(lease, claimed, key, states)
+        claimed.lengths[key] = states.length
+        del claimed.keys[key]
+        claimed.flight.end([key])
+        if not claimed.keys:
+            self._end_claims(lease)
+            tokens = max(1, sum(claimed.lengths.values()))
+            for each, length in claimed.lengths.items():
+                self._ledger.notes.cost(each, claimed.seconds * length / tokens)
+                self._memory.cost(each, claimed.seconds * length / tokens)
+        claimed.since = time.perf_counter()
+
+    def read_ahead(self, key: KVKey) -> None:
+        """Brings states to the first tier where there is room for them. It is no use of theirs."""
+        if not self._memory.has_room(key):
+            return
+        with self._flights.begin([key]) as flight:
+            room = partial(self._memory.room, admitted=False)
+            found = None
+            if flight.mine:
+                found = self._in_memory(key) or self._persistent.read(key, room)
+            if found is not None:
+                tick, top = self._ledger.tick(), self._memory.top
+                if self._memory.place(top, key, found[1], tick, admitted=False) is not None:
+                    self._ahead[key] = found[0].name
+
+    def take_reused(self) -> list[KVKey]:
+        """Keys that were used again on probation since the last call: admitted, and to be written
+        to the disk."""
+        with self._memory.lock:
+            keys, self._reused = list(self._reused), set()
+        return keys
+
+    def _find(self, lease: Lease, key: KVKey) -> bool:
+        """Looks into the first tier."""
+        memory = self._memory
+        states = memory.find(key, lease.tick)
+        if states is None:
+            return False
+        if key in memory.top.probation and self._admits(lease, key):
+            with memory.lock:
+                memory.top.admit(key)
+                self._reused.add(key)
+        lease.found[key], lease.source[key] = restored(states), memory.top.name
+        tier = self._ahead.pop(key, None)
+        if tier is not None:  # it was read for the first one who uses it
+            lease.source[key] = tier
+            lease.moved[tier] += lease.found[key].nbytes
+        return True
+
+    def _read_all(self, lease: Lease, flight: Flight) -> list[KVKey]:
+        """Reads the keys of a flight; returns those that no tier gives. Another thread may just
+        have ended its own flight. What could not be read once is not tried again."""
+        lost, left = self._counters.corrupt, []
+        for key in flight.mine:
+            if self._find(lease, key):
+                continue
+            if key in lease.unreadable or not self._read(lease, key):
+                left.append(key)
+            else:
+                flight.end([key])
+        known = [index.entries for index in self._persistent.indexes]
+        lease.unreadable.update(key for key in left if any(key in each for each in known))
+        lease.lost_blobs |= self._counters.corrupt > lost
+        return left
+
+    def _claim(self, lease: Lease, flight: Flight, left: list[KVKey]) -> None:
+        """Claims what no other process has made or is making, and waits for the others where that
+        is nothing. A question does without the ledger, where that does not answer."""
+        if not self._persistent.indexes:
+            self._begin_claims(lease, flight, left, shared=False)
+            return
+        while left:
+            try:
+                rows, mine = self._ledger.claim(left, lease.unreadable)
+            except (StoreFull, StoreUnwritable, LedgerUnavailable) as error:
+                if lease.request.origin != "question":
+                    raise
+                logger.warning("%s; states are encoded for one question alone", error)
+                self._counters.unclaimed += len(left)
+                self._begin_claims(lease, flight, left, shared=False)
+                return
+            self._begin_claims(lease, flight, mine, shared=True)
+            try:
+                self._read_rows(lease, flight, rows)
+            except BaseException:
+                self._end_claims(lease)
+                raise
+            if mine:
+                return
+            left = [key for key in left if key not in lease.found]
+            if left and not rows:
+                self._ledger.claims.wait_for(left, ENCODING_SECONDS)
+
+    def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
+        """Reads what other processes have recorded."""
+        self._persistent.learn(rows)
+        for key in dict.fromkeys(row.key for row in rows):
+            if self._read(lease, key):
+                flight.end([key])
+            else:
+                lease.unreadable.add(key)
+
+    def _begin_claims(
+        self, lease: Lease, flight: Flight, keys: Sequence[KVKey], *, shared: bool
+    ) -> None:
+        """shared: whether the keys are claimed between processes."""
+        if keys:
+            persists = shared and (lease.request.origin != "question" or lease.lost_blobs)
+            in_ledger = set(keys) if shared else set()
+            lease.claimed = _Claimed(dict.fromkeys(keys), flight, in_ledger, persists)
+
+    def _end_claims(self, lease: Lease) -> None:
+        """Ends the claims between processes before the flights, so that a thread which takes a key
+        over claims it anew. A ledger that has gone away forgets them with the session."""
+        claimed, lease.claimed = lease.claimed, None
+        if claimed is None:
+            return
+        try:
+            self._ledger.claims.drop(claimed.in_ledger)
+        except StoreError as error:
+            logger.warning("%s; claims stay until this process ends", error)
+        finally:
+            claimed.flight.end(claimed.keys)
+
+    def _admits(self, lease: Lease, key: KVKey) -> bool:
+        """Decided once a lease, which is one use however often its states are looked for."""
+        with self._memory.lock:
+            if key not in lease.admitted:
+                origin = lease.request.origin
+                lease.admitted[key] = self._admission.admits(origin, key, lease.tick)
+            return lease.admitted[key]
+
+    def _read(self, lease: Lease, key: KVKey) -> bool:
+        """Looks into the tiers below the first."""
+        memory = self._memory
+        self._ahead.pop(key, None)
+        found = self._in_memory(key)
+        known = any(key in each.entries for each in memory.every)
+        admitted = known and self._admits(lease, key)
+        found = found or self._persistent.read(key, partial(memory.room, admitted=admitted))
+        if found is None:
+            return False
+        index, stored = found
+        with memory.lock:
+            if key in index.entries:
+                index.touch(key, lease.tick)
+        if admitted and index.tier.persistent and index is not self._persistent.indexes[0]:
+            self._reused.add(key)
+        placed = memory.place(memory.top, key, stored, lease.tick, admitted=admitted)
+        states = placed or restored(stored)
+        if placed is None:
+            mapped = index.tier.name == "disk" and index.tier.kv_dtype == "model"
+            memory.keep_loose(key, states, beside=not mapped)
+        lease.found[key], lease.source[key] = states, index.name
+        lease.moved[index.name] += states.nbytes
+        return True
+
+    def _in_memory(self, key: KVKey) -> tuple[TierIndex, StoredStates] | None:
+        """Looks into the tiers in memory below the first."""
+        with self._memory.lock:
+            for index in self._memory.indexes[1:]:
+                if key in index.entries:
+                    return index, index.tier.get(key)
+        return None
+
+    def _keep(self, lease: Lease, claimed: _Claimed, key: KVKey, states: KVStates) -> None:
+        """Stores what was encoded: blob, row, and then the first tier."""
+        memory = self._memory
+        memory.describe(key, lease.request.metadata(states.length))
+        admitted = claimed.persists or self._admits(lease, key)
+        if claimed.persists:
+            try:
+                self._persistent.write(key, states, lease.tick)
+                claimed.in_ledger.discard(key)
+            except StoreError as error:
+                if lease.request.origin != "question":
+                    raise
+                logger.warning("%s; the states stay in memory", error)
+                self._counters.unreadable += 1
+        elif admitted:
+            self._reused.add(key)
+        placed = memory.place(memory.top, key, states, lease.tick, admitted=admitted)
+        if placed is None:
+            memory.keep_loose(key, states, beside=True)
+        lease.found[key], lease.source[key] = placed or states, "encoded"
+        self._counters.encoded += 1

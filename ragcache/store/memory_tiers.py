@@ -1,0 +1,372 @@
+"""The tiers in memory: what they hold, what is leased, and what is known of every key."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ragcache.errors import StoreBudgetExceeded
+from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.serialization import Allocate
+from ragcache.store.entries import Entries, KVEntry
+from ragcache.store.notes import Notes
+from ragcache.store.policy import Policy, choose_victims, expired
+from ragcache.store.rows import StateMetadata, StateRow
+from ragcache.store.tiers import HostTier, Tier
+
+_BLOCK = 4096  # bytes by which a blob may be larger than its states
+
+_Demoted = tuple[KVKey, StoredStates, int]  # with their last use
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since a store was opened.
+
+    encoded: states that were computed. corrupt: blobs that failed their checksum or vanished;
+    their states were encoded again. unreadable: tiers that could not be read or written when they
+    were wanted. unclaimed: states that were computed without the ledger, which did not answer.
+    hits: by tier, states that were found there. evictions: by (tier, reason)."""
+
+    encoded: int = 0
+    corrupt: int = 0
+    unreadable: int = 0
+    unclaimed: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def evicted(self, tier: str, reason: str, number: int) -> None:
+        self.evictions[tier, reason] += number
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """States that have to go. reason: `pressure` or `ttl`; None for those on probation, whose going
+    is no eviction: they were never admitted."""
+
+    key: KVKey
+    nbytes: int
+    reason: str | None
+
+
+class TierIndex:
+    """A tier with what the policy knows of the states in it. Only bookkeeping, under the caller's
+    lock; the tier does the I/O.
+
+    States that were not admitted may be on probation where there is room: they push nothing out,
+    and go before everything else.
+    """
+
+    def __init__(self, tier: Tier, policy: Policy = "lru") -> None:
+        self.tier, self.policy = tier, policy
+        self.entries = Entries()
+        self.probation: dict[KVKey, None] = {}  # the oldest first
+        self.clock = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    def add(self, entry: KVEntry, *, admitted: bool = True) -> None:
+        self.entries.add(entry)
+        if admitted:
+            self.probation.pop(entry.key, None)
+        else:
+            self.probation[entry.key] = None
+
+    def admit(self, key: KVKey) -> None:
+        """Ends the probation of states that were used again."""
+        self.probation.pop(key, None)
+
+    def touch(self, key: KVKey, tick: int) -> None:
+        self.entries.touch(key, tick, self.clock)
+
+    def remove(self, key: KVKey) -> int:
+        """Forgets an entry; returns its bytes, 0 where there was none."""
+        if key not in self.entries:
+            return 0
+        nbytes = self.entries.get(key).nbytes
+        self.entries.remove(key)
+        self.probation.pop(key, None)
+        return nbytes
+
+    def choose(self, need: int, now: float, *, admitted: bool) -> list[Leaving] | None:
+        """What has to go so that `need` bytes become free; None where that cannot be. For states
+        that are not admitted nothing goes but what is on probation."""
+        leaving = list(self._on_probation(need))
+        need -= sum(each.nbytes for each in leaving)
+        if need <= 0:
+            return leaving
+        if not admitted:
+            return None
+        chosen = {each.key for each in leaving}
+        for key in chosen:  # taken from the policy's sight, not yet from the tier
+            self.entries.lease(key)
+        victims = choose_victims(self.entries, need, self.policy, now=now, clock=self.clock)
+        for key in chosen:
+            self.entries.release(key)
+        if victims.missing:
+            return None
+        self.clock = victims.clock
+        for number, key in enumerate(victims.keys):
+            reason = "ttl" if number < victims.expired else "pressure"
+            leaving.append(Leaving(key, self.entries.get(key).nbytes, reason))
+        return leaving
+
+    def overdue(self, now: float) -> list[Leaving]:
+        """What has expired."""
+        return [
+            Leaving(key, self.entries.get(key).nbytes, "ttl") for key in expired(self.entries, now)
+        ]
+
+    def _on_probation(self, need: int) -> Iterator[Leaving]:
+        for key in list(self.probation):
+            entry = self.entries.get(key)
+            if need <= 0:
+                return
+            if not (entry.leased or entry.pinned):
+                need -= entry.nbytes
+                yield Leaving(key, entry.nbytes, None)
+
+
+class MemoryTiers:
+    """Tiers in memory, the fastest first. `lock` guards the bookkeeping of all tiers, and is never
+    held while anything is copied, read or computed.
+
+    loose: states in use that no tier in memory took: encoded for a question that is not admitted
+    (they take room beside the budget, as much as it at most), or mapped from a disk (they take
+    none). They go with their last lease.
+    """
+
+    def __init__(
+        self,
+        indexes: Sequence[TierIndex],
+        notes: Notes,
+        counters: Counters,
+        persistent: Sequence[TierIndex] = (),
+    ) -> None:
+        """persistent: the tiers that outlive the process, whose states are leased as well."""
+        self.lock = threading.RLock()
+        self.indexes = tuple(indexes)
+        self.every = (*indexes, *persistent)
+        self.top = indexes[0]
+        self.metadata: dict[KVKey, StateMetadata] = {}
+        self.pinned: set[KVKey] = set()
+        self.until: dict[KVKey, float] = {}  # Unix seconds
+        self.dropped: dict[KVKey, tuple[str, str | None]] = {}  # to go after their last lease
+        self._notes, self._counters = notes, counters
+        self._held: Counter[KVKey] = Counter()
+        self._loose: dict[KVKey, tuple[KVStates, int]] = {}  # with bytes beside the budget
+        self._placing = {index.name: threading.RLock() for index in self.indexes}
+
+    def hold(self, keys: Iterable[KVKey]) -> None:
+        """Begins a use of keys, whether they are here or not."""
+        with self.lock:
+            for key in keys:
+                self._held[key] += 1
+                if self._held[key] == 1:
+                    for index in self.every:
+                        if key in index.entries:
+                            index.entries.lease(key)
+
+    def let_go(self, keys: Iterable[KVKey]) -> None:
+        """Ends a use."""
+        with self.lock:
+            for key in keys:
+                self._held[key] -= 1
+                if self._held[key] > 0:
+                    continue
+                del self._held[key]
+                self._loose.pop(key, None)
+                for index in self.every:
+                    index.entries.release(key)
+                if key in self.dropped:
+                    self.drop(key, *self.dropped.pop(key))
+
+    def is_held(self, key: KVKey) -> bool:
+        return self._held[key] > 0
+
+    def find(self, key: KVKey, tick: int) -> StoredStates | None:
+        """States that are in use loosely or in the first tier, which are used now."""
+        with self.lock:
+            if key in self._loose:
+                return self._loose[key][0]
+            if key not in self.top.entries:
+                return None
+            self.top.touch(key, tick)
+            return self.top.tier.get(key)
+
+    def row(self, index: TierIndex, key: KVKey, nbytes: int, tick: int) -> StateRow:
+        """A row of states that enter a tier now."""
+        metadata = self.metadata.get(key) or StateMetadata(0)
+        until = self.until.get(key, math.inf)
+        pinned = key in self.pinned
+        kind = index.tier.kv_dtype
+        return StateRow(key, index.name, nbytes, 0, tick, pinned, until, kind, metadata)
+
+    def enter(self, index: TierIndex, row: StateRow, *, admitted: bool = True) -> None:
+        """Notes that a tier holds states."""
+        with self.lock:
+            index.add(row.entry(), admitted=admitted)
+            if self.is_held(row.key):
+                index.entries.lease(row.key)
+
+    def know(self, index: TierIndex, rows: Sequence[StateRow]) -> None:
+        """Notes that a tier that outlives processes holds states, as the ledger says."""
+        with self.lock:
+            index.entries.extend([row.entry() for row in rows])
+            for key in [row.key for row in rows if row.key in self._held]:
+                index.entries.lease(key)
+            self.metadata.update((row.key, row.metadata) for row in rows)
+            self.pinned.update(row.key for row in rows if row.pinned)
+            self.until.update((r.key, r.expires_at) for r in rows if r.expires_at != math.inf)
+
+    def limit(self, limits: Mapping[KVKey, float]) -> None:
+        """Sets until when states are kept, in Unix seconds; `math.inf` is without a limit."""
+        with self.lock:
+            self.until.update(limits)
+            for index in self.every:
+                for key, until in limits.items():
+                    if key in index.entries:
+                        index.entries.expire(key, until)
+
+    def forget_limits(self, now: float) -> None:
+        """Forgets the limits that have passed of states that are gone: those that are encoded
+        again have none."""
+        with self.lock:
+            for key in [key for key, until in self.until.items() if until <= now]:
+                if not any(key in index.entries for index in self.every):
+                    del self.until[key]
+
+    def place(
+        self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, admitted: bool
+    ) -> KVStates | None:
+        """Puts states into a tier in memory; returns them as the tier has them, None where they
+        found no room."""
+        with self._placing[index.name]:
+            loaded = isinstance(index.tier, HostTier) and index.tier.owns(states)
+            room = 0 if loaded else index.tier.size_of(states)
+            need = index.tier.used_bytes + room - (index.tier.budget_bytes or room)
+            if need > 0 and not self._make_room(index, need, admitted=admitted):
+                return None
+            try:
+                nbytes = index.tier.put(key, states)
+            except StoreBudgetExceeded:  # what was let go is still being read elsewhere
+                return None
+            row = self.row(index, key, nbytes, tick)
+            with self.lock:
+                self.enter(index, row, admitted=admitted)
+                self._notes.admitted(row)
+            return restored(index.tier.get(key))
+
+    def has_room(self, key: KVKey) -> bool:
+        """Whether the first tier has room for a key as it is now, by its size in another tier,
+        which counts whole blocks on a disk."""
+        tier = self.top.tier
+        with self.lock:
+            sizes = [s.entries.get(key).nbytes for s in self.every if key in s.entries]
+        free = math.inf if tier.budget_bytes is None else tier.budget_bytes - tier.used_bytes
+        return bool(sizes) and min(sizes) - _BLOCK <= free
+
+    def room(self, nbytes: int, *, admitted: bool) -> Allocate | None:
+        """Memory of the first tier for so many bytes to be loaded into, where it can be given: what
+        is loaded there is then placed without a copy."""
+        tier = self.top.tier
+        if not isinstance(tier, HostTier):
+            return None
+        with self._placing[tier.name]:
+            need = tier.used_bytes + nbytes - (tier.budget_bytes or nbytes)
+            if need > 0 and not self._make_room(self.top, need, admitted=admitted):
+                return None
+        return tier.allocate
+
+    def keep_loose(self, key: KVKey, states: KVStates, *, beside: bool) -> None:
+        """Keeps states for as long as they are leased. beside: whether they take room beside the
+        budget of the first tier. Raises `StoreBudgetExceeded`."""
+        nbytes = self.top.tier.size_of(states) if beside else 0
+        with self.lock:
+            used = sum(size for _, size in self._loose.values())
+            for held in self._held:
+                if held in self.top.entries:
+                    used += self.top.entries.get(held).nbytes
+            budget = self.top.tier.budget_bytes
+            if nbytes and budget is not None and used + nbytes > budget:
+                raise StoreBudgetExceeded(
+                    f"the {self.top.name} tier holds {budget:,} bytes, of which {used:,} are in "
+                    f"use by running requests; {nbytes:,} more do not fit. Raise "
+                    f"{self.top.name}_bytes, or ask with a smaller k or fewer questions at once"
+                )
+            self._loose[key] = (states, nbytes)
+
+    def describe(self, key: KVKey, metadata: StateMetadata) -> None:
+        """Takes the metadata of states that were encoded now, which nothing drops any more."""
+        with self.lock:
+            self.metadata[key] = metadata
+            self.dropped.pop(key, None)
+
+    def cost(self, key: KVKey, seconds: float) -> None:
+        """Takes what encoding states took, for the policy, which sees it at their next entry."""
+        with self.lock:
+            metadata = self.metadata.get(key)
+            if metadata is not None:
+                self.metadata[key] = metadata._replace(cost=seconds)
+
+    def drop(self, key: KVKey, reason: str, tier: str | None = None) -> None:
+        """Forgets a key in a tier in memory, or in all; when it is in use, after its last lease."""
+        with self.lock:
+            if self.is_held(key):
+                self.dropped[key] = (reason, tier)
+                return
+            for index in self.indexes:
+                nbytes = index.remove(key) if tier in (None, index.name) else 0
+                if nbytes:
+                    index.tier.delete(key)
+                    self._left(index, key, nbytes, reason)
+
+    def take_out(self, index: TierIndex, leaving: Iterable[Leaving]) -> None:
+        """Takes states from a tier in memory; those that leave for pressure go to the next one."""
+        with self.lock:
+            demoted = self._remove(index, leaving)
+        self._demote(index, demoted)
+
+    def _remove(self, index: TierIndex, leaving: Iterable[Leaving]) -> list[_Demoted]:
+        demoted: list[_Demoted] = []
+        below = self._below(index)
+        for each in leaving:
+            if each.reason == "pressure" and below and each.key not in below.entries:
+                last_use = index.entries.get(each.key).last_use
+                demoted.append((each.key, index.tier.get(each.key), last_use))
+            index.remove(each.key)
+            index.tier.delete(each.key)
+            self._left(index, each.key, each.nbytes, each.reason)
+        return demoted
+
+    def _left(self, index: TierIndex, key: KVKey, nbytes: int, reason: str | None) -> None:
+        self._notes.left(index.name, key, nbytes, reason)
+        if reason is not None:
+            self._counters.evicted(index.name, reason, 1)
+
+    def _demote(self, index: TierIndex, demoted: list[_Demoted]) -> None:
+        below = self._below(index)
+        while demoted and below is not None:
+            key, states, last_use = demoted.pop()
+            self.place(below, key, restored(states), last_use, admitted=True)
+
+    def _below(self, index: TierIndex) -> TierIndex | None:
+        """The next tier in memory."""
+        after = self.indexes[self.indexes.index(index) + 1 :]
+        return after[0] if after else None
+
+    def _make_room(self, index: TierIndex, need: int, *, admitted: bool) -> bool:
+        with self.lock:
+            leaving = index.choose(need, time.time(), admitted=admitted)
+            if leaving is None:
+                return False
+            demoted = self._remove(index, leaving)  # at once: nobody else finds or chooses them
+        self._demote(index, demoted)
+        return True

@@ -1,0 +1,333 @@
+"""The tiers that outlive the process: blobs, their rows in the ledger, and the order of both.
+
+A blob is written, then its row; a row is deleted, then its blob. Both are done under the claim on
+the key, so that of several processes one at a time touches a blob, and in a flight, so that of
+several threads one does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+
+from ragcache.errors import (
+    RemoteUnavailable,
+    StateCorrupt,
+    StateMissing,
+    StoreBudgetExceeded,
+    StoreError,
+    StoreUnreadable,
+)
+from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.serialization import Allocate
+from ragcache.store.ledger import Ledger
+from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
+from ragcache.store.rows import StateRow
+from ragcache.store.tiers import DiskTier
+
+logger = logging.getLogger(__name__)
+
+Room = Callable[[int], Allocate | None]
+
+_ATTEMPTS = 16  # at making room, against other processes that fill it
+
+
+class SingleFlight:
+    """At most one flight a key in this process: one thread reads, encodes or deletes its states,
+    and others wait for the end and look again. So nothing is encoded twice, and what one thread
+    failed to make another takes over."""
+
+    def __init__(self) -> None:
+        self._ends: dict[KVKey, tuple[threading.Event, int]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, keys: Iterable[KVKey]) -> Flight:
+        """Begins flights on those of the keys that are in none."""
+        mine: dict[KVKey, threading.Event] = {}
+        others: list[threading.Event] = []
+        me = threading.get_ident()
+        with self._lock:
+            for key in keys:
+                if key in self._ends:
+                    end, thread = self._ends[key]
+                    assert thread != me, f"this thread has {key} in flight, and would wait for it"
+                    others.append(end)
+                else:
+                    mine[key] = threading.Event()
+                    self._ends[key] = mine[key], me
+        return Flight(self, mine, others)
+
+    def end(self, ended: Iterable[tuple[KVKey, threading.Event]]) -> None:
+        """Ends flights, and wakes those that wait for them."""
+        with self._lock:
+            for key, end in ended:
+                del self._ends[key]
+                end.set()
+
+
+class Flight:
+    """Keys in flight, which one caller has begun at once. `mine`: those that were not in another
+    one; `others`: the ends of flights on the rest, which are waited for after one's own."""
+
+    def __init__(
+        self,
+        flights: SingleFlight,
+        mine: dict[KVKey, threading.Event],
+        others: Sequence[threading.Event],
+    ) -> None:
+        self.mine, self.others = tuple(mine), others
+        self._flights, self._open = flights, mine
+
+    def end(self, keys: Iterable[KVKey] | None = None) -> None:
+        """Ends the flight on some of its keys, or on all; what has ended already is no error."""
+        ended = self._open if keys is None else self._open.keys() & set(keys)
+        self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
+
+    def wait_for_others(self) -> None:
+        for end in self.others:
+            end.wait()
+
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+class PersistentTiers:
+    """Disk and remote, the nearer first, under the ledger."""
+
+    def __init__(
+        self,
+        indexes: Sequence[TierIndex],
+        ledger: Ledger,
+        memory: MemoryTiers,
+        flights: SingleFlight,
+        counters: Counters,
+    ) -> None:
+        self.indexes = tuple(indexes)
+        self._ledger, self._memory = ledger, memory
+        self._flights, self._counters = flights, counters
+        self._later: set[KVKey] = set()
+
+    def index(self, name: str) -> TierIndex | None:
+        return next((index for index in self.indexes if index.name == name), None)
+
+    def learn(self, rows: Iterable[StateRow]) -> None:
+        """Takes rows of the ledger into memory, be they of this process or of others."""
+        rows = list(rows)
+        for index in self.indexes:
+            self._memory.know(index, [row for row in rows if row.tier == index.name])
+
+    def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
+        """The states of a key whose flight is this thread's, from the nearest tier that has them.
+
+        What is corrupt or vanished loses its row; what cannot be read now is passed over. room:
+        asked for memory to load blobs of a disk into; where it has none, or without it, they are
+        mapped.
+        """
+        for index in self.indexes:
+            with self._memory.lock:
+                known = key in index.entries
+            if not known:
+                continue
+            try:
+                return index, self._get(index, key, room)
+            except (StateCorrupt, StateMissing) as error:
+                logger.warning("%s; the states are encoded again", error)
+                self._counters.corrupt += 1
+                self._expel_corrupt(index, key)
+            except (StoreUnreadable, RemoteUnavailable) as error:
+                logger.warning("%s; the states are looked for elsewhere", error)
+                self._counters.unreadable += 1
+        return None
+
+    def _get(self, index: TierIndex, key: KVKey, room: Room | None) -> StoredStates:
+        if room is None or not isinstance(index.tier, DiskTier):
+            return index.tier.get(key)
+        with self._memory.lock:
+            nbytes = index.entries.get(key).nbytes if key in index.entries else 0
+        allocate = room(nbytes)
+        try:
+            return index.tier.get(key) if allocate is None else index.tier.load(key, allocate)
+        except StoreBudgetExceeded:  # another thread took the room
+            return index.tier.get(key)
+
+    def _expel_corrupt(self, index: TierIndex, key: KVKey) -> None:
+        """Where the ledger cannot be written, only this process forgets what is corrupt."""
+        try:
+            self._expel(index, [key], "corrupt")
+        except StoreError as error:
+            logger.warning("%s; the row of corrupt states stays", error)
+        with self._memory.lock:
+            index.remove(key)
+
+    def write(self, key: KVKey, states: KVStates, tick: int) -> None:
+        """Keeps states in every tier: blob, then row. The claim on the key is this session's, and
+        ends with the last row. Raises `StoreError` where the nearest tier cannot take them."""
+        for number, index in enumerate(self.indexes):
+            last = number == len(self.indexes) - 1
+            try:
+                self._write(index, key, states, tick, last=last)
+            except StoreError as error:
+                if number == 0:
+                    raise
+                logger.warning("%s; the states stay in the tiers before", error)
+                self._counters.unreadable += 1
+                self._ledger.claims.drop([key])
+
+    def add(self, key: KVKey, states: KVStates, tick: int) -> None:
+        """Keeps states in the tiers that lack them, unless another process is at it. Raises
+        `StoreError`."""
+        with self._memory.lock:
+            lacking = [index for index in self.indexes if key not in index.entries]
+        self._add(lacking, key, states, tick)
+
+    def add_to(self, index: TierIndex, key: KVKey, states: KVStates, tick: int) -> None:
+        """As `add`, to one tier."""
+        self._add([index], key, states, tick)
+
+    def _add(self, lacking: list[TierIndex], key: KVKey, states: KVStates, tick: int) -> None:
+        with self._flights.begin([key] if lacking else []) as flight:
+            try:
+                claimed = self._ledger.claims.take(flight.mine) if flight.mine else []
+                for index in lacking if claimed else ():
+                    self._write(index, key, states, tick, last=index is lacking[-1])
+            finally:
+                self._ledger.claims.drop(flight.mine)
+
+    def _write(
+        self, index: TierIndex, key: KVKey, states: KVStates, tick: int, *, last: bool
+    ) -> None:
+        budget = index.tier.budget_bytes
+        if budget is not None:
+            self._make_room(index, key, index.tier.size_of(states), budget)
+        try:
+            nbytes = index.tier.put(key, states)
+        except StoreBudgetExceeded:
+            if not isinstance(index.tier, DiskTier):
+                raise
+            index.tier.scan()  # other processes have deleted what this one still counts
+            nbytes = index.tier.put(key, states)
+        row = self._memory.row(index, key, nbytes, tick)
+        self._ledger.record(row, last=last)
+        self.learn([row])
+
+    def _make_room(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
+        """Reserves bytes under the tier's budget, which all processes share."""
+        for _ in range(_ATTEMPTS):
+            need = self._ledger.reserve(index.name, key, nbytes, budget)
+            if not need:
+                return
+            with self._memory.lock:
+                leaving = index.choose(need, time.time(), admitted=True) or []
+            gone = 0
+            for reason in ("ttl", "pressure"):
+                victims = [each.key for each in leaving if each.reason == reason]
+                gone += len(self.expel(index, victims, reason))
+            if not gone and not self._refresh(index):
+                break
+        self._ledger.reserve(index.name, key, 0, budget)
+        raise StoreBudgetExceeded(
+            f"the {index.name} tier may hold {budget:,} bytes; {nbytes:,} more do not fit beside "
+            f"what is pinned or in use. Raise {index.name}_bytes"
+        )
+
+    def _refresh(self, index: TierIndex) -> bool:
+        """Reads what other processes have changed; returns whether anything differed."""
+        rows = [row for row in self._ledger.load() if row.tier == index.name]
+        keys = {row.key for row in rows}
+        with self._memory.lock:
+            before = {entry.key for entry in index.entries}
+            for key in before - keys:
+                index.remove(key)
+            self.learn(row for row in rows if row.key not in before)
+            for row in rows:
+                index.entries.pin(row.key, row.pinned)
+                index.entries.expire(row.key, row.expires_at)
+        return keys != before
+
+    def expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
+        """Evicts states from a tier: rows, then blobs. What is in flight, claimed by others or, for
+        pressure and time, pinned by others, stays. Returns what went."""
+        with self._flights.begin(keys) as flight:
+            if reason == "pressure":
+                self._demote(index, flight.mine)
+            return self._expel(index, flight.mine, reason)
+
+    def _demote(self, index: TierIndex, keys: Sequence[KVKey]) -> None:
+        """Copies what leaves a tier to the next one, where that does not have it yet."""
+        after = self.indexes[self.indexes.index(index) + 1 :]
+        for key in keys if after else ():
+            if key in after[0].entries:
+                continue
+            found = self.read(key)
+            if found is None or not self._ledger.claims.take([key]):
+                continue
+            try:
+                self._write(after[0], key, restored(found[1]), self._ledger.tick(), last=True)
+            except StoreError as error:
+                logger.warning("%s; the states leave without a copy", error)
+                self._ledger.claims.drop([key])
+
+    def _expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
+        if not keys:
+            return []
+        gone = self._ledger.expel(index.name, keys, reason)
+        self._delete_blobs(index, gone)
+        with self._memory.lock:
+            for key in gone:
+                index.remove(key)
+            self._counters.evicted(index.name, reason, len(gone))
+        return gone
+
+    def discard(self, keys: Iterable[KVKey]) -> None:
+        """Deletes the blobs of states whose rows a transaction has retired, and forgets them."""
+        keys = list(dict.fromkeys(keys))
+        for key in keys:
+            self._memory.drop(key, "superseded")
+        with self._flights.begin(keys) as flight:
+            self._later |= set(keys).difference(flight.mine)
+            for index in self.indexes:
+                gone = self._ledger.reclaim(index.name, flight.mine) if flight.mine else []
+                with self._memory.lock:
+                    held = sum(index.remove(key) > 0 for key in gone)
+                    self._counters.evicted(index.name, "superseded", held)
+                self._delete_blobs(index, gone)
+
+    def discard_later(self) -> None:
+        """Discards what was in flight at the first attempt."""
+        keys, self._later = self._later, set()
+        if keys:
+            self.discard(keys)
+
+    def is_orphan(self, index: TierIndex, key: KVKey, *, remove: bool) -> bool:
+        """Whether a tier holds a blob without a row that no thread and no process is working at;
+        removes it if asked to."""
+        with self._flights.begin([key]) as flight:
+            gone = self._ledger.reclaim(index.name, flight.mine) if flight.mine else []
+            found = bool(gone) and key in index.tier
+            self._delete_blobs(index, gone if remove else [])
+            self._ledger.claims.drop(gone)
+            return found
+
+    def _delete_blobs(self, index: TierIndex, keys: Sequence[KVKey]) -> None:
+        """Their claims, which this session holds, end in any case: a blob that could not be deleted
+        has no row any more, and `verify` names it."""
+        try:
+            for key in keys:
+                index.tier.delete(key)
+        except StoreError as error:
+            logger.warning("%s; blobs without a row stay until the next opening", error)
+            self._counters.unreadable += 1
+        finally:
+            self._ledger.claims.drop(keys)
