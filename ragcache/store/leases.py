@@ -267,11 +267,10 @@ class StateLoader:
             raise ValueError(f"{put + left} states were claimed, {put} put")
         while lease.missing:
             away = [key for key in lease.missing if not self._find(lease, key)]
-            flight = self._flights.begin(away)
+            flight, claimed = self._flights.begin(away), None
             try:
-                self._claim(lease, flight, self._read_all(lease, flight))
+                claimed = self._claim(lease, flight, self._read_all(lease, flight))
             finally:
-                claimed = lease.claimed
                 flight.end(set(flight.mine).difference(() if claimed is None else claimed.keys))
             if claimed is not None:
                 claimed.since = time.perf_counter()
@@ -352,12 +351,11 @@ class StateLoader:
         lease.lost_blobs |= self._counters.corrupt > lost
         return left
 
-    def _claim(self, lease: Lease, flight: Flight, left: list[KVKey]) -> None:
+    def _claim(self, lease: Lease, flight: Flight, left: list[KVKey]) -> _Claimed | None:
         """Claims what no other process has made or is making, and waits for the others where that
         is nothing. A question does without the ledger, where that does not answer."""
         if not self._persistent.indexes:
-            self._begin_claims(lease, flight, left, shared=False)
-            return
+            return self._begin_claims(lease, flight, left, shared=False)
         while left:
             try:
                 rows, mine = self._ledger.claim(left, lease.unreadable)
@@ -366,19 +364,19 @@ class StateLoader:
                     raise
                 logger.warning("%s; states are encoded for one question alone", error)
                 self._counters.unclaimed += len(left)
-                self._begin_claims(lease, flight, left, shared=False)
-                return
-            self._begin_claims(lease, flight, mine, shared=True)
+                return self._begin_claims(lease, flight, left, shared=False)
+            claimed = self._begin_claims(lease, flight, mine, shared=True)
             try:
                 self._read_rows(lease, flight, rows)
             except BaseException:
                 self._end_claims(lease)
                 raise
-            if mine:
-                return
+            if claimed is not None:
+                return claimed
             left = [key for key in left if key not in lease.found]
             if left and not rows:
                 self._ledger.claims.wait_for(left, ENCODING_SECONDS)
+        return None
 
     def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
         """Reads what other processes have recorded."""
@@ -391,12 +389,13 @@ class StateLoader:
 
     def _begin_claims(
         self, lease: Lease, flight: Flight, keys: Sequence[KVKey], *, shared: bool
-    ) -> None:
+    ) -> _Claimed | None:
         """shared: whether the keys are claimed between processes."""
         if keys:
             persists = shared and (lease.request.origin != "question" or lease.lost_blobs)
             in_ledger = set(keys) if shared else set()
             lease.claimed = _Claimed(dict.fromkeys(keys), flight, in_ledger, persists)
+        return lease.claimed
 
     def _end_claims(self, lease: Lease) -> None:
         """Ends the claims between processes before the flights, so that a thread which takes a key
