@@ -36,7 +36,7 @@ from ragcache_schemas import Path, Piece, Scope
 T = TypeVar("T")
 
 Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
-"""Encodes jobs, at least one; gives their states in order (`Engine.encode`)."""
+"""Encodes jobs, at least one; gives their states in order (`LLMEngine.encode`)."""
 
 PORTION = 8  # modules leased at once while they are encoded: bounds what the host tier must hold
 REMEMBERED = 4096  # selections that are counted at most, those seen last
