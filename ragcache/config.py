@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ragcache.errors import ConfigurationError
@@ -45,6 +46,27 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{field.name} is {value}; it must be positive")
+
+
+def check_options(given: Mapping[str, object], known: type, subject: str) -> None:
+    """Compares the names of keyword options with the `TypedDict` that declares them.
+
+    Args:
+        given: The options of a call.
+        known: The `TypedDict`.
+        subject: What the options are for, for the message.
+
+    Raises:
+        ConfigurationError: A name is unknown, or a required option is missing.
+    """
+    names = ", ".join(known.__annotations__)
+    if unknown := sorted(given.keys() - known.__annotations__.keys()):
+        raise ConfigurationError(f"unknown option {unknown[0]!r}; options of {subject}: {names}")
+    required: frozenset[str] = getattr(known, "__required_keys__", frozenset())
+    if missing := sorted(required - given.keys()):
+        raise ConfigurationError(
+            f"the option {missing[0]!r} is missing; options of {subject}: {names}"
+        )
 
 
 def check_mode(mode: str) -> str:

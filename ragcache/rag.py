@@ -1,37 +1,77 @@
-"""The facade: one object that wires model, store, retrieval, pipeline and engine."""
+"""`RagCache`: an open state folder with a model; ingests documents and answers questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import DEFAULT_K, Settings, parse_bytes
+from ragcache.config import DEFAULT_K, Settings, check_mode, check_options, parse_bytes
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, StoreUnwritable
-from ragcache.facade import Administration, Chats, Keeping, Prompts, Questions, Retrieval
 from ragcache.models import LoadedModel, load_model
-from ragcache.pipeline import Ingestion, Parts, generated_schema, members
-from ragcache.pipeline.ingestion import Progress
+from ragcache.options import AskOptions, ChatOptions, PromptOptions, SearchOptions
+from ragcache.pipeline import (
+    GREEDY,
+    Answer,
+    AnswerStream,
+    Asked,
+    AsyncAnswerStream,
+    ChatCall,
+    Conversation,
+    Ingestion,
+    Modules,
+    Namespace,
+    Placed,
+    SharedServices,
+    Stats,
+    generated_schema,
+    members,
+)
+from ragcache.pipeline.asked import awaited, results
+from ragcache.pipeline.ingest import IngestionJobs, Progress, check_collection
+from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
+from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.retrieval.embeddings import MiniLM
-from ragcache.store import Database, KVStore, TierOptions, open_tiers
-from ragcache_schemas import Schema, expand
+from ragcache.retrieval.params import CANDIDATES
+from ragcache.store import (
+    CollectionRow,
+    Database,
+    DocumentRow,
+    EvictionRow,
+    Keys,
+    KVStore,
+    ModuleListing,
+    ModuleRow,
+    Page,
+    Records,
+    TierOptions,
+    TierStatus,
+    collection_page,
+    document_page,
+    eviction_page,
+    list_modules,
+    open_tiers,
+    tier_status,
+)
+from ragcache_schemas import Placement, Schema, expand
 
 
-class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
-    """An open state folder with a model. Make one with `RagCache.open`.
+class RagCache:
+    """An open state folder with a model; made by `RagCache.open`.
 
-    Calls from any number of threads and tasks run together: the engine computes what is new of all
-    of them step by step. The methods with an `a` before their name are for asyncio; no thread waits
-    for an answer there, and cancelling the task gives the request up.
+    Calls from any number of threads and tasks run at the same time: the engine computes the new
+    tokens of all of them step by step. Methods with the prefix `a` are for asyncio: no thread waits
+    for an answer, and cancelling the task cancels the request.
     """
 
-    def __init__(self, parts: Parts, *, closes: bool = True) -> None:
+    def __init__(self, internals: Namespace, *, closes: bool = True) -> None:
         """closes: whether closing this object closes the folder."""
-        self._parts = parts
+        self._internals = internals
         self._closes = closes
 
     @classmethod
@@ -50,16 +90,32 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         ingestion_bytes: int | str = "256MiB",
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
-        """Opens a state folder, making it if need be.
+        """Opens a state folder; makes it if need be. Sizes are bytes, or texts such as `8GiB`.
 
-        model: None is the embedded reader; a folder, a hub name, or a model already loaded.
-        embedding: None retrieves by words alone (BM25); `"minilm"` or any LangChain `Embeddings`
-        adds meaning. private_bytes: room for the states of questions and answers. queue: the most
-        requests that wait; one more raises `QueueFull`. scaffold_after: how often the same modules
-        are retrieved in one order before they become a scaffold (see `add_scaffold`); None for
-        never. ingestion_bytes: the most bytes of documents that `jobs.submit` lets wait; with more
-        it raises `QueueFull`. tiers: see `TierOptions`. Raises `ConfigurationError`, `ModelError`
-        or `StoreError`.
+        Args:
+            state: The folder.
+            model: A folder, a hub name or a loaded model; None is the embedded reader.
+            embedding: `"minilm"` or any LangChain `Embeddings` adds dense retrieval; None retrieves
+                by words only (BM25).
+            module_tokens: The most tokens of a module.
+            host_bytes: The budget of the host tier.
+            max_new_tokens: The most tokens of an answer, unless a request says otherwise.
+            private_bytes: Room for the states of questions and answers.
+            queue: The most requests that wait; one more raises `QueueFull`.
+            scaffold_after: How often the same modules are retrieved in one order before they become
+                a scaffold (see `add_scaffold`); None for never.
+            ingestion_bytes: The most bytes of documents that wait in `jobs`; more raise
+                `QueueFull`.
+            **tiers: The other tiers and their options; see `TierOptions`.
+
+        Raises:
+            ConfigurationError: An option is unknown or has a value that cannot be used.
+            ModelError: The model cannot be loaded or is not supported.
+            StoreError: The folder cannot be opened.
+
+        Example:
+            >>> from ragcache import RagCache
+            >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
         """
         settings = Settings(
             module_tokens,
@@ -73,10 +129,11 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(model)
-        database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
         chosen = open_tiers(tiers, loaded.causal.device)
+        database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
         store = KVStore.open(folder, database, settings.host_bytes, **chosen)
-        return cls(Parts.wire(database, store, loaded, embedder, settings))
+        shared = SharedServices.start(database, store, loaded, embedder, settings)
+        return cls(shared.namespace())
 
     def __enter__(self) -> RagCache:
         return self
@@ -90,78 +147,470 @@ class RagCache(Questions, Prompts, Chats, Retrieval, Keeping, Administration):
         self.close()
 
     def close(self, *, drain: bool = False) -> None:
-        """Stops the engine and closes the ledger. What still runs fails with `EngineClosed`, or is
-        waited for with `drain`. Everything that was stored is on disk already. One that `within`
-        made closes nothing."""
+        """Stops the engine and closes the ledger; everything that was stored is on disk already.
+        Does nothing on an object that `within` returned.
+
+        Args:
+            drain: Waits for running requests; otherwise they fail with `EngineClosed`.
+        """
         if self._closes:
-            self._parts.close(drain=drain)
+            self._internals.shared.close(drain=drain)
 
     @property
     def namespace(self) -> str:
-        """Whose collections, schemas and modules these are."""
-        return self._parts.namespace
+        """The name of the namespace that collections, schemas and modules belong to."""
+        return self._internals.name
+
+    @property
+    def internals(self) -> Namespace:
+        """The components of the namespace and, in `internals.shared`, of the folder: store, engine,
+        model. For services and tools that inspect them; they are closed with this object."""
+        return self._internals
 
     def within(self, namespace: str) -> RagCache:
-        """The same folder, model and engine for another tenant: its collections, schemas, modules
-        and states are its own, and nothing of others is seen or reused.
+        """The same folder, model and engine for another tenant.
 
-        namespace: 1 to 64 letters, digits and `._-`; `default` is that of `open`. It is made with
-        its first document. Raises `ConfigurationError`.
+        Its collections, schemas, modules and states are its own; nothing of other namespaces is
+        visible or reused. It is made with its first document.
+
+        Args:
+            namespace: 1 to 64 letters, digits and `._-`; `default` is the namespace of `open`.
+
+        Raises:
+            ConfigurationError: The name cannot be used.
+
+        Example:
+            >>> rag.within("tenant-2").stats().collections
+            {}
         """
-        return RagCache(self._parts.within(namespace), closes=False)
+        return RagCache(self._internals.shared.namespace(namespace), closes=False)
 
     def ingest(
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
         progress: Progress | None = None,
     ) -> Ingestion:  # fmt: skip
-        """Stores documents: files, folders, `SourceDocument`s or LangChain documents.
+        """Stores documents and encodes their modules. A document whose id is known and whose
+        content is unchanged costs nothing.
 
-        A document that is known by its id and unchanged costs nothing. progress(done, total) is
-        called with numbers of modules. Raises `DocumentError` before anything is stored.
+        Args:
+            collection: The collection to store them in; made if need be.
+            sources: Files, folders, `SourceDocument`s or LangChain documents.
+            progress: Called as `progress(done, total)` with numbers of modules.
+
+        Returns:
+            A summary of what was stored.
+
+        Raises:
+            DocumentError: A document cannot be read; nothing is stored.
+            ConfigurationError: The name is blank, or a module does not fit the model's window.
+
+        Example:
+            >>> from ragcache import SourceDocument
+            >>> leave = SourceDocument("leave.md", "There are 28 days of leave a year.")
+            >>> rag.ingest("handbook", [leave]).added
+            1
         """
-        if not collection.strip():
-            raise ConfigurationError("a collection needs a name")
-        self._parts.returned.release()
-        return self._parts.ingestor.ingest(collection, sources, progress)
+        check_collection(collection)
+        self._internals.shared.returned.release()
+        return self._internals.ingestor.ingest(collection, sources, progress)
+
+    @property
+    def jobs(self) -> IngestionJobs:
+        """Background ingestion, and the outcome of every ingestion."""
+        return self._internals.jobs
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
-        """Deletes documents with their modules, vectors and states; returns how many."""
-        return self._parts.ingestor.delete(collection, document_ids)
-
-    def create_collection(self, collection: str) -> bool:
-        """Makes a collection without documents; False where it is there already. `ingest` makes
-        one with its first document. Raises `ConfigurationError`."""
-        if not collection.strip():
-            raise ConfigurationError("a collection needs a name")
-        return self._parts.catalogue.add_collection(collection)
-
-    def delete_collection(self, collection: str) -> int:
-        """Deletes a collection with everything in it; returns how many documents there were.
+        """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
-        return self._parts.ingestor.delete_collection(collection)
-
-    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
-        """Encodes modules of a collection together, each seeing those before it (Prompt Cache
-        §3.3); returns their names.
-
-        ids: of documents, which stand for all of their modules, or of modules. Questions that
-        retrieve these modules in this order, next to each other, read the joint states, until a
-        document of theirs changes. Raises `ConfigurationError`, `PromptTooLong` or
-        `UnknownCollection`.
-        """
-        self._parts.returned.release()
-        return self._parts.answerer.add_scaffold(collection, ids)
+        return self._internals.ingestor.delete(collection, document_ids)
 
     def rename(self, collection: str, document_id: str, to: str) -> None:
-        """Gives a document another id; nothing is encoded. Raises `UnknownCollection` or
+        """Changes the id of a document; nothing is encoded. Raises `UnknownCollection` or
         `DocumentError`."""
-        self._parts.ingestor.rename(collection, document_id, to)
+        self._internals.catalogue.rename(collection, document_id, to)
+
+    def create_collection(self, collection: str) -> bool:
+        """Makes an empty collection; False if it exists. `ingest` makes collections by itself.
+        Raises `ConfigurationError`."""
+        return self._internals.catalogue.add_collection(check_collection(collection))
+
+    def delete_collection(self, collection: str) -> int:
+        """Deletes a collection with all its contents; returns how many documents it had. Raises
+        `UnknownCollection`."""
+        return self._internals.ingestor.delete_collection(collection)
+
+    def records(self, space: str) -> Records:
+        """The record manager of an indexing: which keys were written, and when."""
+        database, namespace = self._internals.shared.database, self._internals.name
+        return Records(database, space, namespace)
+
+    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
+        """Encodes modules as one, each attending to those before it (Prompt Cache §3.3).
+
+        Questions that retrieve these modules next to each other in this order read the joint
+        states, until one of their documents changes.
+
+        Args:
+            collection: The collection of the modules.
+            ids: Ids of documents, for all of their modules, or names of modules.
+
+        Returns:
+            The names of the modules.
+
+        Raises:
+            ConfigurationError: An id is unknown, or there are fewer than two modules.
+            PromptTooLong: The modules do not fit the model's window.
+            UnknownCollection: There is no such collection.
+        """
+        self._internals.shared.returned.release()
+        return self._internals.answerer.add_scaffold(collection, ids)
+
+    def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """Answers a question from the best modules of a collection.
+
+        Args:
+            question: The question.
+            **options: `collection`, which is required, `k`, `mode`, `generation`, `filters` and
+                `threshold`; see `AskOptions`.
+
+        Raises:
+            RequestError: The question is empty or too long, or a value cannot be used.
+            UnknownCollection: There is no such collection.
+            ConfigurationError: An option or the mode is unknown, or `collection` is missing.
+
+        Example:
+            >>> answer = rag.ask("How many days of leave are there?", collection="handbook", k=2)
+            >>> answer.sources[0].document
+            'leave.md'
+        """
+        return self.stream(question, **options).result()
+
+    def ask_batch(self, questions: Sequence[str], **options: Unpack[AskOptions]) -> list[Answer]:
+        """Answers questions as one batch: a module that several share is read once a step. Options
+        and errors are those of `ask`."""
+        return results(self._start_questions(questions, options))
+
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+        """As `ask`, but returns when the question is queued; iterate for pieces of the text.
+
+        Example:
+            >>> stream = rag.stream("How many days of leave are there?", collection="handbook")
+            >>> pieces = list(stream)
+        """
+        [asked] = self._start_questions([question], options)
+        return AnswerStream(asked)
+
+    async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+        """`ask` for asyncio."""
+        return await (await self.astream(question, **options))
+
+    async def aask_batch(
+        self, questions: Sequence[str], **options: Unpack[AskOptions]
+    ) -> list[Answer]:
+        """`ask_batch` for asyncio."""
+        return await awaited(await asyncio.to_thread(self._start_questions, questions, options))
+
+    async def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
+        """`stream` for asyncio: `async for piece in await rag.astream(...)`. Retrieval and leasing
+        run in asyncio's thread pool."""
+        [asked] = await asyncio.to_thread(self._start_questions, [question], options)
+        return AsyncAnswerStream(asked)
+
+    def _start_questions(self, questions: Sequence[str], options: AskOptions) -> list[Asked]:
+        check_options(options, AskOptions, "ask")
+        criteria = SearchParams(
+            options.get("k", DEFAULT_K),
+            filters=options.get("filters"),
+            threshold=options.get("threshold"),
+        )
+        mode = check_mode(options.get("mode", "rooted"))
+        self._internals.shared.returned.release()
+        return self._internals.answerer.start(
+            questions, options["collection"], criteria, mode, options.get("generation", GREEDY)
+        )
+
+    def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
+        """Answers a conversation, formatted by the model's own chat template.
+
+        Texts of ingested modules in the prompt are read from their kept states; `answer.sources`
+        lists them in the order of the prompt. `answer.mode` is `recognized:MODE` if states were
+        reused, else `exact`. Control tokens come from the template only: in contents and plain
+        texts they are ordinary characters.
+
+        Args:
+            messages: `{"role": "system|user|assistant|tool", "content": text}`, or a plain text to
+                continue.
+            **options: `mode`, `recognize`, `tools` and `generation`; see `ChatOptions`.
+
+        Raises:
+            RequestError: The conversation is malformed or too long.
+            UnsupportedModel: The template does not support `tools`.
+            ConfigurationError: An option or the mode is unknown.
+
+        Example:
+            >>> text = "There are 28 days of leave a year. How many weeks is that?"
+            >>> rag.chat([{"role": "user", "content": text}]).mode
+            'recognized:rooted'
+        """
+        return self.stream_chat(messages, **options).result()
+
+    def chat_batch(
+        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+    ) -> list[Answer]:
+        """Answers conversations as one batch: a module that several share is read once a step."""
+        return results(self._start_chats(conversations, options))
+
+    def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
+        """As `chat`, but returns when the conversation is queued; iterate for pieces of the
+        text."""
+        [asked] = self._start_chats([messages], options)
+        return AnswerStream(asked)
+
+    def stream_chat_batch(
+        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+    ) -> list[AnswerStream]:
+        """As `chat_batch`, but returns when all conversations are queued."""
+        return [AnswerStream(asked) for asked in self._start_chats(conversations, options)]
+
+    async def achat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
+        """`chat` for asyncio."""
+        return await (await self.astream_chat(messages, **options))
+
+    async def achat_batch(
+        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+    ) -> list[Answer]:
+        """`chat_batch` for asyncio."""
+        return await awaited(await asyncio.to_thread(self._start_chats, conversations, options))
+
+    async def astream_chat(
+        self, messages: Conversation, **options: Unpack[ChatOptions]
+    ) -> AsyncAnswerStream:
+        """`stream_chat` for asyncio."""
+        [asked] = await asyncio.to_thread(self._start_chats, [messages], options)
+        return AsyncAnswerStream(asked)
+
+    async def astream_chat_batch(
+        self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
+    ) -> list[AsyncAnswerStream]:
+        """`stream_chat_batch` for asyncio."""
+        asked = await asyncio.to_thread(self._start_chats, conversations, options)
+        return [AsyncAnswerStream(each) for each in asked]
+
+    def _start_chats(
+        self, conversations: Sequence[Conversation], options: ChatOptions
+    ) -> list[Asked]:
+        check_options(options, ChatOptions, "chat")
+        mode = check_mode(options.get("mode", "rooted"))
+        call = ChatCall(mode, options.get("recognize", True), options.get("tools"))
+        self._internals.shared.returned.release()
+        return self._internals.chats.start(conversations, call, options.get("generation", GREEDY))
+
+    def add_schema(
+        self, text: str, *, placement: Placement = "schema", source: str = "<string>"
+    ) -> Schema:
+        """Stores a hand-written PML schema and encodes its modules (Prompt Cache §3.3). A schema of
+        the same name is replaced.
+
+        Args:
+            text: The schema.
+            placement: `schema`, the fixed positions of the paper, or `compact`, which moves modules
+                so that a prompt has no gaps.
+            source: A file name, for errors.
+
+        Returns:
+            The parsed schema.
+
+        Raises:
+            PMLError: The schema is not valid.
+            ConfigurationError: The placement is unknown.
+
+        Example:
+            >>> trip = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
+            >>> rag.add_schema(trip).name
+            'trip'
+        """
+        if placement not in get_args(Placement):
+            raise ConfigurationError(
+                f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
+            )
+        self._internals.shared.returned.release()
+        return self._internals.prompts.add(text, source, placement)
+
+    def schemas(self) -> list[str]:
+        """The names of the hand-written schemas."""
+        return self._internals.prompts.texts.names()
+
+    def delete_schema(self, name: str) -> None:
+        """Deletes a schema with the states of its modules. Raises `UnknownSchema`."""
+        self._internals.prompts.delete(name)
 
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
-        """The generated PML schema of a collection; `expanded` writes the slots' members out."""
-        modules = self._parts.catalogue.modules(collection)
-        schema = generated_schema(collection, self._parts.answerer.encoder.frame, k)
+        """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
+        writes the modules into the slots. Raises `UnknownCollection`."""
+        modules = self._internals.catalogue.modules(collection)
+        schema = generated_schema(collection, self._internals.answerer.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
+
+    def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
+        """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.
+
+        Args:
+            text: The prompt.
+            **options: `mode`, `source` and `generation`; see `PromptOptions`.
+
+        Raises:
+            PMLError: The prompt is not valid.
+            UnknownSchema: There is no such schema.
+            RequestError: The prompt is too long.
+            ConfigurationError: An option is unknown, or the mode is not one of a prompt.
+
+        Example:
+            >>> rag.prompt('<prompt schema="trip"><sea/>When is it in?</prompt>').mode
+            'isolated'
+        """
+        return self.stream_prompt(text, **options).result()
+
+    def stream_prompt(self, text: str, **options: Unpack[PromptOptions]) -> AnswerStream:
+        """As `prompt`, but returns when the prompt is queued; iterate for pieces of the text."""
+        return AnswerStream(self._start_prompt(text, options))
+
+    async def aprompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
+        """`prompt` for asyncio."""
+        return await (await self.astream_prompt(text, **options))
+
+    async def astream_prompt(
+        self, text: str, **options: Unpack[PromptOptions]
+    ) -> AsyncAnswerStream:
+        """`stream_prompt` for asyncio."""
+        return AsyncAnswerStream(await asyncio.to_thread(self._start_prompt, text, options))
+
+    def _start_prompt(self, text: str, options: PromptOptions) -> Asked:
+        check_options(options, PromptOptions, "prompt")
+        mode = check_mode(options.get("mode", "isolated"))
+        generation, source = options.get("generation", GREEDY), options.get("source", "<string>")
+        self._internals.shared.returned.release()
+        return self._internals.prompts.start(text, mode, generation, source)
+
+    def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
+        """Finds the best modules for a query, with their scores; only the embedder runs.
+
+        Args:
+            query: The query.
+            **options: `collection`, which is required, `k`, `search`, `filters`, `threshold`,
+                `diversity` and `candidates`; see `SearchOptions`.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+            InvalidRequest: A value cannot be used.
+            ConfigurationError: An option is unknown, `collection` is missing or `k` is not
+                positive.
+
+        Example:
+            >>> found = rag.retrieve("days of leave", collection="handbook", search="words")
+            >>> found.hits[0].module.document
+            'leave.md'
+        """
+        return self.retriever().retrieve(query, *_search(options))
+
+    async def aretrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
+        """`retrieve` for asyncio."""
+        return await self.retriever().aretrieve(query, *_search(options))
+
+    def retriever(self, embedding: Embeddings | None = None) -> Retriever:
+        """The retriever of this folder, or one for another embedder, whose vectors are computed at
+        the first search and stored beside the others."""
+        return self._internals.retrievers.of(embedding)
+
+    def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
+        """The modules with these names, in the order of the names; unknown names are skipped.
+        Raises `UnknownCollection`."""
+        return self._internals.catalogue.modules(collection, names)
+
+    def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
+        """The whole texts of documents by id; unknown ids are skipped. Raises
+        `UnknownCollection`."""
+        return self._internals.catalogue.texts(collection, document_ids)
+
+    def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
+        """The lengths of modules, and the first tier that holds their states."""
+        return self._internals.modules.placed(modules)
+
+    def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
+        """The documents of a collection, in the order in which they were stored, or those with
+        these ids; unknown ids are skipped. Raises `UnknownCollection`."""
+        self._internals.catalogue.stamp(collection)
+        return list(self._internals.catalogue.documents(collection, ids).values())
+
+    def document_page(
+        self, collection: str, cursor: str | None = None, limit: int = 100
+    ) -> Page[DocumentRow]:
+        """A page of the documents of a collection by id; the first one has `total`. Raises
+        `InvalidRequest` or `UnknownCollection`."""
+        database = self._internals.shared.database
+        return document_page(database, self.namespace, collection, cursor, limit)
+
+    def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
+        """A page of the collections by name, with what they hold. Raises `InvalidRequest`."""
+        return collection_page(self._internals.shared.database, self.namespace, cursor, limit)
+
+    @property
+    def modules(self) -> Modules:
+        """Lists, warms, pins, moves and evicts the states of documents."""
+        return self._internals.modules
+
+    @property
+    def keys(self) -> Keys:
+        """The API keys of the service, of all namespaces."""
+        return self._internals.shared.keys
+
+    def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
+        """All modules with the size, tiers and hits of their states. Raises
+        `UnknownCollection`."""
+        shared = self._internals.shared
+        shared.returned.release()
+        shared.store.ledger.flush()
+        return list_modules(shared.database, collection, self.namespace)
+
+    def stats(self) -> Stats:
+        """What is stored, and what happened since this process opened the folder. Collections are
+        those of the namespace, everything else is of the folder."""
+        self._internals.shared.returned.release()
+        return Stats.of(self._internals)
+
+    def tiers(self) -> list[TierStatus]:
+        """How full each tier of the folder is, the fastest first."""
+        return tier_status(self._internals.shared.store)
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Calls `observer(record)` with every request of all namespaces that ends from now on, in a
+        thread of its own. Returns a function that removes the observer."""
+        return self._internals.shared.monitor.observe(observer)
+
+    def running(self) -> list[RunningRequest]:
+        """The requests of the namespace that have not ended, the oldest first."""
+        return self._internals.shared.monitor.running(self.namespace)
+
+    def batch(self) -> Batch:
+        """What the engine computes now."""
+        shared = self._internals.shared
+        return batch_of(shared.engine.core.view, shared.database, self.namespace)
+
+    def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
+        """A page of the states that left a tier, the newest first; those of the last second may be
+        missing. Raises `InvalidRequest`."""
+        return eviction_page(self._internals.shared.database, self.namespace, cursor, limit)
+
+
+def _search(options: SearchOptions) -> tuple[str, SearchParams]:
+    check_options(options, SearchOptions, "retrieve")
+    return options["collection"], SearchParams(
+        options.get("k", DEFAULT_K),
+        options.get("search", "hybrid"),
+        options.get("filters"),
+        options.get("threshold"),
+        options.get("diversity"),
+        options.get("candidates", CANDIDATES),
+    )
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:

@@ -81,6 +81,13 @@ class RequestChannel(Generic[EventT, ResultT]):
         return not self.started and self._outcome is None
 
     @property
+    def state(self) -> str:
+        """`waiting` in the queue, `computing` the prompt, or `generating`."""
+        if self._events:
+            return "generating"
+        return "computing" if self.started else "waiting"
+
+    @property
     def outcome(self) -> ResultT | BaseException | None:
         """The result, or what the caller sees raised; None while the request is under way."""
         ended = self._outcome

@@ -29,7 +29,7 @@ Conversation = Sequence[Message] | str
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatCall:
     """What the conversations of a call have in common."""
 
     mode: str = "rooted"
@@ -72,7 +72,7 @@ class ChatRunner:
     submitter: Submitter
 
     def start(
-        self, conversations: Sequence[Conversation], options: ChatOptions, generation: Generation
+        self, conversations: Sequence[Conversation], options: ChatCall, generation: Generation
     ) -> list[Asked]:
         """Renders, leases and submits each conversation, in order. Raises `InvalidRequest`,
         `UnsupportedModel` or `PromptTooLong` before anything is computed."""
@@ -88,7 +88,7 @@ class ChatRunner:
         return asked
 
     def _spell(
-        self, conversation: Conversation, options: ChatOptions, generation: Generation
+        self, conversation: Conversation, options: ChatCall, generation: Generation
     ) -> _Spelled:
         """Raises `InvalidRequest`, `UnsupportedModel` or `PromptTooLong`."""
         plain = isinstance(conversation, str)
@@ -123,12 +123,12 @@ class ChatRunner:
         found = self.recognizer.find(text)
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
-    def _announce(self, script: Script, options: ChatOptions) -> None:
+    def _announce(self, script: Script, options: ChatCall) -> None:
         """Begins to bring the states of these modules."""
         starts = [reading.first for reading in script.read]
         self.encoder.prefetch([r.token_ids for r in script.read], options.encoded, starts)
 
-    def _submit(self, spelled: _Spelled, options: ChatOptions, called: float) -> Asked:
+    def _submit(self, spelled: _Spelled, options: ChatCall, called: float) -> Asked:
         script = spelled.script
         if not script.read:
             context = script.context((), ())

@@ -11,7 +11,6 @@ from ragcache.engine import TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.pipeline.answer import Answer, Source
 from ragcache.pipeline.asked import Asked
-from ragcache.pipeline.observing import state_of
 
 
 class _Stream:
@@ -47,7 +46,7 @@ class _Stream:
     @property
     def state(self) -> str:
         """`waiting` in the engine's queue, `computing` the prompt, or `generating`."""
-        return state_of(self._asked.handle.channel)
+        return self._asked.handle.channel.state
 
     @property
     def generated(self) -> int:

@@ -12,7 +12,7 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Ready
 from ragcache.pipeline.asked import Asked, Returned
 from ragcache.pipeline.generation import Generation
-from ragcache.pipeline.observing import Observing
+from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.store import Lease
 
 
@@ -26,7 +26,7 @@ class Submitter:
     returned: Returned
     settings: Settings
     namespace: str = NAMESPACE
-    observing: Observing = field(default_factory=Observing)
+    monitor: RequestMonitor = field(default_factory=RequestMonitor)
 
     def draft(
         self, own: int, documents: int, generation: Generation, *,
@@ -66,12 +66,12 @@ class Submitter:
         until this returns."""
         handle = self.engine.submit(replace(draft, context=context))
         asked = Asked(ready, handle, lease, self.returned)
-        self.observing.begin(self.namespace, ready, handle.channel)
+        self.monitor.begin(self.namespace, ready, handle.channel)
         return asked
 
     def nothing_to_read(self, ready: Ready, now: float) -> Asked:
         """Retrieval found no module that shares anything with the question: nothing is made up."""
         channel = RequestChannel[TokenDelta, RequestOutput](lambda: None)
         channel.finish(RequestOutput((Choice((), "", "no_documents"),), 0, now, now, now, now))
-        self.observing.begin(self.namespace, ready, channel)
+        self.monitor.begin(self.namespace, ready, channel)
         return Asked(ready, RequestHandle(channel), None, self.returned)

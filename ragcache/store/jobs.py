@@ -119,12 +119,14 @@ class Jobs:
 
     @contextmanager
     def running(self, target: str, modules: int, job: int | None = None) -> Iterator[int]:
-        """A job for as long as the block runs, a new one or one that was queued; one that ends with
-        an error, or without `complete`, leaves its states to the next job of its target."""
-        if job is None:
-            job = self.begin(target, modules)
-        else:
+        """A job for as long as the block runs: a new one, which an error ends, or a queued one,
+        which its runner ends. One that ends without `complete` leaves its states to the next job of
+        its target."""
+        if job is not None:
             self._set(job, modules=modules)
+            yield job
+            return
+        job = self.begin(target, modules)
         try:
             yield job
         except BaseException as error:

@@ -6,8 +6,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from ragcache.config import parse_bytes, parse_optional_bytes
-from ragcache.errors import ConfigurationError
+from ragcache.config import check_options, parse_bytes, parse_optional_bytes
 from ragcache.states.quantization import check_kv_dtype
 from ragcache.store.policy import check_policy
 from ragcache.store.tiers import DeviceTier, RemoteTier, Tier
@@ -33,10 +32,7 @@ class TierOptions(TypedDict, total=False):
 
 def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     """Arguments for `KVStore.open`. Raises `ConfigurationError`."""
-    unknown = sorted(set(options) - set(TierOptions.__annotations__))
-    if unknown:
-        known = ", ".join(TierOptions.__annotations__)
-        raise ConfigurationError(f"unknown option {unknown[0]!r}; options of tiers: {known}")
+    check_options(options, TierOptions, "tiers")
     kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
     on_device: Tier | None = None
     if "device_bytes" in options:

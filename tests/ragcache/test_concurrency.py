@@ -36,7 +36,7 @@ def bells(count: int, tone: str = "loud") -> list[SourceDocument]:
 def nothing_stays_leased(rag: RagCache) -> None:
     """The store's own upkeep may hold states for a moment."""
     until = time.monotonic() + PATIENCE
-    while any(entry.leased for entry in rag.parts.store.memory.indexes[0].entries):
+    while any(entry.leased for entry in rag.internals.shared.store.memory.indexes[0].entries):
         assert time.monotonic() < until, "a lease was never released"
         time.sleep(0.01)
 

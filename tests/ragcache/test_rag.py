@@ -1,29 +1,48 @@
-"""The facade: documents in, answers out, and what happens when something is wrong."""
+"""`RagCache`: every method and its variants, its options, and what wrong input raises."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from ragcache import RagCache, SourceDocument
+from ragcache import Answer, Generation, RagCache, SourceDocument
 from ragcache.errors import (
     ConfigurationError,
     EmptyQuestion,
+    InvalidRequest,
     NoDocuments,
     PromptTooLong,
     StoreUnwritable,
     UnknownCollection,
     UnreadableDocument,
 )
-from ragcache.models import LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
+from ragcache.retrieval import SearchParams
+from tests.conftest import tiny_model
 
 QUESTION = "Where does the spare key of the boathouse hang?"
+CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
+CHAT_BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
+LONG = Generation(max_new_tokens=200, ignore_eos=True)
+
+
+def chat(question: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{CHAT_KEYS}\n\n{CHAT_BOATS}\n\n{question}"}]
+
+
+CHATS = [chat("Where is the key?"), "The key", chat("Who serviced the boat?"), chat("<|end|>?")]
+KEYS = "The spare key of the boathouse hangs in the red cupboard."
+LOCKS = "The lock of the boathouse takes the spare key. " * 40
 
 
 @pytest.fixture
@@ -111,7 +130,7 @@ def test_a_changed_document_replaces_the_old_one(
     (notes / "keys.md").write_text("# Keys\n\nThe spare key hangs in the blue tin.")
     done = rag.ingest("notes", [notes])
     assert (done.added, done.updated, done.unchanged) == (0, 1, 2)
-    texts = [m.text for m in rag.parts.catalogue.modules("notes")]
+    texts = [m.text for m in rag.internals.catalogue.modules("notes")]
     assert any("blue tin" in text for text in texts)
     assert not any("red cupboard" in text for text in texts)
     after = blobs(rag, tmp_path)
@@ -183,6 +202,185 @@ def test_the_generated_schema_has_k_slots_and_expands(rag: RagCache) -> None:
     assert write_schema(rag.schema("notes", k=2, expanded=True)).count("red cupboard") == 2
 
 
+def test_records_outlive_the_process(tmp_path: Path, reader: LoadedModel) -> None:
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        rag.records("docs").update(["a"], ["g"])
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        assert rag.records("docs").keys(group_ids=["g"]) == ["a"]
+        assert rag.records("plans").keys() == []
+
+
+@pytest.fixture
+def chats(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    model = LoadedModel("tiny", causal, reader.tokenizer)
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+        opened.ingest("notes", [SourceDocument("k", CHAT_KEYS), SourceDocument("b", CHAT_BOATS)])
+        yield opened
+
+
+def test_every_twin_gives_the_same_answer(chats: RagCache) -> None:
+    expected = [chats.chat(each) for each in CHATS]
+    texts = [answer.text for answer in expected]
+    assert [answer.text for answer in chats.chat_batch(CHATS)] == texts
+
+    async def twins() -> tuple[list[str], list[str], str]:
+        alone = [(await chats.achat(each)).text for each in CHATS]
+        together = [answer.text for answer in await chats.achat_batch(CHATS)]
+        pieces = [piece async for piece in await chats.astream_chat(CHATS[0])]
+        return alone, together, "".join(pieces)
+
+    alone, together, streamed = asyncio.run(twins())
+    assert alone == together == texts
+    assert streamed.strip() == texts[0]
+
+
+def test_a_stream_tells_its_sources_first_and_then_its_pieces(chats: RagCache) -> None:
+    expected = chats.chat(CHATS[0])
+    stream = chats.stream_chat(CHATS[0])
+    assert stream.sources == expected.sources
+    assert [source.document for source in stream.sources] == ["k", "b"]
+    assert stream.mode == "recognized:rooted"
+    pieces = list(stream)
+    assert len(pieces) > 1
+    assert "".join(pieces) == stream.answer.choices[0].text
+
+
+def test_streams_of_a_batch_are_all_queued_before_one_is_read(chats: RagCache) -> None:
+    texts = [answer.text for answer in chats.chat_batch(CHATS)]
+    streams = chats.stream_chat_batch(CHATS)
+    assert [stream.result().text for stream in reversed(streams)] == texts[::-1]
+
+    async def twin() -> list[str]:
+        return [(await stream).text for stream in await chats.astream_chat_batch(CHATS)]
+
+    assert asyncio.run(twin()) == texts
+
+
+def test_a_stream_that_is_closed_holds_nothing(chats: RagCache) -> None:
+    stream = chats.stream_chat(CHATS[0], generation=LONG)
+    stream.close()
+    chats.stats()
+    assert not any(entry.leased for entry in chats.internals.shared.store.memory.indexes[0].entries)
+
+
+def test_threads_chat_while_documents_change(chats: RagCache) -> None:
+    expected = [chats.chat(each, mode="exact").text for each in CHATS]
+
+    def ask(number: int) -> bool:
+        if number % 7 == 3:
+            chats.ingest(
+                "more", [SourceDocument(f"d{number}", f"{CHAT_BOATS} It is number {number}.")]
+            )
+            return True
+        place = number % len(CHATS)
+        return chats.chat(CHATS[place], mode="linked:400").text == expected[place]
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(ask, range(36)))
+    assert not any(entry.leased for entry in chats.internals.shared.store.memory.indexes[0].entries)
+
+
+@pytest.fixture
+def library(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", reader, max_new_tokens=2, module_tokens=96) as opened:
+        opened.ingest(
+            "notes",
+            [
+                SourceDocument("keys", KEYS, "file:///keys", {"year": 2020, "team": "quay"}),
+                SourceDocument("locks", LOCKS, metadata={"year": 2024}),
+            ],
+        )
+        yield opened
+
+
+def documents(answer: Answer) -> set[str]:
+    return {source.document for source in answer.sources}
+
+
+def test_modules_come_with_the_metadata_of_their_document(library: RagCache) -> None:
+    [hit] = library.retrieve("red cupboard", collection="notes", k=1).hits
+    assert (hit.module.document, hit.module.uri) == ("keys", "file:///keys")
+    assert hit.module.attributes == {"year": 2020, "team": "quay"}
+    assert (
+        library.retrieve("spare key", collection="notes", filters={"year": {"$lt": 2000}}).hits
+        == ()
+    )
+
+
+def test_every_way_to_ask_takes_filters_and_a_threshold(library: RagCache) -> None:
+    async def ways() -> list[Answer]:
+        asked = await library.aask_batch(["spare key?"], collection="notes", filters=old)
+        stream = await library.astream("spare key?", collection="notes", filters=old)
+        return [
+            *asked,
+            await stream,
+            await library.aask("spare key?", collection="notes", filters=old),
+        ]
+
+    old = {"year": 2020}
+    answers = [
+        library.ask("spare key?", collection="notes", filters=old),
+        *library.ask_batch(["spare key?"], collection="notes", filters=old),
+        library.stream("spare key?", collection="notes", filters=old).result(),
+        *asyncio.run(ways()),
+    ]
+    assert [documents(answer) for answer in answers] == [{"keys"}] * 6
+    refused = library.ask("spare key?", collection="notes", threshold=1.0)
+    assert (refused.finish_reason, refused.sources) == ("no_documents", ())
+    with pytest.raises(InvalidRequest, match="unknown operator"):
+        library.ask("spare key?", collection="notes", filters={"year": {"$near": 1}})
+
+
+def test_modules_are_got_by_name_in_the_order_of_the_names(library: RagCache) -> None:
+    rows = library.get_modules(["locks#2", "nowhere#1", "keys#1", "locks#2"], collection="notes")
+    assert [row.name for row in rows] == ["locks#2", "keys#1", "locks#2"]
+    assert rows[1].text.strip() == KEYS
+    with pytest.raises(UnknownCollection):
+        library.get_modules(["keys#1"], collection="recipes")
+
+
+def test_documents_are_listed_with_metadata_and_modules(library: RagCache) -> None:
+    keys, locks = library.documents("notes")
+    assert (keys.source_id, keys.modules, keys.attributes["team"]) == ("keys", 1, "quay")
+    assert (locks.source_id, locks.attributes) == ("locks", {"year": 2024})
+    assert library.documents("notes", ["locks", "nowhere"]) == [locks]
+    assert locks.modules == len(library.list_modules("notes")) - 1 > 1
+    with pytest.raises(UnknownCollection):
+        library.documents("recipes")
+
+
+def test_another_embedder_has_vectors_of_its_own(library: RagCache) -> None:
+    with pytest.raises(InvalidRequest, match="needs an embedder"):
+        library.retrieve("key", collection="notes", search="meaning")
+    other = library.retriever(DeterministicFakeEmbedding(size=6))
+    text = library.get_modules(["keys#1"], collection="notes")[0].text.strip()
+    [hit] = other.retrieve(text, "notes", SearchParams(1, "meaning")).hits
+    assert (hit.module.name, hit.score) == ("keys#1", pytest.approx(1.0))
+    assert library.retriever() is library.retriever(library.retriever().embedder)
+
+
+def test_no_modules_cannot_be_asked_for(library: RagCache) -> None:
+    with pytest.raises(ConfigurationError, match="k is 0"):
+        library.retrieve("key", collection="notes", k=0)
+
+
+def test_retrieval_for_asyncio_finds_the_same(library: RagCache) -> None:
+    found = asyncio.run(library.aretrieve("red cupboard", collection="notes", k=2))
+    assert found == library.retrieve("red cupboard", collection="notes", k=2)
+    with pytest.raises(UnknownCollection):
+        asyncio.run(library.aretrieve("key", collection="recipes"))
+
+
+def test_a_question_of_one_character_finds_it(library: RagCache) -> None:
+    library.ingest(
+        "ships", [SourceDocument("a", "船停在北京的码头。"), SourceDocument("b", "钥匙。")]
+    )
+    [hit] = library.retrieve("京", collection="ships").hits
+    assert hit.module.document == "a"
+    assert documents(library.ask("京", collection="ships")) == {"a"}
+
+
 class TestBadInput:
     def test_an_empty_question(self, rag: RagCache) -> None:
         with pytest.raises(EmptyQuestion, match="empty"):
@@ -233,3 +431,66 @@ class TestBadInput:
     def test_an_unknown_embedding(self, tmp_path: Path, reader: LoadedModel) -> None:
         with pytest.raises(ConfigurationError, match="'minilm'"):
             RagCache.open(tmp_path / "state", reader, embedding="word2vec")
+
+
+class TestOptions:
+    """Options are keywords of `TypedDict`s; a wrong name is an error that lists the right ones."""
+
+    @pytest.mark.parametrize(
+        "method", ["ask", "ask_batch", "stream", "aask", "aask_batch", "astream"]
+    )
+    def test_a_question_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
+        listed = (
+            r"'colection'; options of ask: collection, k, mode, generation, filters, threshold$"
+        )
+        with pytest.raises(ConfigurationError, match=listed):
+            call(getattr(rag, method), [QUESTION], colection="notes")
+
+    @pytest.mark.parametrize("method", [
+        "chat", "chat_batch", "stream_chat", "stream_chat_batch",
+        "achat", "achat_batch", "astream_chat", "astream_chat_batch",
+    ])  # fmt: skip
+    def test_a_chat_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
+        listed = "'temperature'; options of chat: mode, recognize, tools, generation$"
+        with pytest.raises(ConfigurationError, match=listed):
+            call(getattr(rag, method), [QUESTION], temperature=1.0)
+
+    @pytest.mark.parametrize("method", ["prompt", "stream_prompt", "aprompt", "astream_prompt"])
+    def test_a_prompt_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
+        with pytest.raises(ConfigurationError, match="'k'; options of prompt: mode, source, gener"):
+            call(getattr(rag, method), "<prompt/>", k=2)
+
+    @pytest.mark.parametrize("method", ["retrieve", "aretrieve"])
+    def test_a_search_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
+        listed = "'mode'; options of retrieve: collection, k, search, filters, threshold, diversity"
+        with pytest.raises(ConfigurationError, match=listed):
+            call(getattr(rag, method), QUESTION, collection="notes", mode="exact")
+
+    @pytest.mark.parametrize("method", ["ask", "stream", "aask", "retrieve", "aretrieve"])
+    def test_no_collection(self, rag: RagCache, method: str) -> None:
+        with pytest.raises(ConfigurationError, match="'collection' is missing; options of"):
+            call(getattr(rag, method), QUESTION, k=2)
+
+    def test_an_unknown_option_of_open(self, tmp_path: Path, reader: LoadedModel) -> None:
+        with pytest.raises(ConfigurationError, match="'gpu_bytes'; options of tiers: device_bytes"):
+            RagCache.open(tmp_path / "state", reader, gpu_bytes=1)  # type: ignore[call-arg]
+
+    def test_the_defaults_are_those_that_are_documented(self, rag: RagCache) -> None:
+        explicit = rag.ask(
+            QUESTION, collection="notes", k=4, mode="rooted", generation=Generation(),
+            filters=None, threshold=None,
+        )  # fmt: skip
+        assert rag.ask(QUESTION, collection="notes").text == explicit.text
+        found = rag.retrieve(QUESTION, collection="notes")
+        assert found == rag.retrieve(
+            QUESTION, collection="notes", k=4, search="hybrid", filters=None, threshold=None,
+            diversity=None, candidates=50,
+        )  # fmt: skip
+        chat = rag.chat(QUESTION, mode="rooted", recognize=True, tools=None)
+        assert rag.chat(QUESTION).text == chat.text
+
+
+def call(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a method, and waits for it where it is one for asyncio."""
+    result = method(*args, **options)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result

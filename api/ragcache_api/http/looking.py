@@ -39,8 +39,8 @@ class Looking:
 
     @classmethod
     def of(cls, rag: RagCache) -> Looking:
-        parts = rag.parts
-        return cls(rag, parts.model, parts.engine, parts.store)
+        shared = rag.internals.shared
+        return cls(rag, shared.model, shared.engine, shared.store)
 
     @property
     def is_open(self) -> bool:
@@ -49,7 +49,7 @@ class Looking:
 
     def leased(self) -> int:
         """States that requests are reading."""
-        self.rag.parts.returned.release()
+        self.rag.internals.shared.returned.release()
         memory = self.store.memory
         with memory.lock:
             return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
@@ -94,7 +94,7 @@ class Looking:
 
     def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
         """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
-        prompts = self.rag.within(namespace).parts.prompts
+        prompts = self.rag.within(namespace).internals.prompts
         schema = spell_schema(prompts.load(name).schema, prompts.template.render)
         return tree(schema, lay_out(schema, prompts.template.count))
 
@@ -118,7 +118,7 @@ class Looking:
         if wanted.texts is not None:
             texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
             return corpus_of_sources(self.model, texts, module_tokens)
-        catalogue = self.rag.within(namespace).parts.catalogue
+        catalogue = self.rag.within(namespace).internals.catalogue
         return corpus_of_collection(self.model, catalogue, wanted.collection or "")
 
     def _texts(self, namespace: str) -> SchemaTexts:

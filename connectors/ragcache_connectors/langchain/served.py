@@ -22,7 +22,7 @@ class Served:
 
     @property
     def model(self) -> LoadedModel:
-        return self.rag.parts.model
+        return self.rag.internals.shared.model
 
     @property
     def name(self) -> str:
@@ -31,12 +31,12 @@ class Served:
     @property
     def identity(self) -> dict[str, Any]:
         """What tells this model, its defaults and the texts that it recognizes from others."""
-        parts = self.rag.parts
+        namespace = self.rag.internals
         return {
-            "fingerprint": parts.model.causal.fingerprint,
-            "state": parts.common.database.name,
-            "namespace": parts.namespace,
-            "max_new_tokens": parts.common.settings.max_new_tokens,
+            "fingerprint": namespace.shared.model.causal.fingerprint,
+            "state": namespace.shared.database.name,
+            "namespace": namespace.name,
+            "max_new_tokens": namespace.shared.settings.max_new_tokens,
         }
 
     @cached_property

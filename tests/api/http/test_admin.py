@@ -204,9 +204,9 @@ def test_evictions_are_totals_whatever_the_ledger_forgets(
         changes = client.delete(f"/admin/modules/{number}").json()["changes"]
         taken += sum(change["tier"] == "disk" for change in changes)
     assert taken >= 2
-    with rag.parts.database.transaction() as session:
+    with rag.internals.shared.database.transaction() as session:
         session.execute(delete(EvictionTable))
-    monkeypatch.setattr(type(rag.parts.store.ledger), "evictions", None)
+    monkeypatch.setattr(type(rag.internals.shared.store.ledger), "evictions", None)
     assert evicted(client) == before + taken
     assert 'ragcache_refetched_total{tier="disk"}' in client.get("/metrics").text
     client.post(f"/admin/modules/{number}/warm")
@@ -255,7 +255,7 @@ def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
 def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: str) -> None:
     body = {**ASK, "max_tokens": 2500, "temperature": 100}
     if path != "/v1/answers":
-        model = rag.parts.model.name
+        model = rag.internals.shared.model.name
         body |= {"model": model, "messages": [{"role": "user", "content": LEAVE}]}
         del body["question"]
     app = create_app(rag, ServiceSettings.read(deadline=60))
@@ -288,7 +288,7 @@ def test_states_of_a_deleted_document_are_counted(client: TestClient, rag: RagCa
     sent = {"documents": [{"id": "a", "text": "The old lamp is green and stands in the hall."}]}
     job = client.post("/v1/collections/gone/documents", json=sent).json()["id"]
     rag.jobs.wait(job, 60)
-    counted = rag.parts.store.counters.evictions
+    counted = rag.internals.shared.store.counters.evictions
     before = counted["disk", "superseded"]
     assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
     assert counted["disk", "superseded"] == before + 1

@@ -176,7 +176,7 @@ def test_a_refusal_that_a_client_sends_back_is_text(client: TestClient) -> None:
 def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
     client: TestClient, rag: RagCache
 ) -> None:
-    window = rag.parts.model.causal.window
+    window = rag.internals.shared.model.causal.window
     words = "word " * (window - 200)  # so that the answer, which never ends, is short
     messages = [{"role": "user", "content": words}]
     told = ask(client, messages=messages, max_tokens=None, ignore_eos=True).json()

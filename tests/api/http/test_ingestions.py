@@ -36,7 +36,7 @@ def test_what_was_interrupted_goes_on_when_it_is_sent_again(
     client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as closing:
-        closing.setattr(rag.jobs.worker.__class__, "put", lambda *_: None)
+        closing.setattr(rag.jobs.worker.__class__, "put_job", lambda *_: None)
         job = client.post(PATH, json=BODY, headers=HEADERS).json()["id"]
     rag.jobs.rows.fail(rag.jobs.get(job).id, EngineClosed("the folder was closed"))
     assert client.get(f"/v1/jobs/{job}").json()["status"] == "interrupted"

@@ -101,7 +101,7 @@ def test_a_tenant_sorts_by_the_last_use_and_is_not_told_it(
     tenant = rag.within("red")
     for name in "cab":
         tenant.ask(f"What of leaf {name}?", collection="notes", k=1)
-        rag.parts.store.ledger.flush()
+        rag.internals.shared.store.ledger.flush()
     wanted = [each.name for each in tenant.modules.page(sort="last_use", descending=True).items]
     modules = listed(client, "/admin/modules", red, sort="last_use", descending=True)
     assert [each["name"] for each in modules] == wanted

@@ -27,7 +27,7 @@ def notes_open(folder: Path, model: LoadedModel) -> Iterator[RagCache]:
 def idle(rag: RagCache) -> None:
     """Waits for the engine to see that nobody waits: at most a step or two, not 4,000."""
     for _ in range(100):
-        if not rag.parts.engine.core.busy:
+        if not rag.internals.shared.engine.core.busy:
             return
         time.sleep(0.01)
     raise AssertionError("the request goes on")

@@ -40,7 +40,7 @@ def model(rag: RagCache) -> ChatRagCache:
 def events(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order: what is submitted, and what is waited for."""
     seen: list[str] = []
-    runner = type(rag.parts.chats)
+    runner = type(rag.internals.chats)
     submit, result, awaited = runner._submit, Asked.result, Asked.awaited
 
     def submitting(self: Any, *args: Any) -> Any:

@@ -304,7 +304,7 @@ def test_a_folder_is_opened_at_the_first_call_and_once(tmp_path: Path) -> None:
 def test_whoever_opens_the_folder_opens_it_with_the_chats_model(tmp_path: Path) -> None:
     model = ChatRagCache(state=tmp_path, model=scripted(), open_options={"max_new_tokens": 2})
     try:
-        assert shared_rag(None, tmp_path)._parts.model.name == "scripted"
+        assert shared_rag(None, tmp_path).internals.shared.model.name == "scripted"
         assert model.invoke("x").content == SAID[:2]
         with pytest.raises(ValidationError, match="is opened with model="):
             ChatRagCache(state=tmp_path, model="another")

@@ -158,10 +158,10 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag.parts.store.memory.indexes
+    [host] = rag.internals.shared.store.memory.indexes
     assert len(host.entries) > 0
     with monkeypatch.context() as patched:
-        patched.setattr(rag.parts.engine.core.runner, "prepare", fail)
+        patched.setattr(rag.internals.shared.engine.core.runner, "prepare", fail)
         with pytest.raises(EngineFailed, match="out of memory"):
             rag.ask(QUESTION, collection="notes")
     assert not any(entry.leased for entry in host.entries)

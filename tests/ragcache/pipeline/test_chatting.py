@@ -65,7 +65,7 @@ def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     rag: RagCache, model: LoadedModel, mode: str
 ) -> None:
     """The notes' states after the preamble of a question, or alone, at their places in the chat."""
-    encoder = rag.parts.answerer.encoder
+    encoder = rag.internals.answerer.encoder
     [root] = encode(model.causal, [EncodeJob(encoder.preamble_ids)])
     seen, start = (Segment(root, 0) if mode == "rooted" else None), len(encoder.preamble_ids)
     outside = model.encode_untrusted
@@ -94,7 +94,7 @@ def test_a_module_at_the_place_that_it_was_encoded_for_costs_nothing(
     rag: RagCache, model: LoadedModel
 ) -> None:
     """A chat that begins as a question's prompt does reads states that fit exactly."""
-    frame = rag.parts.answerer.encoder.frame
+    frame = rag.internals.answerer.encoder.frame
     asked = user(f"{frame.preamble.removeprefix('<|user|>')}{KEYS}\n\nQuestion: Where?")
     rooted = rag.chat(asked, generation=FREE)
     assert tokens(rooted) == tokens(rag.chat(asked, mode="exact", generation=FREE))
@@ -122,7 +122,7 @@ def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
 
 def test_states_that_were_made_for_a_chat_belong_to_their_modules(rag: RagCache) -> None:
     rag.chat(PASTED, mode="isolated")
-    keys = rag.parts.catalogue.keys("notes")
+    keys = rag.internals.catalogue.keys("notes")
     assert len(keys) == 4, "both modules, rooted and isolated"
     assert rag.delete("notes", ["boats", "keys"]) == 2
     gone = rag.chat(PASTED)
@@ -137,8 +137,8 @@ def test_questions_and_prompts_count_what_they_make(rag: RagCache) -> None:
     rag.add_schema(f'<schema name="s"><module name="m">{KEYS}</module></schema>')
     asked = '<prompt schema="s"><m/>Where?</prompt>'
     assert rag.prompt(asked).reuse.created_tokens == 0
-    host = rag.parts.store.memory.indexes[0].entries
-    rag.parts.store.evict([entry.key for entry in host])
+    host = rag.internals.shared.store.memory.indexes[0].entries
+    rag.internals.shared.store.evict([entry.key for entry in host])
     made = rag.prompt(asked).reuse
     assert made.created_tokens > 0
     assert made.cached_tokens == 0
@@ -148,7 +148,7 @@ def test_the_same_module_twice_is_read_twice(rag: RagCache) -> None:
     asked = [*user(f"{KEYS}\n\nWhere?"), {"role": "assistant", "content": "?"}, *user(KEYS)]
     answer = rag.chat(asked, generation=FREE)
     assert [source.module for source in answer.sources] == ["keys#1", "keys#1"]
-    assert answer.reuse.cached_tokens > len(rag.parts.model.encode(KEYS))
+    assert answer.reuse.cached_tokens > len(rag.internals.shared.model.encode(KEYS))
 
 
 def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:
@@ -177,8 +177,10 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
         script = [*model.encode_untrusted("Use these notes.\n\n")]
         at = 1 + len(script)
         [states] = encode(causal, [EncodeJob(model.encode_untrusted(f"{KEYS}\n\n"), at)])
-        key = rag.parts.answerer.encoder.key(model.encode_untrusted(f"{KEYS}\n\n"), "isolated", at)
-        with rag.parts.store.borrow([key]) as lease:
+        key = rag.internals.answerer.encoder.key(
+            model.encode_untrusted(f"{KEYS}\n\n"), "isolated", at
+        )
+        with rag.internals.shared.store.borrow([key]) as lease:
             torch.testing.assert_close(lease.found[key].keys, states.keys)
         early = rag.chat(PASTED, generation=FREE)
         assert early.sources[0].tier == "computed", "it would stand within the preamble"
@@ -213,9 +215,9 @@ def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    [host] = rag.parts.store.memory.indexes
+    [host] = rag.internals.shared.store.memory.indexes
     with monkeypatch.context() as patched_engine:
-        patched_engine.setattr(type(rag.parts.engine), "submit", fail)
+        patched_engine.setattr(type(rag.internals.shared.engine), "submit", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rag.chat_batch([PASTED, PASTED])
     assert not any(entry.leased for entry in host.entries)

@@ -79,10 +79,10 @@ def test_states_expire_and_are_encoded_again_without_a_limit(rag: RagCache) -> N
         ("expire", "host"),
         ("expire", "disk"),
     ]
-    rag.parts.store.sweep()
+    rag.internals.shared.store.sweep()
     assert tiers(rag) == {"kiln": (), "lamp": ("disk", "host")}
     rag.modules.warm("notes")
-    rag.parts.store.sweep()
+    rag.internals.shared.store.sweep()
     assert tiers(rag) == {"kiln": ("disk", "host"), "lamp": ("disk", "host")}
     assert limits(rag) == {"kiln": None, "lamp": None}
 
@@ -102,10 +102,10 @@ def test_limits_are_listed_and_lifted(rag: RagCache) -> None:
 def test_pinned_states_outlast_their_limit(rag: RagCache) -> None:
     rag.modules.pin("notes", ["kiln"])
     rag.modules.expire(ids(rag, "kiln"), 0)
-    rag.parts.store.sweep()
+    rag.internals.shared.store.sweep()
     assert tiers(rag)["kiln"] == ("disk", "host")
     rag.modules.unpin("notes")
-    rag.parts.store.sweep()
+    rag.internals.shared.store.sweep()
     assert tiers(rag)["kiln"] == ()
 
 

@@ -138,13 +138,13 @@ def test_scaffolds_outlive_the_process(tmp_path: Path, model: LoadedModel) -> No
         first, second = (rag.ask(QUESTION, collection="notes", k=2) for _ in range(2))
         assert all(source.scaffold for source in first.sources)
         assert [{s.tier for s in a.sources} for a in (first, second)] == [{"disk"}, {"host"}]
-        assert verify(rag.parts.store).clean
+        assert verify(rag.internals.shared.store).clean
         rag.rename("notes", order[0], "renamed")
         assert rag.ask(QUESTION, collection="notes", k=2).sources[0].scaffold
         before = blobs(tmp_path)
         rag.delete("notes", ["renamed"])
         assert blobs(tmp_path) == before - 2, "its own states and the scaffold's"
-        assert verify(rag.parts.store).clean
+        assert verify(rag.internals.shared.store).clean
 
 
 def test_scaffolds_that_cannot_be(rag: RagCache) -> None:

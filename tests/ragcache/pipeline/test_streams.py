@@ -33,7 +33,7 @@ def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
 def leased(rag: RagCache) -> int:
     """How many states the next call would find in use."""
     rag.stats()
-    return sum(entry.leased for entry in rag.parts.store.memory.indexes[0].entries)
+    return sum(entry.leased for entry in rag.internals.shared.store.memory.indexes[0].entries)
 
 
 def test_the_pieces_are_the_text_and_the_sources_come_first(rag: RagCache) -> None:
@@ -144,7 +144,7 @@ def test_asyncio_gives_the_same_answers(rag: RagCache) -> None:
 def test_cancelling_a_task_cancels_its_request(rag: RagCache) -> None:
     async def main() -> None:
         task = asyncio.create_task(rag.aask(QUESTION, collection="notes", generation=LONG))
-        while rag.parts.engine.core.running == 0:
+        while rag.internals.shared.engine.core.running == 0:
             await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

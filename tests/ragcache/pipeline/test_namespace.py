@@ -142,6 +142,12 @@ def test_a_deleted_collection_takes_its_states_and_may_come_again(rag: RagCache)
     assert [s.document for s in rag.ask(QUESTION, collection="notes").sources] == ["oven"]
 
 
+def test_records_belong_to_a_namespace(rag: RagCache, other: RagCache) -> None:
+    other.records("docs").update(["a"])
+    assert rag.records("docs").keys() == []
+    assert other.records("docs").keys() == ["a"]
+
+
 def test_closing_a_view_closes_nothing(rag: RagCache, other: RagCache) -> None:
     with other:
         other.ingest("notes", DOCUMENTS)

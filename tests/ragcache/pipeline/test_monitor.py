@@ -1,4 +1,4 @@
-"""Requests as they run and end: nothing is missed, and watching keeps nothing alive."""
+"""Requests as they run and end, and the engine's batch as an operator sees it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from queue import SimpleQueue
 import pytest
 
 from ragcache import Generation, RagCache, SourceDocument
+from ragcache.engine.core import BatchSnapshot, SegmentUse
 from ragcache.models import LoadedModel, wrap_causal
-from ragcache.pipeline.observing import RequestRecord
+from ragcache.pipeline.monitor import RequestRecord, batch_of
+from ragcache.store import Catalogue, Database, NewDocument, NewModule
 from tests.conftest import tiny_model
+from tests.ragcache.store.conftest import make_key
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 QUESTION = "Where is the kiln in the yard?"
@@ -147,5 +150,23 @@ def test_closing_tells_what_it_ends(rag: RagCache, records: SimpleQueue[RequestR
     rag.close()
     assert records.get_nowait().error == "EngineClosed"
     names = [thread.name for thread in threading.enumerate()]
-    assert "ragcache-observing" not in names
+    assert "ragcache-monitor" not in names
     assert held.question == QUESTION
+
+
+def test_segments_have_the_names_of_the_namespaces_modules(tmp_path: Path) -> None:
+    database = Database.open(tmp_path / "ledger.sqlite")
+    for number, namespace in enumerate(("default", "tenant")):
+        modules = [NewModule(f"{namespace}#1", "text", [1], make_key(number))]
+        document = NewDocument(namespace, "", "", modules)
+        Catalogue(database, "t", None, namespace).replace("notes", [document])
+    uses = tuple(
+        SegmentUse(f"{make_key(n)}{part}", 3, 2, 4) for n, part in enumerate(("", "[1:3]"))
+    )
+    view = BatchSnapshot(5, 2, 0, (*uses, SegmentUse("f" * 64, 1, 2, 4)))
+    mine, theirs = (batch_of(view, database, name) for name in ("default", "tenant"))
+    assert [segment.module for segment in mine.segments] == ["default#1", None, None]
+    assert [(s.module, s.tokens, s.rows) for s in theirs.segments] == [("tenant#1", 3, 4)]
+    assert (mine.rows, mine.requests) == (theirs.rows, theirs.requests) == (5, 2)
+    assert batch_of(BatchSnapshot(), database, "default").segments == ()
+    database.close()

@@ -1,7 +1,8 @@
-"""Who asked what, while it runs and when it has ended.
+"""What operators watch: requests while they run, records of those that ended, and the batch.
 
 A request may end at any line of any thread: in the engine's, in an event loop, in the garbage
-collector. So its end is only put into a queue, and a thread of this module's tells the observers.
+collector. Its end is therefore only put into a queue, and a thread of the monitor calls the
+observers.
 """
 
 from __future__ import annotations
@@ -15,19 +16,32 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
+from ragcache.config import NAMESPACE
 from ragcache.engine import RequestOutput, TokenDelta
+from ragcache.engine.core import BatchSnapshot
 from ragcache.engine.handle import RequestChannel
 from ragcache.errors import RequestCancelled
 from ragcache.pipeline.answer import Ready
+from ragcache.store import Database
+from ragcache.store.evictions import module_names
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A request under way. kind: `question`, `prompt` or `chat`; collection: or the schema. age: in
-    seconds. generated: pieces of text so far. state: `waiting` in the queue, `computing` its
-    prompt, or `generating`."""
+    """A request that has not ended.
+
+    Attributes:
+        id: Number of the request in this process.
+        namespace: Its namespace.
+        kind: `question`, `prompt` or `chat`.
+        collection: The collection, or the schema of a prompt.
+        age: Seconds since the call.
+        prompt_tokens: Tokens of the whole prompt.
+        generated: Pieces of text so far.
+        state: `waiting` in the queue, `computing` its prompt, or `generating`.
+    """
 
     id: int
     namespace: str
@@ -41,10 +55,19 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request that has ended. started: Unix seconds; ttft, total, queued: seconds, None where
-    there was no such moment. tokens: of the prompt, by where their states came from: a tier,
-    `encoded`, `shared` or `computed`. modules: names with the tiers. outcome: `done`, `cancelled`
-    or `failed`; error: the name of what made it fail."""
+    """A request that has ended.
+
+    Attributes:
+        started: Time of the call, in Unix seconds.
+        ttft: Seconds to the first token; None if there was none.
+        total: Seconds to the end.
+        queued: Seconds in the engine's queue; None if it was not admitted.
+        tokens: Tokens of the prompt by the source of their states: a tier, `encoded`, `shared` or
+            `computed`.
+        modules: Names of the modules that were read, each with its tier.
+        outcome: `done`, `cancelled` or `failed`.
+        error: Class name of the error of a failed request, else empty.
+    """
 
     id: int
     namespace: str
@@ -69,20 +92,20 @@ Observer = Callable[[RequestRecord], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Request:
+class _MonitoredRequest:
     id: int
     namespace: str
     ready: Ready
     channel: RequestChannel[TokenDelta, RequestOutput]
 
 
-class Observing:
-    """The requests of all namespaces. No lock is taken where a request begins or ends."""
+class RequestMonitor:
+    """Follows the requests of all namespaces. No lock is taken where a request begins or ends."""
 
     def __init__(self) -> None:
-        self._running: dict[int, _Request] = {}
+        self._running: dict[int, _MonitoredRequest] = {}
         self._numbers = itertools.count(1)
-        self._ended: SimpleQueue[tuple[_Request, float, float] | None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[_MonitoredRequest, float, float] | None] = SimpleQueue()
         self._observers: tuple[Observer, ...] = ()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -90,39 +113,39 @@ class Observing:
     def begin(
         self, namespace: str, ready: Ready, channel: RequestChannel[TokenDelta, RequestOutput]
     ) -> None:
-        """Follows a request to its end. It keeps the channel alive and not its handle, so that a
-        request that nobody waits for is still given up."""
+        """Follows a request to its end. Holds the channel and not the handle, so that a request
+        that nobody waits for is still cancelled."""
         number = next(self._numbers)
-        self._running[number] = _Request(number, namespace, ready, channel)
+        self._running[number] = _MonitoredRequest(number, namespace, ready, channel)
         channel.when_done(partial(self._end, number))
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls an observer with every request that ends from now on, one after another, in a
-        thread of its own; the result ends that. What an observer raises is logged."""
+        """Calls an observer with the record of every request that ends from now on, in the thread
+        of the monitor. Returns a function that removes the observer. Its exceptions are logged."""
         with self._lock:
             self._observers = (*self._observers, observer)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._tell, name="ragcache-observing", daemon=True
+                    target=self._notify, name="ragcache-monitor", daemon=True
                 )
                 self._thread.start()
-        return partial(self._forget, observer)
+        return partial(self._remove, observer)
 
     def running(self, namespace: str) -> list[RunningRequest]:
-        """The namespace's requests under way, the oldest first."""
+        """The requests of a namespace that have not ended, the oldest first."""
         now = time.perf_counter()
         found = [each for each in self._running.copy().values() if each.namespace == namespace]
         return [
             RunningRequest(
                 each.id, namespace, each.ready.kind, each.ready.collection,
                 now - each.ready.marks.called, each.ready.prompt_tokens, each.channel.count,
-                state_of(each.channel),
+                each.channel.state,
             )
             for each in found
         ]  # fmt: skip
 
     def close(self) -> None:
-        """Tells what has ended, and stops."""
+        """Notifies the observers of everything that has ended, and stops the thread."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -134,11 +157,11 @@ class Observing:
         if request is not None and self._observers:
             self._ended.put((request, time.time(), time.perf_counter()))
 
-    def _forget(self, observer: Observer) -> None:
+    def _remove(self, observer: Observer) -> None:
         with self._lock:
             self._observers = tuple(each for each in self._observers if each is not observer)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         while (ended := self._ended.get()) is not None:
             record = _record(*ended)
             for observer in self._observers:
@@ -148,15 +171,8 @@ class Observing:
                     logger.exception("an observer failed")
 
 
-def state_of(channel: RequestChannel[TokenDelta, RequestOutput]) -> str:
-    """`waiting` in the queue, `computing` the prompt, or `generating`."""
-    if channel.count:
-        return "generating"
-    return "computing" if channel.started else "waiting"
-
-
-def _record(request: _Request, at: float, now: float) -> RequestRecord:
-    """at: when it ended, in Unix seconds; now: the same on the clock of the marks."""
+def _record(request: _MonitoredRequest, at: float, now: float) -> RequestRecord:
+    """at: end of the request in Unix seconds; now: the same moment on the clock of the marks."""
     ready, outcome = request.ready, request.channel.outcome
     done = outcome if isinstance(outcome, RequestOutput) else None
     total = now - ready.marks.called
@@ -185,3 +201,55 @@ def _record(request: _Request, at: float, now: float) -> RequestRecord:
         outcome="failed" if failed else "cancelled" if done is None else "done",
         error=failed,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSegment:
+    """A segment that several rows of a batch read at once.
+
+    Attributes:
+        name: Key of its states, with the range if only a part is read.
+        module: Name of the module; None for a preamble, a scaffold or a schema's module.
+        tokens: Length of the segment.
+        requests: Requests that read it.
+        rows: Rows that read it.
+    """
+
+    name: str
+    module: str | None
+    tokens: int
+    requests: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The step that the engine computes now.
+
+    Attributes:
+        rows: New tokens of the step.
+        requests: Requests that they belong to.
+        encodings: Modules that are encoded in the same step.
+        segments: Segments that are read, the most read first.
+    """
+
+    rows: int
+    requests: int
+    encodings: int
+    segments: tuple[BatchSegment, ...]
+
+
+def batch_of(view: BatchSnapshot, database: Database, namespace: str) -> Batch:
+    """The batch as a namespace may see it. Rows and requests are those of all namespaces; only the
+    default namespace sees segments that belong to no module of its own."""
+    keys = {use.name: use.name.partition("[")[0] for use in view.segments}
+    names: dict[str, str] = {}
+    if keys:
+        with database.reading() as session:
+            names = module_names(session, list(keys.values()), namespace)
+    segments = tuple(
+        BatchSegment(use.name, names.get(keys[use.name]), use.tokens, use.requests, use.rows)
+        for use in view.segments
+        if namespace == NAMESPACE or keys[use.name] in names
+    )
+    return Batch(view.rows, view.requests, view.encodings, segments)

@@ -1,0 +1,94 @@
+"""Keyword options of the methods of `RagCache`, with their defaults."""
+
+# No `from __future__ import annotations`: `Required` is read when the classes are made.
+from collections.abc import Mapping, Sequence
+from typing import Any, Required, TypedDict
+
+from ragcache.pipeline import Generation
+from ragcache.retrieval import Filters, SearchKind
+
+
+class AskOptions(TypedDict, total=False):
+    """Options of `ask` and its variants.
+
+    Attributes:
+        collection: The collection to retrieve from. Required.
+        k: The number of modules to retrieve; 4 by default.
+        mode: How the modules' states were encoded. `rooted` (default): after the preamble;
+            `linked:N`: likewise, but the first N tokens of each module are computed in context;
+            `isolated`: without the preamble; `exact`: no states are reused.
+        generation: How the answer is generated; one greedy answer by default.
+        filters: Conditions on the documents' metadata, as in `SearchOptions`.
+        threshold: The lowest score of a module, as in `SearchOptions`.
+    """
+
+    collection: Required[str]
+    k: int
+    mode: str
+    generation: Generation
+    filters: Filters | None
+    threshold: float | None
+
+
+class SearchOptions(TypedDict, total=False):
+    """Options of `retrieve` and `aretrieve`.
+
+    Attributes:
+        collection: The collection to search. Required.
+        k: The number of modules to retrieve; 4 by default.
+        search: `words` (BM25), `meaning` (cosine), or `hybrid` (default): both, fused by
+            reciprocal rank.
+        filters: Conditions on the documents' metadata, such as `{"year": {"$gte": 2020}}`; see
+            `ragcache.retrieval.filters`. None by default.
+        threshold: The lowest score of a hit, none by default: the cosine in [-1, 1] for `meaning`,
+            the BM25 score for `words`, the fused score for `hybrid`, whose maximum is 1/61 for each
+            ranking.
+        diversity: 0 to 1, weight of maximal marginal relevance (Carbonell and Goldstein 1998) over
+            the candidates; none by default. Similarity is the cosine of vectors, or without an
+            embedder the overlap of words.
+        candidates: The number of modules that each ranking passes to fusion and diversity; 50 by
+            default.
+    """
+
+    collection: Required[str]
+    k: int
+    search: SearchKind
+    filters: Filters | None
+    threshold: float | None
+    diversity: float | None
+    candidates: int
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of `chat` and its variants.
+
+    Attributes:
+        mode: How recognized modules' states were encoded: `rooted` (default), `linked:N` or
+            `isolated`, as in `AskOptions`. In a chat the modules follow another beginning, so the
+            answer may differ from that of `exact`, which computes everything.
+        recognize: Whether texts of ingested modules in the prompt are read from their kept states,
+            from any collection; True by default. A text may lack the module's outer whitespace but
+            must otherwise be equal; texts under 32 characters are not searched for.
+        tools: JSON descriptions of functions, as Hugging Face's chat templates take them; None by
+            default.
+        generation: How the answer is generated; one greedy answer by default.
+    """
+
+    mode: str
+    recognize: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    generation: Generation
+
+
+class PromptOptions(TypedDict, total=False):
+    """Options of `prompt` and its variants.
+
+    Attributes:
+        mode: `isolated` (default): the schema's states are read; `exact`: everything is computed.
+        source: A file name, for errors; `<string>` by default.
+        generation: How the answer is generated; one greedy answer by default.
+    """
+
+    mode: str
+    source: str
+    generation: Generation

@@ -1,0 +1,456 @@
+"""Ingestion: load, split, encode, and store documents; at once or in the background.
+
+`Ingestor` does the work in its caller's thread. `IngestionJobs` queues it for the one thread of
+`IngestionWorker`, and the ledger keeps the state of every job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from ragcache.config import Settings
+from ragcache.documents import SourceDocument, load_sources, split_document
+from ragcache.documents.source import DocumentSource
+from ragcache.documents.split import SPLIT_VERSION
+from ragcache.errors import (
+    ConfigurationError,
+    EngineClosed,
+    InvalidRequest,
+    QueueFull,
+    RagCacheError,
+)
+from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.module_states import ModuleEncoder, portions
+from ragcache.retrieval import Retriever
+from ragcache.store import Catalogue, JobRow, Jobs, KVStore, NewDocument, NewModule, Page
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+Prepared = tuple[SourceDocument, list[tuple[str, list[int]]]]
+"""A document with the texts and token ids of its modules."""
+
+MAX_JOBS = 256  # queued and running
+_MAX_KEY_LENGTH = 255
+_POLL_SECONDS = 0.5  # between two looks at a job of another process
+
+
+def check_collection(name: str) -> str:
+    """The name, unless it is blank. Raises `ConfigurationError`."""
+    if not name.strip():
+        raise ConfigurationError("a collection needs a name")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Ingestion:
+    """Summary of an ingestion.
+
+    Attributes:
+        collection: The collection that holds the documents.
+        added: Documents that were new.
+        updated: Documents that replaced another version.
+        unchanged: Documents that cost nothing.
+        modules: Modules of the added and updated documents.
+        tokens: Tokens of these modules.
+        encoded: Module states that were computed.
+        ignored: Files of folders that were skipped because of their suffix.
+    """
+
+    collection: str
+    added: int
+    updated: int
+    unchanged: int
+    modules: int
+    tokens: int
+    encoded: int
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ingestor:
+    """Stores documents with their modules, vectors and states."""
+
+    catalogue: Catalogue
+    store: KVStore
+    encoder: ModuleEncoder
+    retriever: Retriever
+    settings: Settings
+
+    def ingest(
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
+        progress: Progress | None = None,
+        job: int | None = None,
+    ) -> Ingestion:
+        """Upserts documents by id. States are on disk before a row refers to them, and all rows
+        change in one transaction: no answer mixes old and new. job: the queued job that this call
+        runs; its caller ends it."""
+        check_collection(collection)
+        loaded = load_sources(sources)
+        documents = loaded.documents
+        known = self.catalogue.documents(collection, [d.id for d in documents])
+        changed = [
+            d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
+        ]
+        prepared = [(d, self._split(d)) for d in changed]
+        self._check_window([ids for _, modules in prepared for _, ids in modules])
+        total = sum(len(modules) for _, modules in prepared)
+        encoded = self._store(collection, prepared, progress, job) if prepared else 0
+        updated = sum(d.id in known for d in changed)
+        return Ingestion(
+            collection,
+            added=len(changed) - updated,
+            updated=updated,
+            unchanged=len(documents) - len(changed),
+            modules=total,
+            tokens=sum(len(ids) for _, modules in prepared for _, ids in modules),
+            encoded=encoded,
+            ignored=tuple(str(path) for path in loaded.ignored),
+        )
+
+    def delete(self, collection: str, document_ids: Sequence[str]) -> int:
+        """Deletes documents with modules, vectors and states; returns how many there were."""
+        known = self.catalogue.documents(collection, document_ids)
+        self.store.discard(self.catalogue.delete(collection, document_ids))
+        return len(known)
+
+    def delete_collection(self, collection: str) -> int:
+        """Deletes a collection with everything in it; returns how many documents there were."""
+        documents, freed = self.catalogue.delete_collection(collection)
+        self.store.discard(freed)
+        return documents
+
+    def _store(
+        self,
+        collection: str,
+        prepared: Sequence[Prepared],
+        progress: Progress | None,
+        queued: int | None,
+    ) -> int:
+        """Encodes, then replaces documents in one transaction; returns how many modules were
+        encoded. New states belong to the job until then; if it is interrupted, the next job of the
+        collection finds them."""
+        jobs = self.store.jobs.within(self.catalogue.namespace)
+        rows, done, encoded = [], 0, 0
+        total = sum(len(modules) for _, modules in prepared)
+        with jobs.running(f"collection {collection}", total, queued) as job:
+            note = jobs.progress(job)
+            for document, modules in prepared:
+                for part in portions([ids for _, ids in modules]):
+                    jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
+                    with self.encoder.lease(part, "rooted", "ingest") as lease:
+                        done += len(part)
+                        encoded += sum(tier == "encoded" for tier in lease.source.values())
+                    note(done)
+                    if progress is not None:
+                        progress(done, total)
+                rows.append(self._row(document, modules))
+            self.store.discard(self.catalogue.replace(collection, rows, job))
+        return encoded
+
+    def _digest(self, document: SourceDocument) -> str:
+        """Digest of text, metadata and everything that decides how the text is split."""
+        metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
+        size = str(self.settings.module_tokens)
+        parts = (document.digest, document.uri, metadata, str(SPLIT_VERSION), size)
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+    def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
+        model = self.encoder.model
+        return split_document(document, self.settings.module_tokens, model.encode_untrusted)
+
+    def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
+        window = self.encoder.model.causal.window
+        taken = len(self.encoder.preamble_ids) + self.settings.max_new_tokens
+        longest = max(map(len, modules), default=0)
+        if longest + taken >= window:
+            raise ConfigurationError(
+                f"a module takes {longest} tokens, but of the model's window of {window} preamble "
+                f"and answer leave {window - taken}; give a smaller module_tokens"
+            )
+
+    def _row(self, document: SourceDocument, modules: list[tuple[str, list[int]]]) -> NewDocument:
+        vectors = self.retriever.embed([text for text, _ in modules])
+        rows = [
+            NewModule(
+                name=f"{document.id}#{number + 1}",
+                text=text,
+                token_ids=ids,
+                key=self.encoder.key(ids, "rooted"),
+                vector=None if vectors is None else vectors[number],
+            )
+            for number, (text, ids) in enumerate(modules)
+        ]
+        return NewDocument(
+            document.id,
+            document.uri,
+            self._digest(document),
+            rows,
+            document.metadata,
+            document.text,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class QueueSlot:
+    """Room in the queue for one job. nbytes: size of its documents, which stay in memory until the
+    job ends. taken: whether a job uses the slot."""
+
+    namespace: str
+    nbytes: int
+    taken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    job: int
+    run: Callable[[], None]
+    slot: QueueSlot
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class IngestionWorker:
+    """Runs jobs in one thread: round-robin over the namespaces, first come first served within one,
+    so that a namespace with many jobs delays another by one job at most. The thread starts with the
+    first job. Thread-safe."""
+
+    def __init__(self, budget: int) -> None:
+        """budget: bytes of documents in the queue, the running job's included. A single job may
+        exceed it if the queue is empty."""
+        self.stopping = False
+        self._budget = budget
+        self._slots: list[QueueSlot] = []
+        self._turns: dict[str, deque[_Task]] = {}
+        self._open: dict[int, _Task] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def reserve_slot(self, namespace: str, nbytes: int) -> Iterator[QueueSlot]:
+        """Reserves a slot, which is free again after the block unless `put_job` took it. Raises
+        `QueueFull` or `EngineClosed`."""
+        slot = QueueSlot(namespace, nbytes)
+        with self._changed:
+            self.check_open()
+            self._check_room(nbytes)
+            self._slots.append(slot)
+        try:
+            yield slot
+        finally:
+            if not slot.taken:
+                self._free(slot)
+
+    def put_job(self, job: int, run: Callable[[], None], slot: QueueSlot) -> None:
+        """Queues a job. If the folder is closed before the job starts, the end of the session marks
+        it as interrupted."""
+        with self._changed:
+            if self.stopping:
+                return
+            slot.taken = True
+            task = _Task(job, run, slot)
+            self._open[job] = task
+            self._turns.setdefault(slot.namespace, deque()).append(task)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="ragcache-ingestion", daemon=True
+                )
+                self._thread.start()
+
+    def wait_for(self, job: int, seconds: float | None) -> None:
+        """Waits for the end of a job; for a job of another process, half a second at most."""
+        task = self._open.get(job)
+        if task is not None:
+            task.ended.wait(seconds)
+        else:
+            time.sleep(_POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS))
+
+    def check_open(self) -> None:
+        """Raises `EngineClosed` after `halt`."""
+        if self.stopping:
+            raise EngineClosed("the folder was closed before the ingestion ended")
+
+    def halt(self) -> None:
+        """Starts no further job; the running one stops at its next check."""
+        with self._changed:
+            self.stopping = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Waits for the thread, then wakes all callers of `wait_for`."""
+        if self._thread is not None:
+            self._thread.join()
+        for task in self._open.values():
+            task.ended.set()
+
+    def _check_room(self, nbytes: int) -> None:
+        if len(self._slots) >= MAX_JOBS:
+            raise QueueFull(f"{MAX_JOBS} ingestions wait already; try again later")
+        taken = sum(slot.nbytes for slot in self._slots)
+        if self._slots and taken + nbytes > self._budget:
+            raise QueueFull(
+                f"documents of {taken:,} bytes wait to be ingested, and with {nbytes:,} more they "
+                f"would exceed the {self._budget:,} that may; try again later"
+            )
+
+    def _free(self, slot: QueueSlot) -> None:
+        with self._changed:
+            self._slots.remove(slot)
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task.run()
+            except Exception:
+                logger.exception("job %s failed", task.job)
+            finally:
+                self._end(task)
+
+    def _next(self) -> _Task | None:
+        """Waits for the next job; None after `halt`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopping or self._turns)
+            if self.stopping:
+                return None
+            namespace, waiting = next(iter(self._turns.items()))
+            task = waiting.popleft()
+            del self._turns[namespace]
+            if waiting:
+                self._turns[namespace] = waiting  # behind all others
+            return task
+
+    def _end(self, task: _Task) -> None:
+        with self._changed:
+            self._slots.remove(task.slot)
+            if self._open.get(task.job) is task:  # one that failed may be queued again by now
+                del self._open[task.job]
+        task.ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class IngestionJobs:
+    """The ingestion jobs of one namespace: those that `submit` queued, and those of `ingest`.
+
+    The ledger keeps them. The documents of a queued job are only in memory: a job that was
+    interrupted continues when the same documents are submitted again.
+    """
+
+    rows: Jobs
+    ingestor: Ingestor
+    returned: Returned
+    worker: IngestionWorker
+
+    def submit(
+        self,
+        collection: str,
+        sources: Iterable[DocumentSource] | DocumentSource,
+        *,
+        idempotency_key: str | None = None,
+    ) -> JobRow:
+        """Reads documents, queues their ingestion and returns.
+
+        Args:
+            collection: The collection to store them in; made if need be.
+            sources: Files, folders or documents, as for `RagCache.ingest`.
+            idempotency_key: Identifies the request. Sent again with the same documents, it returns
+                the same job; one that was interrupted or failed is queued again under its number.
+
+        Returns:
+            The queued job, or the job of the key.
+
+        Raises:
+            DocumentError: A document cannot be read; nothing is queued.
+            ConfigurationError: The collection's name is blank.
+            InvalidRequest: The key is empty or too long.
+            QueueFull: Too many jobs or too many bytes wait.
+            IdempotencyConflict: The key came with other documents before.
+            EngineClosed: The folder was closed.
+
+        Example:
+            >>> job = rag.jobs.submit("handbook", ["docs/"])
+            >>> rag.jobs.wait(job.id).status
+            'done'
+        """
+        check_collection(collection)
+        if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
+            raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY_LENGTH} characters")
+        documents = load_sources(sources).documents
+        target = f"collection {collection}"
+        request = _IngestionRequest.of(collection, documents)
+        known = self.rows.known(idempotency_key, request.digest)
+        if known is not None and not known.can_be_retried:
+            return known  # needs no slot
+        with self.worker.reserve_slot(self.rows.namespace, request.nbytes) as slot:
+            job, new = self.rows.queue(target, idempotency_key, request.digest)
+            row = self.rows.get(job)
+            if new:
+                self.worker.put_job(job, partial(self._run, job, collection, documents), slot)
+        return row
+
+    def get(self, job: int | str) -> JobRow:
+        """A job as it is now, by its id or its public id; its progress is at most a second old.
+        Raises `UnknownJob`."""
+        return self.rows.get(job)
+
+    def list(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
+        """A page of the jobs, the newest first. Raises `InvalidRequest`."""
+        return self.rows.page(cursor, limit)
+
+    def wait(self, job: int | str, timeout: float | None = None) -> JobRow:
+        """Waits for the end of a job and returns it. Raises `TimeoutError` after `timeout` seconds,
+        `UnknownJob` or `EngineClosed`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not (row := self.get(job)).ended:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"job {job} has not ended within {timeout} s; it goes on")
+            if self.worker.stopping:
+                raise EngineClosed("the folder was closed before the job ended")
+            self.worker.wait_for(row.id, left)
+        return row
+
+    def _run(self, job: int, collection: str, documents: Sequence[SourceDocument]) -> None:
+        """Runs a queued job in the worker's thread and ends it, once: as soon as it has ended, it
+        may be queued again."""
+
+        def check_open(_: int, __: int) -> None:
+            self.worker.check_open()
+
+        try:
+            self.rows.start(job)
+            self.returned.release()
+            self.ingestor.ingest(collection, documents, check_open, job)
+            self.rows.finish(job)
+        except RagCacheError as error:  # expected; the job's row holds the reason
+            self.rows.fail(job, error)
+        except BaseException as error:
+            self.rows.fail(job, error)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _IngestionRequest:
+    """digest: of everything that the ingestion depends on. nbytes: approximate memory of the
+    documents."""
+
+    digest: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, collection: str, documents: Sequence[SourceDocument]) -> _IngestionRequest:
+        parts = [(d.id, d.digest, d.uri, dict(d.metadata)) for d in documents]
+        content = json.dumps([collection, parts], sort_keys=True, default=str).encode()
+        texts = sum(sys.getsizeof(text) for d in documents for text in (d.text, *d.parts))
+        return cls(hashlib.sha256(content).hexdigest(), texts + len(content))

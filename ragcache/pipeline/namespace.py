@@ -1,0 +1,193 @@
+"""The components of an open state folder and of each namespace in it, and how they connect."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, field
+
+from langchain_core.embeddings import Embeddings
+
+from ragcache.config import NAMESPACE, Settings, check_namespace, salt_of
+from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.models import LoadedModel, ThreadSafeTokenizer, prompt_frame
+from ragcache.pipeline.answering import Answerer
+from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.chat_text import ChatText
+from ragcache.pipeline.chatting import ChatRunner
+from ragcache.pipeline.ingest import IngestionJobs, IngestionWorker, Ingestor
+from ragcache.pipeline.inside import InsideText
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, ScopeEncoder
+from ragcache.pipeline.modules import Modules
+from ragcache.pipeline.monitor import RequestMonitor
+from ragcache.pipeline.prompting import PromptRunner
+from ragcache.pipeline.submitting import Submitter
+from ragcache.pipeline.template_text import TemplateText
+from ragcache.recognition import Recognizer
+from ragcache.retrieval import Retrievers
+from ragcache.retrieval.embeddings import embedder_name
+from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedServices:
+    """Components of an open state folder that all of its namespaces share."""
+
+    database: Database
+    model: LoadedModel
+    engine: LLMEngine
+    store: KVStore
+    returned: Returned
+    embedder: Embeddings | None
+    settings: Settings
+    template: TemplateText
+    keys: Keys
+    worker: IngestionWorker
+    monitor: RequestMonitor
+    _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @classmethod
+    def start(
+        cls, database: Database, store: KVStore, model: LoadedModel,
+        embedder: Embeddings | None, settings: Settings,
+    ) -> SharedServices:  # fmt: skip
+        """Connects a store and a model, and starts the engine."""
+        model = ThreadSafeTokenizer.of(model)
+        engine = LLMEngine(
+            model.causal, EngineConfig(pool_bytes=settings.private_bytes, queue=settings.queue)
+        )
+        return cls(
+            database,
+            model,
+            engine,
+            store,
+            Returned(),
+            embedder,
+            settings,
+            TemplateText(model),
+            Keys(database),
+            IngestionWorker(settings.ingestion_bytes),
+            RequestMonitor(),
+        )
+
+    def namespace(self, name: str = NAMESPACE) -> Namespace:
+        """The components of a namespace, built at the first call. Raises `ConfigurationError`."""
+        check_namespace(name)
+        with self._lock:
+            found = self._namespaces.get(name)
+            if found is None:
+                found = self._namespaces[name] = Namespace.build(name, self)
+            return found
+
+    def close(self, *, drain: bool) -> None:
+        """Stops the engine, and closes store and ledger, for all namespaces. A background ingestion
+        is interrupted even with `drain`: it may take hours, and continues where it stopped."""
+        self.worker.halt()
+        self.engine.close(drain=drain)
+        self.worker.join()
+        self.monitor.close()
+        self.returned.release()
+        self.keys.flush()
+        self.store.close()
+        self.database.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Namespace:
+    """The components of one namespace. State keys are salted with its name, so that a document
+    which another namespace has encoded is no faster here; private states are shared within the
+    namespace only."""
+
+    name: str
+    shared: SharedServices
+    catalogue: Catalogue
+    ingestor: Ingestor
+    answerer: Answerer
+    prompts: PromptRunner
+    chats: ChatRunner
+    modules: Modules
+    retrievers: Retrievers
+    jobs: IngestionJobs
+
+    @classmethod
+    def build(cls, name: str, shared: SharedServices) -> Namespace:
+        """Connects the components of a namespace with the shared ones."""
+        database, model, store = shared.database, shared.model, shared.store
+        salt, encode = salt_of(name), shared.engine.encode
+        vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
+        catalogue = Catalogue(database, model.tokenizer_fingerprint, vectors, name)
+        retrievers = Retrievers(catalogue, database, shared.embedder)
+        encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
+        scopes = ScopeEncoder(model, shared.template, store, encode, salt)
+        submitter = Submitter(
+            model, shared.engine, shared.returned, shared.settings, name, shared.monitor
+        )
+        tokens = ModuleTokens(catalogue, model)
+        ingestor = Ingestor(catalogue, store, encoder, retrievers.of(), shared.settings)
+        scaffolds = Scaffolds(ScaffoldRows(database, name), shared.settings.scaffold_after)
+        return cls(
+            name,
+            shared,
+            catalogue,
+            ingestor,
+            Answerer(catalogue, encoder, tokens, retrievers.of(), scaffolds, submitter),
+            PromptRunner(SchemaTexts(database, name), scopes, shared.template, submitter),
+            ChatRunner(
+                ChatText(model, shared.template),
+                InsideText(model, shared.template),
+                Recognizer(catalogue),
+                catalogue,
+                encoder,
+                tokens,
+                submitter,
+            ),
+            Modules(catalogue, store, encoder, tokens),
+            retrievers,
+            IngestionJobs(store.jobs.within(name), ingestor, shared.returned, shared.worker),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Contents of the state folder, and what happened since this process opened it.
+
+    Attributes:
+        model: Name of the model.
+        collections: Number of documents of each collection of the namespace.
+        tiers: For each tier: states, bytes, tokens and hits of all time.
+        evictions: For each tier and reason: evictions, and how many were fetched again.
+        host_budget_bytes: Budget of the host tier.
+        encoded: Modules that were encoded.
+        corrupt: Blobs that failed their checksum or vanished, and were encoded again.
+        unreadable: Failed reads and writes of tiers and ledger.
+        unclaimed: States encoded for one question because the ledger did not respond.
+        host_evictions: States that left memory for lack of room.
+    """
+
+    model: str
+    collections: dict[str, int]
+    tiers: dict[str, dict[str, int]]
+    evictions: dict[str, dict[str, int]]
+    host_budget_bytes: int
+    encoded: int
+    corrupt: int
+    unreadable: int
+    unclaimed: int
+    host_evictions: int
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> Stats:
+        store = namespace.shared.store
+        store.ledger.flush()
+        return cls(
+            model=namespace.shared.model.name,
+            collections=namespace.catalogue.collections(),
+            tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
+            evictions=store.ledger.evictions(),
+            host_budget_bytes=store.host.budget_bytes or 0,
+            encoded=store.counters.encoded,
+            corrupt=store.counters.corrupt,
+            unreadable=store.counters.unreadable,
+            unclaimed=store.counters.unclaimed,
+            host_evictions=store.counters.evictions["host", "pressure"],
+        )

@@ -1,0 +1,496 @@
+"""Ingestion: what is stored, what an interruption leaves, and jobs in the background."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+
+import ragcache.store.tiers.files
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import (
+    ConfigurationError,
+    DocumentError,
+    EngineClosed,
+    IdempotencyConflict,
+    InvalidRequest,
+    NoDocuments,
+    QueueFull,
+    StoreBudgetExceeded,
+    StoreFull,
+    UnknownJob,
+    UnreadableDocument,
+)
+from ragcache.models import LoadedModel
+from ragcache.pipeline import ingest
+from ragcache.pipeline.ingest import IngestionWorker
+from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.store import Database, Jobs, Ledger
+
+TIDES = "The tide turns twice a day and nobody has to wind it. "
+DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as opened:
+        yield opened
+
+
+def stored(tmp_path: Path) -> int:
+    return len(list((tmp_path / "state" / "states").glob("??/*.safetensors")))
+
+
+def test_a_long_document_becomes_numbered_modules_of_the_wanted_size(rag: RagCache) -> None:
+    done = rag.ingest("c", [SourceDocument("tides", TIDES * 20), SourceDocument("short", "Ebb.")])
+    listing = rag.list_modules("c")
+    names = [row.name for row in listing]
+    assert names == [*(f"tides#{n}" for n in range(1, len(names))), "short#1"]
+    assert len(names) == done.modules > 4
+    assert all(row.tokens <= 64 for row in listing)
+    assert sum(row.tokens for row in listing) == done.tokens
+
+
+def test_progress_counts_modules_up_to_all_of_them(rag: RagCache) -> None:
+    seen: list[tuple[int, int]] = []
+    done = rag.ingest("c", [SourceDocument("t", TIDES * 60)], progress=lambda *at: seen.append(at))
+    assert [total for _, total in seen] == [done.modules] * len(seen)
+    counts = [count for count, _ in seen]
+    assert counts == sorted(set(counts))
+    assert (len(counts) > 1, counts[-1]) == (True, done.modules)
+
+
+def test_another_module_size_splits_unchanged_documents_again(
+    rag: RagCache, tmp_path: Path, model: LoadedModel
+) -> None:
+    before = rag.ingest("c", [SourceDocument("tides", TIDES * 10)])
+    rag.close()
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=200) as other:
+        after = other.ingest("c", [SourceDocument("tides", TIDES * 10)])
+    assert (after.added, after.updated, after.unchanged) == (0, 1, 0)
+    assert after.modules < before.modules
+    assert stored(tmp_path) == after.modules + 1, "the states of the smaller modules are gone"
+
+
+def test_states_that_two_documents_share_stay_until_the_last_is_gone(
+    rag: RagCache, tmp_path: Path
+) -> None:
+    twins = [SourceDocument("a", "The tide is out."), SourceDocument("b", "The tide is out.")]
+    assert rag.ingest("c", twins).encoded == 2, "one module and the preamble"
+    assert rag.ingest("d", twins[:1]).encoded == 0
+    assert rag.delete("c", ["a", "b"]) == 2
+    assert stored(tmp_path) == 2
+    assert rag.ask("Is the tide out?", collection="d").reuse.cached_tokens > 0
+    assert rag.delete("d", ["a", "a"]) == 1
+    assert stored(tmp_path) == 1, "the preamble belongs to no document"
+
+
+def test_metadata_that_json_does_not_know_is_kept_as_text(rag: RagCache) -> None:
+    page = Document("The tide is out.", metadata={"source": Path("a.txt"), "on": date(2026, 3, 1)})
+    assert rag.ingest("c", [page]).added == 1
+    [source] = rag.ask("Is the tide out?", collection="c").sources
+    assert (source.document, source.uri) == ("a.txt", "a.txt")
+
+
+def test_documents_of_one_name_are_refused_together(rag: RagCache, tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tide.md").write_text("The tide is out.")
+    with pytest.raises(DocumentError, match=r"both called 'tide\.md'; ingest the folder above"):
+        rag.ingest("c", [tmp_path / "x", tmp_path / "y"])
+    assert rag.stats().collections == {}
+    assert rag.ingest("c", [tmp_path]).added == 2
+
+
+def test_a_module_longer_than_the_window_is_refused_before_it_is_encoded(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    with RagCache.open(tmp_path / "state", model, module_tokens=600) as rag:
+        with pytest.raises(ConfigurationError, match=r"window of 512 .*; give a smaller"):
+            rag.ingest("c", [SourceDocument("tides", TIDES * 60)])
+        assert rag.stats().encoded == 0
+
+
+def test_a_host_tier_too_small_for_a_batch_says_so_and_keeps_what_was_stored(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    with RagCache.open(
+        tmp_path / "state", model, module_tokens=64, host_bytes="64KiB", max_new_tokens=4
+    ) as rag:
+        rag.ingest("c", [SourceDocument("ebb", "The ebb is slow.")])
+        with pytest.raises(StoreBudgetExceeded, match="Raise host_bytes"):
+            rag.ingest("c", [SourceDocument("tides", " ".join(f"Tide {n}." for n in range(99)))])
+        assert rag.stats().collections == {"c": 1}
+        assert rag.ask("Is the ebb slow?", collection="c").sources[0].document == "ebb"
+
+
+def test_a_full_disk_stops_an_ingestion_and_nothing_else(
+    rag: RagCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rag.ingest("c", [SourceDocument("ebb", "The ebb is slow.")])
+    expected = rag.ask("Is the ebb slow?", collection="c")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_ledger(*_: Any) -> None:
+        raise StoreFull("no space left for the ledger")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ragcache.store.tiers.files, "write_through", full)
+        patched.setattr(Ledger, "record", full_ledger)
+        with pytest.raises(StoreFull, match=r"no space left for states under .*; free some space"):
+            rag.ingest("c", [SourceDocument("ebb", "New."), SourceDocument("flow", "Flood.")])
+        answer = rag.ask("Is the ebb slow?", collection="c")
+        assert (answer.text, answer.reuse) == (expected.text, expected.reuse)
+    assert rag.stats().collections == {"c": 1}
+    assert rag.ingest("c", [SourceDocument("flow", "Flood.")]).added == 1
+
+
+def test_an_interrupted_ingestion_stores_no_row_and_its_states_are_found_again(
+    rag: RagCache, tmp_path: Path
+) -> None:
+    documents = [SourceDocument(f"d{n}", f"{TIDES} Number {n}.") for n in range(6)]
+
+    def stop(done: int, _: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rag.ingest("c", documents, progress=stop)
+    assert rag.stats().collections == {}
+    done = rag.ingest("c", documents)
+    assert (done.added, done.encoded) == (6, 3)
+
+
+def test_what_one_process_stores_another_that_is_open_already_finds(
+    rag: RagCache, tmp_path: Path, model: LoadedModel
+) -> None:
+    rag.ingest("c", [SourceDocument("ebb", "The ebb is slow.")])
+    rag.ask("Is the ebb slow?", collection="c")
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
+        other.ingest("c", [SourceDocument("flood", "The flood is quick.")])
+        other.delete("c", ["ebb"])
+    answer = rag.ask("Is the ebb slow, or the flood quick?", collection="c")
+    assert [source.document for source in answer.sources] == ["flood"]
+    assert {source.tier for source in answer.sources} == {"disk"}
+
+
+def test_the_ledger_of_another_kind_of_file_is_refused(tmp_path: Path, model: LoadedModel) -> None:
+    from ragcache.errors import NoState
+
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "ledger.sqlite").write_bytes(b"something else entirely" * 100)
+    with pytest.raises(NoState, match="is not a ragcache ledger"):
+        RagCache.open(tmp_path / "state", model)
+    with pytest.raises(NoState, match="is not a ragcache ledger"):
+        Database.open_existing(tmp_path / "state" / "ledger.sqlite")
+
+
+class Gate:
+    """Holds encoding up until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        lease = ModuleEncoder.lease
+
+        def held(*args: object, **named: object) -> object:
+            self.reached.set()
+            assert self.opened.wait(20)
+            return lease(*args, **named)  # type: ignore[arg-type]
+
+        patch.setattr(ModuleEncoder, "lease", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+def test_a_job_ends_with_its_documents_stored(rag: RagCache) -> None:
+    queued = rag.jobs.submit("notes", DOCUMENTS)
+    assert (queued.target, queued.status, queued.started_at) == ("collection notes", "queued", None)
+    done = rag.jobs.wait(queued.id, 20)
+    assert (done.status, done.done, done.total, done.states) == ("done", 2, 2, 0)
+    assert done.created_at <= (done.started_at or 0) <= (done.finished_at or 0)
+    assert rag.ask("Where is the kiln?", collection="notes").sources
+    assert done.ended
+
+
+def test_what_is_unchanged_ends_too(rag: RagCache) -> None:
+    rag.ingest("notes", DOCUMENTS)
+    done = rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20)
+    assert (done.status, done.total) == ("done", 0)
+
+
+def test_jobs_run_one_after_another_and_are_listed_the_newest_first(rag: RagCache) -> None:
+    rag.ingest("before", DOCUMENTS)
+    ids = [rag.jobs.submit(f"notes {n}", DOCUMENTS).id for n in range(3)]
+    ended = [rag.jobs.wait(job, 20) for job in ids]
+    assert all(a.finished_at <= b.started_at for a, b in pairwise(ended))
+    first = rag.jobs.list(limit=3)
+    assert [row.id for row in first.items] == ids[::-1]
+    rest = rag.jobs.list(first.next, limit=3)
+    assert [row.target for row in rest.items] == ["collection before"]
+    assert rest.next is None
+
+
+def test_progress_can_be_seen(rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache.store.jobs.PROGRESS_SECONDS", 0.0)
+    seen: list[int] = []
+    run = type(rag.internals.ingestor).ingest
+
+    def watched(self, collection, sources, progress=None, job=None):  # type: ignore[no-untyped-def]
+        look = lambda *_: seen.append(rag.jobs.get(job).done)  # noqa: E731
+        return run(self, collection, sources, look, job)
+
+    monkeypatch.setattr(type(rag.internals.ingestor), "ingest", watched)
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    assert gate.reached.wait(20)
+    running = rag.jobs.get(job)
+    assert (running.status, running.done, running.total) == ("running", 0, 2)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        rag.jobs.wait(job, 0.01)
+    gate.opened.set()
+    assert rag.jobs.wait(job, 20).done == 2
+    assert seen == [1, 2]
+
+
+def test_a_request_that_comes_again_is_the_same_job(rag: RagCache) -> None:
+    one = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
+    assert rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a").id == one.id
+    rag.jobs.wait(one.id, 20)
+    assert rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a").status == "done"
+    assert rag.jobs.submit("notes", DOCUMENTS, idempotency_key="b").id != one.id
+    for collection, documents in (("plans", DOCUMENTS), ("notes", DOCUMENTS[:1])):
+        with pytest.raises(IdempotencyConflict, match="'a' was sent with another request"):
+            rag.jobs.submit(collection, documents, idempotency_key="a")
+    other = rag.within("tenant-2").jobs
+    assert other.submit("plans", DOCUMENTS, idempotency_key="a").id != one.id
+
+
+def test_jobs_of_another_namespace_are_unknown(rag: RagCache) -> None:
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    other = rag.within("tenant-2")
+    with pytest.raises(UnknownJob, match=f"no job {job}"):
+        other.jobs.get(job)
+    with pytest.raises(UnknownJob):
+        other.jobs.wait(job, 1)
+    assert other.jobs.list().items == ()
+    assert other.jobs.wait(other.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+    assert len(other.list_modules()) == 2
+
+
+def test_what_cannot_be_ingested_is_refused_at_once(
+    rag: RagCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnreadableDocument):
+        rag.jobs.submit("notes", tmp_path / "missing.md")
+    with pytest.raises(NoDocuments):
+        rag.jobs.submit("notes", [])
+    with pytest.raises(ConfigurationError, match="needs a name"):
+        rag.jobs.submit(" ", DOCUMENTS)
+    with pytest.raises(InvalidRequest, match="1 to 255"):
+        rag.jobs.submit("notes", DOCUMENTS, idempotency_key="")
+    assert rag.jobs.list().items == ()
+
+
+def test_a_full_queue_takes_no_more_but_knows_what_it_has(
+    rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "MAX_JOBS", 2)
+    jobs = [rag.jobs.submit(f"notes {n}", DOCUMENTS, idempotency_key=str(n)).id for n in range(2)]
+    with pytest.raises(QueueFull, match="2 ingestions wait"):
+        rag.jobs.submit("notes", DOCUMENTS)
+    assert rag.jobs.submit("notes 1", DOCUMENTS, idempotency_key="1").id == jobs[1]
+    with pytest.raises(IdempotencyConflict):
+        rag.jobs.submit("notes 0", DOCUMENTS, idempotency_key="1")
+    assert len(rag.jobs.list().items) == 2
+    gate.opened.set()
+    for job in jobs:
+        assert rag.jobs.wait(job, 20).status == "done"
+    assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+
+
+def test_documents_that_wait_have_a_budget_of_bytes(
+    tmp_path: Path, model: LoadedModel, gate: Gate
+) -> None:
+    large = [SourceDocument("a", "The kiln is warm. " * 40)]
+    with RagCache.open(tmp_path / "state", model, ingestion_bytes="1KiB") as rag:
+        first = rag.jobs.submit("notes", large)  # alone it may be larger: 1.1 KB
+        with pytest.raises(QueueFull, match="1,024"):
+            rag.jobs.submit("notes", DOCUMENTS)
+        gate.opened.set()
+        rag.jobs.wait(first.id, 20)
+        assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+
+
+def test_a_request_that_failed_is_queued_again_under_its_number(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ModuleEncoder, "lease", lambda *_, **__: 1 / 0)
+        job = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a").id
+        assert rag.jobs.wait(job, 20).status == "failed"
+        again = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
+        assert rag.jobs.wait(again.id, 20).status == "failed"
+    again = rag.jobs.submit("notes", DOCUMENTS, idempotency_key="a")
+    assert again.id == job
+    done = rag.jobs.wait(job, 20)
+    assert (done.status, done.error, done.done, done.states) == ("done", "", 2, 0)
+    assert rag.ask("Where is the kiln?", collection="notes").sources
+
+
+def test_a_job_that_fails_is_ended_once(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second end would come after a retry was queued under the same number, and end that one."""
+    ended: list[int] = []
+    fail = Jobs.fail
+
+    def counted(rows: Jobs, job: int, error: BaseException) -> None:
+        ended.append(job)
+        fail(rows, job, error)
+
+    monkeypatch.setattr(Jobs, "fail", counted)
+    monkeypatch.setattr(ModuleEncoder, "lease", lambda *_, **__: 1 / 0)
+    queued = rag.jobs.submit("notes", DOCUMENTS)
+    assert rag.jobs.wait(queued.id, 20).status == "failed"
+    with pytest.raises(ZeroDivisionError):
+        rag.ingest("notes", DOCUMENTS)
+    rag.close()
+    assert ended == [queued.id, queued.id + 1]
+
+
+def test_a_job_that_fails_says_why_and_the_next_one_runs(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ModuleEncoder, "lease", lambda *_, **__: 1 / 0)
+        failed = rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20)
+    assert (failed.status, failed.error) == ("failed", "ZeroDivisionError: division by zero")
+    assert rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+
+
+def test_closing_interrupts_what_runs_and_what_waits(
+    tmp_path: Path, model: LoadedModel, gate: Gate
+) -> None:
+    rag = RagCache.open(tmp_path / "state", model)
+    running = rag.jobs.submit("notes", DOCUMENTS).id
+    waiting = rag.jobs.submit("plans", DOCUMENTS, idempotency_key="a").id
+    assert gate.reached.wait(20)
+    closing = threading.Thread(target=rag.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    with pytest.raises(EngineClosed):
+        rag.jobs.submit("notes", DOCUMENTS)
+    with RagCache.open(tmp_path / "state", model) as again:
+        rows = {row.id: row for row in again.jobs.list().items}
+        assert {row.status for row in rows.values()} == {"interrupted"}
+        assert "EngineClosed" in rows[running].error
+        assert "the same documents again" in rows[waiting].error
+        assert again.jobs.wait(again.jobs.submit("notes", DOCUMENTS).id, 20).status == "done"
+        assert again.jobs.get(running).states == 0, "the next one of its target took them over"
+        resent = again.jobs.submit("plans", DOCUMENTS, idempotency_key="a")
+        assert resent.id == waiting
+        assert again.jobs.wait(waiting, 20).status == "done"
+
+
+@pytest.fixture
+def worker() -> Iterator[IngestionWorker]:
+    made = IngestionWorker(100)
+    yield made
+    made.halt()
+    made.join()
+
+
+class Runs:
+    """Jobs that write down when they ran; the first waits until all are queued."""
+
+    def __init__(self, worker: IngestionWorker) -> None:
+        self.worker, self.ran = worker, list[int]()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def put(self, job: int, namespace: str, nbytes: int = 1) -> None:
+        with self.worker.reserve_slot(namespace, nbytes) as slot:
+            self.worker.put_job(job, lambda: self._run(job), slot)
+
+    def _run(self, job: int) -> None:
+        self.begun.set()
+        assert self.go.wait(20)
+        self.ran.append(job)
+        if job < 0:
+            raise ValueError("a job that fails")
+
+    def finish(self, last: int) -> list[int]:
+        self.go.set()
+        self.worker.wait_for(last, 20)
+        return self.ran
+
+
+def test_namespaces_take_turns(worker: IngestionWorker) -> None:
+    runs = Runs(worker)
+    runs.put(0, "red")
+    assert runs.begun.wait(20)
+    for job in (1, 2, 3):
+        runs.put(job, "red")
+    runs.put(10, "blue")
+    runs.put(11, "blue")
+    runs.put(20, "green")
+    assert runs.finish(3) == [0, 1, 10, 20, 2, 11, 3]
+
+
+def test_bytes_are_counted_until_a_job_has_ended(worker: IngestionWorker) -> None:
+    runs = Runs(worker)
+    runs.put(1, "red", 500)  # alone
+    assert runs.begun.wait(20)
+    with pytest.raises(QueueFull, match="500 bytes"):
+        runs.put(2, "red")
+    runs.finish(1)
+    for job in (3, 4):
+        runs.put(job, "red", 50)
+    runs.finish(4)
+    runs.put(5, "red", 100)
+    assert runs.finish(5) == [1, 3, 4, 5]
+
+
+def test_a_slot_that_no_job_took_is_free_again(worker: IngestionWorker) -> None:
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"), worker.reserve_slot("red", 100):
+            raise ValueError("no")
+    with worker.reserve_slot("red", 100), pytest.raises(QueueFull), worker.reserve_slot("red", 1):
+        pass
+
+
+def test_a_job_that_fails_ends_and_may_come_again(
+    worker: IngestionWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = Runs(worker)
+    for _ in range(2):
+        runs.put(-1, "red", 100)
+        runs.finish(-1)
+    assert runs.ran == [-1, -1]
+    assert "job -1 failed" in caplog.text
+
+
+def test_nothing_begins_after_the_halt(worker: IngestionWorker) -> None:
+    runs = Runs(worker)
+    runs.put(1, "red")
+    assert runs.begun.wait(20)
+    runs.put(2, "red")
+    worker.halt()
+    runs.go.set()
+    worker.join()
+    worker.wait_for(2, 20)
+    assert runs.ran == [1]
+    with pytest.raises(EngineClosed), worker.reserve_slot("red", 1):
+        pass
