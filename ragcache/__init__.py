@@ -17,10 +17,10 @@ if TYPE_CHECKING:
         Answer,
         AnswerStream,
         AsyncAnswerStream,
+        Citation,
         Generation,
         Ingestion,
         Reuse,
-        Source,
         Timings,
     )
     from ragcache.rag import RagCache
@@ -30,11 +30,11 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "AsyncAnswerStream",
+    "Citation",
     "Generation",
     "Ingestion",
     "RagCache",
     "Reuse",
-    "Source",
     "SourceDocument",
     "Timings",
 ]

@@ -19,20 +19,20 @@ from ragcache.pipeline import (
     GREEDY,
     Answer,
     AnswerStream,
-    Asked,
     AsyncAnswerStream,
     ChatCall,
     Conversation,
     Ingestion,
     Modules,
     Namespace,
+    PendingAnswer,
     Placed,
     SharedServices,
     Stats,
     generated_schema,
     members,
 )
-from ragcache.pipeline.asked import awaited, results
+from ragcache.pipeline.answer import aresults, results
 from ragcache.pipeline.ingest import IngestionJobs, Progress, check_collection
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
@@ -211,7 +211,7 @@ class RagCache:
             1
         """
         check_collection(collection)
-        self._internals.shared.returned.release()
+        self._internals.shared.deferred.release()
         return self._internals.ingestor.ingest(collection, sources, progress)
 
     @property
@@ -262,8 +262,8 @@ class RagCache:
             PromptTooLong: The modules do not fit the model's window.
             UnknownCollection: There is no such collection.
         """
-        self._internals.shared.returned.release()
-        return self._internals.answerer.add_scaffold(collection, ids)
+        self._internals.shared.deferred.release()
+        return self._internals.questions.add_scaffold(collection, ids, self._internals.submitter)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answers a question from the best modules of a collection.
@@ -297,8 +297,8 @@ class RagCache:
             >>> stream = rag.stream("How many days of leave are there?", collection="handbook")
             >>> pieces = list(stream)
         """
-        [asked] = self._start_questions([question], options)
-        return AnswerStream(asked)
+        [pending] = self._start_questions([question], options)
+        return AnswerStream(pending)
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """`ask` for asyncio."""
@@ -308,15 +308,17 @@ class RagCache:
         self, questions: Sequence[str], **options: Unpack[AskOptions]
     ) -> list[Answer]:
         """`ask_batch` for asyncio."""
-        return await awaited(await asyncio.to_thread(self._start_questions, questions, options))
+        return await aresults(await asyncio.to_thread(self._start_questions, questions, options))
 
     async def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """`stream` for asyncio: `async for piece in await rag.astream(...)`. Retrieval and leasing
         run in asyncio's thread pool."""
-        [asked] = await asyncio.to_thread(self._start_questions, [question], options)
-        return AsyncAnswerStream(asked)
+        [pending] = await asyncio.to_thread(self._start_questions, [question], options)
+        return AsyncAnswerStream(pending)
 
-    def _start_questions(self, questions: Sequence[str], options: AskOptions) -> list[Asked]:
+    def _start_questions(
+        self, questions: Sequence[str], options: AskOptions
+    ) -> list[PendingAnswer]:
         check_options(options, AskOptions, "ask")
         criteria = SearchParams(
             options.get("k", DEFAULT_K),
@@ -324,10 +326,10 @@ class RagCache:
             threshold=options.get("threshold"),
         )
         mode = check_mode(options.get("mode", "rooted"))
-        self._internals.shared.returned.release()
-        return self._internals.answerer.start(
-            questions, options["collection"], criteria, mode, options.get("generation", GREEDY)
+        prompts = self._internals.questions.prepare_prompts(
+            questions, options["collection"], criteria, mode
         )
+        return self._internals.submitter.run(prompts, options.get("generation", GREEDY))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """Answers a conversation, formatted by the model's own chat template.
@@ -363,14 +365,14 @@ class RagCache:
     def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
         """As `chat`, but returns when the conversation is queued; iterate for pieces of the
         text."""
-        [asked] = self._start_chats([messages], options)
-        return AnswerStream(asked)
+        [pending] = self._start_chats([messages], options)
+        return AnswerStream(pending)
 
     def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[AnswerStream]:
         """As `chat_batch`, but returns when all conversations are queued."""
-        return [AnswerStream(asked) for asked in self._start_chats(conversations, options)]
+        return [AnswerStream(pending) for pending in self._start_chats(conversations, options)]
 
     async def achat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """`chat` for asyncio."""
@@ -380,30 +382,30 @@ class RagCache:
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[Answer]:
         """`chat_batch` for asyncio."""
-        return await awaited(await asyncio.to_thread(self._start_chats, conversations, options))
+        return await aresults(await asyncio.to_thread(self._start_chats, conversations, options))
 
     async def astream_chat(
         self, messages: Conversation, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
         """`stream_chat` for asyncio."""
-        [asked] = await asyncio.to_thread(self._start_chats, [messages], options)
-        return AsyncAnswerStream(asked)
+        [pending] = await asyncio.to_thread(self._start_chats, [messages], options)
+        return AsyncAnswerStream(pending)
 
     async def astream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
     ) -> list[AsyncAnswerStream]:
         """`stream_chat_batch` for asyncio."""
-        asked = await asyncio.to_thread(self._start_chats, conversations, options)
-        return [AsyncAnswerStream(each) for each in asked]
+        pending = await asyncio.to_thread(self._start_chats, conversations, options)
+        return [AsyncAnswerStream(each) for each in pending]
 
     def _start_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions
-    ) -> list[Asked]:
+    ) -> list[PendingAnswer]:
         check_options(options, ChatOptions, "chat")
         mode = check_mode(options.get("mode", "rooted"))
         call = ChatCall(mode, options.get("recognize", True), options.get("tools"))
-        self._internals.shared.returned.release()
-        return self._internals.chats.start(conversations, call, options.get("generation", GREEDY))
+        prompts = self._internals.chats.prepare_prompts(conversations, call)
+        return self._internals.submitter.run(prompts, options.get("generation", GREEDY))
 
     def add_schema(
         self, text: str, *, placement: Placement = "schema", source: str = "<string>"
@@ -433,7 +435,7 @@ class RagCache:
             raise ConfigurationError(
                 f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
             )
-        self._internals.shared.returned.release()
+        self._internals.shared.deferred.release()
         return self._internals.prompts.add(text, source, placement)
 
     def schemas(self) -> list[str]:
@@ -448,7 +450,7 @@ class RagCache:
         """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
         writes the modules into the slots. Raises `UnknownCollection`."""
         modules = self._internals.catalogue.modules(collection)
-        schema = generated_schema(collection, self._internals.answerer.encoder.frame, k)
+        schema = generated_schema(collection, self._internals.questions.encoder.frame, k)
         return expand(schema, {collection: members(modules)}) if expanded else schema
 
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
@@ -484,12 +486,13 @@ class RagCache:
         """`stream_prompt` for asyncio."""
         return AsyncAnswerStream(await asyncio.to_thread(self._start_prompt, text, options))
 
-    def _start_prompt(self, text: str, options: PromptOptions) -> Asked:
+    def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")
         mode = check_mode(options.get("mode", "isolated"))
         generation, source = options.get("generation", GREEDY), options.get("source", "<string>")
-        self._internals.shared.returned.release()
-        return self._internals.prompts.start(text, mode, generation, source)
+        prompt = self._internals.prompts.prepare_prompt(text, mode, source)
+        [pending] = self._internals.submitter.run([prompt], generation)
+        return pending
 
     def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
         """Finds the best modules for a query, with their scores; only the embedder runs.
@@ -567,14 +570,14 @@ class RagCache:
         """All modules with the size, tiers and hits of their states. Raises
         `UnknownCollection`."""
         shared = self._internals.shared
-        shared.returned.release()
+        shared.deferred.release()
         shared.store.ledger.flush()
         return list_modules(shared.database, collection, self.namespace)
 
     def stats(self) -> Stats:
         """What is stored, and what happened since this process opened the folder. Collections are
         those of the namespace, everything else is of the folder."""
-        self._internals.shared.returned.release()
+        self._internals.shared.deferred.release()
         return Stats.of(self._internals)
 
     def tiers(self) -> list[TierStatus]:

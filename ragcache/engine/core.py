@@ -18,7 +18,7 @@ from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, States
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
-from ragcache.engine.request import Request, RequestOutput, TokenDelta
+from ragcache.engine.request import Request, RequestOutput, TokenDelta, check_window
 from ragcache.engine.runner import Runner
 from ragcache.engine.sampler import choose
 from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
@@ -84,18 +84,41 @@ class EngineCore:
                 "the model's positions are learned, so that cached states cannot stand elsewhere "
                 "than where they were encoded; place schemas with placement='schema'"
             )
-        tokens = len(context.token_ids) + request.max_new_tokens
+        self.check_sizes(
+            own=len(context.token_ids),
+            documents=context.cached_tokens,
+            end=context.next_position,
+            max_new_tokens=request.max_new_tokens,
+        )
+
+    def check_sizes(
+        self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
+    ) -> None:
+        """Raises `PromptTooLong` for a prompt and answer of sizes that could never run.
+
+        own, documents: tokens of question and template, and of what it reads. recomputed: how many
+        of the documents' tokens are computed nevertheless. end: the position after the prompt.
+        """
         window = self.runner.window
-        if context.next_position + request.max_new_tokens > window:
+        if documents:
+            check_window(documents, own, window=window, max_new_tokens=max_new_tokens)
+        if end + max_new_tokens > window:
             raise PromptTooLong(
-                f"the prompt ends at position {context.next_position} and the answer may take "
-                f"{request.max_new_tokens} more, but the model's window holds {window}"
+                f"the prompt ends at position {end} and the answer may take "
+                f"{max_new_tokens} more, but the model's window holds {window}"
             )
+        tokens = own + recomputed + max_new_tokens
         if not self.memory.holds(tokens):
             raise PromptTooLong(
                 f"the request may need {tokens} tokens of its own, but the pool holds "
                 f"{self.pool.total * self.pool.chunk}; give the engine more pool bytes"
             )
+
+    def room(self, computed: int, end: int) -> int:
+        """The most tokens that an answer can have after a prompt of so many computed tokens that
+        ends at `end`; one where there is no room, so that `check_sizes` refuses it."""
+        left = self.pool.total * self.pool.chunk - computed
+        return max(1, min(left, self.runner.window - end))
 
     def add(self, request: Request, channel: Answers, submitted_at: float) -> None:
         """Puts a request that was checked in the queue, unless it was given up meanwhile."""

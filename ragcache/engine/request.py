@@ -56,20 +56,11 @@ class Request:
     def __post_init__(self) -> None:
         if not self.context.token_ids:
             raise InvalidRequest("the context has no token of its own for the answer to follow")
-        check_stops(self.stop)
-        if self.max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise InvalidRequest(
-                f"min_new_tokens is {self.min_new_tokens}; it must be from 0 to max_new_tokens, "
-                f"{self.max_new_tokens}"
-            )
-        if not 1 <= self.n <= MAX_CHOICES:
-            raise InvalidRequest(f"n is {self.n}; it must be from 1 to {MAX_CHOICES}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise InvalidRequest(f"timeout is {self.timeout}; it must be a positive time in s")
         if self.stop and self.text is None:
             raise InvalidRequest("stop strings need `text`, which turns tokens into text")
+        check_options(
+            self.max_new_tokens, self.min_new_tokens, self.n, self.timeout, stop=self.stop
+        )
 
     @property
     def root(self) -> Hashable:
@@ -79,6 +70,24 @@ class Request:
         if self.tenant is None or any(name is None for name, _ in names):
             return None
         return (self.tenant, names)
+
+
+def check_options(
+    max_new_tokens: int, min_new_tokens: int, n: int, timeout: float | None, *, stop: Sequence[str]
+) -> None:
+    """Raises `InvalidRequest` for options of a `Request` that are out of their range."""
+    check_stops(stop)
+    if max_new_tokens < 1:
+        raise InvalidRequest(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if not 0 <= min_new_tokens <= max_new_tokens:
+        raise InvalidRequest(
+            f"min_new_tokens is {min_new_tokens}; it must be from 0 to max_new_tokens, "
+            f"{max_new_tokens}"
+        )
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(f"n is {n}; it must be from 1 to {MAX_CHOICES}")
+    if timeout is not None and not timeout > 0:
+        raise InvalidRequest(f"timeout is {timeout}; it must be a positive time in s")
 
 
 @dataclass(frozen=True, slots=True)

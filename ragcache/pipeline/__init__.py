@@ -1,32 +1,39 @@
 """The two ways through ragcache: documents in, answers out."""
 
-from ragcache.pipeline.answer import Answer, Reuse, Source, Timings
-from ragcache.pipeline.answering import Answerer
-from ragcache.pipeline.asked import Asked, Returned
-from ragcache.pipeline.chat_text import ChatText, Message
-from ragcache.pipeline.chatting import ChatCall, ChatRunner, Conversation
-from ragcache.pipeline.generation import GREEDY, Generation
+from ragcache.pipeline.answer import (
+    Answer,
+    AnswerStream,
+    AsyncAnswerStream,
+    Citation,
+    DeferredReleases,
+    PendingAnswer,
+    Reuse,
+    Timings,
+)
+from ragcache.pipeline.ask import AskPipeline
+from ragcache.pipeline.chat import ChatCall, ChatPipeline, Conversation
+from ragcache.pipeline.chat_template import ChatTemplate, Message
 from ragcache.pipeline.ingest import Ingestion, Ingestor
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, ScopeEncoder
 from ragcache.pipeline.modules import Modules, Placed
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
-from ragcache.pipeline.prompting import PromptRunner
-from ragcache.pipeline.schema import generated_schema, members
-from ragcache.pipeline.streams import AnswerStream, AsyncAnswerStream
-from ragcache.pipeline.submitting import Submitter
-from ragcache.pipeline.template_text import TemplateText
+from ragcache.pipeline.pml import PmlPipeline, generated_schema, members
+from ragcache.pipeline.prompt import BuiltPrompt
+from ragcache.pipeline.submit import GREEDY, Generation, Submitter
 
 __all__ = [
     "GREEDY",
     "Answer",
     "AnswerStream",
-    "Answerer",
-    "Asked",
+    "AskPipeline",
     "AsyncAnswerStream",
+    "BuiltPrompt",
     "ChatCall",
-    "ChatRunner",
-    "ChatText",
+    "ChatPipeline",
+    "ChatTemplate",
+    "Citation",
     "Conversation",
+    "DeferredReleases",
     "Generation",
     "Ingestion",
     "Ingestor",
@@ -35,16 +42,14 @@ __all__ = [
     "ModuleTokens",
     "Modules",
     "Namespace",
+    "PendingAnswer",
     "Placed",
-    "PromptRunner",
-    "Returned",
+    "PmlPipeline",
     "Reuse",
     "ScopeEncoder",
     "SharedServices",
-    "Source",
     "Stats",
     "Submitter",
-    "TemplateText",
     "Timings",
     "generated_schema",
     "members",

@@ -1,25 +1,38 @@
-"""What an answer tells: its text, where it comes from, what was reused, and how long it took."""
+"""The life of an answer: prepared with its request, pending, streamed, and complete."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import weakref
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from ragcache.engine import Choice, RequestOutput
+from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
+from ragcache.errors import InvalidRequest
+from ragcache.store import Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A module that stood in the prompt. tier: where its states came from: `host`, `disk`,
+class Citation:
+    """A module of the prompt. tier: where its states came from: `host`, `disk`,
     `encoded` (computed for this request and kept) or `computed` (mode `exact`). scaffold: the
-    modules that it was encoded together with, itself included; "" if alone."""
+    modules that it was encoded with, itself included; "" if there are no others."""
 
     document: str
     module: str
     uri: str
     score: float
-    tier: str
+    tier: str = "computed"
     scaffold: str = ""
 
 
@@ -62,7 +75,7 @@ class Answer:
 
     question: str
     text: str
-    sources: tuple[Source, ...]
+    sources: tuple[Citation, ...]
     mode: str
     finish_reason: str
     reuse: Reuse
@@ -75,37 +88,38 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class Timestamps:
     """`time.perf_counter` readings, in seconds: when the call came, when it was known which modules
     the prompt reads, and when their states were at hand."""
 
-    called: float
-    retrieved: float
-    assembled: float
+    called: float = 0.0
+    retrieved: float = 0.0
+    assembled: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """All that an answer tells besides what is generated; known when its request is submitted.
+class PreparedAnswer:
+    """Everything in an answer but what is generated; known when its request is submitted.
 
     kind: `question`, `prompt` or `chat`; collection: or the schema. tokens: of the prompt, by the
     tier that their states came from, or `encoded`.
     """
 
     question: str
-    sources: tuple[Source, ...]
+    sources: tuple[Citation, ...]
     mode: str
     prompt_tokens: int
     cached_tokens: int
     bytes_moved: Mapping[str, int]
-    marks: Marks
+    timestamps: Timestamps
     created_tokens: int = 0
     kind: str = "question"
     collection: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     def answer(self, completion: RequestOutput) -> Answer:
-        marks = self.marks
+        """The whole answer."""
+        times = self.timestamps
         kept = self.cached_tokens + completion.shared_tokens
         return Answer(
             question=self.question,
@@ -122,11 +136,217 @@ class Ready:
                 created_tokens=self.created_tokens,
             ),
             timings=Timings(
-                retrieve=marks.retrieved - marks.called,
-                assemble=marks.assembled - marks.retrieved,
-                first_token=completion.first_token_at - marks.called,
-                total=completion.finished_at - marks.called,
+                retrieve=times.retrieved - times.called,
+                assemble=times.assembled - times.retrieved,
+                first_token=completion.first_token_at - times.called,
+                total=completion.finished_at - times.called,
                 queued=completion.admitted_at - completion.submitted_at,
             ),
             choices=completion.choices,
         )
+
+
+class DeferredReleases:
+    """Leases of requests that ended where nothing may wait: in an event loop, or where the garbage
+    collector found them. The next call ends them, before it leases anything itself."""
+
+    def __init__(self) -> None:
+        self._leases: SimpleQueue[Lease] = SimpleQueue()
+
+    def put(self, lease: Lease) -> None:
+        """Takes a lease. Waits for nothing, and may be called at any line of any thread."""
+        self._leases.put(lease)
+
+    def release(self) -> None:
+        """Ends all of them."""
+        with suppress(Empty):
+            while True:
+                self._leases.get_nowait().release()
+
+
+class PendingAnswer:
+    """A submitted request with the lease of what it reads, which ends with the request.
+
+    Losing the last reference gives the request up.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedAnswer,
+        handle: RequestHandle[TokenDelta, RequestOutput],
+        lease: Lease | None,
+        deferred: DeferredReleases,
+    ) -> None:
+        self.prepared, self.handle = prepared, handle
+        self._lease_end = weakref.finalize(self, _put, deferred, lease)
+        self._lease_end.atexit = False
+
+    def result(self) -> Answer:
+        """Waits for the end. Raises what made the request fail."""
+        try:
+            completion = self.handle.result()
+        finally:
+            self.handle.cancel()  # where the wait was interrupted; else it has ended
+            self.release()
+        return self.prepared.answer(completion)
+
+    async def aresult(self) -> Answer:
+        """`result` for asyncio. Cancelling the task gives the request up."""
+        try:
+            completion = await self.handle
+        except BaseException:
+            self.give_up()
+            raise
+        await asyncio.to_thread(self.release)
+        return self.prepared.answer(completion)
+
+    def give_up(self) -> None:
+        """Cancels the request, unless it has ended. Waits for nothing."""
+        self.handle.cancel()
+        self._lease_end()
+
+    def release(self) -> None:
+        """Ends the lease, in the caller's thread."""
+        held = self._lease_end.detach()
+        lease = held[2][1] if held is not None else None
+        if lease is not None:
+            lease.release()
+
+
+def results(pending: Sequence[PendingAnswer]) -> list[Answer]:
+    """All answers, in order. If one fails, all are given up."""
+    try:
+        return [each.result() for each in pending]
+    finally:
+        give_up(pending)
+
+
+async def aresults(pending: Sequence[PendingAnswer]) -> list[Answer]:
+    """`results` for asyncio."""
+    try:
+        return [await each.aresult() for each in pending]
+    finally:
+        give_up(pending)
+
+
+def give_up(pending: Sequence[PendingAnswer]) -> None:
+    """Cancels what has not ended."""
+    for each in pending:
+        each.give_up()
+
+
+def _put(deferred: DeferredReleases, lease: Lease | None) -> None:
+    if lease is not None:
+        deferred.put(lease)
+
+
+class _Stream:
+    """What streams for threads and for asyncio have in common."""
+
+    def __init__(self, pending: PendingAnswer) -> None:
+        self._pending = pending
+
+    @property
+    def question(self) -> str:
+        return self._pending.prepared.question
+
+    @property
+    def mode(self) -> str:
+        return self._pending.prepared.mode
+
+    @property
+    def sources(self) -> tuple[Citation, ...]:
+        """The modules that the answer is read from, known before its first token."""
+        return self._pending.prepared.sources
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the whole prompt, known before its first token."""
+        return self._pending.prepared.prompt_tokens
+
+    @property
+    def read_tokens(self) -> Mapping[str, int]:
+        """Tokens of the prompt whose states were read, by the tier that they came from, or
+        `encoded` for it."""
+        return self._pending.prepared.tokens
+
+    @property
+    def state(self) -> str:
+        """`waiting` in the engine's queue, `computing` the prompt, or `generating`."""
+        return self._pending.handle.channel.state
+
+    @property
+    def generated(self) -> int:
+        """How many pieces the engine has generated so far, read or not."""
+        return self._pending.handle.channel.count
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, once it has ended. Raises `InvalidRequest` before, and what made the
+        request fail."""
+        if not self._pending.handle.done:
+            raise InvalidRequest("the answer is still under way; read its pieces first")
+        return self._pending.result()
+
+    def close(self) -> None:
+        """Gives the answer up, unless it has ended. Waits for nothing."""
+        self._pending.give_up()
+
+
+class AnswerStream(_Stream):
+    """Iterates over pieces of the first answer's text as they become safe to show.
+
+    Joined, they are the text of the first choice: `answer.text` is the same without outer
+    whitespace. Leaving the iteration early, or `close`, cancels the request.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces():
+            if piece.choice == 0 and piece.text:
+                yield piece.text
+
+    def pieces(self) -> Iterator[TokenDelta]:
+        """The engine's news of all choices: tokens with log-probabilities, and their text."""
+        try:
+            yield from self._pending.handle
+        finally:
+            self._pending.handle.cancel()
+            self._pending.release()
+
+    def result(self) -> Answer:
+        """Waits for the end."""
+        return self._pending.result()
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncAnswerStream(_Stream):
+    """As `AnswerStream`, for asyncio; awaiting it gives the `Answer`. Cancelling the task that
+    iterates or awaits cancels the request."""
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                if piece.choice == 0 and piece.text:
+                    yield piece.text
+
+    async def pieces(self) -> AsyncGenerator[TokenDelta, None]:
+        """The engine's news of all choices: tokens with log-probabilities, and their text."""
+        try:
+            async for piece in self._pending.handle:
+                yield piece
+        finally:
+            self._pending.give_up()
+
+    def __await__(self) -> Generator[Any, None, Answer]:
+        return self._pending.aresult().__await__()
+
+    async def __aenter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()

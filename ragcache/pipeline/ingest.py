@@ -29,7 +29,7 @@ from ragcache.errors import (
     QueueFull,
     RagCacheError,
 )
-from ragcache.pipeline.asked import Returned
+from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.module_states import ModuleEncoder, portions
 from ragcache.retrieval import Retriever
 from ragcache.store import Catalogue, JobRow, Jobs, KVStore, NewDocument, NewModule, Page
@@ -349,7 +349,7 @@ class IngestionJobs:
 
     rows: Jobs
     ingestor: Ingestor
-    returned: Returned
+    deferred: DeferredReleases
     worker: IngestionWorker
 
     def submit(
@@ -430,7 +430,7 @@ class IngestionJobs:
 
         try:
             self.rows.start(job)
-            self.returned.release()
+            self.deferred.release()
             self.ingestor.ingest(collection, documents, check_open, job)
             self.rows.finish(job)
         except RagCacheError as error:  # expected; the job's row holds the reason

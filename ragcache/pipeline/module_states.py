@@ -19,7 +19,7 @@ from typing import TypeVar
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame
-from ragcache.pipeline.template_text import TemplateText
+from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import (
     Catalogue,
@@ -210,7 +210,7 @@ class ScopeEncoder(StateEncoder):
     texts; placeholders and stand-ins never take part."""
 
     def __init__(
-        self, model: LoadedModel, text: TemplateText, store: KVStore, encode: Encode, salt: str = ""
+        self, model: LoadedModel, text: ChatTemplate, store: KVStore, encode: Encode, salt: str = ""
     ) -> None:
         """salt: of all keys; see `state_key`."""
         super().__init__(model, store, encode, salt)

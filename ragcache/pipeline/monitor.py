@@ -21,7 +21,7 @@ from ragcache.engine import RequestOutput, TokenDelta
 from ragcache.engine.core import BatchSnapshot
 from ragcache.engine.handle import RequestChannel
 from ragcache.errors import RequestCancelled
-from ragcache.pipeline.answer import Ready
+from ragcache.pipeline.answer import PreparedAnswer
 from ragcache.store import Database
 from ragcache.store.evictions import module_names
 
@@ -95,7 +95,7 @@ Observer = Callable[[RequestRecord], None]
 class _MonitoredRequest:
     id: int
     namespace: str
-    ready: Ready
+    prepared: PreparedAnswer
     channel: RequestChannel[TokenDelta, RequestOutput]
 
 
@@ -111,12 +111,15 @@ class RequestMonitor:
         self._lock = threading.Lock()
 
     def begin(
-        self, namespace: str, ready: Ready, channel: RequestChannel[TokenDelta, RequestOutput]
+        self,
+        namespace: str,
+        prepared: PreparedAnswer,
+        channel: RequestChannel[TokenDelta, RequestOutput],
     ) -> None:
         """Follows a request to its end. Holds the channel and not the handle, so that a request
         that nobody waits for is still cancelled."""
         number = next(self._numbers)
-        self._running[number] = _MonitoredRequest(number, namespace, ready, channel)
+        self._running[number] = _MonitoredRequest(number, namespace, prepared, channel)
         channel.when_done(partial(self._end, number))
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -137,9 +140,9 @@ class RequestMonitor:
         found = [each for each in self._running.copy().values() if each.namespace == namespace]
         return [
             RunningRequest(
-                each.id, namespace, each.ready.kind, each.ready.collection,
-                now - each.ready.marks.called, each.ready.prompt_tokens, each.channel.count,
-                each.channel.state,
+                each.id, namespace, each.prepared.kind, each.prepared.collection,
+                now - each.prepared.timestamps.called, each.prepared.prompt_tokens,
+                each.channel.count, each.channel.state,
             )
             for each in found
         ]  # fmt: skip
@@ -172,32 +175,32 @@ class RequestMonitor:
 
 
 def _record(request: _MonitoredRequest, at: float, now: float) -> RequestRecord:
-    """at: end of the request in Unix seconds; now: the same moment on the clock of the marks."""
-    ready, outcome = request.ready, request.channel.outcome
+    """at: end of the request in Unix seconds; now: the same on the clock of its timestamps."""
+    prepared, outcome = request.prepared, request.channel.outcome
     done = outcome if isinstance(outcome, RequestOutput) else None
-    total = now - ready.marks.called
-    tokens, shared, computed = dict(ready.tokens), 0, 0
+    total = now - prepared.timestamps.called
+    tokens, shared, computed = dict(prepared.tokens), 0, 0
     if done is not None:
         shared = done.shared_tokens
-        computed = ready.prompt_tokens - ready.cached_tokens - shared
+        computed = prepared.prompt_tokens - prepared.cached_tokens - shared
         tokens["shared"] = shared
         tokens["computed"] = computed - tokens.get("encoded", 0)
     failed = (
         "" if isinstance(outcome, (RequestOutput, RequestCancelled)) else type(outcome).__name__
     )
     return RequestRecord(
-        request.id, request.namespace, ready.kind, ready.collection,
+        request.id, request.namespace, prepared.kind, prepared.collection,
         started=at - total,
-        ttft=None if done is None else done.first_token_at - ready.marks.called,
+        ttft=None if done is None else done.first_token_at - prepared.timestamps.called,
         total=total,
         queued=None if done is None else done.admitted_at - done.submitted_at,
-        prompt_tokens=ready.prompt_tokens,
-        cached_tokens=ready.cached_tokens,
+        prompt_tokens=prepared.prompt_tokens,
+        cached_tokens=prepared.cached_tokens,
         shared_tokens=shared,
         computed_tokens=computed,
         generated=request.channel.count,
         tokens=tokens,
-        modules=tuple((source.module, source.tier) for source in ready.sources),
+        modules=tuple((source.module, source.tier) for source in prepared.sources),
         outcome="failed" if failed else "cancelled" if done is None else "done",
         error=failed,
     )  # fmt: skip

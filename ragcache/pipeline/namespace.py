@@ -10,18 +10,16 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import NAMESPACE, Settings, check_namespace, salt_of
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.models import LoadedModel, ThreadSafeTokenizer, prompt_frame
-from ragcache.pipeline.answering import Answerer
-from ragcache.pipeline.asked import Returned
-from ragcache.pipeline.chat_text import ChatText
-from ragcache.pipeline.chatting import ChatRunner
+from ragcache.pipeline.answer import DeferredReleases
+from ragcache.pipeline.ask import AskPipeline
+from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
+from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.ingest import IngestionJobs, IngestionWorker, Ingestor
-from ragcache.pipeline.inside import InsideText
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, ScopeEncoder
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.monitor import RequestMonitor
-from ragcache.pipeline.prompting import PromptRunner
-from ragcache.pipeline.submitting import Submitter
-from ragcache.pipeline.template_text import TemplateText
+from ragcache.pipeline.pml import PmlPipeline
+from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embeddings import embedder_name
@@ -36,10 +34,10 @@ class SharedServices:
     model: LoadedModel
     engine: LLMEngine
     store: KVStore
-    returned: Returned
+    deferred: DeferredReleases
     embedder: Embeddings | None
     settings: Settings
-    template: TemplateText
+    template: ChatTemplate
     keys: Keys
     worker: IngestionWorker
     monitor: RequestMonitor
@@ -61,10 +59,10 @@ class SharedServices:
             model,
             engine,
             store,
-            Returned(),
+            DeferredReleases(),
             embedder,
             settings,
-            TemplateText(model),
+            ChatTemplate(model),
             Keys(database),
             IngestionWorker(settings.ingestion_bytes),
             RequestMonitor(),
@@ -86,7 +84,7 @@ class SharedServices:
         self.engine.close(drain=drain)
         self.worker.join()
         self.monitor.close()
-        self.returned.release()
+        self.deferred.release()
         self.keys.flush()
         self.store.close()
         self.database.close()
@@ -102,9 +100,10 @@ class Namespace:
     shared: SharedServices
     catalogue: Catalogue
     ingestor: Ingestor
-    answerer: Answerer
-    prompts: PromptRunner
-    chats: ChatRunner
+    questions: AskPipeline
+    prompts: PmlPipeline
+    chats: ChatPipeline
+    submitter: Submitter
     modules: Modules
     retrievers: Retrievers
     jobs: IngestionJobs
@@ -120,7 +119,7 @@ class Namespace:
         encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
         scopes = ScopeEncoder(model, shared.template, store, encode, salt)
         submitter = Submitter(
-            model, shared.engine, shared.returned, shared.settings, name, shared.monitor
+            model, shared.engine, shared.deferred, shared.settings, name, shared.monitor
         )
         tokens = ModuleTokens(catalogue, model)
         ingestor = Ingestor(catalogue, store, encoder, retrievers.of(), shared.settings)
@@ -130,20 +129,20 @@ class Namespace:
             shared,
             catalogue,
             ingestor,
-            Answerer(catalogue, encoder, tokens, retrievers.of(), scaffolds, submitter),
-            PromptRunner(SchemaTexts(database, name), scopes, shared.template, submitter),
-            ChatRunner(
-                ChatText(model, shared.template),
-                InsideText(model, shared.template),
+            AskPipeline(catalogue, encoder, tokens, retrievers.of(), scaffolds),
+            PmlPipeline(SchemaTexts(database, name), scopes, shared.template),
+            ChatPipeline(
+                shared.template,
+                InContextTokenizer(model, shared.template),
                 Recognizer(catalogue),
                 catalogue,
                 encoder,
                 tokens,
-                submitter,
             ),
+            submitter,
             Modules(catalogue, store, encoder, tokens),
             retrievers,
-            IngestionJobs(store.jobs.within(name), ingestor, shared.returned, shared.worker),
+            IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),
         )
 
 

@@ -22,13 +22,13 @@ from ragcache_schemas import (
 )
 
 if TYPE_CHECKING:
-    from ragcache.pipeline import TemplateText
+    from ragcache.pipeline import ChatTemplate
 
 _STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
 def lint_files(
-    files: Sequence[Path], template: TemplateText
+    files: Sequence[Path], template: ChatTemplate
 ) -> tuple[dict[Path, list[Finding]], list[str]]:
     """The findings in each file, and notes on prompts whose schema is not among the files."""
     texts = {file: file.read_bytes() for file in files}
@@ -51,7 +51,7 @@ def lint_files(
     return {file: findings[file] for file in texts}, notes
 
 
-def _index(text: bytes, template: TemplateText) -> SchemaIndex | None:
+def _index(text: bytes, template: ChatTemplate) -> SchemaIndex | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PMLWarning)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from ragcache.errors import ModelNotFound
 from ragcache.models import LoadedModel
 from ragcache.models.loader import READER
-from ragcache.pipeline import TemplateText
+from ragcache.pipeline import ChatTemplate
 
 _MARK = re.compile("[\U00100000-\U0010fffd]")
 
@@ -19,7 +19,7 @@ class Tokens:
     """A tokenizer and its chat template."""
 
     model: LoadedModel
-    template: TemplateText
+    template: ChatTemplate
 
     @classmethod
     def load(cls, model: str | None) -> Tokens:
@@ -35,7 +35,7 @@ class Tokens:
                 "tokenizer, or the name of a hub model that this machine can reach"
             ) from error
         loaded = LoadedModel(source, cast("Any", None), tokenizer)  # text needs no weights
-        return cls(loaded, TemplateText(loaded))
+        return cls(loaded, ChatTemplate(loaded))
 
     def count_trusted(self, text: str) -> int:
         """Tokens of a text in which control tokens are recognized, as in a generated schema."""

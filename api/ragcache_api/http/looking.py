@@ -49,7 +49,7 @@ class Looking:
 
     def leased(self) -> int:
         """States that requests are reading."""
-        self.rag.internals.shared.returned.release()
+        self.rag.internals.shared.deferred.release()
         memory = self.store.memory
         with memory.lock:
             return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (

@@ -52,10 +52,10 @@ class Served:
 
     def count(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> int:
         """Tokens of a conversation's prompt, up to where the answer begins."""
-        from ragcache.pipeline import ChatText, TemplateText
+        from ragcache.pipeline import ChatTemplate
 
-        template = TemplateText(self.model)
-        return template.count(ChatText(self.model, template).render(messages, tools))
+        template = ChatTemplate(self.model)
+        return template.count(template.render_chat(messages, tools))
 
     def logprobs(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
         """Log-probabilities in OpenAI's form, which LangChain's other chat models give too."""

@@ -7,14 +7,14 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import cast
 
-from ragcache import Answer, AsyncAnswerStream, Reuse, Source, Timings
+from ragcache import Answer, AsyncAnswerStream, Citation, Reuse, Timings
 from ragcache.engine import Choice
 from ragcache_api.http.recording import POINT_SECONDS, POINTS, Record, Recorder, percentile
 from ragcache_api.http.running import Entry, Running
 
 
 def answer(module: str, cached: int, first_token: float) -> Answer:
-    source = Source(module, module, "", 1.0, "host")
+    source = Citation(module, module, "", 1.0, "host")
     reuse = Reuse(cached + 10, cached, 10)
     return Answer(
         "q", "a", (source,), "rooted", "stop", reuse, Timings(0, 0, first_token, 1, 0),

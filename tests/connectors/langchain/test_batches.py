@@ -16,7 +16,7 @@ from langchain_core.rate_limiters import InMemoryRateLimiter
 from ragcache import RagCache
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
-from ragcache.pipeline import Asked
+from ragcache.pipeline import PendingAnswer, Submitter
 from ragcache_connectors.langchain import ChatRagCache
 from ragcache_connectors.langchain.ahead import Handed, submit, within
 from tests.connectors.langchain.chats import DOCUMENT, idle, notes_open
@@ -40,8 +40,7 @@ def model(rag: RagCache) -> ChatRagCache:
 def events(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order: what is submitted, and what is waited for."""
     seen: list[str] = []
-    runner = type(rag.internals.chats)
-    submit, result, awaited = runner._submit, Asked.result, Asked.awaited
+    submit, result, aresult = Submitter._submit, PendingAnswer.result, PendingAnswer.aresult
 
     def submitting(self: Any, *args: Any) -> Any:
         seen.append("submit")
@@ -53,11 +52,11 @@ def events(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def awaiting(self: Any) -> Any:
         seen.append("wait")
-        return awaited(self)
+        return aresult(self)
 
-    monkeypatch.setattr(runner, "_submit", submitting)
-    monkeypatch.setattr(Asked, "result", waiting)
-    monkeypatch.setattr(Asked, "awaited", awaiting)
+    monkeypatch.setattr(Submitter, "_submit", submitting)
+    monkeypatch.setattr(PendingAnswer, "result", waiting)
+    monkeypatch.setattr(PendingAnswer, "aresult", awaiting)
     return seen
 
 

@@ -16,7 +16,7 @@ from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey
 from ragcache.store import Members, ScaffoldRows
 from ragcache.store.verify import verify
-from tests.ragcache.pipeline.test_answering import DOCUMENTS, QUESTION
+from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 
 
 @pytest.fixture

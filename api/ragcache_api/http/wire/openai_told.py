@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import time
 from typing import Any, Literal
 
-from ragcache import Answer, Source
+from ragcache import Answer, Citation
 from ragcache.engine import Choice
 from ragcache_api.http.compact import compact
 from ragcache_api.http.wire.common import Told
@@ -113,7 +113,7 @@ def extras(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"mode": first.mode, "reuse": first.reuse, "timings": first.timings}
 
 
-def told_sources(answers: Sequence[Answer]) -> list[Source]:
+def told_sources(answers: Sequence[Answer]) -> list[Citation]:
     return [source for answer in answers for source in answer.sources]
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,18 +15,20 @@ from torch import Tensor
 
 from ragcache.config import Settings
 from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline import (
-    Generation,
-    PromptRunner,
-    Returned,
+    Answer,
+    ChatTemplate,
+    DeferredReleases,
+    PmlPipeline,
     ScopeEncoder,
     Submitter,
-    TemplateText,
+    members,
 )
-from ragcache.pipeline.placing import Owner, place
-from ragcache.pipeline.prompting import scope_at
-from ragcache.store import Database, KVStore, SchemaTexts
+from ragcache.pipeline.pml import SchemaStates, scope_at
+from ragcache.pipeline.prompt import build_context
+from ragcache.store import Database, KVStore, SchemaText, SchemaTexts
 from ragcache_schemas import Plan, parse_prompt, resolve_prompt, spell_prompt
 from tests.conftest import tiny_model
 from tests.ragcache.pipeline.conftest import last_logits
@@ -59,41 +62,42 @@ PROMPTS = {
 class Bench:
     """A tiny random model behind the embedded reader's tokenizer, and the same without a patch."""
 
-    runner: PromptRunner
+    runner: PmlPipeline
+    submitter: Submitter
     plain: Any
+
+    def answer(self, prompt: str, mode: str = "isolated") -> Answer:
+        [pending] = self.submitter.run([self.runner.prepare_prompt(prompt, mode)])
+        return pending.result()
 
 
 @pytest.fixture
 def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
     plain = tiny_model("llama", vocab_size=len(model.tokenizer))
     database = Database.open(tmp_path / "ledger.sqlite")
-    template = TemplateText(model)
+    template = ChatTemplate(model)
     store = KVStore.open(tmp_path, database, 2**26)
     with LLMEngine(model.causal, EngineConfig(pool_bytes=2**22)) as engine:
         scopes = ScopeEncoder(model, template, store, engine.encode)
-        submitter = Submitter(model, engine, Returned(), Settings(max_new_tokens=4))
-        runner = PromptRunner(SchemaTexts(database), scopes, template, submitter)
+        submitter = Submitter(model, engine, DeferredReleases(), Settings(max_new_tokens=4))
+        runner = PmlPipeline(SchemaTexts(database), scopes, template)
         runner.add(SCHEMA)
-        yield Bench(runner, plain)
+        yield Bench(runner, submitter, plain)
     database.close()
 
 
-def plan_of(runner: PromptRunner, prompt: str) -> Plan:
+def plan_of(runner: PmlPipeline, prompt: str) -> Plan:
     loaded = runner.load("trip")
     spelled = spell_prompt(parse_prompt(prompt), loaded.schema, runner.template.render)
     return resolve_prompt(loaded.index, spelled)
 
 
-def cached_logits(runner: PromptRunner, plan: Plan) -> Tensor:
-    groups = runner.groups(runner.load("trip").index, plan)
-    with runner.encoder.lease([tokens for _, tokens in groups]) as lease:
-        owners = {
-            path: Owner(tokens, states, "host", key)
-            for (paths, tokens), states, key in zip(groups, lease.states, lease.keys, strict=True)
-            for path in paths
-        }
-        placed = place(plan.pieces, owners, runner.template, plan.length)
-        return last_logits(runner.encoder.model.causal, [placed.context])[0]
+def cached_logits(runner: PmlPipeline, plan: Plan) -> Tensor:
+    prompt = runner.build_plan(runner.load(plan.schema).index, plan, "isolated")
+    assert prompt.states is not None
+    with prompt.states.lease() as lease:
+        context = build_context(prompt, lease.keys, lease.states)
+        return last_logits(runner.encoder.model.causal, [context])[0]
 
 
 @torch.no_grad()
@@ -105,7 +109,8 @@ def reference_logits(bench: Bench, plan: Plan) -> Tensor:
     starts: list[int | None] = []  # where the run that holds it starts; None for placeholders
     runner = bench.runner
     placed = {piece.path: piece.start for piece in plan.pieces}
-    for number, (_, group) in enumerate(runner.groups(runner.load("trip").index, plan)):
+    groups = runner.groups(runner.load("trip").index, plan)
+    for number, group in enumerate(each.tokens for each in groups):
         path, (begin, _) = next(iter(group.runs.items()))
         moved = placed[path] - group.position_ids[begin]
         tokens += group.token_ids
@@ -180,12 +185,9 @@ def test_one_scaffold_over_everything_equals_the_plain_prompt(bench: Bench) -> N
     loaded = bench.runner.load("all")
     prompt = parse_prompt('<prompt schema="all"><a/><b/>Which one?</prompt>')
     plan = resolve_prompt(loaded.index, prompt)
-    [(paths, group)] = bench.runner.groups(loaded.index, plan)
-    assert paths == (("a",), ("b",))
-    with bench.runner.encoder.lease([group]) as lease:
-        owners = {path: Owner(group, lease.states[0], "host", lease.keys[0]) for path in paths}
-        placed = place(plan.pieces, owners, bench.runner.template, plan.length)
-        [logits] = last_logits(bench.runner.encoder.model.causal, [placed.context])
+    [group] = bench.runner.groups(loaded.index, plan)
+    assert group.paths == (("a",), ("b",))
+    logits = cached_logits(bench.runner, plan)
     ids = [t for p in plan.pieces for t in bench.runner.template.encode(p.text)]
     with torch.no_grad():
         plain = bench.plain(torch.tensor([ids])).logits[0, -1]
@@ -207,13 +209,78 @@ def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) 
 
 
 def test_exact_mode_computes_every_token(bench: Bench) -> None:
-    answer = bench.runner.start(PROMPTS["arguments"], "exact", Generation()).result()
+    answer = bench.answer(PROMPTS["arguments"], "exact")
     assert answer.reuse.cached_tokens == 0
     assert answer.reuse.computed_tokens == answer.reuse.prompt_tokens
 
 
 def test_a_prompt_of_imports_alone_computes_its_last_token(bench: Bench) -> None:
     prompt = '<prompt schema="trip"><oslo/></prompt>'
-    answer = bench.runner.start(prompt, "isolated", Generation()).result()
+    answer = bench.answer(prompt)
     assert answer.reuse.computed_tokens == 1
     assert answer.reuse.cached_tokens == answer.reuse.prompt_tokens - 1
+
+
+def test_documents_whose_names_are_alike_get_modules_of_their_own() -> None:
+    rows: list[Any] = [
+        SimpleNamespace(document=document, text=text)
+        for document, text in (("a/b.md", "1"), ("a-b.md", "2"), ("a/b.md", "3"))
+    ]
+    first, second = members(rows)
+    assert second.name == "a-b.md"
+    assert first.name.startswith("a-b.md-")
+    assert [len(first.children), len(second.children)] == [2, 1]
+    assert members(rows) == members(rows)
+
+
+# The pure builder: no store and no engine takes part.
+
+
+@pytest.fixture
+def pipeline(reader: LoadedModel) -> PmlPipeline:
+    none, template = cast("Any", None), ChatTemplate(reader)
+    stored = {"trip": SchemaText(SCHEMA, "schema")}
+    scopes = ScopeEncoder(reader, template, none, none)
+    return PmlPipeline(cast("Any", stored), scopes, template)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_every_token_is_read_or_computed_once(pipeline: PmlPipeline, name: str) -> None:
+    prompt = pipeline.build(PROMPTS[name], "isolated")
+    exact = pipeline.build(PROMPTS[name], "exact")
+    assert isinstance(prompt.states, SchemaStates)
+    tokens = list(prompt.own)
+    for span in prompt.spans:
+        group = prompt.states.groups[span.group].tokens
+        tokens += enumerate(group.token_ids[span.begin : span.end], span.start)
+        assert span.offset == group.position_ids[span.begin] - group.start
+    assert sorted(tokens) == sorted(exact.own)
+    assert [at for at, _ in prompt.own] == sorted(at for at, _ in prompt.own)
+    assert (exact.states, exact.spans, exact.shares) == (None, (), False)
+    assert prompt.end == exact.end > prompt.own[-1][0]
+    assert (prompt.kind, prompt.collection, prompt.shares) == ("prompt", "trip", True)
+    assert [cited for cited, _ in prompt.sources] == [cited for cited, _ in exact.sources]
+    assert {group for _, group in exact.sources} == {None}
+
+
+def test_sources_name_the_group_that_they_are_read_from(pipeline: PmlPipeline) -> None:
+    prompt = pipeline.build(PROMPTS["a scaffold"], "isolated")
+    assert isinstance(prompt.states, SchemaStates)
+    read = {
+        cited.module: prompt.states.groups[group].paths
+        for cited, group in prompt.sources
+        if group is not None
+    }
+    assert read == dict.fromkeys(["miami", "style"], (("miami",), ("style",)))
+    assert prompt.question == "What is there to see?"
+
+
+def test_other_modes_have_no_meaning_for_a_schema(pipeline: PmlPipeline) -> None:
+    with pytest.raises(ConfigurationError, match="encoded at their places in the schema"):
+        pipeline.build(PROMPTS["arguments"], "rooted")
+
+
+def test_a_prompt_without_any_text_is_refused(pipeline: PmlPipeline) -> None:
+    pipeline.texts = cast("Any", {"none": SchemaText('<schema name="none"/>', "schema")})
+    with pytest.raises(InvalidRequest, match="the prompt has no text"):
+        pipeline.build('<prompt schema="none"/>', "isolated")

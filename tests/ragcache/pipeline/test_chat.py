@@ -1,19 +1,32 @@
-"""Chats: what is computed, what is read, and that both are what they would be by hand."""
+"""Chats: what is computed, what is read, and that both are what they would be by hand.
+
+The tokens of a prompt that is put together of modules and new text decode to the prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ragcache import Answer, Generation, RagCache, SourceDocument
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel, wrap
+from ragcache.models.loader import prompt_frame
+from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncoder
+from ragcache.pipeline.chat import LEAST, InContextTokenizer, RenderedChat, lay_out_chat
+from ragcache.pipeline.prompt import ModuleStates, PromptLayout
+from ragcache.recognition import Fingerprints, FingerprintTable, find
+from ragcache.store import ModuleRow
 from tests.conftest import tiny_model
+from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
 
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
 KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
@@ -65,7 +78,7 @@ def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     rag: RagCache, model: LoadedModel, mode: str
 ) -> None:
     """The notes' states after the preamble of a question, or alone, at their places in the chat."""
-    encoder = rag.internals.answerer.encoder
+    encoder = rag.internals.questions.encoder
     [root] = encode(model.causal, [EncodeJob(encoder.preamble_ids)])
     seen, start = (Segment(root, 0) if mode == "rooted" else None), len(encoder.preamble_ids)
     outside = model.encode_untrusted
@@ -80,7 +93,7 @@ def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     placed += enumerate(end, at)
     positions, token_ids = zip(*placed, strict=True)
     context = Context(tuple(segments), token_ids, positions, positions[-1] + 1)
-    request = FREE.request(context, model, 8, None)
+    request = FREE.request_maker(model, 8, None)(context)
     [expected] = complete(model.causal, [request])
     answer = rag.chat(PASTED, mode=mode, generation=FREE)
     assert tokens(answer) == list(expected.token_ids)
@@ -94,7 +107,7 @@ def test_a_module_at_the_place_that_it_was_encoded_for_costs_nothing(
     rag: RagCache, model: LoadedModel
 ) -> None:
     """A chat that begins as a question's prompt does reads states that fit exactly."""
-    frame = rag.internals.answerer.encoder.frame
+    frame = rag.internals.questions.encoder.frame
     asked = user(f"{frame.preamble.removeprefix('<|user|>')}{KEYS}\n\nQuestion: Where?")
     rooted = rag.chat(asked, generation=FREE)
     assert tokens(rooted) == tokens(rag.chat(asked, mode="exact", generation=FREE))
@@ -154,7 +167,7 @@ def test_the_same_module_twice_is_read_twice(rag: RagCache) -> None:
 def test_a_plain_text_is_continued(rag: RagCache, model: LoadedModel) -> None:
     ids = model.encode_untrusted(f"{KEYS} So the key")
     context = Context((), tuple(ids), tuple(range(len(ids))), len(ids))
-    [expected] = complete(model.causal, [FREE.request(context, model, 8, None)])
+    [expected] = complete(model.causal, [FREE.request_maker(model, 8, None)(context)])
     text = f"{KEYS} So the key"
     assert tokens(rag.chat(text, mode="exact", generation=FREE)) == list(expected.token_ids)
     recognized = rag.chat(text, generation=FREE)
@@ -177,7 +190,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
         script = [*model.encode_untrusted("Use these notes.\n\n")]
         at = 1 + len(script)
         [states] = encode(causal, [EncodeJob(model.encode_untrusted(f"{KEYS}\n\n"), at)])
-        key = rag.internals.answerer.encoder.key(
+        key = rag.internals.questions.encoder.key(
             model.encode_untrusted(f"{KEYS}\n\n"), "isolated", at
         )
         with rag.internals.shared.store.borrow([key]) as lease:
@@ -224,3 +237,172 @@ def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPat
     rag.chat(PASTED)
     rag.stats()
     assert not any(entry.leased for entry in host.entries)
+
+
+MODULES = [
+    "The survey boat Pipit is moored at the north quay, where the key hangs.\n\n",
+    "Everybody has 26 days of leave a year. Requests go to Ines Marlow.\n\n",
+    "  which boat is at the quay? Read the documents and answer.</s>\n\n",
+]
+ROWS = [ModuleRow(n, f"d#{n}", "d", "", text) for n, text in enumerate(MODULES)]
+TABLE = FingerprintTable(Fingerprints.of(ROWS))
+
+
+@pytest.fixture(scope="module", params=["reader", "spaced"])
+def worded(request: pytest.FixtureRequest, reader: LoadedModel) -> LoadedModel:
+    """A model whose tokenizer puts a space before texts, and one whose does not."""
+    if request.param == "reader":
+        return reader
+    return LoadedModel("spaced", reader.causal, spaced_tokenizer())
+
+
+def laid_out(
+    model: LoadedModel, text: str, linked: int = 0, allowed: bool = True, lead: tuple[int, ...] = ()
+) -> tuple[PromptLayout, list[int | None], list[int]]:
+    """A prompt's layout, the group of each module in it, and all of its tokens in order."""
+    found = find(text, TABLE)
+    ids = [tuple(model.encode_untrusted(each.module.text)) for each in found]
+    tokenizer = InContextTokenizer(model, ChatTemplate(model))
+    layout, chat = PromptLayout(), RenderedChat("", text, found, lead)
+    groups = lay_out_chat(layout, chat, ids, tokenizer, linked=linked, may_stand=lambda *_: allowed)
+    places = dict(layout.own)
+    assert len(places) == len(layout.own)
+    assert [at for at, _ in layout.own] == sorted(places)
+    for span in layout.spans:
+        run = layout.groups[span.group].token_ids[span.begin : span.end]
+        at = range(span.start, span.start + span.length)
+        assert not places.keys() & set(at)
+        assert layout.groups[span.group].start == span.start - span.begin
+        places.update(zip(at, run, strict=True))
+    assert sorted(places) == list(range(layout.length))
+    return layout, groups, [places[at] for at in range(layout.length)]
+
+
+def decoded(model: LoadedModel, ids: list[int]) -> str:
+    text: str = model.tokenizer.decode(
+        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+PARTS = st.one_of(
+    st.sampled_from([*MODULES, *map(str.strip, MODULES)]),
+    st.sampled_from(["The key ", "boat", "\n", "\n\n", " ", "year. ", "Question: ", "<s>"]),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(PARTS, min_size=1, max_size=7), st.sampled_from([0, 3, 99]))
+def test_the_tokens_decode_to_the_prompt(
+    worded: LoadedModel, parts: list[str], linked: int
+) -> None:
+    model = worded
+    content = "".join(parts)
+    template = ChatTemplate(model)
+    if content.strip():
+        text = template.render_chat([{"role": "user", "content": content}])
+        _, _, ids = laid_out(model, text, linked)
+        rendered = model.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        assert decoded(model, ids) == rendered
+    _, _, ids = laid_out(model, template.plain(content), linked)
+    whole = model.encode_untrusted(content)  # which may not decode to spaces at its front
+    assert decoded(model, ids) == decoded(model, whole)
+
+
+def test_modules_as_they_are_cost_no_tokens_of_their_own(reader: LoadedModel) -> None:
+    layout, _, _ = laid_out(reader, f"Read: {MODULES[0]}{MODULES[1]}Which?")
+    sizes = [len(group.token_ids) for group in layout.groups[1:]]
+    assert [(span.begin, span.end) for span in layout.spans] == [(0, size) for size in sizes]
+    assert len(sizes) == 2
+    assert len(layout.own) == len(reader.encode("Read: ")) + len(reader.encode("Which?"))
+
+
+def test_a_trimmed_module_is_read_as_far_as_its_tokens_agree(worded: LoadedModel) -> None:
+    layout, _, ids = laid_out(worded, f"[user] {MODULES[0].strip()}\r\nWhich?")
+    [span] = layout.spans
+    own = worded.encode_untrusted(MODULES[0])
+    assert len(own) - 6 < span.length < len(own)
+    assert ids[span.start : span.start + span.length] == own[span.begin : span.end]
+
+
+def test_a_space_that_the_tokenizer_adds_is_not_read(reader: LoadedModel) -> None:
+    model = LoadedModel("spaced", reader.causal, spaced_tokenizer())
+    layout, _, _ = laid_out(model, f"The key:\n{MODULES[0]}Which?")
+    [span] = layout.spans
+    assert 0 < span.begin <= 2
+    assert span.end == len(layout.groups[span.group].token_ids)
+    first, _, _ = laid_out(model, f"{MODULES[0]}Which?")
+    assert first.spans[0].begin == 0, "a prompt may begin with it"
+
+
+def test_the_last_token_is_computed(reader: LoadedModel) -> None:
+    layout, _, ids = laid_out(reader, MODULES[0])
+    [span] = layout.spans
+    own = reader.encode_untrusted(MODULES[0])
+    assert layout.own == [(layout.length - 1, own[-1])]
+    assert span.length == len(ids) - 1
+
+
+def test_modules_that_may_not_stand_there_are_computed(reader: LoadedModel) -> None:
+    text = f"Read: {MODULES[0]}Which?"
+    layout, groups, ids = laid_out(reader, text, allowed=False)
+    assert (layout.spans, groups) == ([], [None])
+    assert [token for _, token in layout.own] == ids
+    layout, groups, _ = laid_out(reader, text, linked=99)
+    assert (layout.spans, groups) == ([], [None])
+    some, groups, _ = laid_out(reader, text, linked=LEAST)
+    assert (some.spans[0].begin, groups) == (LEAST, [1])
+
+
+def test_what_stands_before_every_text_comes_first(reader: LoadedModel) -> None:
+    layout, _, ids = laid_out(reader, MODULES[0], lead=(7,))
+    assert ids[0] == 7
+    assert layout.spans[0].start == 1
+
+
+# The pure builder: no store and no engine takes part.
+
+
+@pytest.fixture
+def pipeline(reader: LoadedModel) -> ChatPipeline:
+    none = cast("Any", None)
+    template = ChatTemplate(reader)
+    tokens = SimpleNamespace(
+        of=lambda rows: [tuple(reader.encode_untrusted(row.text)) for row in rows]
+    )
+    return ChatPipeline(
+        template,
+        InContextTokenizer(reader, template),
+        cast("Any", SimpleNamespace(find=lambda text: find(text, TABLE))),
+        none,
+        ModuleEncoder(reader, prompt_frame(reader.tokenizer), none, none),
+        cast("Any", tokens),
+    )
+
+
+def test_a_chat_is_built_without_an_engine(pipeline: ChatPipeline) -> None:
+    chat = user(f"Read: {MODULES[1]}{MODULES[0]}Which?")
+    [prompt] = pipeline.prepare_prompts([chat], ChatCall())
+    assert (prompt.kind, prompt.mode, prompt.shares) == ("chat", "recognized:rooted", True)
+    assert prompt.question == chat[0]["content"]
+    assert isinstance(prompt.states, ModuleStates)
+    assert [group.modules for group in prompt.states.groups] == [(), (1,), (0,)]
+    assert [(cited.module, group) for cited, group in prompt.sources] == [("d#1", 1), ("d#0", 2)]
+    assert [span.group for span in prompt.spans] == [1, 2], "the preamble is leased, not read"
+    assert prompt.timestamps.called <= prompt.timestamps.retrieved
+
+
+def test_an_exact_chat_cites_its_modules_and_reads_none(pipeline: ChatPipeline) -> None:
+    chat = user(f"Read: {MODULES[1]}Which?")
+    [read] = pipeline.prepare_prompts([chat], ChatCall("isolated"))
+    [exact] = pipeline.prepare_prompts([chat], ChatCall("exact"))
+    assert isinstance(read.states, ModuleStates)
+    assert read.states.encoded == "isolated"
+    assert (exact.states, exact.spans, exact.shares) == (None, (), False)
+    assert [(cited.module, group) for cited, group in exact.sources] == [("d#1", None)]
+    assert len(exact.own) == exact.end
+    [plain] = pipeline.prepare_prompts([chat], ChatCall(recognize=False))
+    assert (plain.mode, plain.sources, plain.shares) == ("exact", (), True)
+    assert plain.own == exact.own

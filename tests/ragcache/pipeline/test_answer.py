@@ -18,7 +18,7 @@ from ragcache.errors import (
     UnknownCollection,
 )
 from ragcache.models import LoadedModel
-from tests.ragcache.pipeline.test_answering import DOCUMENTS, QUESTION
+from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 
 LONG = Generation(max_new_tokens=300, ignore_eos=True)
 
@@ -74,8 +74,8 @@ def test_leaving_early_gives_the_request_up(rag: RagCache) -> None:
 
 def test_a_stream_that_nobody_holds_is_given_up(rag: RagCache) -> None:
     stream = rag.stream(QUESTION, collection="notes", generation=LONG)
-    handle = stream._asked.handle
-    channel = handle._channel
+    handle = stream._pending.handle
+    channel = handle.channel
     del stream, handle
     gc.collect()
     assert channel.cancelled

@@ -1,0 +1,151 @@
+"""Questions over a collection: retrieve modules, and build the prompt that reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ragcache.config import linked_tokens
+from ragcache.errors import EmptyQuestion
+from ragcache.pipeline.answer import Citation, Timestamps
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, scaffold_modules
+from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
+from ragcache.pipeline.submit import Submitter
+from ragcache.retrieval import Retriever, SearchParams, Selection
+from ragcache.store import Catalogue
+
+
+@dataclass(frozen=True, slots=True)
+class AskPipeline:
+    """Builds prompts of questions: the preamble, the modules that were retrieved, the question."""
+
+    catalogue: Catalogue
+    encoder: ModuleEncoder
+    tokens: ModuleTokens
+    retriever: Retriever
+    scaffolds: Scaffolds
+
+    def prepare_prompts(
+        self, questions: Sequence[str], collection: str, params: SearchParams, mode: str
+    ) -> list[BuiltPrompt]:
+        """Retrieves modules for each question, and builds its prompt. Raises `EmptyQuestion` or
+        `UnknownCollection`."""
+        called = time.perf_counter()
+        for question in questions:
+            if not question.strip():
+                raise EmptyQuestion("the question is empty; write what you want to know")
+        selections = [self.retriever.retrieve(q, collection, params) for q in questions]
+        timestamps = Timestamps(called, time.perf_counter())
+        prompts = []
+        for selection in selections:
+            self.scaffolds.note(collection, [hit.module.id for hit in selection.hits])
+            prompt = self.build(selection, collection, mode)
+            prompts.append(replace(prompt, timestamps=timestamps))
+        return prompts
+
+    def build(self, selection: Selection, collection: str, mode: str) -> BuiltPrompt:
+        """The prompt of one question over its selection. Nothing is leased or computed."""
+        exact = mode == "exact"
+        groups = self._groups(selection, collection)
+        layout = PromptLayout(self.encoder.preamble_ids)
+        question = self._question(selection.query)
+        recomputed = lay_out(layout, groups, question, linked_tokens(mode), exact=exact)
+        reads = bool(selection.hits) and not exact
+        return BuiltPrompt(
+            question=selection.query,
+            mode=mode,
+            own=tuple(layout.own),
+            end=layout.length,
+            spans=tuple(layout.spans),
+            recomputed=recomputed,
+            states=self._states(layout, collection, mode) if reads else None,
+            sources=_sources(selection, groups, exact=exact),
+            collection=collection,
+            shares=not exact,
+            answerable=bool(selection.hits),
+        )
+
+    def add_scaffold(
+        self, collection: str, ids: Sequence[str], submitter: Submitter
+    ) -> tuple[str, ...]:
+        """Declares a scaffold and encodes it; returns the names of its modules. Raises
+        `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
+        modules = scaffold_modules(self.catalogue.modules(collection), ids)
+        token_ids = tuple(token for ids in self.tokens.of(modules) for token in ids)
+        submitter.check_sizes(own=len(self.encoder.preamble_ids), documents=len(token_ids))
+        key = self.encoder.key(token_ids, "rooted")
+        self.scaffolds.declare(collection, [module.id for module in modules], key)
+        with self.encoder.lease([token_ids], "rooted", "warm"):
+            return tuple(module.name for module in modules)
+
+    def _groups(self, selection: Selection, collection: str) -> list[ModuleGroup]:
+        """The modules in order, grouped where a scaffold encodes several together."""
+        tokens = self.tokens.of([hit.module for hit in selection.hits])
+        ids = [hit.module.id for hit in selection.hits]
+        groups: list[ModuleGroup] = []
+        start = len(self.encoder.preamble_ids)
+        for begin, end in self.scaffolds.runs(collection, ids):
+            token_ids = tuple(token for each in tokens[begin:end] for token in each)
+            groups.append(ModuleGroup(tuple(ids[begin:end]), token_ids, start))
+            start += len(token_ids)
+        return groups
+
+    def _question(self, query: str) -> list[int]:
+        """The question and what the template puts around it, in tokens."""
+        encode, frame = self.encoder.model.encode, self.encoder.frame
+        asked = self.encoder.model.encode_untrusted(query.strip())
+        return [*encode(frame.question), *asked, *encode(frame.epilogue)]
+
+    def _states(self, layout: PromptLayout, collection: str, mode: str) -> ModuleStates:
+        encoded = "isolated" if mode == "isolated" else "rooted"
+        groups = tuple(layout.groups)
+        return ModuleStates(
+            self.encoder, self.catalogue, groups, encoded, self.scaffolds, collection
+        )
+
+
+def lay_out(
+    layout: PromptLayout,
+    groups: Sequence[ModuleGroup],
+    question: Sequence[int],
+    linked: int,
+    *,
+    exact: bool = False,
+) -> int:
+    """Lays out the preamble, the groups and the question; returns how many tokens of documents are
+    computed.
+
+    linked: the first tokens of each group that are computed in context and so see what comes before
+    them (EPIC's LegoLink, Hu et al., 2024); none of the first group, which was encoded after the
+    preamble already. exact: everything is computed.
+    """
+    preamble = layout.groups[0].token_ids
+    if exact:
+        layout.compute(preamble)
+    else:
+        layout.read(0, 0, len(preamble))
+    for number, group in enumerate(groups):
+        size = len(group.token_ids)
+        count = size if exact else min(linked, size) if number else 0
+        layout.compute(group.token_ids[:count])
+        layout.read(layout.add(group), count, size)
+    recomputed = len(layout.own)
+    layout.compute(question)
+    return recomputed
+
+
+def _sources(
+    selection: Selection, groups: Sequence[ModuleGroup], *, exact: bool
+) -> tuple[tuple[Citation, int | None], ...]:
+    hits = iter(selection.hits)
+    sources: list[tuple[Citation, int | None]] = []
+    for number, group in enumerate(groups, start=1):
+        members = [next(hits) for _ in group.modules]
+        single = exact or len(members) == 1
+        scaffold = "" if single else " ".join(hit.module.name for hit in members)
+        for hit in members:
+            module = hit.module
+            cited = Citation(module.document, module.name, module.uri, hit.score, scaffold=scaffold)
+            sources.append((cited, None if exact else number))
+    return tuple(sources)

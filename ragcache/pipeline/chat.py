@@ -1,0 +1,250 @@
+"""Conversations: render, recognize modules in the text, and build the prompt that reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from ragcache.config import linked_tokens
+from ragcache.errors import InvalidRequest
+from ragcache.models import LoadedModel
+from ragcache.pipeline.answer import Citation, Timestamps
+from ragcache.pipeline.chat_template import MARK, ChatTemplate, Message
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
+from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
+from ragcache.recognition import Found, Recognizer
+from ragcache.store import Catalogue
+
+Conversation = Sequence[Message] | str
+"""Messages, or a text that is continued as it is, without a template."""
+
+LEAST = 8  # tokens of a module that are worth a segment
+
+MayStand = Callable[[int, int], bool]
+"""Whether states of so many tokens can be read from a position on."""
+
+_ANCHOR = "\ue000"  # a private character, with which no letter makes a token
+_EDGE = 3  # tokens at the front of a text that its surroundings may change
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """What the conversations of a call have in common."""
+
+    mode: str = "rooted"
+    recognize: bool = True
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    @property
+    def encoded(self) -> str:
+        """How the modules that are read were encoded."""
+        return "isolated" if self.mode == "isolated" else "rooted"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as one text with marks for control tokens, and the modules found in it.
+
+    question: what the user said last. lead: tokens before the text.
+    """
+
+    question: str
+    text: str
+    found: Sequence[Found] = ()
+    lead: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPipeline:
+    """Builds prompts of conversations.
+
+    Module texts of the catalogue that occur in them are read from the modules' kept states, which
+    were encoded after the preamble of the collections' prompts, or alone, and follow another
+    beginning here.
+    """
+
+    template: ChatTemplate
+    tokenizer: InContextTokenizer
+    recognizer: Recognizer
+    catalogue: Catalogue
+    encoder: ModuleEncoder
+    tokens: ModuleTokens
+
+    def prepare_prompts(
+        self, conversations: Sequence[Conversation], options: ChatCall
+    ) -> list[BuiltPrompt]:
+        """Renders each conversation, finds modules in it, and builds its prompt. Raises
+        `InvalidRequest` or `UnsupportedModel`."""
+        called = time.perf_counter()
+        chats = [self._render(each, options) for each in conversations]
+        timestamps = Timestamps(called, time.perf_counter())
+        prompts = [self.build(chat, options) for chat in chats]
+        return [replace(prompt, timestamps=timestamps) for prompt in prompts]
+
+    def build(self, chat: RenderedChat, options: ChatCall) -> BuiltPrompt:
+        """The prompt of one conversation. Nothing is leased or computed."""
+        exact = options.mode == "exact"
+        read = [] if exact else chat.found
+        layout = PromptLayout(self.encoder.preamble_ids)
+        groups = lay_out_chat(
+            layout,
+            replace(chat, found=read),
+            self.tokens.of([each.module for each in read]),
+            self.tokenizer,
+            linked=linked_tokens(options.mode),
+            may_stand=lambda at, n: self.encoder.may_stand(at, n, options.encoded),
+        )
+        cited = [_citation(each) for each in chat.found]
+        states = self._states(layout, options) if layout.spans else None
+        return BuiltPrompt(
+            question=chat.question,
+            mode="exact" if states is None else f"recognized:{options.mode}",
+            own=tuple(layout.own),
+            end=layout.length,
+            spans=tuple(layout.spans),
+            states=states,
+            sources=tuple(zip(cited, groups or [None] * len(cited), strict=True)),
+            kind="chat",
+            shares=not exact,
+        )
+
+    def _render(self, conversation: Conversation, options: ChatCall) -> RenderedChat:
+        """Raises `InvalidRequest` or `UnsupportedModel`."""
+        if isinstance(conversation, str):
+            if options.tools:
+                raise InvalidRequest("a plain text has no place for tools; give messages")
+            text, lead = self.template.plain(conversation), self.template.lead
+            return RenderedChat(conversation, text, self._find(text, options), lead)
+        text = self.template.render_chat(conversation, options.tools)
+        users = (str(m["content"]) for m in reversed(conversation) if m["role"] == "user")
+        return RenderedChat(next(users, ""), text, self._find(text, options))
+
+    def _find(self, text: str, options: ChatCall) -> list[Found]:
+        """A module that holds private characters is left out: one could be a mark."""
+        found = self.recognizer.find(text) if options.recognize else []
+        return [each for each in found if not MARK.search(text, each.begin, each.end)]
+
+    def _states(self, layout: PromptLayout, options: ChatCall) -> ModuleStates:
+        return ModuleStates(self.encoder, self.catalogue, tuple(layout.groups), options.encoded)
+
+
+def _citation(found: Found) -> Citation:
+    return Citation(found.module.document, found.module.name, found.module.uri, 1.0)
+
+
+def lay_out_chat(
+    layout: PromptLayout,
+    chat: RenderedChat,
+    tokens: Sequence[tuple[int, ...]],
+    tokenizer: InContextTokenizer,
+    *,
+    linked: int = 0,
+    may_stand: MayStand,
+) -> list[int | None]:
+    """Lays a conversation out; returns the group of each module, None where all is computed.
+
+    tokens: of each module. linked: first tokens of each module that are computed in context. The
+    text between modules is tokenized on its own.
+    """
+    groups: list[int | None] = []
+    done = 0
+    layout.compute(chat.lead)
+    for each, ids in zip(chat.found, tokens, strict=True):
+        layout.compute(tokenizer.encode(chat.text[done : each.begin], first=done == 0))
+        here = chat.text[each.begin : each.end]
+        agreed = tokenizer.agreement(here, ids, whole=each.whole, first=each.begin == 0)
+        groups.append(_place(layout, each.module.id, ids, agreed, linked, may_stand))
+        done = each.end
+    layout.compute(tokenizer.encode(chat.text[done:], first=done == 0))
+    layout.close()
+    return groups
+
+
+def _place(
+    layout: PromptLayout,
+    module: int,
+    token_ids: tuple[int, ...],
+    agreed: Agreement,
+    linked: int,
+    may_stand: MayStand,
+) -> int | None:
+    """Continues with a module. One whose states cannot be read from here on is computed whole."""
+    layout.compute(agreed.before)
+    start = layout.length - agreed.begin
+    begin = min(agreed.begin + linked, agreed.end)
+    if agreed.end - begin < LEAST or not may_stand(start, len(token_ids)):
+        begin = agreed.end
+    layout.compute(token_ids[agreed.begin : begin])
+    group = None
+    if begin < agreed.end:
+        group = layout.add(ModuleGroup((module,), token_ids, start))
+        layout.read(group, begin, agreed.end)
+    layout.compute(agreed.after)
+    return group
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Tokens begin:end of a module are tokens of a text too. before, after: the text's others."""
+
+    before: tuple[int, ...]
+    begin: int
+    end: int
+    after: tuple[int, ...]
+
+
+class InContextTokenizer:
+    """Tokenizes parts of a prompt so that their tokens, one after the other, decode to it.
+
+    Tokenizers of the sentencepiece kind put a space before every text that they are given. Inside
+    of a prompt there is none: a text is tokenized behind an anchor, whose tokens are dropped.
+    """
+
+    def __init__(self, model: LoadedModel, template: ChatTemplate) -> None:
+        self._model, self._template = model, template
+        self._lead = model.encode_untrusted(_ANCHOR)
+        bare = model.encode_untrusted("a")
+        self._prefixes = self._anchored("a") not in (None, bare)
+
+    def encode(self, text: str, *, first: bool) -> list[int]:
+        """Tokens of a text with marks (see `ChatTemplate`). first: it begins the prompt."""
+        return self._template.encode(text, lambda piece, at: self._piece(piece, first and at == 0))
+
+    def agreement(
+        self, text: str, token_ids: Sequence[int], *, whole: bool, first: bool
+    ) -> Agreement:
+        """The longest run of a module's tokens that its text has here too.
+
+        whole: the text is the module's own; else it lacks outer whitespace. States of a run that
+        is cut off at the end are what they would be without the rest: no token sees those after it.
+        """
+        if whole and (first or not self._prefixes):
+            return Agreement((), 0, len(token_ids), ())
+        here = self._piece(text, first)
+        best = (0, 0, 0)  # length, and where it begins in the module and here
+        for begin, at in sorted(product(range(_EDGE), repeat=2), key=sum):
+            best = max(best, (_common(token_ids[begin:], here[at:]), begin, at), key=lambda b: b[0])
+            if best[0] >= min(len(token_ids), len(here)) - sum(best[1:]):
+                break
+        length, begin, at = best
+        return Agreement(tuple(here[:at]), begin, begin + length, tuple(here[at + length :]))
+
+    def _piece(self, text: str, first: bool) -> list[int]:
+        if first or not self._prefixes:
+            return self._model.encode_untrusted(text)
+        return self._anchored(text) or self._model.encode_untrusted(text)
+
+    def _anchored(self, text: str) -> list[int] | None:
+        """None where the anchor's tokens do not come apart from the text's."""
+        ids = self._model.encode_untrusted(_ANCHOR + text)
+        size = len(self._lead)
+        return ids[size:] if ids[:size] == self._lead else None
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two runs begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,0 +1,233 @@
+"""Text in which a chat template's control tokens are kept apart from what people wrote.
+
+A template puts tokens such as `<|im_end|>` into text. While schemas, prompts and chats are spelled,
+each such token is one character from a private plane of Unicode, which text from outside may not
+hold. So a control token can only come from the template, whatever a document or an argument says.
+
+The template of a chat has to see contents as they are: it trims them, splits them, tests how they
+begin. What it makes of them is one string, in which its control tokens must still be separable from
+those that a content spells. So a character of each control token in a content is replaced by a
+guard, one character from the same plane, until the template's own control tokens are marked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
+from ragcache.models import LoadedModel
+
+_FIRST = 0x100000  # plane 16, for private use
+_FIRST_GUARD = 0x10F000  # above the marks of control tokens
+_GUARD = re.compile("[\U0010f000-\U0010fffd]")
+MARK = re.compile("([\U00100000-\U0010fffd])")
+UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
+ROLES = ("system", "user", "assistant", "tool")
+
+Tokenize = Callable[[str, int], list[int]]
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}` with `tool_calls`, `tool_call_id` or `name` where they apply: the
+form that Hugging Face's chat templates take."""
+
+
+class ChatTemplate:
+    """Renders schemas and chats in the words of the model's template, and tokenizes the result."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.control = special = sorted(_control_tokens(model.tokenizer), key=len, reverse=True)
+        self._ids = [model.tokenizer.convert_tokens_to_ids(token) for token in special]
+        self._marks = {token: chr(_FIRST + i) for i, token in enumerate(special)}
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._escaper = ControlTokenEscaper(special)
+
+    def render(self, messages: Sequence[tuple[str, str]], *, generate: bool) -> str:
+        """The template's text, with marks for its control tokens (`ragcache_schemas.Render`)."""
+        tokenizer = self.model.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            return "".join(UNKNOWN_TEMPLATE.format(content=content) for _, content in messages)
+        chat = [{"role": role, "content": content} for role, content in messages]
+        text: str = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=generate
+        )
+        return self.mark(text)
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The prompt, up to where the answer begins. A control token comes from the template alone,
+        whatever a message says.
+
+        Raises `InvalidRequest` for messages that cannot be spelled, or that the template refuses,
+        and `UnsupportedModel` where it has no place for tools.
+        """
+        chat = [self._escaper.hide(_checked(message, i)) for i, message in enumerate(messages, 1)]
+        if not chat:
+            raise InvalidRequest("there are no messages; give one of the user at least")
+        offered = [self._escaper.hide(tool) for tool in tools or ()]
+        text = self._apply(chat, offered)
+        if offered and text == self._apply(chat, []):
+            raise UnsupportedModel(
+                "this model's chat template has no place for tools; ask without `tools`, or use a "
+                "model that was trained with them"
+            )
+        without_calls = [
+            {k: v for k, v in message.items() if k != "tool_calls"} for message in chat
+        ]
+        if without_calls != chat and text == self._apply(without_calls, offered):
+            raise UnsupportedModel("this model's chat template has no place for tool calls")
+        return self._escaper.reveal(self.mark(text))
+
+    def plain(self, text: str) -> str:
+        """A text without a template. Raises `InvalidRequest` where it is empty."""
+        if not text:
+            raise InvalidRequest("the prompt is empty; give a text, or messages")
+        self._escaper.hide(text)
+        return text
+
+    @cached_property
+    def lead(self) -> list[int]:
+        """What the tokenizer puts before a text without a template: its first token, if any."""
+        begin = self.model.tokenizer.bos_token_id
+        return [begin] if begin in self.model.tokenizer.encode("")[:1] else []
+
+    def mark(self, rendered: str) -> str:
+        """A template's text with marks for its control tokens."""
+        if self._special is None:
+            return rendered
+        return self._special.sub(lambda m: self._marks[m[0]], rendered)
+
+    def encode(self, text: str, tokenize: Tokenize | None = None) -> list[int]:
+        """Token ids: marks are control tokens, everything else is ordinary text.
+
+        tokenize: how, of a piece without marks that begins at a place in the text; None is as a
+        text of its own.
+        """
+        ids: list[int] = []
+        place = 0
+        for piece in MARK.split(text):
+            if MARK.fullmatch(piece):
+                ids.append(self._ids[ord(piece) - _FIRST])
+            elif piece and tokenize is not None:
+                ids += tokenize(piece, place)
+            elif piece:
+                ids += self.model.encode_untrusted(piece)
+            place += len(piece)
+        return ids
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    @staticmethod
+    def check(text: str) -> None:
+        """Raises `ConfigurationError` where text from outside holds a mark."""
+        if found := MARK.search(text):
+            line = text.count("\n", 0, found.start()) + 1
+            raise ConfigurationError(
+                f"line {line} holds the private character U+{ord(found[0]):X}, which is reserved "
+                "for control tokens; remove it"
+            )
+
+    def _apply(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        if getattr(self.model.tokenizer, "chat_template", None) is None:
+            return "".join(UNKNOWN_TEMPLATE.format(**message) for message in chat)
+        try:
+            text: str = self.model.tokenizer.apply_chat_template(
+                chat, tools=tools or None, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses the messages: {error}"
+            ) from error
+        return text
+
+
+class ControlTokenEscaper:
+    """Hides control tokens that occur in contents, and reveals them again."""
+
+    def __init__(self, control: Sequence[str]) -> None:
+        """control: the tokenizer's control tokens."""
+        letters = sorted({letter for token in control for letter in token})
+        self._hidden = {letter: chr(_FIRST_GUARD + i) for i, letter in enumerate(letters)}
+        self._revealed = {guard: letter for letter, guard in self._hidden.items()}
+        firsts = re.escape("".join({token[0] for token in control}))
+        self._firsts = re.compile(f"[{firsts}]" if control else "(?!)")
+        self._any = re.compile("|".join(map(re.escape, control)))
+        self._begins = {token[:i] for token in control for i in range(1, len(token))}
+        self._ends = {token[i:] for token in control for i in range(1, len(token))}
+        self._longest = max(map(len, control), default=0)
+
+    def hide(self, value: Any) -> Any:
+        """Every text in a message or a tool, guarded. Raises `InvalidRequest` for a character that
+        marks are made of."""
+        if isinstance(value, str):
+            return self._hide(value)
+        if isinstance(value, Mapping):
+            return {
+                self._hide(key, ends=False) if isinstance(key, str) else key: self.hide(each)
+                for key, each in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.hide(each) for each in value]
+        return value
+
+    def reveal(self, text: str) -> str:
+        """The text as people wrote it."""
+        return _GUARD.sub(lambda match: self._revealed[match[0]], text)
+
+    def _hide(self, text: str, *, ends: bool = True) -> str:
+        """ends: whether the template's text may stand right beside this one."""
+        if found := MARK.search(text):
+            raise InvalidRequest(
+                f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
+                "for control tokens; remove it"
+            )
+        begins = (match.start() for match in self._firsts.finditer(text))
+        places = {at for at in begins if self._any.match(text, at)}
+        if ends:
+            places |= self._edges(text)
+        if not places:
+            return text
+        return "".join(self._hidden[c] if i in places else c for i, c in enumerate(text))
+
+    def _edges(self, text: str) -> set[int]:
+        """Where a piece of a control token begins that the template's text could complete."""
+        first, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        most = min(self._longest, end - first)
+        places = {end - n for n in range(1, most + 1) if text[end - n : end] in self._begins}
+        if any(text[first : first + n] in self._ends for n in range(1, most + 1)):
+            places.add(first)
+        return places
+
+
+def _checked(message: Message, number: int) -> dict[str, Any]:
+    """The message as a template takes it. Raises `InvalidRequest`."""
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            f"message {number} is no mapping; write {{'role': ..., 'content': ...}}"
+        )
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise InvalidRequest(
+            f"message {number} has the unknown role {role!r}; roles: {', '.join(ROLES)}"
+        )
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise InvalidRequest(
+            f"the content of message {number} is {type(content).__name__}, not text; images and "
+            "other media are not served"
+        )
+    return {**message, "content": content}
+
+
+def _control_tokens(tokenizer: Any) -> set[str]:
+    """All of them: those with a role (end of text, padding) and those that are only marked."""
+    marked = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    return {*tokenizer.all_special_tokens, *marked}

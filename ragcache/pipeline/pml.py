@@ -1,0 +1,256 @@
+"""Hand-written PML: schemas are kept and encoded, and prompts over them are built."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ragcache.errors import ConfigurationError, InvalidRequest, UnknownSchema
+from ragcache.models import PromptFrame
+from ragcache.pipeline.answer import Citation, Timestamps
+from ragcache.pipeline.chat_template import ChatTemplate
+from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
+from ragcache.pipeline.prompt import BuiltPrompt, CachedSpan
+from ragcache.store import Lease, ModuleRow, SchemaText, SchemaTexts
+from ragcache_schemas import (
+    Module,
+    Path,
+    Piece,
+    Placement,
+    Plan,
+    Schema,
+    SchemaIndex,
+    Scope,
+    collection_schema,
+    document_module,
+    module_name,
+    module_names,
+    parse_prompt,
+    parse_schema,
+    resolve_prompt,
+    spell_prompt,
+    spell_schema,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSchema:
+    """A schema as its author wrote it, and the index of it in the words of the model's template."""
+
+    schema: Schema
+    index: SchemaIndex
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeGroup:
+    """Modules of a schema that are encoded together, by their paths, and their tokens."""
+
+    paths: tuple[Path, ...]
+    tokens: ScopeTokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaStates:
+    """States of a schema's modules: `PromptStates` of a PML prompt."""
+
+    encoder: ScopeEncoder
+    texts: SchemaTexts
+    schema: str
+    groups: tuple[ScopeGroup, ...]
+
+    def prefetch(self) -> None:
+        """Does nothing: a PML prompt is built by itself, and its lease comes next."""
+
+    def lease(self) -> Lease:
+        return self.encoder.lease([group.tokens for group in self.groups])
+
+    def record_owners(self, lease: Lease) -> None:
+        if made := [key for key in lease.keys if lease.source[key] == "encoded"]:
+            self.texts.own(self.schema, made)
+
+
+@dataclass(slots=True)
+class PmlPipeline:
+    """Keeps schemas, encodes their modules, and builds prompts over them."""
+
+    texts: SchemaTexts
+    encoder: ScopeEncoder
+    template: ChatTemplate
+    _schemas: dict[str, LoadedSchema] = field(default_factory=dict)
+
+    def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
+        """Stores a schema and encodes all its modules (§3.3). Raises `PMLError`."""
+        self.template.check(text)
+        schema = parse_schema(text, source=source)
+        loaded = self._index(schema, placement)
+        groups = [self.encoder.tokens([scope]) for scope in _scopes(loaded.index.root)]
+        groups = [group for group in groups if group.token_ids]
+        keys = [self.encoder.key(group) for group in groups]
+        store = self.encoder.store
+        jobs = store.jobs.within(self.texts.namespace)
+        with jobs.running(f"schema {schema.name}", len(groups)) as job:
+            jobs.expect(job, keys)
+            for portion in portions(groups):
+                with self.encoder.lease(portion, "ingest"):
+                    pass
+            store.discard(self.texts.put(schema.name, SchemaText(text, placement), keys, job))
+        self._schemas[schema.name] = loaded
+        return schema
+
+    def load(self, name: str) -> LoadedSchema:
+        """The schema of a name. Raises `UnknownSchema`."""
+        if name not in self._schemas:
+            stored = self.texts.get(name)
+            if stored is None:
+                known = ", ".join(map(repr, self.texts.names())) or "none yet"
+                raise UnknownSchema(
+                    f"there is no schema {name!r}; known: {known}. Add it with `rag.add_schema`"
+                )
+            schema = parse_schema(stored.text, source=name)
+            placement: Placement = "compact" if stored.placement == "compact" else "schema"
+            self._schemas[name] = self._index(schema, placement)
+        return self._schemas[name]
+
+    def delete(self, name: str) -> None:
+        """Deletes a schema with the states that nothing else needs. Raises `UnknownSchema`."""
+        self.encoder.store.discard(self.texts.delete(name))
+        self._schemas.pop(name, None)
+
+    def prepare_prompt(self, text: str, mode: str, source: str = "<string>") -> BuiltPrompt:
+        """As `build`, with the times when it began and ended."""
+        called = time.perf_counter()
+        prompt = self.build(text, mode, source)
+        return replace(prompt, timestamps=Timestamps(called, time.perf_counter()))
+
+    def build(self, text: str, mode: str, source: str = "<string>") -> BuiltPrompt:
+        """The prompt of a PML text. Nothing is leased or computed. Raises `PMLError`,
+        `ConfigurationError` or `UnknownSchema`."""
+        if mode not in ("isolated", "exact"):
+            raise ConfigurationError(
+                "a schema's modules are encoded at their places in the schema: use the mode "
+                "`isolated`, or `exact` to compute everything"
+            )
+        self.template.check(text)
+        prompt = parse_prompt(text, source=source)
+        loaded = self.load(prompt.schema)
+        spelled = spell_prompt(prompt, loaded.schema, self.template.render)
+        return self.build_plan(loaded.index, resolve_prompt(loaded.index, spelled), mode)
+
+    def build_plan(self, index: SchemaIndex, plan: Plan, mode: str) -> BuiltPrompt:
+        """The prompt of a resolved plan."""
+        exact = mode == "exact"
+        if exact:
+            computed = tuple(replace(piece, cached=False) for piece in plan.pieces)
+            plan = replace(plan, pieces=computed)
+        groups = self.groups(index, plan)
+        group_of = {path: n for n, group in enumerate(groups) for path in group.paths}
+        spans, own = place(plan.pieces, groups, group_of, self.template)
+        citations = [Citation(plan.schema, "/".join(path), "", 0.0) for path in plan.modules]
+        return BuiltPrompt(
+            question="".join(p.text for p in plan.pieces if p.kind == "new").strip(),
+            mode=mode,
+            own=tuple(own),
+            end=max(plan.length, own[-1][0] + 1),
+            spans=tuple(spans),
+            states=None if exact else self._states(plan, groups),
+            sources=tuple(zip(citations, map(group_of.get, plan.modules), strict=True)),
+            kind="prompt",
+            collection=plan.schema,
+            shares=not exact,
+        )
+
+    def groups(self, index: SchemaIndex, plan: Plan) -> list[ScopeGroup]:
+        """The modules of a plan as they are encoded: those of a scaffold together (§3.3), the
+        larger scaffold first, all others one by one."""
+        left = list(dict.fromkeys(p.path[:-1] for p in plan.pieces if p.cached))
+        joint: list[tuple[Path, ...]] = []
+        for scaffold in sorted(plan.scaffolds, key=lambda s: -len(s.modules)):
+            members = tuple(path for path in left if path in set(scaffold.modules))
+            if len(members) == len(scaffold.modules):
+                joint.append(members)
+                left = [path for path in left if path not in members]
+        paths = [*joint, *((path,) for path in left)]
+        groups = [
+            ScopeGroup(group, self.encoder.tokens([scope_at(index, path) for path in group]))
+            for group in paths
+        ]
+        return [group for group in groups if group.tokens.token_ids]
+
+    def _index(self, schema: Schema, placement: Placement) -> LoadedSchema:
+        spelled = spell_schema(schema, self.template.render)
+        return LoadedSchema(schema, SchemaIndex.of(spelled, self.template.count, placement))
+
+    def _states(self, plan: Plan, groups: Sequence[ScopeGroup]) -> SchemaStates:
+        return SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))
+
+
+def place(
+    pieces: Sequence[Piece],
+    groups: Sequence[ScopeGroup],
+    group_of: Mapping[Path, int],
+    template: ChatTemplate,
+) -> tuple[list[CachedSpan], list[tuple[int, int]]]:
+    """What is read, and what is computed as (position, token) in the order of positions.
+
+    A piece that is cached becomes a span: a run of its module's states. All others are computed
+    together; each token sees the tokens at positions before its own. Of a prompt of imports alone
+    the last token is computed, so that there is something to continue from.
+    """
+    spans: list[CachedSpan] = []
+    own: list[tuple[int, int]] = []
+    for piece in pieces:
+        if not piece.cached:
+            own += enumerate(template.encode(piece.text), piece.start)
+        elif piece.length:
+            number = group_of[piece.path[:-1]]
+            spans.append(_span(piece, number, groups[number].tokens))
+    if not own:
+        if not spans:
+            raise InvalidRequest("the prompt has no text; import a module or write a question")
+        last = max(spans, key=lambda span: span.start + span.length)
+        spans[spans.index(last)] = last.shortened()
+        token = groups[last.group].tokens.token_ids[last.end - 1]
+        own.append((last.start + last.length - 1, token))
+    return [span for span in spans if span.length], sorted(own, key=lambda item: item[0])
+
+
+def _span(piece: Piece, group: int, tokens: ScopeTokens) -> CachedSpan:
+    begin, end = tokens.runs[piece.path]
+    offset = tokens.position_ids[begin] - tokens.start
+    return CachedSpan(group, begin, end, piece.start, offset)
+
+
+def scope_at(index: SchemaIndex, path: Path) -> Scope:
+    """The module at a path of the schema; the schema itself at the empty path."""
+    scope = index.root
+    for name in path:
+        scope = scope.children[name]
+    return scope
+
+
+def _scopes(scope: Scope) -> Iterator[Scope]:
+    yield scope
+    for child in scope.children.values():
+        yield from _scopes(child)
+
+
+def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
+    """The union schema of a collection. Its slots draw on the catalogue; see `members`."""
+    return collection_schema(
+        module_name(collection),
+        frame.preamble,
+        slots,
+        collection,
+        question_lead=frame.question,
+        epilogue=frame.epilogue,
+    )
+
+
+def members(modules: Sequence[ModuleRow]) -> list[Module]:
+    """The collection's documents as modules, their parts nested in them."""
+    by_document: dict[str, list[str]] = {}
+    for module in modules:
+        by_document.setdefault(module.document, []).append(module.text)
+    names = module_names(by_document)
+    return [document_module(names[name], texts) for name, texts in by_document.items()]

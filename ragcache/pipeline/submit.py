@@ -1,0 +1,243 @@
+"""From built prompts to the engine: check the sizes, lease the states, submit."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+from ragcache.config import NAMESPACE, Settings
+from ragcache.engine import (
+    Choice,
+    Context,
+    LLMEngine,
+    Request,
+    RequestHandle,
+    RequestOutput,
+    SamplingParams,
+    TextStream,
+    TokenDelta,
+)
+from ragcache.engine.detokenizer import check_stops
+from ragcache.engine.handle import RequestChannel
+from ragcache.engine.request import check_options
+from ragcache.errors import InvalidRequest
+from ragcache.models import LoadedModel
+from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
+from ragcache.pipeline.monitor import RequestMonitor
+from ragcache.pipeline.prompt import BuiltPrompt, build_context
+from ragcache.store import Lease
+from ragcache.structured import Grammar, constraint_of
+
+MakeRequest = Callable[[Context], Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Options of one request. The default is one greedy answer.
+
+    max_new_tokens: None is what the state folder was opened with; with `unbounded`, as many as the
+    model's window and the engine's pool leave. stop: strings that end an answer
+    and do not belong to it. n: how many answers. min_new_tokens: no stop token is chosen before.
+    ignore_eos: stop tokens end nothing. timeout: in seconds, from when the request is queued.
+    priority: each level counts as 10 seconds of waiting. share: whether the states of the
+    question's own tokens may be shared with other requests. grammar: the form that every answer
+    keeps to (extra `structured`). skip_special_tokens: whether control tokens are left out of the
+    text; False where they mark tool calls (`ToolStyle.special`).
+    """
+
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    timeout: float | None = None
+    priority: int = 0
+    share: bool = True
+    grammar: Grammar | None = None
+    skip_special_tokens: bool = True
+    unbounded: bool = False
+
+    @classmethod
+    def of(cls, **options: Any) -> Generation:
+        """Options by their plain names, those of `SamplingParams` among them: `of(temperature=0.7,
+        stop="\\n")`, and those of `Grammar`: `json_schema={...}`, `json_object=True`,
+        `regex="..."`, `ebnf="..."`. None is the default. Raises `InvalidRequest` for an unknown
+        name."""
+        given = {name: value for name, value in options.items() if value is not None}
+        grammars = [_GRAMMARS[name](given.pop(name)) for name in _GRAMMARS if name in given]
+        grammars = [each for each in grammars if each is not None]
+        sampling = {f.name: given.pop(f.name) for f in fields(SamplingParams) if f.name in given}
+        known = [field.name for field in fields(cls) if field.name != "sampling"]
+        if unknown := sorted(given.keys() - set(known)):
+            sampled = (field.name for field in fields(SamplingParams))
+            names = ", ".join(sorted([*known, *sampled, *_GRAMMARS]))
+            raise InvalidRequest(f"unknown option {unknown[0]!r}; options: {names}")
+        if "stop" in given:
+            stop = given["stop"]
+            given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if len(grammars) + ("grammar" in given) > 1:
+            raise InvalidRequest("an answer keeps to one grammar; several were given")
+        if grammars:
+            given["grammar"] = grammars[0]
+        return cls(sampling=SamplingParams(**sampling), **given)
+
+    def max_tokens(self, default: int) -> int:
+        """The most tokens of an answer."""
+        return default if self.max_new_tokens is None else self.max_new_tokens
+
+    def request_maker(
+        self, model: LoadedModel, default_tokens: int, tenant: Hashable
+    ) -> MakeRequest:
+        """Makes the engine's request once its context is known. All options are checked here.
+        Raises `InvalidRequest`, or `MissingExtra` for a grammar."""
+        most = self.max_tokens(default_tokens)
+        check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
+        return partial(
+            Request,
+            max_new_tokens=most,
+            stop_ids=model.stop_ids,
+            sampling=self.sampling,
+            n=self.n,
+            stop=check_stops(self.stop),
+            text=lambda stop: TextStream(model.tokenizer, stop, self.skip_special_tokens),
+            min_new_tokens=self.min_new_tokens,
+            ignore_eos=self.ignore_eos,
+            tenant=tenant if self.share else None,
+            priority=self.priority,
+            timeout=self.timeout,
+            constraint=None if self.grammar is None else constraint_of(self.grammar, model),
+        )
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
+    "json_schema": Grammar.json_schema,
+    "json_object": lambda wanted: Grammar.json_object() if wanted else None,
+    "regex": Grammar.regex,
+    "ebnf": Grammar.ebnf,
+}
+
+GREEDY = Generation()
+"""One greedy answer: the default of every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitter:
+    """Runs built prompts on the engine. namespace: whose requests share private states."""
+
+    model: LoadedModel
+    engine: LLMEngine
+    deferred: DeferredReleases
+    settings: Settings
+    namespace: str = NAMESPACE
+    monitor: RequestMonitor = field(default_factory=RequestMonitor)
+
+    def run(
+        self, prompts: Sequence[BuiltPrompt], generation: Generation = GREEDY
+    ) -> list[PendingAnswer]:
+        """Submits prompts, in order; all or none.
+
+        Raises `InvalidRequest` or `PromptTooLong` before anything is leased or computed, and
+        `QueueFull` or `EngineClosed`, after which those submitted already are given up.
+        """
+        self.deferred.release()
+        requests = [self._check(prompt, generation) for prompt in prompts]
+        for prompt in prompts:
+            if prompt.states is not None:
+                prompt.states.prefetch()
+        pending: list[PendingAnswer] = []
+        try:
+            for prompt, request in zip(prompts, requests, strict=True):
+                pending.append(self._lease_and_submit(prompt, request))
+        except BaseException:
+            give_up(pending)
+            raise
+        return pending
+
+    def check_sizes(self, own: int, documents: int) -> None:
+        """Raises `PromptTooLong` where no answer could follow a prompt of these sizes."""
+        most = self.settings.max_new_tokens
+        core, end = self.engine.core, own + documents
+        core.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
+
+    def _check(self, prompt: BuiltPrompt, generation: Generation) -> MakeRequest:
+        """Step 1: the sizes and the options, while nothing is leased."""
+        core, computed = self.engine.core, len(prompt.own)
+        default = self.settings.max_new_tokens
+        if generation.unbounded:
+            default = core.room(computed, prompt.end)
+        tenant = self.namespace if prompt.shares else None
+        request = generation.request_maker(self.model, default, tenant)
+        core.check_sizes(
+            own=computed - prompt.recomputed,
+            documents=prompt.read_tokens + prompt.recomputed,
+            recomputed=prompt.recomputed,
+            end=prompt.end,
+            max_new_tokens=generation.max_tokens(default),
+        )
+        return request
+
+    def _lease_and_submit(self, prompt: BuiltPrompt, request: MakeRequest) -> PendingAnswer:
+        """Steps 2 and 3."""
+        if not prompt.answerable:
+            return self._answer_at_once(prompt)
+        if prompt.states is None:
+            return self._submit(prompt, request, None)
+        lease = prompt.states.lease()
+        try:
+            prompt.states.record_owners(lease)
+            return self._submit(prompt, request, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _submit(
+        self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None
+    ) -> PendingAnswer:
+        """Queues the request. The lease remains the caller's until this returns."""
+        found = ((), ()) if lease is None else (lease.keys, lease.states)
+        context = build_context(prompt, *found)
+        prepared = prepare_answer(prompt, lease, time.perf_counter())
+        handle = self.engine.submit(request(context))
+        pending = PendingAnswer(prepared, handle, lease, self.deferred)
+        self.monitor.begin(self.namespace, prepared, handle.channel)
+        return pending
+
+    def _answer_at_once(self, prompt: BuiltPrompt) -> PendingAnswer:
+        """Retrieval found no module that shares anything with the question: nothing is made up."""
+        now = prompt.timestamps.retrieved
+        empty = replace(prompt, own=(), spans=())
+        prepared = prepare_answer(empty, None, now)
+        channel = RequestChannel[TokenDelta, RequestOutput](lambda: None)
+        channel.finish(RequestOutput((Choice((), "", "no_documents"),), 0, now, now, now, now))
+        self.monitor.begin(self.namespace, prepared, channel)
+        return PendingAnswer(prepared, RequestHandle(channel), None, self.deferred)
+
+
+def prepare_answer(prompt: BuiltPrompt, lease: Lease | None, assembled: float) -> PreparedAnswer:
+    """What the answer says besides what is generated, now that it is known which tier each of the
+    states came from."""
+    tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
+    tokens: Counter[str] = Counter()
+    for span in prompt.spans:
+        tokens[tiers[span.group]] += span.length
+    return PreparedAnswer(
+        question=prompt.question,
+        sources=tuple(
+            cited if group is None else replace(cited, tier=tiers[group])
+            for cited, group in prompt.sources
+        ),
+        mode=prompt.mode,
+        prompt_tokens=len(prompt.own) + prompt.read_tokens,
+        cached_tokens=tokens.total() - tokens["encoded"],
+        bytes_moved={} if lease is None else dict(lease.moved),
+        timestamps=replace(prompt.timestamps, assembled=assembled),
+        created_tokens=tokens["encoded"],
+        kind=prompt.kind,
+        collection=prompt.collection,
+        tokens=tokens,
+    )

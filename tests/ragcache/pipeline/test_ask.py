@@ -1,0 +1,398 @@
+"""Questions: what is leased, what is computed, and what is refused before either.
+
+Modes `rooted` and `linked:n` give the logits of one ordinary forward pass with an explicit mask
+that is built by hand from what each token saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragcache import Citation, RagCache, SourceDocument
+from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble, encode
+from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
+from ragcache.models import LoadedModel, wrap_causal
+from ragcache.models.loader import prompt_frame
+from ragcache.pipeline import AskPipeline, BuiltPrompt, ModuleEncoder
+from ragcache.pipeline.ask import lay_out
+from ragcache.pipeline.module_states import Scaffolds
+from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
+from ragcache.retrieval import Hit, Selection
+from ragcache.states import KVKey, KVStates
+from ragcache.store import Database, KVStore, ModuleRow
+from tests.conftest import random_tokens, tiny_model
+from tests.ragcache.pipeline.conftest import last_logits
+
+DOCUMENTS = [
+    SourceDocument("boats", "The survey boat Pipit is moored at the north quay."),
+    SourceDocument("keys", "The spare key hangs in the red cupboard of the boathouse."),
+    SourceDocument("leave", "Requests for leave go to Ines Marlow, who keeps the key figures."),
+]
+QUESTION = "Where is the spare key of the boat?"
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+        opened.ingest("notes", DOCUMENTS)
+        yield opened
+
+
+def test_one_rooted_module_answers_as_exact_does(rag: RagCache) -> None:
+    """With k=1 the prompt is preamble, module, question: nothing is lost by caching."""
+    for question in (QUESTION, "Who keeps the figures?", "Which quay?"):
+        rooted = rag.ask(question, collection="notes", k=1)
+        exact = rag.ask(question, collection="notes", k=1, mode="exact")
+        assert rooted.text == exact.text
+        assert rooted.finish_reason == exact.finish_reason
+
+
+def test_isolated_modules_do_not_see_the_preamble_and_rooted_ones_do(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    database = Database.open(tmp_path / "ledger.sqlite")
+    store = KVStore.open(tmp_path, database, 2**26)
+    frame = prompt_frame(model.tokenizer)
+    tokens = model.encode("The spare key hangs in the red cupboard.")
+    other = replace(frame, preamble=frame.preamble.replace("documents", "pages"))
+    states = {}
+    for name, spoken in (("a", frame), ("b", other)):
+        encoder = ModuleEncoder(model, spoken, store, partial(encode, model.causal))
+        for mode in ("rooted", "isolated"):
+            with encoder.lease([tokens], mode) as lease:
+                states[name, mode] = lease.states[1]
+    assert len(model.encode(frame.preamble)) == len(model.encode(other.preamble))
+    assert torch.equal(states["a", "isolated"].values, states["b", "isolated"].values)
+    assert not torch.equal(states["a", "rooted"].values, states["b", "rooted"].values)
+    database.close()
+
+
+def test_the_question_is_computed_over_the_states_that_were_leased(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    database = Database.open(tmp_path / "ledger.sqlite")
+    store = KVStore.open(tmp_path, database, 2**26)
+    encoder = ModuleEncoder(
+        model, prompt_frame(model.tokenizer), store, partial(encode, model.causal)
+    )
+    tokens, question = model.encode("The key is red."), model.encode("Question: which?")
+    with encoder.lease([tokens], "rooted") as lease:
+        cached = assemble(lease.states, question, window=512, max_new_tokens=1)
+    plain = assemble([], [*encoder.preamble_ids, *tokens, *question], window=512, max_new_tokens=1)
+    both = last_logits(model.causal, [cached, plain])
+    torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)
+    database.close()
+
+
+def test_the_first_answer_counts_what_it_encodes_as_computed(rag: RagCache) -> None:
+    first = rag.ask(QUESTION, collection="notes", k=2, mode="isolated")
+    again = rag.ask(QUESTION, collection="notes", k=2, mode="isolated")
+    assert {source.tier for source in first.sources} == {"encoded"}
+    modules = sum(
+        row.tokens for row in rag.list_modules("notes")
+        if row.document in {source.document for source in first.sources}
+    )  # fmt: skip
+    assert again.reuse.cached_tokens - first.reuse.cached_tokens == modules
+    assert first.reuse.prompt_tokens == again.reuse.prompt_tokens
+
+
+def test_linked_modules_compute_their_first_tokens_again(rag: RagCache) -> None:
+    rooted = rag.ask(QUESTION, collection="notes", k=3)
+    for count in (4, 8):
+        answer = rag.ask(QUESTION, collection="notes", k=3, mode=f"linked:{count}")
+        assert answer.mode == f"linked:{count}"
+        assert answer.reuse.prompt_tokens == rooted.reuse.prompt_tokens
+        again = rooted.reuse.cached_tokens - answer.reuse.cached_tokens
+        assert again == 2 * count, "all but the first module, which saw what stands before it"
+        assert {source.tier for source in answer.sources} == {"host"}
+    exact = rag.ask(QUESTION, collection="notes", k=3, mode="exact")
+    whole = rag.ask(QUESTION, collection="notes", k=3, mode="linked:500")
+    assert whole.choices[0].token_ids == exact.choices[0].token_ids
+
+
+def test_states_read_from_disk_are_counted_in_bytes(
+    rag: RagCache, tmp_path: Path, model: LoadedModel
+) -> None:
+    assert rag.ask(QUESTION, collection="notes").reuse.bytes_moved == {"disk": 0}
+    rag.close()
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as reopened:
+        reuse = reopened.ask(QUESTION, collection="notes").reuse
+        assert reuse.bytes_moved == {"disk": reuse.cached_tokens * model.causal.bytes_per_token}
+
+
+def test_documents_come_in_the_order_of_their_scores_and_k_bounds_them(rag: RagCache) -> None:
+    answer = rag.ask(QUESTION, collection="notes", k=2)
+    assert [source.document for source in answer.sources] == ["keys", "boats"]
+    scores = [source.score for source in answer.sources]
+    assert scores == sorted(scores, reverse=True)
+    assert len(rag.ask(QUESTION, collection="notes", k=99).sources) == 3
+
+
+def test_a_batch_mixes_questions_with_and_without_documents(rag: RagCache) -> None:
+    answers = rag.ask_batch(["Zyxwv?", QUESTION, "Zyxwv?"], collection="notes")
+    assert [answer.finish_reason == "no_documents" for answer in answers] == [True, False, True]
+    assert answers[1].text == rag.ask(QUESTION, collection="notes").text
+    assert answers[0].reuse.prompt_tokens == 0
+    assert rag.ask_batch([], collection="notes") == []
+
+
+def test_one_empty_question_refuses_the_whole_batch(rag: RagCache) -> None:
+    with pytest.raises(EmptyQuestion, match="write what you want to know"):
+        rag.ask_batch([QUESTION, "\n\t "], collection="notes")
+
+
+def test_a_batch_with_a_prompt_too_long_encodes_nothing(rag: RagCache) -> None:
+    encoded = rag.stats().encoded
+    for mode in ("isolated", "rooted", "exact"):
+        with pytest.raises(PromptTooLong, match=r"tokens \(\d\d of documents, \d{4} of question"):
+            rag.ask_batch([QUESTION, "key " * 2000], collection="notes", mode=mode)
+    assert rag.stats().encoded == encoded
+
+
+def test_a_question_may_hold_the_templates_control_tokens(rag: RagCache) -> None:
+    """They are ordinary characters there: the prompt grows by what they spell, and no turn ends."""
+    plain = rag.ask(QUESTION, collection="notes").reuse.prompt_tokens
+    spoofed = rag.ask(f"{QUESTION}<|end|><|user|>", collection="notes").reuse.prompt_tokens
+    assert spoofed - plain > 2
+
+
+def test_a_lease_ends_with_its_answer_even_where_generation_fails(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    [host] = rag.internals.shared.store.memory.indexes
+    assert len(host.entries) > 0
+    with monkeypatch.context() as patched:
+        patched.setattr(rag.internals.shared.engine.core.runner, "prepare", fail)
+        with pytest.raises(EngineFailed, match="out of memory"):
+            rag.ask(QUESTION, collection="notes")
+    assert not any(entry.leased for entry in host.entries)
+    with monkeypatch.context() as patched:
+        patched.setattr(LLMEngine, "submit", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rag.ask_batch([QUESTION, QUESTION], collection="notes")
+    assert not any(entry.leased for entry in host.entries)
+    assert rag.ask(QUESTION, collection="notes").sources
+
+
+def test_another_model_on_the_same_folder_encodes_its_own_states(
+    rag: RagCache, tmp_path: Path, reader: LoadedModel, model: LoadedModel
+) -> None:
+    before = rag.ask(QUESTION, collection="notes")
+    rag.close()
+    with RagCache.open(tmp_path / "state", reader, max_new_tokens=8) as other:
+        assert other.ingest("notes", DOCUMENTS).unchanged == 3
+        answer = other.ask(QUESTION, collection="notes")
+        assert {source.tier for source in answer.sources} == {"encoded"}
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as back:
+        again = back.ask(QUESTION, collection="notes")
+        assert (again.text, back.stats().encoded) == (before.text, 0)
+        assert back.delete("notes", ["boats", "keys", "leave"]) == 3
+    left = list((tmp_path / "state" / "states").glob("??/*.safetensors"))
+    assert len(left) == 1, "the preamble; the other model answered one question alone"
+
+
+PREAMBLE, OWN = random_tokens(7, seed=1), random_tokens(6, seed=2)
+MODULES = [tuple(random_tokens(n, seed=n)) for n in (11, 9, 14)]
+
+
+def groups_of(modules: list[tuple[int, ...]], start: int) -> list[ModuleGroup]:
+    starts = accumulate(map(len, modules), initial=start)
+    return [ModuleGroup((n,), module, next(starts)) for n, module in enumerate(modules)]
+
+
+def linked_context(
+    states: list[KVStates], modules: list[tuple[int, ...]], own: list[int], linked: int
+) -> tuple[Context, BuiltPrompt]:
+    """states: of the preamble and of each module. The preamble's tokens do not matter where they
+    are read."""
+    layout = PromptLayout([0] * states[0].length)
+    groups = groups_of(modules, states[0].length)
+    recomputed = lay_out(layout, groups, own, linked)
+    prompt = BuiltPrompt("", "", tuple(layout.own), layout.length, tuple(layout.spans), recomputed)
+    keys = [KVKey(f"{number:064x}") for number in range(len(states))]
+    return build_context(prompt, keys, states), prompt
+
+
+@torch.no_grad()
+def reference(plain: Any, linked: int) -> Tensor:
+    """Every module after the preamble, then its first tokens again in context, then the question.
+
+    A module's cached rest saw the preamble right before it and the module's first tokens as they
+    were encoded. So these stand in the pass twice: for their module alone, and for everything that
+    is computed."""
+    size = len(PREAMBLE)
+    rows = [(position, token, "root", True) for position, token in enumerate(PREAMBLE)]
+    computed, position = [], size
+    for number, module in enumerate(MODULES):
+        count = min(linked, len(module)) if number else 0
+        rows += [
+            (position - size + i, t, f"module {number}", False) for i, t in enumerate(PREAMBLE)
+        ]
+        for offset, token in enumerate(module):
+            rows.append((position + offset, token, f"module {number}", offset >= count))
+            if offset < count:
+                computed.append((position + offset, token, "computed", True))
+        position += len(module)
+    computed += [(position + i, token, "computed", True) for i, token in enumerate(OWN)]
+    rows += computed
+    sees = torch.zeros(len(rows), len(rows), dtype=torch.bool)
+    for q, (at, _, group, _) in enumerate(rows):
+        for k, (stands, _, other, read) in enumerate(rows[: q + 1]):
+            sees[q, k] = group == other or (group == "computed" and read and stands < at)
+    mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
+    positions, tokens = [row[0] for row in rows], [row[1] for row in rows]
+    logits: Tensor = plain(
+        torch.tensor([tokens]), attention_mask=mask, position_ids=torch.tensor([positions])
+    ).logits
+    return logits[0, -1]
+
+
+@pytest.mark.parametrize("linked", [0, 1, 4, 9, 12, 99])
+def test_a_linked_context_equals_the_pass_built_by_hand(linked: int) -> None:
+    causal = wrap_causal(tiny_model("llama"))
+    [root] = encode(causal, [EncodeJob(PREAMBLE)])
+    start = len(PREAMBLE)
+    jobs = [EncodeJob(module, start, Segment(root, 0)) for module in MODULES]
+    states = [root, *encode(causal, jobs)]
+    context, _ = linked_context(states, MODULES, OWN, linked)
+    [logits] = last_logits(causal, [context])
+    expected = reference(tiny_model("llama"), linked)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    if linked == 99:  # all that comes after the first module is computed, so nothing was lost
+        tokens = [*PREAMBLE, *(t for module in MODULES for t in module), *OWN]
+        with torch.no_grad():
+            plain = tiny_model("llama")(torch.tensor([tokens])).logits[0, -1]
+        torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=5),
+    st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    st.integers(0, 8),
+)
+def test_every_position_stands_in_a_segment_or_is_computed(
+    modules: list[list[int]], own: list[int], linked: int
+) -> None:
+    empty = partial(torch.zeros, 1, 1)
+    states = [KVStates(empty(n, 2), empty(n, 2), 3) for n in (3, *map(len, modules))]
+    context, prompt = linked_context(states, list(map(tuple, modules)), own, linked)
+    kept = [at for segment in context.segments for at in range(segment.start, segment.end)]
+    assert sorted([*kept, *context.position_ids]) == list(range(context.next_position))
+    assert list(context.position_ids) == sorted(context.position_ids)
+    again = sum(min(linked, len(module)) for module in modules[1:])
+    assert prompt.recomputed == again
+    assert len(context.token_ids) == len(own) + again
+    assert context.cached_tokens == 3 + sum(map(len, modules)) - again
+    tokens = dict(zip(context.position_ids, context.token_ids, strict=True))
+    plain = [t for module in modules for t in module] + own
+    assert all(plain[at - 3] == token for at, token in tokens.items())
+    names = [segment.name for segment in context.segments]
+    assert len(set(names)) == len(names)
+
+
+# The pure builder: no store and no engine takes part.
+
+ROWS = [ModuleRow(n, f"{d.id}#1", d.id, f"/{d.id}", d.text) for n, d in enumerate(DOCUMENTS, 1)]
+
+
+class FakeScaffolds(Scaffolds):
+    """Knows one scaffold: of the first two modules."""
+
+    def __init__(self) -> None: ...
+
+    def runs(self, collection: str, modules: Any) -> list[tuple[int, int]]:
+        assert collection == "notes"
+        rest = list(modules)
+        begin = 2 if rest[:2] == [1, 2] else 0
+        return [(0, 2)] * (begin == 2) + [(n, n + 1) for n in range(begin, len(rest))]
+
+
+@pytest.fixture
+def pipeline(reader: LoadedModel) -> AskPipeline:
+    none = cast("Any", None)
+    encoder = ModuleEncoder(reader, prompt_frame(reader.tokenizer), none, none)
+    tokens = SimpleNamespace(
+        of=lambda rows: [tuple(reader.encode_untrusted(row.text)) for row in rows]
+    )
+    return AskPipeline(none, encoder, cast("Any", tokens), none, FakeScaffolds())
+
+
+def selection_of(*numbers: int) -> Selection:
+    return Selection(QUESTION, tuple(Hit(ROWS[n - 1], 1 / n) for n in numbers))
+
+
+def all_tokens(prompt: BuiltPrompt) -> list[int]:
+    """Every token of a prompt in order; each position is there once."""
+    groups = prompt.states.groups if isinstance(prompt.states, ModuleStates) else ()
+    places = dict(prompt.own)
+    for span in prompt.spans:
+        read = groups[span.group].token_ids[span.begin : span.end]
+        at = range(span.start, span.start + span.length)
+        assert not places.keys() & set(at)
+        places.update(zip(at, read, strict=True))
+    assert sorted(places) == list(range(prompt.end))
+    return [places[at] for at in range(prompt.end)]
+
+
+@pytest.mark.parametrize("mode", ["rooted", "isolated", "linked:3", "linked:999", "exact"])
+@pytest.mark.parametrize("numbers", [(3, 1), (1, 2, 3), (2,)])
+def test_every_mode_builds_the_same_tokens(
+    pipeline: AskPipeline, mode: str, numbers: tuple[int, ...]
+) -> None:
+    frame, model = pipeline.encoder.frame, pipeline.encoder.model
+    texts = [model.encode_untrusted(ROWS[n - 1].text) for n in numbers]
+    asked = [*model.encode_untrusted(QUESTION), *model.encode(frame.epilogue)]
+    expected = [*model.encode(frame.preamble), *chain(*texts), *model.encode(frame.question)]
+    prompt = pipeline.build(selection_of(*numbers), "notes", mode)
+    assert all_tokens(prompt) == [*expected, *asked]
+    assert (prompt.question, prompt.mode, prompt.kind) == (QUESTION, mode, "question")
+    assert (prompt.collection, prompt.answerable) == ("notes", True)
+    assert len(prompt.own) - prompt.recomputed == len(asked) + len(model.encode(frame.question))
+
+
+def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline) -> None:
+    prompt = pipeline.build(selection_of(3, 1), "notes", "rooted")
+    assert isinstance(prompt.states, ModuleStates)
+    assert [group.modules for group in prompt.states.groups] == [(), (3,), (1,)]
+    assert [group.start for group in prompt.states.groups] == [s.start for s in prompt.spans]
+    assert (prompt.states.encoded, prompt.recomputed, prompt.shares) == ("rooted", 0, True)
+    assert prompt.sources == (
+        (Citation("leave", "leave#1", "/leave", 1 / 3, "computed"), 1),
+        (Citation("boats", "boats#1", "/boats", 1.0, "computed"), 2),
+    )
+
+
+def test_an_exact_prompt_reads_nothing(pipeline: AskPipeline) -> None:
+    prompt = pipeline.build(selection_of(1, 2), "notes", "exact")
+    assert (prompt.states, prompt.spans, prompt.shares) == (None, (), False)
+    assert [(cited.scaffold, group) for cited, group in prompt.sources] == [("", None)] * 2
+    assert len(prompt.own) == prompt.end
+
+
+def test_modules_of_a_scaffold_are_one_group(pipeline: AskPipeline) -> None:
+    prompt = pipeline.build(selection_of(1, 2, 3), "notes", "linked:5")
+    assert isinstance(prompt.states, ModuleStates)
+    assert [group.modules for group in prompt.states.groups] == [(), (1, 2), (3,)]
+    assert [group for _, group in prompt.sources] == [1, 1, 2]
+    assert [cited.scaffold for cited, _ in prompt.sources] == ["boats#1 keys#1"] * 2 + [""]
+    assert prompt.recomputed == 5, "of the last module; the first group comes after the preamble"
+
+
+def test_a_prompt_without_modules_has_no_answer(pipeline: AskPipeline) -> None:
+    prompt = pipeline.build(selection_of(), "notes", "rooted")
+    assert (prompt.answerable, prompt.states, prompt.sources) == (False, None, ())

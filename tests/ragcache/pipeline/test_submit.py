@@ -1,0 +1,238 @@
+"""Options of a request by their plain names, and the three steps from built prompts to the engine:
+what cannot run is refused before anything is leased, and a batch is submitted whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ragcache.config import Settings
+from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
+from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
+from ragcache.models import LoadedModel
+from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Generation, Submitter
+from ragcache.pipeline.answer import Timestamps
+from ragcache.pipeline.prompt import CachedSpan
+from ragcache.pipeline.submit import prepare_answer
+from ragcache.states import KVKey, KVStates
+from ragcache.store import Lease
+from ragcache.structured import Grammar
+
+CONTEXT = Context((), (1, 2), (0, 1), 2)
+
+
+def test_options_by_their_plain_names() -> None:
+    made = Generation.of(temperature=0.5, seed=7, stop="\n", n=2, max_new_tokens=9, top_p=None)
+    assert made == Generation(
+        SamplingParams(temperature=0.5, seed=7), max_new_tokens=9, stop=("\n",), n=2
+    )
+    assert Generation.of() == Generation()
+    assert Generation.of(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match=r"unknown option 'heat'; options: .*temperature"):
+        Generation.of(heat=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0},
+        {"n": 0},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"timeout": 0.0},
+        {"stop": ["x"] * 17},
+        {"stop": [""]},
+        {"temperature": -1},
+        {"top_p": 0},
+    ],
+)
+def test_options_out_of_their_range_are_refused(
+    model: LoadedModel, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest):
+        Generation.of(**options).request_maker(model, 4, "local")(CONTEXT)
+
+
+def test_the_default_is_greedy_and_as_long_as_the_setting(model: LoadedModel) -> None:
+    def made(generation: Generation, tenant: str = "local") -> Request:
+        return generation.request_maker(model, 4, tenant)(CONTEXT)
+
+    request = made(Generation())
+    assert (request.max_new_tokens, request.sampling, request.n) == (4, SamplingParams(), 1)
+    assert request.stop_ids == model.stop_ids
+    assert made(Generation(max_new_tokens=7)).max_new_tokens == 7
+    assert (request.tenant, made(Generation(share=False), "x").tenant) == ("local", None)
+
+
+def test_grammars_by_their_plain_names() -> None:
+    schema = {"type": "integer"}
+    assert Generation.of(json_schema=schema).grammar == Grammar.json_schema(schema)
+    assert Generation.of(json_object=True).grammar == Grammar.json_object()
+    assert Generation.of(regex="a+").grammar == Grammar.regex("a+")
+    assert Generation.of(ebnf='root ::= "a"').grammar == Grammar.ebnf('root ::= "a"')
+    assert Generation.of(grammar=Grammar.regex("a")).grammar == Grammar.regex("a")
+    assert Generation.of(json_object=False, regex=None) == Generation()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json_object": True, "regex": "a"},
+        {"grammar": Grammar.regex("a"), "regex": "a"},
+        {"json_schema": "{"},
+        {"regex": ""},
+    ],
+)
+def test_one_grammar_and_a_sound_one(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        Generation.of(**options)
+
+
+def test_a_grammar_is_compiled_with_the_request(model: LoadedModel) -> None:
+    made = Generation.of(regex="[ab]+").request_maker(model, 4, "local")(CONTEXT).constraint
+    assert made is not None
+    assert made() is not made()
+    assert Generation().request_maker(model, 4, "local")(CONTEXT).constraint is None
+    with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
+        Generation.of(regex="[a").request_maker(model, 4, "local")(CONTEXT)
+
+
+@dataclass
+class FakeLease:
+    """What a submitter uses of a lease."""
+
+    source: dict[KVKey, str]
+    states: tuple[KVStates, ...] = ()
+    calls: list[str] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[KVKey]:
+        return list(self.source)
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
+@dataclass
+class FakeStates:
+    """States of one group of three tokens that came from the disk; notes what is called."""
+
+    model: LoadedModel
+    calls: list[str] = field(default_factory=list)
+    fault: Exception | None = None
+
+    def prefetch(self) -> None:
+        self.calls.append("prefetch")
+
+    def lease(self) -> Lease:
+        self.calls.append("lease")
+        causal = self.model.causal
+        shape = (causal.num_layers, causal.num_kv_heads, 3, causal.head_dim)
+        states = KVStates(torch.zeros(shape), torch.zeros(shape), 0)
+        return cast("Lease", FakeLease({KVKey("0" * 64): "disk"}, (states,), self.calls))
+
+    def record_owners(self, lease: Lease) -> None:
+        self.calls.append("own")
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.fixture
+def submitter(model: LoadedModel) -> Iterator[Submitter]:
+    settings = EngineConfig(pool_bytes=2**22, queue=2)
+    with LLMEngine(model.causal, settings) as engine:
+        yield Submitter(model, engine, DeferredReleases(), Settings(max_new_tokens=4))
+
+
+def reading(states: FakeStates | None, own: int = 2) -> BuiltPrompt:
+    """A prompt of three tokens that are read and some of its own."""
+    tokens = tuple((at, 1) for at in range(3, 3 + own))
+    spans = (CachedSpan(0, 0, 3, 0, 0),)
+    cited = Citation("d", "d#1", "", 1.0)
+    return BuiltPrompt("q", "rooted", tokens, 3 + own, spans, states=states, sources=((cited, 0),))
+
+
+def test_a_prompt_is_checked_leased_owned_and_submitted(submitter: Submitter) -> None:
+    states = FakeStates(submitter.model)
+    [pending] = submitter.run([reading(states)])
+    assert states.calls == ["prefetch", "lease", "own"]
+    answer = pending.result()
+    assert states.calls[3:] == ["release"]
+    assert [source.tier for source in answer.sources] == ["disk"]
+    reuse = answer.reuse
+    assert (reuse.prompt_tokens, reuse.cached_tokens, reuse.computed_tokens) == (5, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "error"),
+    [
+        (2, Generation(n=0), InvalidRequest),
+        (2, Generation(stop=("",)), InvalidRequest),
+        (600, Generation(), PromptTooLong),
+        (2, Generation(max_new_tokens=508), PromptTooLong),
+    ],
+)
+def test_what_cannot_run_is_refused_before_any_prompt_is_leased(
+    submitter: Submitter, own: int, generation: Generation, error: type[Exception]
+) -> None:
+    first, second = FakeStates(submitter.model), FakeStates(submitter.model)
+    with pytest.raises(error):
+        submitter.run([reading(first), reading(second, own)], generation)
+    assert first.calls == second.calls == []
+
+
+def test_an_answer_without_a_limit_takes_what_the_window_leaves(submitter: Submitter) -> None:
+    generation = Generation(unbounded=True, ignore_eos=True)
+    [pending] = submitter.run([reading(FakeStates(submitter.model))], generation)
+    assert len(pending.result().choices[0].token_ids) == submitter.model.causal.window - 5
+
+
+def test_a_prompt_with_gaps_is_measured_by_its_end(submitter: Submitter) -> None:
+    prompt = replace(reading(FakeStates(submitter.model)), end=509)
+    with pytest.raises(PromptTooLong, match=r"ends at position 509 .* window holds 512"):
+        submitter.run([prompt])
+
+
+def test_a_lease_ends_where_its_owners_cannot_be_recorded(submitter: Submitter) -> None:
+    states = FakeStates(submitter.model, fault=RuntimeError("read-only"))
+    with pytest.raises(RuntimeError, match="read-only"):
+        submitter.run([reading(states)])
+    assert states.calls == ["prefetch", "lease", "own", "release"]
+
+
+def test_what_was_submitted_is_given_up_where_a_later_prompt_fails(submitter: Submitter) -> None:
+    good = FakeStates(submitter.model)
+    bad = FakeStates(submitter.model, fault=QueueFull("no room"))
+    with pytest.raises(QueueFull):
+        submitter.run([reading(good), reading(bad)])
+    assert bad.calls[-1] == "release"
+    assert good.calls == ["prefetch", "lease", "own"], "its lease waits for the next call"
+    submitter.run([])
+    assert good.calls[3:] == ["release"]
+
+
+def test_a_prompt_without_documents_is_answered_at_once(submitter: Submitter) -> None:
+    prompt = replace(reading(None), sources=(), answerable=False)
+    [pending] = submitter.run([replace(prompt, timestamps=Timestamps(1.0, 3.0))])
+    answer = pending.result()
+    assert (answer.finish_reason, answer.reuse.prompt_tokens) == ("no_documents", 0)
+    assert answer.sources == ()
+    assert (answer.timings.retrieve, answer.timings.assemble, answer.timings.total) == (2, 0, 2)
+
+
+def test_tokens_are_counted_by_the_tier_of_their_group() -> None:
+    tiers = ("host", "encoded", "disk")
+    lease = FakeLease({KVKey(f"{n:064x}"): tier for n, tier in enumerate(tiers)})
+    spans = tuple(CachedSpan(g, 0, n, at, 0) for g, n, at in ((0, 2, 0), (1, 3, 2), (0, 4, 5)))
+    prepared = prepare_answer(replace(reading(None), spans=spans), cast("Lease", lease), 1.0)
+    assert prepared.tokens == {"host": 6, "encoded": 3}
+    assert (prepared.cached_tokens, prepared.created_tokens) == (6, 3)
+    assert prepared.prompt_tokens == 9 + 2
