@@ -38,11 +38,11 @@ def test_the_public_names_are_these() -> None:
         "Answer",
         "AnswerStream",
         "AsyncAnswerStream",
+        "Citation",
         "Generation",
         "Ingestion",
         "RagCache",
         "Reuse",
-        "Source",
         "SourceDocument",
         "Timings",
     ]
