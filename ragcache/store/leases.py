@@ -215,7 +215,7 @@ class StateLoader:
     ) -> None:
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._admission, self._counters = flights, admission, counters
-        self._reused: set[KVKey] = set()
+        self._reused: set[KVKey] = set()  # on probation, and to be written to the disk
         self._ahead: dict[KVKey, str] = {}  # read ahead and not used since: the tiers they are from
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
@@ -318,6 +318,10 @@ class StateLoader:
             keys, self._reused = list(self._reused), set()
         return keys
 
+    def _note_reused(self, key: KVKey) -> None:
+        with self._memory.lock:
+            self._reused.add(key)
+
     def _find(self, lease: Lease, key: KVKey) -> bool:
         """Looks into the first tier."""
         memory = self._memory
@@ -327,7 +331,7 @@ class StateLoader:
         if key in memory.top.probation and self._admits(lease, key):
             with memory.lock:
                 memory.top.admit(key)
-                self._reused.add(key)
+            self._note_reused(key)
         lease.found[key], lease.source[key] = restored(states), memory.top.name
         tier = self._ahead.pop(key, None)
         if tier is not None:  # it was read for the first one who uses it
@@ -433,7 +437,7 @@ class StateLoader:
             if key in index.entries:
                 index.touch(key, lease.tick)
         if admitted and index.tier.persistent and index is not self._persistent.indexes[0]:
-            self._reused.add(key)
+            self._note_reused(key)
         placed = memory.place(memory.top, key, stored, lease.tick, admitted=admitted)
         states = placed or restored(stored)
         if placed is None:
@@ -466,7 +470,7 @@ class StateLoader:
                 logger.warning("%s; the states stay in memory", error)
                 self._counters.unreadable += 1
         elif admitted:
-            self._reused.add(key)
+            self._note_reused(key)
         placed = memory.place(memory.top, key, states, lease.tick, admitted=admitted)
         if placed is None:
             memory.keep_loose(key, states, beside=True)

@@ -1,4 +1,4 @@
-"""Admission: documents stay, whatever is asked once."""
+"""Which states leases admit: documents stay, whatever is asked once."""
 
 from __future__ import annotations
 
