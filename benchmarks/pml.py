@@ -84,7 +84,7 @@ def bench_pml(
 
 
 def _index(text: str) -> SchemaIndex:
-    return SchemaIndex.of(parse_schema(text), _count)
+    return SchemaIndex.build(parse_schema(text), _count)
 
 
 def _count(text: str) -> int:

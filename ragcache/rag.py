@@ -58,7 +58,7 @@ from ragcache.store import (
     open_tiers,
     tier_status,
 )
-from ragcache_schemas import Placement, Schema, expand
+from ragcache_schemas import Placement, Schema, expand_slots
 
 
 class RagCache:
@@ -451,7 +451,7 @@ class RagCache:
         writes the modules into the slots. Raises `UnknownCollection`."""
         modules = self._internals.catalogue.modules(collection)
         schema = generated_schema(collection, self._internals.questions.encoder.frame, k)
-        return expand(schema, {collection: members(modules)}) if expanded else schema
+        return expand_slots(schema, {collection: members(modules)}) if expanded else schema
 
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
         """Answers a PML prompt (§3.4): imported modules are read, arguments and new text computed.

@@ -6,7 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_schemas import Chat, Layout, Module, Parameter, Schema, Slot, Span, Text, Union
+from ragcache_schemas import (
+    Chat,
+    Layout,
+    Module,
+    Parameter,
+    PositionSpan,
+    Schema,
+    Slot,
+    Text,
+    Union,
+)
 
 PREVIEW, MOST = 80, 500  # characters of a text; children of one node
 _KINDS = {Text: "text", Parameter: "param", Slot: "slot", Union: "union", Module: "module"}
@@ -18,7 +28,7 @@ class SchemaNode:
 
     part: Text | Parameter | Slot | Union | Module
     kind: str
-    span: Span
+    span: PositionSpan
     children: tuple[SchemaNode, ...]
 
 
@@ -37,11 +47,11 @@ def tree(schema: Schema, layout: Layout) -> dict[str, Any]:
     return _told(schema.name, "schema", tokens, children)
 
 
-def _nodes(parts: Sequence[object], spans: Iterator[Span]) -> tuple[SchemaNode, ...]:
+def _nodes(parts: Sequence[object], spans: Iterator[PositionSpan]) -> tuple[SchemaNode, ...]:
     return tuple(_node(part, spans) for part in _flat(parts))
 
 
-def _node(part: object, spans: Iterator[Span]) -> SchemaNode:
+def _node(part: object, spans: Iterator[PositionSpan]) -> SchemaNode:
     if not isinstance(part, Text | Parameter | Slot | Union | Module):
         raise TypeError(f"a schema holds no {type(part).__name__}")
     span = next(spans)

@@ -15,7 +15,7 @@ from typing import Any
 from langchain_core.documents import Document
 
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument, UnstorableMetadata
-from ragcache_schemas import carried_text
+from ragcache_schemas import sanitize_text
 
 TEXT_SUFFIXES = frozenset(
     (".md", ".markdown", ".txt", ".text", ".rst", ".adoc", ".org", ".tex", ".html", ".htm")
@@ -55,7 +55,7 @@ class Loaded:
 def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> Loaded:
     """Reads all sources, or raises before anything is stored.
 
-    Control characters that PML cannot carry are left out (`carried_text`), so that the schema of a
+    Control characters that PML cannot carry are left out (`sanitize_text`), so that the schema of a
     collection holds exactly the text that its states were computed from. Raises `NoDocuments` for
     an empty folder, `UnreadableDocument` naming every file that cannot be read as UTF-8 text,
     `DocumentError` where two documents have one id, or one has an id or address that is not UTF-8
@@ -129,12 +129,12 @@ def _load(item: SourceDocument | Document | tuple[Path, str]) -> SourceDocument:
 
 
 def _carried(document: SourceDocument) -> SourceDocument:
-    text = carried_text(document.text)
+    text = sanitize_text(document.text)
     if not document.text.strip():
         raise UnreadableDocument(f"{document.id}: an empty document")
     if not text.strip():
         raise UnreadableDocument(f"{document.id}: control characters and nothing else")
-    parts = tuple(kept for part in document.parts if (kept := carried_text(part)).strip())
+    parts = tuple(kept for part in document.parts if (kept := sanitize_text(part)).strip())
     if text == document.text and parts == document.parts:
         return document
     return replace(document, text=text, parts=parts)

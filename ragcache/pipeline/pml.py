@@ -179,7 +179,7 @@ class PmlPipeline:
 
     def _index(self, schema: Schema, placement: Placement) -> LoadedSchema:
         spelled = spell_schema(schema, self.template.render)
-        return LoadedSchema(schema, SchemaIndex.of(spelled, self.template.count, placement))
+        return LoadedSchema(schema, SchemaIndex.build(spelled, self.template.count, placement))
 
     def _states(self, plan: Plan, groups: Sequence[ScopeGroup]) -> SchemaStates:
         return SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))

@@ -30,7 +30,7 @@ from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAn
 from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.prompt import BuiltPrompt, build_context
 from ragcache.store import Lease
-from ragcache.structured import Grammar, constraint_of
+from ragcache.structured import Grammar, compile_constraint
 
 MakeRequest = Callable[[Context], Request]
 
@@ -110,7 +110,7 @@ class Generation:
             tenant=tenant if self.share else None,
             priority=self.priority,
             timeout=self.timeout,
-            constraint=None if self.grammar is None else constraint_of(self.grammar, model),
+            constraint=None if self.grammar is None else compile_constraint(self.grammar, model),
         )
 
 

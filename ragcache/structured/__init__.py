@@ -1,6 +1,6 @@
 """Answers of a given form: grammars that decoding keeps to, and the tool calls of chat models."""
 
-from ragcache.structured.grammar import Grammar, constraint_of
+from ragcache.structured.grammar import Grammar, compile_constraint
 from ragcache.structured.tool_calls import (
     InvalidToolCall,
     TextDelta,
@@ -19,7 +19,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolCallStream",
     "ToolStyle",
-    "constraint_of",
+    "compile_constraint",
     "parse_tool_calls",
     "resolve_tool_choice",
     "tool_call_grammar",

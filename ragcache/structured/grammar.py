@@ -22,7 +22,7 @@ from ragcache.engine import MakeConstraint
 from ragcache.engine.constraint import pack
 from ragcache.errors import InvalidRequest, MissingExtra
 from ragcache.models import LoadedModel
-from ragcache.structured.json_schema import check_schema, schema_rules
+from ragcache.structured.json_schema import check_json_schema, schema_rules
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
@@ -57,7 +57,7 @@ class Grammar:
         that decoding cannot hold to.
         """
         parsed = _parsed(schema)
-        check_schema(parsed)
+        check_json_schema(parsed)
         return cls("json_schema", json.dumps(parsed, ensure_ascii=False))
 
     @classmethod
@@ -117,7 +117,7 @@ _ORIGIN = re.compile(
 )
 
 
-class Compiler:
+class ModelGrammarCompiler:
     """Compiles grammars for one model, for any number of threads.
 
     stop_ids: the tokens that end an answer; a grammar allows them where it is complete.
@@ -168,17 +168,17 @@ def _with_rules(described: Any) -> Any:
     return {key: _with_rules(each) for key, each in described.items()}
 
 
-_compilers: WeakKeyDictionary[LoadedModel, Compiler] = WeakKeyDictionary()
+_compilers: WeakKeyDictionary[LoadedModel, ModelGrammarCompiler] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def compiler_of(model: LoadedModel) -> Compiler:
+def grammar_compiler(model: LoadedModel) -> ModelGrammarCompiler:
     """The model's compiler, made at the first call and dropped with the model. Raises
     `MissingExtra`."""
     with _lock:
         compiler = _compilers.get(model)
         if compiler is None:
-            compiler = _compilers[model] = Compiler(model)
+            compiler = _compilers[model] = ModelGrammarCompiler(model)
         return compiler
 
 
@@ -192,12 +192,12 @@ def _library() -> Any:
     return xgrammar
 
 
-def constraint_of(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
+def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
     """Compiles the grammar for the model's vocabulary.
 
     Raises `InvalidRequest` where it cannot be compiled, `MissingExtra` without `structured`.
     """
-    compiler = compiler_of(model)
+    compiler = grammar_compiler(model)
     compiled = compiler.compile(grammar)
     stops = torch.zeros(1, compiler.width, dtype=torch.bool, device="cpu")
     stops[0, compiler.stop_ids] = True

@@ -44,7 +44,7 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("items", "additionalProperties")
 
 
-def check_schema(schema: object) -> None:
+def check_json_schema(schema: object) -> None:
     """Raises `InvalidRequest` for what is no schema or asks for what decoding cannot hold to."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"a JSON schema is an object, not {type(schema).__name__}")

@@ -35,7 +35,7 @@ class InvalidToolCall:
     error: str
 
 
-class CallScan:
+class CallScanner:
     """Reads `{"name": ..., "arguments": {...}}` up to its closing brace.
 
     It knows strings and brackets only: whether the text is JSON is told at its end.
@@ -123,7 +123,7 @@ def _string(literal: str) -> str:
         return literal
 
 
-def call_of(scan: CallScan, raw: str) -> ToolCall | InvalidToolCall:
+def parse_call(scan: CallScanner, raw: str) -> ToolCall | InvalidToolCall:
     """What was read. raw: as the model wrote it."""
     try:
         fields = _loads(scan.text)
@@ -167,11 +167,11 @@ class ToolCallDelta:
     arguments: str
 
 
-Delta = TextDelta | ToolCallDelta
-Call = ToolCall | InvalidToolCall
+AnyDelta = TextDelta | ToolCallDelta
+AnyToolCall = ToolCall | InvalidToolCall
 
 
-class CallReader:
+class ToolCallReader:
     """Takes text, and collects deltas and calls.
 
     A style's `step` reads what it can of `rest` and returns whether to go on at once; `end` takes
@@ -179,11 +179,11 @@ class CallReader:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.deltas: list[Delta] = []
+        self.calls: list[AnyToolCall] = []
+        self.deltas: list[AnyDelta] = []
         self.rest = ""  # not yet read
         self.raw = ""  # the call under way, as it was written
-        self.scan: CallScan | None = None
+        self.scan: CallScanner | None = None
         self._blank = ""  # white space that text or a call may follow
         self._spoken = False  # whether text came since the beginning or the last call
         self._named = False
@@ -224,7 +224,7 @@ class CallReader:
             self.deltas.append(TextDelta(self._blank))
         self._blank = ""
 
-    def begin_call(self, scan: CallScan | None = None) -> None:
+    def begin_call(self, scan: CallScanner | None = None) -> None:
         self._blank, self._spoken = "", False
         self._named, self._sent = False, 0
         self.raw, self.scan = "", scan
@@ -257,7 +257,7 @@ class CallReader:
                 wrong = "something follows the call's JSON"
             self.calls.append(InvalidToolCall(name, self.raw + junk, wrong))
             return
-        call = call_of(self.scan, self.raw)
+        call = parse_call(self.scan, self.raw)
         if isinstance(call, ToolCall) and not self._sent:
             arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
             name = None if self._named else call.name
@@ -274,7 +274,7 @@ def overlap(text: str, marker: str) -> int:
 SPACE = " \t\r\n"
 
 
-class HermesReader(CallReader):
+class HermesReader(ToolCallReader):
     """`<tool_call>{...}</tool_call>`, any number of times, with text around them."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -293,7 +293,7 @@ class HermesReader(CallReader):
             if not body:
                 return False
             if body[0] == "{":
-                self.rest, self.scan = body, CallScan()
+                self.rest, self.scan = body, CallScanner()
             self._place = "close" if self.scan is None else "call"
         elif self._place == "call":
             ended = self.read_object()
@@ -342,7 +342,7 @@ class HermesReader(CallReader):
         self.close_text()
 
 
-class LlamaReader(CallReader):
+class LlamaReader(ToolCallReader):
     """`{"name": ..., "parameters": {...}}` from the beginning, more after `;`. An object without
     these two keys is text."""
 
@@ -373,7 +373,7 @@ class LlamaReader(CallReader):
             return True
         self._before = self.rest[: len(self.rest) - len(inner)] if not self.calls else ""
         self._place, self.rest = "call", inner
-        self.scan, self.raw = CallScan(), ""
+        self.scan, self.raw = CallScanner(), ""
         self._called = False
         return True
 
@@ -406,7 +406,7 @@ class LlamaReader(CallReader):
         self.close_text()
 
 
-class MistralReader(CallReader):
+class MistralReader(ToolCallReader):
     """Text, then `[TOOL_CALLS]` with a list of calls, or with `name[ARGS]{...}` once for each."""
 
     OPEN = "[TOOL_CALLS]"
@@ -445,7 +445,7 @@ class MistralReader(CallReader):
         if not self.rest:
             return False
         if self.rest[0] == "{":
-            self.begin_call(CallScan())
+            self.begin_call(CallScanner())
             self._place = "call"
         elif self.rest[0] == "]":
             self._place, self.rest = "text", self.rest[1:]
@@ -461,7 +461,7 @@ class MistralReader(CallReader):
             return True
         if brace < 0:
             return False
-        scan = CallScan()
+        scan = CallScanner()
         name = self.rest[:brace].partition("[")[0].strip()
         scan.read(f'{{"name": {json.dumps(name)}, "arguments": ')
         self.begin_call(scan)
@@ -511,7 +511,7 @@ class MistralReader(CallReader):
         self.close_text()
 
 
-_READERS: dict[ToolStyle, type[CallReader]] = {
+_READERS: dict[ToolStyle, type[ToolCallReader]] = {
     ToolStyle.HERMES: HermesReader,
     ToolStyle.LLAMA: LlamaReader,
     ToolStyle.MISTRAL: MistralReader,
@@ -530,28 +530,28 @@ class ToolCallStream:
         self._reader = _READERS[known_style(style)]()
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[AnyToolCall]:
         """The calls that have ended, in order."""
         return self._reader.calls
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[AnyDelta]:
         """Takes more text. Returns what is now certain."""
         self._reader.rest += text
         while self._reader.step():
             pass
         return self._take()
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[AnyDelta]:
         """Ends the text. Returns what was held back."""
         self._reader.end()
         return self._take()
 
-    def _take(self) -> list[Delta]:
+    def _take(self) -> list[AnyDelta]:
         deltas, self._reader.deltas = self._reader.deltas, []
         return deltas
 
 
-def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[Call]]:
+def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyToolCall]]:
     """The text without its calls, and the calls. White space around calls is left out; a call that
     cannot be read is reported as an `InvalidToolCall`. Raises `InvalidRequest` for the style."""
     stream = ToolCallStream(style)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragcache.errors import InvalidRequest
 from ragcache.structured.grammar import Grammar
-from ragcache.structured.json_schema import check_schema
+from ragcache.structured.json_schema import check_json_schema
 
 Format = dict[str, Any]
 """A part of a structural tag, the compiler's description of text with marked stretches."""
@@ -197,7 +197,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "properties": {},
         }
         try:
-            check_schema(schema)
+            check_json_schema(schema)
         except InvalidRequest as error:
             raise InvalidRequest(f"the parameters of tool {name!r}: {error}") from error
         functions[name] = schema

@@ -9,10 +9,11 @@ from ragcache_schemas.builder import (
     code_schema,
     collection_schema,
     document_module,
-    expand,
+    expand_slots,
 )
 from ragcache_schemas.chat_template import Render, spell_prompt, spell_schema
-from ragcache_schemas.compiler import Content, MaxTokens, PromptProgram, prompt_program, turn
+from ragcache_schemas.compiler.program import Content, PromptProgram, prompt_program
+from ragcache_schemas.compiler.steps import MaxTokens, turn
 from ragcache_schemas.errors import (
     DuplicateName,
     ForbiddenMarkup,
@@ -32,12 +33,12 @@ from ragcache_schemas.errors import (
     UnknownElement,
     UnknownName,
 )
-from ragcache_schemas.layout import CountTokens, Layout, Placement, Span, lay_out
+from ragcache_schemas.layout import CountTokens, Layout, Placement, PositionSpan, lay_out
 from ragcache_schemas.lint import Finding, is_prompt, lint_prompt, lint_schema
 from ragcache_schemas.parser import parse_prompt, parse_schema
-from ragcache_schemas.resolve import MemberCatalog, Piece, Plan, SchemaIndex, Scope, resolve_prompt
+from ragcache_schemas.resolve import ModuleLookup, Piece, Plan, SchemaIndex, Scope, resolve_prompt
 from ragcache_schemas.scanner import ScanLimits
-from ragcache_schemas.text import carried_text, is_name, module_name, module_names
+from ragcache_schemas.text import is_name, module_name, module_names, sanitize_text
 from ragcache_schemas.tree import (
     Arguments,
     Chat,
@@ -71,10 +72,10 @@ __all__ = [
     "LimitExceeded",
     "Location",
     "MaxTokens",
-    "MemberCatalog",
     "MisplacedText",
     "MissingArgument",
     "Module",
+    "ModuleLookup",
     "PMLError",
     "PMLSyntaxError",
     "PMLWarning",
@@ -83,6 +84,7 @@ __all__ = [
     "Piece",
     "Placement",
     "Plan",
+    "PositionSpan",
     "ProgramError",
     "Prompt",
     "PromptProgram",
@@ -95,7 +97,6 @@ __all__ = [
     "SchemaIndex",
     "Scope",
     "Slot",
-    "Span",
     "SpanTooLong",
     "Text",
     "TraitTable",
@@ -104,11 +105,10 @@ __all__ = [
     "UnionConflict",
     "UnknownElement",
     "UnknownName",
-    "carried_text",
     "code_schema",
     "collection_schema",
     "document_module",
-    "expand",
+    "expand_slots",
     "is_name",
     "is_prompt",
     "lay_out",
@@ -120,6 +120,7 @@ __all__ = [
     "parse_schema",
     "prompt_program",
     "resolve_prompt",
+    "sanitize_text",
     "spell_prompt",
     "spell_schema",
     "turn",

@@ -2,7 +2,7 @@
 
 A collection becomes a schema of a preamble, k slots and the question. Each slot is a union whose
 members are all modules of the collection, so that any k documents may be imported in any order;
-the members are looked up in a catalogue and only `expand` writes them out.
+the members are looked up in a catalogue and only `expand_slots` writes them out.
 """
 
 # MERGED ragcache_schemas.traits: Schemas generated from tables of traits: a union per column,
@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Literal, cast
 
 from ragcache_schemas.errors import InvalidAttribute, InvalidName, UnknownName
-from ragcache_schemas.text import carried_text, free_name, module_name, module_names, name_problem
+from ragcache_schemas.text import free_name, module_name, module_names, name_problem, sanitize_text
 from ragcache_schemas.tree import (
     Chat,
     Import,
@@ -34,7 +34,7 @@ from ragcache_schemas.tree import (
     Text,
     Union,
 )
-from ragcache_schemas.validate import schema_problems
+from ragcache_schemas.validate import validate_schema
 
 
 def collection_schema(
@@ -64,7 +64,7 @@ def collection_schema(
             Text(epilogue),
         ),
     )
-    return _checked(schema)
+    return validate_schema(schema)
 
 
 def document_module(
@@ -88,11 +88,11 @@ def document_module(
             case (part, text):
                 parts.append(Module(part, (Text(text),)))
     module = Module(name, tuple(parts))
-    _checked(Schema("document", (module,)))
+    validate_schema(Schema("document", (module,)))
     return module
 
 
-def expand(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:
+def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:
     """`schema` with the members of every slot written out, from `members` by collection.
 
     A slot becomes a module of its scope's name ("slot-1") around a union, so that the same prompts
@@ -131,12 +131,6 @@ def _filled(slot: Slot, members: Mapping[str, Sequence[Module]]) -> Module:
         raise UnknownName(problem, slot.location, "union", expected)
     union = Union(tuple(members[slot.collection]))
     return Module(slot.scope, (union,), location=slot.location)
-
-
-def _checked(schema: Schema) -> Schema:
-    for problem in schema_problems(schema):
-        raise problem
-    return schema
 
 
 _PLACE = re.compile(r"\{column\}|\{value\}")
@@ -189,17 +183,15 @@ class TraitTable:
     @cached_property
     def schema(self) -> Schema:
         """The schema. Raises PMLError where a name is none."""
-        nodes: list[SchemaNode] = [Text(carried_text(self.preamble))]
+        nodes: list[SchemaNode] = [Text(sanitize_text(self.preamble))]
         for column, values in self.columns.items():
             members = (
-                Module(self.names[column, value], (Text(carried_text(text)),))
+                Module(self.names[column, value], (Text(sanitize_text(text)),))
                 for value, text in values.items()
             )
             nodes.append(Union(tuple(members)))
         schema = Schema(self.name, tuple(nodes))
-        for problem in schema_problems(schema):
-            raise problem
-        return schema
+        return validate_schema(schema)
 
     def prompt(self, traits: Mapping[str, str], text: str = "") -> Prompt:
         """The prompt of one row of traits, and of new text after them.
@@ -253,17 +245,15 @@ def code_schema(
     for path, text in texts.items():
         lines = _lines(text)
         parts = _classes(path, lines) if by == "class" else [Text("".join(lines))]
-        title = Text(carried_text(heading.replace("{path}", path)))
+        title = Text(sanitize_text(heading.replace("{path}", path)))
         modules.append(Module(names[path], (title, *parts)))
     schema = Schema(name, (*modules, Text(epilogue)))
-    for problem in schema_problems(schema):
-        raise problem
-    return schema
+    return validate_schema(schema)
 
 
 def _lines(text: str) -> list[str]:
     """The lines, the last with its line break too, so that no file runs into the next."""
-    text = carried_text(text.replace("\r\n", "\n").replace("\r", "\n"))
+    text = sanitize_text(text.replace("\r\n", "\n").replace("\r", "\n"))
     if text and not text.endswith("\n"):
         text += "\n"
     return [line + "\n" for line in text.split("\n")[:-1]]  # as Python counts lines

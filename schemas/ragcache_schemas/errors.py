@@ -31,26 +31,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ragcache_schemas.tree import Location
 
-__all__ = [
-    "DuplicateName",
-    "ForbiddenMarkup",
-    "InvalidAttribute",
-    "InvalidName",
-    "LimitExceeded",
-    "MisplacedText",
-    "MissingArgument",
-    "PMLError",
-    "PMLSyntaxError",
-    "PMLWarning",
-    "ProgramError",
-    "ReservedName",
-    "SpanTooLong",
-    "TurnMismatch",
-    "UnionConflict",
-    "UnknownElement",
-    "UnknownName",
-]
-
 
 class _Placed:
     """What has a place in a file."""

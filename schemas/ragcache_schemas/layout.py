@@ -19,14 +19,12 @@ from typing import Literal, TypeAlias
 from ragcache_schemas.errors import SpanTooLong
 from ragcache_schemas.tree import Chat, Module, Node, Parameter, Path, Schema, Slot, Text, Union
 
-__all__ = ["CountTokens", "Layout", "Placement", "Span", "lay_out"]
-
 CountTokens: TypeAlias = Callable[[str], int]
 Placement: TypeAlias = Literal["schema", "compact"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PositionSpan:
     """A run of positions: `length` of them from `start` on.
 
     The last part of `path` tells what it is: a module has its name, and within its scope the n-th
@@ -54,15 +52,15 @@ class Layout:
     parameters. That is the canonical place to encode it at; a prompt moves it from there.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[PositionSpan, ...]
     length: int
     placement: Placement = "schema"
-    _by_path: dict[Path, Span] = field(init=False, repr=False, compare=False)
+    _by_path: dict[Path, PositionSpan] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_path", {span.path: span for span in self.spans})
 
-    def __getitem__(self, path: Path | str) -> Span:
+    def __getitem__(self, path: Path | str) -> PositionSpan:
         """The span at `path`; "plan/miami" is short for ("plan", "miami")."""
         return self._by_path[tuple(path.split("/")) if isinstance(path, str) else path]
 
@@ -98,7 +96,7 @@ class _Walk:
         self.count_tokens = count_tokens
         self.compact = compact
         self.slot_length = slot_length
-        self.spans: list[Span] = []
+        self.spans: list[PositionSpan] = []
 
     def scope(self, path: Path, children: Sequence[Node], start: int) -> int:
         """Lays out the content of one module or schema; returns where it ends."""
@@ -131,7 +129,7 @@ class _Walk:
         return start if self.compact else end
 
     def _span(self, path: Path, start: int, length: int) -> int:
-        self.spans.append(Span(path, start, length))
+        self.spans.append(PositionSpan(path, start, length))
         return start + length
 
     def _parameter(self, node: Parameter) -> int:
@@ -150,17 +148,17 @@ class _Walk:
     def _module(self, path: Path, node: Module, start: int) -> int:
         inner = (*path, node.name)
         index = len(self.spans)
-        self.spans.append(Span(inner, start, 0))
+        self.spans.append(PositionSpan(inner, start, 0))
         end = self.scope(inner, node.children, start)
-        self.spans[index] = Span(inner, start, end - start)
+        self.spans[index] = PositionSpan(inner, start, end - start)
         return end
 
     def _union(self, path: Path, node: Union, start: int, numbers: dict[str, int]) -> int:
         own = (*path, _numbered("|", numbers))
         index = len(self.spans)
-        self.spans.append(Span(own, start, 0))
+        self.spans.append(PositionSpan(own, start, 0))
         end = max((self._module(path, member, start) for member in node.members), default=start)
-        self.spans[index] = Span(own, start, end - start)
+        self.spans[index] = PositionSpan(own, start, end - start)
         return end
 
 

@@ -25,9 +25,7 @@ from ragcache_schemas.tree import (
     Text,
     Union,
 )
-from ragcache_schemas.validate import members
-
-__all__ = ["Finding", "Severity", "is_prompt", "lint_prompt", "lint_schema"]
+from ragcache_schemas.validate import scope_members
 
 _PROMPT = re.compile(
     r"\ufeff?\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--(?:(?!-->).)*-->\s*)*<prompt[\s/>]", re.DOTALL
@@ -140,7 +138,7 @@ def _advice(schema: Schema, count_tokens: CountTokens | None) -> Iterator[Findin
         for node in _with_unions(children):
             if isinstance(node, Union):
                 yield from _union(node, count_tokens)
-        for node, _ in members(children):
+        for node, _ in scope_members(children):
             if isinstance(node, Module):
                 if not node.children:
                     message = f"the module {node.name!r} is empty"

@@ -32,7 +32,15 @@ from ragcache_schemas.errors import (
     PMLWarning,
     UnknownElement,
 )
-from ragcache_schemas.scanner import CDATA_ADVICE, ScanLimits, Tag, apply, balance, decode, scan
+from ragcache_schemas.scanner import (
+    CDATA_ADVICE,
+    ScanLimits,
+    Tag,
+    apply_edits,
+    balance_turns,
+    decode_text,
+    scan_tags,
+)
 from ragcache_schemas.text import PARAMETER, RESERVED, ROLES, tidy
 from ragcache_schemas.tree import (
     Chat,
@@ -103,32 +111,32 @@ Warn: TypeAlias = Callable[[PMLWarning], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class XMLDocument:
     """The root element, and every tag in the order of the text."""
 
     root: Element
     tags: list[Tag]
 
 
-def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> Document:
+def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> XMLDocument:
     """Parses `text` as XML with entities, DTD and network off.
 
     Raises PMLSyntaxError, ForbiddenMarkup or LimitExceeded.
     """
-    text = decode(text, source, limits)
-    tags = scan(text, source, limits)
-    edits, warnings = balance(tags)
+    text = decode_text(text, source, limits)
+    tags = scan_tags(text, source, limits)
+    edits, warnings = balance_turns(tags)
     for warning in warnings:
         warn(warning)
     if edits:
-        edited = apply(text, edits)
-        tags = scan(text, source, limits, edited=edited, edits=edits)
+        edited = apply_edits(text, edits)
+        tags = scan_tags(text, source, limits, edited=edited, edits=edits)
         text = edited
-    return Document(_parse(text, source, tags), tags)
+    return XMLDocument(_parse(text, source, tags), tags)
 
 
 def _parse(text: str, source: str, tags: list[Tag]) -> Element:
-    # huge_tree lifts libxml2's own limits: `scan` has already applied stricter ones.
+    # huge_tree lifts libxml2's own limits: `scan_tags` has already applied stricter ones.
     parser = etree.XMLParser(
         encoding="utf-8",
         resolve_entities=False,
@@ -188,10 +196,10 @@ class _Flow(Generic[N]):
         self.texts, self.places, self.inline = [""], [None], []
 
 
-class Reader(Generic[N]):
+class ElementReader(Generic[N]):
     """Walks elements and tags together; problems go to `report`."""
 
-    def __init__(self, document: Document, report: Report, warn: Warn) -> None:
+    def __init__(self, document: XMLDocument, report: Report, warn: Warn) -> None:
         self.root = document.root
         self.report = report
         self.warn = warn
@@ -327,7 +335,7 @@ def spelled(element: Element) -> dict[str, str]:
 _LENGTH = re.compile(r"0*[1-9][0-9]{0,6}")
 
 
-class SchemaReader(Reader[SchemaNode]):
+class SchemaReader(ElementReader[SchemaNode]):
     """Builds one Schema."""
 
     def schema(self) -> Schema:
@@ -420,7 +428,7 @@ class SchemaReader(Reader[SchemaNode]):
         return Scaffold(tuple(tuple(p.split("/")) for p in paths.split()), location=tag.location)
 
 
-class PromptReader(Reader[PromptNode]):
+class PromptReader(ElementReader[PromptNode]):
     """Builds one Prompt."""
 
     def prompt(self) -> Prompt:

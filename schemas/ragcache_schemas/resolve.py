@@ -47,7 +47,7 @@ from ragcache_schemas.tree import (
     Text,
     Union,
 )
-from ragcache_schemas.validate import schema_problems
+from ragcache_schemas.validate import validate_schema
 
 PieceKind: TypeAlias = Literal["module", "argument", "new"]
 
@@ -112,10 +112,10 @@ class Plan:
         return sum(piece.length for piece in self.pieces if not piece.cached)
 
 
-MemberCatalog: TypeAlias = Callable[[str, str], Module | None]
+ModuleLookup: TypeAlias = Callable[[str, str], Module | None]
 """(collection, module name) to the module; None where the collection has no such module."""
 
-ScopePlace: TypeAlias = tuple[int, ...]
+TreeOrder: TypeAlias = tuple[int, ...]
 """Where in the tree: the numbers of child, grandchild, ...; they compare as the text runs."""
 
 
@@ -130,34 +130,34 @@ class Scope:
     """
 
     path: Path
-    place: ScopePlace
-    texts: tuple[tuple[ScopePlace, Piece], ...]
-    parameters: Mapping[str, tuple[ScopePlace, Piece]]
+    place: TreeOrder
+    texts: tuple[tuple[TreeOrder, Piece], ...]
+    parameters: Mapping[str, tuple[TreeOrder, Piece]]
     children: Mapping[str, Scope]
-    union: ScopePlace | None = None
+    union: TreeOrder | None = None
     slot: Slot | None = None
     role: Role | None = None
-    stand_ins: tuple[tuple[ScopePlace, Piece], ...] = ()
+    stand_ins: tuple[tuple[TreeOrder, Piece], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaIndex:
-    """A schema, its layout and its scopes. Build it with `SchemaIndex.of`."""
+    """A schema, its layout and its scopes. Build it with `SchemaIndex.build`."""
 
     schema: Schema
     layout: Layout
     root: Scope
     count_tokens: CountTokens = field(repr=False)
-    catalogue: MemberCatalog | None = field(default=None, repr=False)
+    lookup: ModuleLookup | None = field(default=None, repr=False)
 
     @classmethod
-    def of(
+    def build(
         cls,
         schema: Schema,
         count_tokens: CountTokens,
         placement: Placement = "schema",
         *,
-        catalogue: MemberCatalog | None = None,
+        lookup: ModuleLookup | None = None,
         slot_length: Callable[[Slot], int] | None = None,
     ) -> SchemaIndex:
         """Checks, lays out and indexes `schema`; linear in its size. Raises PMLError.
@@ -165,17 +165,16 @@ class SchemaIndex:
         `catalogue` finds the modules that prompts import through slots; `slot_length` is that of
         `lay_out`.
         """
-        for problem in schema_problems(schema):
-            raise problem
+        validate_schema(schema)
         layout = lay_out(schema, count_tokens, placement, slot_length=slot_length)
         root = _Scopes(layout).scope((), (), schema.children, cache=True)
-        return cls(schema, layout, root, count_tokens, catalogue)
+        return cls(schema, layout, root, count_tokens, lookup)
 
-    def find(self, scope: Scope, name: str) -> Scope | None:
+    def find_scope(self, scope: Scope, name: str) -> Scope | None:
         """The module `name` in `scope`, through the catalogue where `scope` is a slot."""
         if scope.slot is None:
             return scope.children.get(name)
-        module = self.catalogue(scope.slot.collection, name) if self.catalogue else None
+        module = self.lookup(scope.slot.collection, name) if self.lookup else None
         if module is None:
             return None
         alone = Schema(self.schema.name, (replace(module, name=name),))
@@ -199,19 +198,19 @@ class _Scopes:
     def scope(
         self,
         path: Path,
-        place: ScopePlace,
+        place: TreeOrder,
         nodes: Sequence[Node],
         *,
         cache: bool,
-        union: ScopePlace | None = None,
+        union: TreeOrder | None = None,
         role: Role | None = None,
     ) -> Scope:
-        texts: list[tuple[ScopePlace, Piece]] = []
-        parameters: dict[str, tuple[ScopePlace, Piece]] = {}
+        texts: list[tuple[TreeOrder, Piece]] = []
+        parameters: dict[str, tuple[TreeOrder, Piece]] = {}
         children: dict[str, Scope] = {}
-        stand_ins: list[tuple[ScopePlace, Piece]] = []
+        stand_ins: list[tuple[TreeOrder, Piece]] = []
 
-        def walk(nodes: Sequence[Node], place: ScopePlace, role: Role | None) -> None:
+        def walk(nodes: Sequence[Node], place: TreeOrder, role: Role | None) -> None:
             for number, node in enumerate(nodes):
                 at = (*place, number)
                 match node:
@@ -253,7 +252,7 @@ class _Scopes:
         )
 
     def _module(
-        self, path: Path, at: ScopePlace, node: Module, union: ScopePlace | None, role: Role | None
+        self, path: Path, at: TreeOrder, node: Module, union: TreeOrder | None, role: Role | None
     ) -> Scope:
         inner = (*path, node.name)
         return self.scope(inner, at, node.children, cache=node.cache, union=union, role=role)
@@ -274,7 +273,7 @@ class _Scopes:
 
 
 _END = 1 << 60  # a place after all children
-_Entry: TypeAlias = tuple[ScopePlace, Piece]
+_Entry: TypeAlias = tuple[TreeOrder, Piece]
 
 
 def resolve_prompt(index: SchemaIndex, prompt: Prompt) -> Plan:
@@ -295,8 +294,8 @@ class _Resolution:
     def __init__(self, index: SchemaIndex) -> None:
         self.index = index
         self.entries: list[_Entry] = list(index.root.texts)
-        self.modules: list[tuple[ScopePlace, Path]] = []
-        self.new: list[ScopePlace] = []
+        self.modules: list[tuple[TreeOrder, Path]] = []
+        self.new: list[TreeOrder] = []
 
     def scope(
         self,
@@ -330,12 +329,12 @@ class _Resolution:
     def _imports(self, scope: Scope, nodes: Sequence[Import | Text]) -> list[Scope | None]:
         found: list[Scope | None] = []
         names: set[str] = set()
-        unions: dict[ScopePlace, str] = {}
+        unions: dict[TreeOrder, str] = {}
         for node in nodes:
             if isinstance(node, Text):
                 found.append(None)
                 continue
-            module = self.index.find(scope, node.name)
+            module = self.index.find_scope(scope, node.name)
             if module is None:
                 raise self._unknown_module(scope, node)
             if node.name in names:
@@ -396,8 +395,8 @@ class _Resolution:
     def _unknown_module(self, scope: Scope, node: Import) -> PMLError:
         if scope.slot is not None:
             problem = f"the collection {scope.slot.collection!r} has no module {node.name!r}"
-            if self.index.catalogue is None:
-                problem = "the index was built without a catalogue, which slots need"
+            if self.index.lookup is None:
+                problem = "the index was built without a lookup, which slots need"
             expected = "ingest the document first, or check its name"
             return UnknownName(problem, node.location, node.name, expected)
         problem = f"{_called(scope)} has no module {node.name!r}"

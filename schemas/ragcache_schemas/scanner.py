@@ -80,14 +80,14 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
+class TextEdit:
     """Text put in at an offset of the original, to balance turns."""
 
     offset: int
     insert: str
 
 
-def decode(text: str | bytes, source: str, limits: ScanLimits) -> str:
+def decode_text(text: str | bytes, source: str, limits: ScanLimits) -> str:
     """The text with LF line ends and without BOM or XML declaration (blanked, not cut)."""
     start = Location(1, 1, source)
     _check_size(len(text), start, limits)  # a str has at least as many bytes as characters
@@ -133,7 +133,7 @@ def _at(text: str, offset: int, source: str) -> Location:
 class _Cursor:
     """Offsets to locations; offsets must not decrease, so that the whole scan stays linear."""
 
-    def __init__(self, text: str, source: str, edits: Sequence[Edit]) -> None:
+    def __init__(self, text: str, source: str, edits: Sequence[TextEdit]) -> None:
         self.text, self.source = text, source
         self.line, self.line_start, self.offset = 1, 0, 0
         self.edits = edits
@@ -162,8 +162,8 @@ class _Cursor:
         return edit.offset + max(0, offset - self.edited[index] - len(edit.insert))
 
 
-def scan(
-    text: str, source: str, limits: ScanLimits, *, edited: str = "", edits: Sequence[Edit] = ()
+def scan_tags(
+    text: str, source: str, limits: ScanLimits, *, edited: str = "", edits: Sequence[TextEdit] = ()
 ) -> list[Tag]:
     """The tags of `text`; of `edited` if given, placed where they stand in `text`."""
     cursor = _Cursor(text, source, edits)
@@ -282,12 +282,12 @@ class _Open:
     anchor: int  # where a turn that is closed here without being opened would begin
 
 
-def balance(tags: list[Tag]) -> tuple[list[Edit], list[PMLWarning]]:
+def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
     """The edits that complete unbalanced turns, in order, with a warning for each.
 
     Raises PMLSyntaxError for any other tag that does not match.
     """
-    balancing = _Balancing()
+    balancing = _TurnBalancer()
     for tag in tags:
         if not balancing.stack and tag is not tags[0] and tag.kind != "end":
             problem = f"<{tag.name}> after the end of <{tags[0].name}>"
@@ -302,10 +302,10 @@ def balance(tags: list[Tag]) -> tuple[list[Edit], list[PMLWarning]]:
     return sorted(balancing.edits, key=lambda edit: edit.offset), balancing.warnings
 
 
-class _Balancing:
+class _TurnBalancer:
     def __init__(self) -> None:
         self.stack: list[_Open] = []
-        self.edits: list[Edit] = []
+        self.edits: list[TextEdit] = []
         self.warnings: list[PMLWarning] = []
 
     def start(self, tag: Tag) -> None:
@@ -338,21 +338,21 @@ class _Balancing:
             self.stack[-1].anchor = offset
 
     def _open_turn(self, tag: Tag) -> None:
-        self.edits.append(Edit(self.stack[-1].anchor, f'<{tag.name} opens="no">'))
+        self.edits.append(TextEdit(self.stack[-1].anchor, f'<{tag.name} opens="no">'))
         self._move_anchor(tag.end)
         problem = f'</{tag.name}> was never opened; write <{tag.name} opens="no">...</{tag.name}>'
         self.warnings.append(PMLWarning(problem, tag.location))
 
     def _close_turn(self, offset: int) -> None:
         tag = self.stack.pop().tag
-        self.edits.append(Edit(tag.end - 1, ' closes="no"'))
-        self.edits.append(Edit(offset, f"</{tag.name}>"))
+        self.edits.append(TextEdit(tag.end - 1, ' closes="no"'))
+        self.edits.append(TextEdit(offset, f"</{tag.name}>"))
         self._move_anchor(offset)
         problem = f'<{tag.name}> is never closed; write <{tag.name} closes="no">...</{tag.name}>'
         self.warnings.append(PMLWarning(problem, tag.location))
 
 
-def apply(text: str, edits: list[Edit]) -> str:
+def apply_edits(text: str, edits: list[TextEdit]) -> str:
     """`text` with the edits made."""
     parts: list[str] = []
     done = 0

@@ -64,7 +64,7 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _BREAKS = re.compile("\n?[\v\f]+\n?")
 
 
-def carried_text(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """`text` as PML can carry it; a text that it can carry stays as it is.
 
     A form feed or vertical tab becomes a line break, unless one stands beside it. Lone surrogates

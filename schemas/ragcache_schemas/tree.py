@@ -11,26 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
-__all__ = [
-    "Arguments",
-    "Chat",
-    "Import",
-    "Location",
-    "Module",
-    "Node",
-    "Parameter",
-    "Path",
-    "Prompt",
-    "PromptNode",
-    "Role",
-    "Scaffold",
-    "Schema",
-    "SchemaNode",
-    "Slot",
-    "Text",
-    "Union",
-]
-
 Path: TypeAlias = tuple[str, ...]
 """Names from the schema down to a module; the schema itself is ()."""
 

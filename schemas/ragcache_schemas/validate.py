@@ -45,7 +45,7 @@ def schema_problems(schema: Schema) -> Iterator[PMLError]:
         depth, children = scopes.pop()
         modules: dict[str, Node] = {}
         parameters: dict[str, Node] = {}
-        for node, _ in members(children):
+        for node, _ in scope_members(children):
             if isinstance(node, Parameter):
                 yield from _parameter_problems(node, parameters)
             elif isinstance(node, Module | Slot):
@@ -58,14 +58,21 @@ def schema_problems(schema: Schema) -> Iterator[PMLError]:
     yield from _scaffold_problems(schema)
 
 
-def members(children: Iterable[Node]) -> Iterator[tuple[Node, Union | None]]:
+def validate_schema(schema: Schema) -> Schema:
+    """`schema` itself. Raises its first problem, a PMLError."""
+    for problem in schema_problems(schema):
+        raise problem
+    return schema
+
+
+def scope_members(children: Iterable[Node]) -> Iterator[tuple[Node, Union | None]]:
     """The nodes of one scope in order, each with the union that it is a member of."""
     for node in children:
         if isinstance(node, Union):
             for member in node.members:
                 yield member, node
         elif isinstance(node, Chat):
-            yield from members(node.children)
+            yield from scope_members(node.children)
         else:
             yield node, None
 
@@ -148,7 +155,7 @@ def _one_scaffold(
 
 
 def _named(children: Iterable[Node]) -> dict[str, tuple[Node, Union | None]]:
-    return {n.name: (n, union) for n, union in members(children) if isinstance(n, Module)}
+    return {n.name: (n, union) for n, union in scope_members(children) if isinstance(n, Module)}
 
 
 def prompt_problems(prompt: Prompt) -> Iterator[PMLError]:

@@ -28,9 +28,7 @@ from ragcache_schemas.tree import (
     Text,
     Union,
 )
-from ragcache_schemas.validate import prompt_problems, schema_problems
-
-__all__ = ["write_prompt", "write_schema"]
+from ragcache_schemas.validate import prompt_problems, validate_schema
 
 _SPACE = "{http://www.w3.org/XML/1998/namespace}space"
 _INDENT = "  "
@@ -38,8 +36,7 @@ _INDENT = "  "
 
 def write_schema(schema: Schema) -> str:
     """`schema` as PML. Raises PMLError where no parser would take the tree back."""
-    for problem in schema_problems(schema):
-        raise problem
+    validate_schema(schema)
     root = etree.Element("schema")
     _set(root, (("name", schema.name),))
     _fill(root, (*schema.children, *schema.scaffolds), 1, preserve=False)
@@ -171,6 +168,6 @@ def _xml(text: str) -> str:
     if bad := NOT_XML.search(text):
         raise PMLSyntaxError(
             f"the character U+{ord(bad[0]):04X} cannot be written in XML",
-            expected="carried_text(text) leaves out what XML cannot carry",
+            expected="sanitize_text(text) leaves out what XML cannot carry",
         )
     return text

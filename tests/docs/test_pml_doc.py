@@ -58,7 +58,7 @@ def read(block: Block, indexes: dict[str, SchemaIndex]) -> None:
         return
     schema = parse_schema(block.text)
     assert parse_schema(write_schema(schema)) == schema
-    indexes[schema.name] = SchemaIndex.of(schema, count_words)
+    indexes[schema.name] = SchemaIndex.build(schema, count_words)
 
 
 @pytest.mark.filterwarnings("error::ragcache_schemas.PMLWarning")

@@ -32,7 +32,7 @@ def resolved(file: Path) -> Plan:
     """The plan of a prompt file against the schema beside it."""
     template = Tokens.load(None).template
     schema = parse_schema((file.parent / "schema.xml").read_bytes())
-    index = SchemaIndex.of(spell_schema(schema, template.render), template.count)
+    index = SchemaIndex.build(spell_schema(schema, template.render), template.count)
     prompt = parse_prompt(file.read_bytes(), source=str(file))
     return resolve_prompt(index, spell_prompt(prompt, schema, template.render))
 

@@ -11,7 +11,6 @@ import io
 from pathlib import Path
 
 import pytest
-from pml_trees import count_words
 
 from ragcache_schemas import (
     Import,
@@ -30,13 +29,14 @@ from ragcache_schemas import (
     code_schema,
     collection_schema,
     document_module,
-    expand,
+    expand_slots,
     lay_out,
     parse_prompt,
     parse_schema,
     resolve_prompt,
     write_schema,
 )
+from tests.schemas.pml_trees import count_words
 
 HANDBOOK = collection_schema("handbook", "Use the documents.", 2, "handbook", epilogue="Answer:")
 
@@ -90,7 +90,7 @@ def test_slots_are_one_or_more() -> None:
 
 def test_expanding_writes_the_members_of_each_slot() -> None:
     documents = (document_module("a", ["x"]), document_module("b", ["y", "z"]))
-    expanded = expand(HANDBOOK, {"handbook": documents})
+    expanded = expand_slots(HANDBOOK, {"handbook": documents})
     assert expanded.children[1:3] == (
         Module("slot-1", (Union(documents),)),
         Module("slot-2", (Union(documents),)),
@@ -103,20 +103,20 @@ def test_expanding_reaches_slots_anywhere() -> None:
         '<schema name="s"><user><union><module name="m"><union slot="1" collection="c"/></module>'
         "</union></user></schema>"
     )
-    written = write_schema(expand(schema, {"c": [Module("a")]}))
+    written = write_schema(expand_slots(schema, {"c": [Module("a")]}))
     assert '<module name="slot-1">' in written
     assert 'collection="c"' not in written
 
 
 def test_expanding_needs_every_collection() -> None:
     with pytest.raises(UnknownName, match="'handbook'; the collections given are: other"):
-        expand(HANDBOOK, {"other": []})
+        expand_slots(HANDBOOK, {"other": []})
 
 
 def test_slots_and_their_written_form_have_the_same_canonical_places() -> None:
     documents = (document_module("a", ["x y"]), document_module("b", ["z"]))
     slots = lay_out(HANDBOOK, count_words, "compact")
-    written = lay_out(expand(HANDBOOK, {"handbook": documents}), count_words, "compact")
+    written = lay_out(expand_slots(HANDBOOK, {"handbook": documents}), count_words, "compact")
     for path in ("#0", "slot-1", "slot-2", "@question", "#1"):
         assert slots[path].start == written[path].start
     assert written["slot-1/a"].start == written["slot-2/b"].start == 3
@@ -156,7 +156,7 @@ def test_a_row_is_a_prompt() -> None:
         Import("level-first-year"),
         Text("What next?"),
     )
-    plan = resolve_prompt(SchemaIndex.of(TABLE.schema, count_words), prompt)
+    plan = resolve_prompt(SchemaIndex.build(TABLE.schema, count_words), prompt)
     said = "".join(piece.text for piece in plan.pieces)
     assert said == "Teach.\ngrade: second year\nlevel: first year\nWhat next?"
     assert TABLE.prompt({"grade": " ", "level": "low"}).children == (Import("low"),)
@@ -230,7 +230,8 @@ def test_no_text_is_lost_between_the_parts() -> None:
         }
         body = "".join(f"<{name}>{parts}</{name}>" for name, parts in inner.items())
         plan = resolve_prompt(
-            SchemaIndex.of(schema, count_words), parse_prompt(f'<prompt schema="s">{body}</prompt>')
+            SchemaIndex.build(schema, count_words),
+            parse_prompt(f'<prompt schema="s">{body}</prompt>'),
         )
         assert "".join(piece.text for piece in plan.pieces) == "".join(files.values())
 

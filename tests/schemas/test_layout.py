@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from pml_trees import count_words, schemas
 
 from ragcache_schemas import (
     Chat,
@@ -12,15 +11,16 @@ from ragcache_schemas import (
     Module,
     Parameter,
     Path,
+    PositionSpan,
     Schema,
     Slot,
-    Span,
     SpanTooLong,
     Text,
     Union,
     lay_out,
     parse_schema,
 )
+from tests.schemas.pml_trees import count_words, schemas
 
 
 def spans(layout: Layout) -> dict[str, tuple[int, int]]:
@@ -77,8 +77,8 @@ def test_nested_modules_and_unions_3_2_3() -> None:
     inner = Union((Module("x", (words(2),)), Module("y", (words(6),))))
     schema = Schema("s", (Module("m", (words(1), inner, words(1))), words(1)))
     layout = lay_out(schema, count_words)
-    assert layout["m"] == Span(("m",), 0, 8)
-    assert layout["m/y"] == layout["m", "y"] == Span(("m", "y"), 1, 6)
+    assert layout["m"] == PositionSpan(("m",), 0, 8)
+    assert layout["m/y"] == layout["m", "y"] == PositionSpan(("m", "y"), 1, 6)
     assert layout["m/#1"].start == 7
     assert layout["#0"].start == 8
     assert "m/z" not in layout
@@ -166,7 +166,7 @@ def check(nodes: tuple[object, ...], path: Path, layout: Layout, low: int, high:
                 low += enough(node.text)
             case Parameter():
                 own = (*path, "@" + node.name)
-                assert layout[own] == Span(own, low, node.length)
+                assert layout[own] == PositionSpan(own, low, node.length)
                 low += node.length
     assert low <= high
     return low

@@ -6,9 +6,9 @@ import warnings
 from pathlib import Path
 
 import pytest
-from pml_trees import count_words
 
 from ragcache_schemas import PMLWarning, SchemaIndex, lint_prompt, lint_schema, parse_schema
+from tests.schemas.pml_trees import count_words
 
 BAD = """<schema name="s">
  <module/>
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_found_by_counting() -> None:
 
 def test_prompts() -> None:
     schema = '<schema name="s"><module name="a">x</module><module name="b">y</module></schema>'
-    index = SchemaIndex.of(parse_schema(schema), count_words)
+    index = SchemaIndex.build(parse_schema(schema), count_words)
     unknown = '<prompt schema="s"><c/></prompt>'
     assert lint_prompt('<prompt schema="s"><a/><b/>Go.</prompt>', index) == []
     assert lint_prompt(unknown) == []

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pml_trees import count_words, schemas
 
 from ragcache_schemas import (
     Chat,
@@ -33,11 +32,12 @@ from ragcache_schemas import (
     UnknownName,
     collection_schema,
     document_module,
-    expand,
+    expand_slots,
     parse_prompt,
     parse_schema,
     resolve_prompt,
 )
+from tests.schemas.pml_trees import count_words, schemas
 
 CITIES = """<schema name="cities">You plan trips.
   <module name="plan">Plan a trip of <param name="days" len="4"/>. Be brief.
@@ -51,7 +51,7 @@ CITIES = """<schema name="cities">You plan trips.
   <module name="tone">Kindly.</module>
   <scaffold modules="plan miami"/>
 </schema>"""
-INDEX = SchemaIndex.of(parse_schema(CITIES), count_words)
+INDEX = SchemaIndex.build(parse_schema(CITIES), count_words)
 
 
 def resolved(body: str, index: SchemaIndex = INDEX, arguments: str = "") -> Plan:
@@ -142,14 +142,14 @@ def test_scaffolds_apply_when_all_their_modules_are_imported_3_3() -> None:
 
 def test_a_module_that_is_not_kept_is_computed() -> None:
     schema = parse_schema('<schema name="s"><module name="m" cache="false">a b</module></schema>')
-    assert resolved("<m/>", SchemaIndex.of(schema, count_words)).computed_tokens == 2
+    assert resolved("<m/>", SchemaIndex.build(schema, count_words)).computed_tokens == 2
 
 
 def test_turns_are_kept_with_the_pieces() -> None:
     schema = parse_schema(
         '<schema name="s"><system>S</system><user>U<module name="m">M</module></user></schema>'
     )
-    plan = resolved("<m/><user>Q</user>", SchemaIndex.of(schema, count_words))
+    plan = resolved("<m/><user>Q</user>", SchemaIndex.build(schema, count_words))
     assert [(p.text, p.role) for p in plan.pieces] == [
         ("S", "system"),
         ("U", "user"),
@@ -159,7 +159,7 @@ def test_turns_are_kept_with_the_pieces() -> None:
 
 
 def test_compact_leaves_no_gaps() -> None:
-    index = SchemaIndex.of(parse_schema(CITIES), count_words, "compact")
+    index = SchemaIndex.build(parse_schema(CITIES), count_words, "compact")
     plan = resolved('<plan days="3 days">also this<kids/></plan>and<paris/>Go!', index)
     position = 0
     for piece in plan.pieces:
@@ -262,7 +262,7 @@ def texts(nodes: tuple[object, ...]) -> list[str]:
 @given(schemas_with_prompts())
 def test_every_prompt_stands_within_its_schema(pair: tuple[Schema, Prompt]) -> None:
     schema, prompt = pair
-    index = SchemaIndex.of(schema, fitting)
+    index = SchemaIndex.build(schema, fitting)
     plan = resolve_prompt(index, prompt)
     end = 0
     for piece in plan.pieces:
@@ -276,7 +276,7 @@ def test_every_prompt_stands_within_its_schema(pair: tuple[Schema, Prompt]) -> N
     assert plan.length == end
     new = [piece.text for piece in plan.pieces if piece.kind == "new"]
     assert sorted(new) == sorted(texts(prompt.children))  # none is dropped
-    compact = resolve_prompt(SchemaIndex.of(schema, fitting, "compact"), prompt)
+    compact = resolve_prompt(SchemaIndex.build(schema, fitting, "compact"), prompt)
     assert [piece.path for piece in compact.pieces] == [piece.path for piece in plan.pieces]
     assert compact.length == sum(piece.length for piece in compact.pieces)
 
@@ -288,7 +288,7 @@ def resolved_index(body: str, index: SchemaIndex, arguments: str) -> Plan:
 
 def test_an_index_is_only_built_of_a_valid_schema() -> None:
     with pytest.raises(DuplicateName):
-        SchemaIndex.of(Schema("s", (Module("a"), Module("a"))), count_words)
+        SchemaIndex.build(Schema("s", (Module("a"), Module("a"))), count_words)
 
 
 # Slots
@@ -304,7 +304,7 @@ def document(collection: str, name: str) -> Module | None:
 
 
 def handbook() -> SchemaIndex:
-    return SchemaIndex.of(HANDBOOK, count_words, "compact", catalogue=document)
+    return SchemaIndex.build(HANDBOOK, count_words, "compact", lookup=document)
 
 
 def test_slots_draw_on_the_catalogue() -> None:
@@ -323,8 +323,8 @@ def test_slots_draw_on_the_catalogue() -> None:
 
 
 def test_a_prompt_fits_the_written_form_as_well() -> None:
-    written = expand(HANDBOOK, {"c": list(DOCUMENTS.values())})
-    index = SchemaIndex.of(written, count_words, "compact")
+    written = expand_slots(HANDBOOK, {"c": list(DOCUMENTS.values())})
+    index = SchemaIndex.build(written, count_words, "compact")
     one = resolved_index(BY_SLOT, handbook(), ' question="q"')
     other = resolved_index(BY_SLOT, index, ' question="q"')
     assert one.pieces == other.pieces
@@ -349,19 +349,19 @@ def test_errors_in_slots(body: str, error: type, match: str) -> None:
 
 
 def test_slots_need_a_catalogue_and_room() -> None:
-    with pytest.raises(UnknownName, match="without a catalogue"):
+    with pytest.raises(UnknownName, match="without a lookup"):
         resolved_index(
-            "<slot-1><d1/></slot-1>", SchemaIndex.of(HANDBOOK, count_words), ' question=""'
+            "<slot-1><d1/></slot-1>", SchemaIndex.build(HANDBOOK, count_words), ' question=""'
         )
-    fixed = SchemaIndex.of(
+    fixed = SchemaIndex.build(
         HANDBOOK,
         count_words,
-        catalogue=document,
+        lookup=document,
         slot_length=lambda _: 6,
     )
     plan = resolved_index(BY_SLOT, fixed, ' question=""')
     assert ("slot-2/d1/#0", 8, 9) in places(plan)
-    tight = SchemaIndex.of(HANDBOOK, count_words, catalogue=document)
+    tight = SchemaIndex.build(HANDBOOK, count_words, lookup=document)
     with pytest.raises(SpanTooLong, match="is 6 tokens long, its slot 0"):
         resolved_index(BY_SLOT, tight, ' question=""')
 
@@ -383,7 +383,7 @@ def test_prompts_over_the_reference_files(reference_files: list[Path]) -> None:
     for file in reference_files:
         schema = parse_schema(file.read_bytes(), source=file.name)
         for placement in ("schema", "compact"):
-            index = SchemaIndex.of(schema, count_words, placement)
+            index = SchemaIndex.build(schema, count_words, placement)
             plan = resolve_prompt(index, parse_prompt(REFERENCE_PROMPTS[schema.name]))
             assert plan.cached_tokens > 5 * plan.computed_tokens
             assert plan.pieces[-1].kind == "new"
@@ -394,7 +394,7 @@ def test_resolving_against_ten_thousand_modules() -> None:
         f'and <module name="m{n}">some words <param name="p" len="4"/></module>'
         for n in range(10_000)
     )
-    index = SchemaIndex.of(parse_schema(f'<schema name="s">{modules}</schema>'), count_words)
+    index = SchemaIndex.build(parse_schema(f'<schema name="s">{modules}</schema>'), count_words)
     imports = "".join(f'<m{n} p="a b"/>new text' for n in range(0, 10_000, 1_000))
     prompt = parse_prompt(f'<prompt schema="s">{imports}</prompt>')
     times = []

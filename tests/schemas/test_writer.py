@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from lxml import etree
-from pml_trees import prompts, schemas
 
 from ragcache_schemas import (
     Chat,
@@ -35,6 +34,7 @@ from ragcache_schemas import (
     write_prompt,
     write_schema,
 )
+from tests.schemas.pml_trees import prompts, schemas
 
 
 @given(schemas())

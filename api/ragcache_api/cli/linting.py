@@ -55,7 +55,7 @@ def _index(text: bytes, template: ChatTemplate) -> SchemaIndex | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PMLWarning)
-            return SchemaIndex.of(parse_schema(text), template.count)
+            return SchemaIndex.build(parse_schema(text), template.count)
     except PMLError:
         return None
 

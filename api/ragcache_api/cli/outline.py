@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text as Styled
 
 from ragcache_api.schema_tree import SchemaNode, schema_nodes
-from ragcache_schemas import Layout, Module, Parameter, Schema, Slot, Span, Text, Union
+from ragcache_schemas import Layout, Module, Parameter, PositionSpan, Schema, Slot, Text, Union
 
 _STYLES = {"module": "bold", "union": "cyan", "param": "green", "slot": "cyan", "text": ""}
 _WHITE = re.compile(r"\s+")
@@ -24,7 +24,7 @@ class Row:
     guide: str
     kind: str
     name: str
-    span: Span
+    span: PositionSpan
     preview: str = ""
 
 
@@ -88,7 +88,7 @@ def _what(row: Row) -> Styled:
     return Styled.assemble((row.guide, "dim"), (row.kind, _STYLES[row.kind]), (name, "bold"))
 
 
-def _positions(span: Span) -> str:
+def _positions(span: PositionSpan) -> str:
     return f"{span.start:,}–{span.end - 1:,}" if span.length else f"{span.start:,}"
 
 

@@ -52,14 +52,14 @@ def structured_output(
 
 def _form(schema: Any, method: str) -> dict[str, Any]:
     """The `response_format`. JSON mode keeps to the schema too where decoding can hold to it."""
-    from ragcache.structured.json_schema import check_schema
+    from ragcache.structured.json_schema import check_json_schema
 
     anything = {"type": "json_object"}
     if schema is None:
         return anything
     converted = convert_to_json_schema(schema)
     try:
-        check_schema(converted)
+        check_json_schema(converted)
     except InvalidRequest:
         if method == "json_mode":
             return anything

@@ -33,7 +33,7 @@ from ragcache_schemas import (
     Schema,
     SchemaIndex,
     Text,
-    carried_text,
+    sanitize_text,
 )
 
 __all__ = ["TemplateSchema", "template_schema"]
@@ -75,7 +75,7 @@ class TemplateSchema:
 
         def arguments(path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             return tuple(
-                (field.name, carried_text(field.form.format(given[field.variable])))
+                (field.name, sanitize_text(field.form.format(given[field.variable])))
                 for field in self.fields
                 if field.path == path
             )
@@ -96,7 +96,7 @@ def template_schema(
     """
     reading = _Reading(lengths, template.partial_variables)
     schema = Schema(name, tuple(reading.nodes(template)))
-    SchemaIndex.of(schema, len)  # its names are checked here
+    SchemaIndex.build(schema, len)  # its names are checked here
     defaults = {k: v for k, v in template.partial_variables.items() if not isinstance(v, str)}
     return TemplateSchema(schema, tuple(reading.fields), defaults)
 
@@ -147,7 +147,7 @@ class _Reading:
         """A message as a turn."""
         if isinstance(message, BaseMessage) and message.type in _TYPES:
             if isinstance(message.content, str):
-                return Chat(_TYPES[message.type], (Text(carried_text(message.content)),))
+                return Chat(_TYPES[message.type], (Text(sanitize_text(message.content)),))
         elif isinstance(getattr(message, "prompt", None), PromptTemplate) and (
             role := _MESSAGES.get(type(message))
         ):
@@ -161,7 +161,7 @@ class _Reading:
         """An f-string template as text and parameters."""
         nodes: list[Any] = []
         for literal, variable, spec, conversion in string.Formatter().parse(template):
-            nodes.append(Text(carried_text(literal)))
+            nodes.append(Text(sanitize_text(literal)))
             if variable is None:
                 continue
             if not variable.isidentifier() or "{" in (spec or ""):
@@ -170,7 +170,7 @@ class _Reading:
             form = f"{{{'!' + conversion if conversion else ''}{':' + spec if spec else ''}}}"
             fixed = self.partial.get(variable)
             if isinstance(fixed, str):
-                nodes.append(Text(carried_text(form.format(fixed))))
+                nodes.append(Text(sanitize_text(form.format(fixed))))
             else:
                 nodes.append(self.parameter(variable, form, path))
         return nodes

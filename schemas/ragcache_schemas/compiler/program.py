@@ -1,4 +1,4 @@
-"""`@prompt_program`: what users see of the compiler.
+"""The decorator `@prompt_program`: a function becomes a schema, and a call of it a prompt.
 
     @prompt_program
     def trip(days: Annotated[str, MaxTokens(5)], overseas: bool) -> Content:
@@ -17,52 +17,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeAlias, get_args, overload
 
-from ragcache_schemas.compiler import steps
-from ragcache_schemas.compiler.steps import FunctionSource, Namespace, read_function, visible_names
+from ragcache_schemas.compiler.steps import (
+    FunctionSource,
+    MaxTokens,
+    Namespace,
+    Step,
+    prompt_content,
+    read_function,
+    schema_children,
+    visible_names,
+)
 from ragcache_schemas.compiler.translate import translate
-from ragcache_schemas.errors import InvalidAttribute
-from ragcache_schemas.tree import Prompt, Role, Schema
-from ragcache_schemas.validate import schema_problems
-
-__all__ = ["Content", "MaxTokens", "PromptProgram", "prompt_program", "turn"]
+from ragcache_schemas.tree import Prompt, Schema
+from ragcache_schemas.validate import validate_schema
 
 P = ParamSpec("P")
 
 Content: TypeAlias = Iterator[str | Prompt]
-"""What a prompt program yields, for its annotation: texts, and calls of other programs."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaxTokens:
-    """`Annotated[str, MaxTokens(12)]`: a parameter of up to `length` tokens (§3.2.2).
-
-    `scaffold` is the text that stands in while the module around it is encoded.
-    """
-
-    length: int
-    scaffold: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise InvalidAttribute(f"MaxTokens({self.length})", expected="give 1 token or more")
-
-
-def turn(role: Role) -> AbstractContextManager[None]:
-    """`with turn("user"):` puts what the block yields into a turn of the conversation."""
-    del role
-    return nullcontext()
+"""The return annotation of a prompt program: it yields texts and calls of other programs."""
 
 
 class PromptProgram(Generic[P]):
-    """A decorated function. Call it for a prompt; its schema is `schema`.
+    """A function compiled to a schema (`schema`); calling it makes a prompt.
 
-    It is compiled on first use, so that programs may call others defined further down. Raises
-    ProgramError, with file, line and column, for what no schema can say.
+    It is compiled on first use, so that programs may call others defined further down.
+
+    Raises:
+        ProgramError: The function has what no schema can say; with file, line and column.
     """
 
     def __init__(self, function: Callable[P, Content], name: str | None = None) -> None:
@@ -78,26 +62,24 @@ class PromptProgram(Generic[P]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Prompt:
         names = self.bind(args, kwargs)
-        arguments, children = steps.prompt(self.steps, names)
+        arguments, children = prompt_content(self.steps, names)
         return Prompt(self.name, children, arguments)
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema; the same on every run."""
+        """The schema of the function; the same on every run."""
         where = self.source.at(self.source.tree)
-        schema = Schema(self.name, steps.schema(self.steps), location=where)
-        for problem in schema_problems(schema):
-            raise problem
-        return schema
+        schema = Schema(self.name, schema_children(self.steps), location=where)
+        return validate_schema(schema)
 
     @cached_property
     def source(self) -> FunctionSource:
-        """The parsed function."""
+        """The function's syntax tree and its place in the file."""
         return read_function(self.function)
 
     @cached_property
-    def steps(self) -> tuple[steps.Step, ...]:
-        """The compiled body."""
+    def steps(self) -> tuple[Step, ...]:
+        """The translated body."""
         self.compiling = True
         try:
             return translate(self)
@@ -106,7 +88,7 @@ class PromptProgram(Generic[P]):
 
     @cached_property
     def limits(self) -> dict[str, MaxTokens]:
-        """The parameters that hold text, with their lengths."""
+        """The lengths of the parameters that hold text."""
         found: dict[str, MaxTokens] = {}
         names = visible_names(self.function)
         for name, parameter in self.signature.parameters.items():
@@ -122,7 +104,7 @@ class PromptProgram(Generic[P]):
         return found
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Namespace:
-        """The names that the function sees when it is called with these arguments."""
+        """The names that a call with these arguments sees."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return visible_names(self.function) | bound.arguments
@@ -137,10 +119,17 @@ def prompt_program(
 def prompt_program(
     function: Callable[P, Content] | None = None, *, name: str | None = None
 ) -> PromptProgram[P] | Callable[[Callable[P, Content]], PromptProgram[P]]:
-    """Makes a function that yields text a schema (§3.2.4); `name` is its, else the function's.
+    """Compiles a function that yields text to a schema (§3.2.4).
 
     `if` becomes a module; `if`/`else`, `match` and `a if c else b` a union; a call of another
     program a nested module; a parameter with `MaxTokens` a parameter.
+
+    Args:
+        function: The function, where the decorator has no parentheses.
+        name: The schema's name; by default the function's.
+
+    Returns:
+        The program, or the decorator that makes it.
     """
     if function is not None:
         return PromptProgram(function)

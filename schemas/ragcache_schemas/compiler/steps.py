@@ -1,21 +1,20 @@
-"""What a prompt program comes to: steps, from which both its schema and its prompts are made.
+"""The steps of a prompt program, from which both its schema and its prompts are made.
 
-Names are given once, in the steps, so that a prompt always fits the schema.
+A program's source is read once (`read_function`) and becomes a tuple of steps (`translate`). Names
+are given in the steps, so a prompt always fits the schema.
 """
-
-# MERGED ragcache_schemas.compiler.source: The source of a function: its syntax tree, and where
-#   each part of it stands in the file.
 
 from __future__ import annotations
 
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol, TypeAlias
 
-from ragcache_schemas.errors import ProgramError
+from ragcache_schemas.errors import InvalidAttribute, ProgramError
 from ragcache_schemas.tree import (
     Arguments,
     Chat,
@@ -30,40 +29,82 @@ from ragcache_schemas.tree import (
     Union,
 )
 
+Namespace: TypeAlias = dict[str, Any]
+"""The names that a function sees, with their values."""
+
 
 class Program(Protocol):
-    """A compiled function, as a call of it sees it."""
+    """A prompt program: what translating it and calling it need."""
+
+    name: str
+    function: Callable[..., Any]
+    signature: inspect.Signature
+    compiling: bool
+
+    @property
+    def source(self) -> FunctionSource: ...
+
+    @property
+    def limits(self) -> Mapping[str, MaxTokens]: ...
 
     @property
     def steps(self) -> tuple[Step, ...]: ...
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Namespace:
-        """The names that the function sees when it is called so."""
-        ...
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Namespace: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """Text that is known beforehand."""
+class MaxTokens:
+    """The length of a text parameter (§3.2.2): `Annotated[str, MaxTokens(12)]`.
+
+    Args:
+        length: The most tokens that an argument may have.
+        scaffold: Text that takes the argument's place while the module around it is encoded.
+
+    Raises:
+        InvalidAttribute: `length` is less than 1.
+    """
+
+    length: int
+    scaffold: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise InvalidAttribute(f"MaxTokens({self.length})", expected="give 1 token or more")
+
+
+def turn(role: Role) -> AbstractContextManager[None]:
+    """Puts what the `with` block yields into a turn of the conversation.
+
+    Example:
+        with turn("user"):
+            yield "What is the tide today?"
+    """
+    del role
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class TextStep:
+    """Text known when the schema is made."""
 
     text: str
     location: Location
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """An argument's text, in a parameter of `length` tokens."""
+class ParameterStep:
+    """A parameter; `value` computes its argument from the names of a call."""
 
     name: str
-    length: int
-    scaffold: str | None
+    limit: MaxTokens
     value: Callable[[Namespace], str]
     location: Location
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """A branch, under the name of its module."""
+class Branch:
+    """One branch, with the name of its module."""
 
     name: str
     body: tuple[Step, ...]
@@ -71,18 +112,18 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class BranchChoice:
-    """Branches, and which of them is taken: its number or None."""
+class BranchStep:
+    """Branches; `pick` gives the number of the one taken, or None."""
 
-    options: tuple[Option, ...]
+    branches: tuple[Branch, ...]
     union: bool
     pick: Callable[[Namespace], int | None]
     location: Location
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call of another program, with its arguments as the caller computes them."""
+class CallStep:
+    """A call of another program: a nested module."""
 
     name: str
     program: Program
@@ -91,7 +132,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnStep:
     """A turn of the conversation."""
 
     role: Role
@@ -99,64 +140,65 @@ class Turn:
     location: Location
 
 
-Step: TypeAlias = Say | Ask | BranchChoice | Call | Turn
+Step: TypeAlias = TextStep | ParameterStep | BranchStep | CallStep | TurnStep
 
 
-def schema(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
-    """The content of a schema or a module."""
+def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
+    """The children of the schema or module that `steps` make."""
     nodes: list[SchemaNode] = []
     for step in steps:
         place = step.location
         match step:
-            case Say():
+            case TextStep():
                 nodes.append(Text(step.text, location=place))
-            case Ask():
-                nodes.append(Parameter(step.name, step.length, step.scaffold, location=place))
-            case BranchChoice():
+            case ParameterStep():
+                nodes.append(
+                    Parameter(step.name, step.limit.length, step.limit.scaffold, location=place)
+                )
+            case BranchStep():
                 modules = tuple(
-                    Module(option.name, schema(option.body), location=option.location)
-                    for option in step.options
+                    Module(branch.name, schema_children(branch.body), location=branch.location)
+                    for branch in step.branches
                 )
                 nodes += [Union(modules, location=place)] if step.union else modules
-            case Call():
-                nodes.append(Module(step.name, schema(step.program.steps), location=place))
-            case Turn():
-                nodes.append(Chat(step.role, schema(step.body), location=place))
+            case CallStep():
+                nodes.append(Module(step.name, schema_children(step.program.steps), location=place))
+            case TurnStep():
+                nodes.append(Chat(step.role, schema_children(step.body), location=place))
     return tuple(nodes)
 
 
-def prompt(steps: Iterable[Step], names: Namespace) -> tuple[Arguments, tuple[PromptNode, ...]]:
-    """The arguments and the imports with which `steps` are called."""
+def prompt_content(
+    steps: Iterable[Step], names: Namespace
+) -> tuple[Arguments, tuple[PromptNode, ...]]:
+    """The arguments and imports that call `steps` with `names`."""
     arguments: list[tuple[str, str]] = []
     nodes: list[PromptNode] = []
     for step in steps:
         match step:
-            case Ask():
+            case ParameterStep():
                 arguments.append((step.name, step.value(names)))
-            case BranchChoice():
+            case BranchStep():
                 taken = step.pick(names)
                 if taken is not None:
-                    option = step.options[taken]
-                    nodes.append(Import(option.name, *prompt(option.body, names)))
-            case Call():
+                    branch = step.branches[taken]
+                    nodes.append(Import(branch.name, *prompt_content(branch.body, names)))
+            case CallStep():
                 args, kwargs = step.arguments(names)
                 inner = step.program.bind(args, kwargs)
-                nodes.append(Import(step.name, *prompt(step.program.steps, inner)))
-            case Turn():
-                given, imports = prompt(step.body, names)
+                nodes.append(Import(step.name, *prompt_content(step.program.steps, inner)))
+            case TurnStep():
+                given, imports = prompt_content(step.body, names)
                 arguments += given
                 nodes += imports
-            case Say():
+            case TextStep():
                 pass
     return tuple(arguments), tuple(nodes)
 
 
-Namespace: TypeAlias = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FunctionSource:
-    """A parsed function. Line numbers in `tree` are those of the file."""
+    """A function's syntax tree; its line numbers are those of the file."""
 
     file: str
     first: int
@@ -175,13 +217,13 @@ class FunctionSource:
         return written.lstrip("rRfFuU").startswith(('"""', "'''"))
 
     def code(self, node: ast.expr) -> CodeType:
-        """`node` as a program of its own, whose tracebacks show the line in the file."""
+        """`node` compiled; tracebacks show its line in the file."""
         whole = ast.fix_missing_locations(ast.copy_location(ast.Expression(node), node))
         return compile(whole, self.file, "eval")
 
 
 def read_function(function: Callable[..., Any]) -> FunctionSource:
-    """Finds and parses the source of `function`. Raises ProgramError."""
+    """Parses the source of `function`. Raises ProgramError."""
     name = getattr(function, "__name__", repr(function))
     try:
         lines, first = inspect.getsourcelines(function)
@@ -205,7 +247,7 @@ def read_function(function: Callable[..., Any]) -> FunctionSource:
 
 
 def visible_names(function: Callable[..., Any]) -> Namespace:
-    """The global and the enclosing names that `function` sees now."""
+    """The global and enclosing names that `function` sees now."""
     names: Namespace = dict(function.__globals__)
     free = function.__code__.co_freevars
     for name, cell in zip(free, function.__closure__ or (), strict=True):

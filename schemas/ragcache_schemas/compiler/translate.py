@@ -1,13 +1,10 @@
-"""From the syntax tree of a function to steps (Prompt Cache, §3.2.4).
+"""Translates the syntax tree of a function to steps (Prompt Cache, §3.2.4).
 
-Text between triple quotes follows the white space rule of PML (`space`), every other string is
-taken as it is. Strings become text of the tree, never markup.
+`if` becomes a module; `if`/`else`, `match` and `a if c else b` a union. Branches are named from
+their source, so that names are the same on every run. Text between triple quotes follows the white
+space rule of PML (`text.tidy`), other strings are kept as written; both become text of the tree,
+never markup.
 """
-
-# MERGED ragcache_schemas.compiler.branches: Branches: `if` to a module, `if/else`, `match` and
-#   `a if c else b` to a union (§3.2.4).
-# MERGED ragcache_schemas.compiler.naming: Names for branches: made from the source, so that
-#   they are the same on every run.
 
 from __future__ import annotations
 
@@ -15,27 +12,28 @@ import ast
 import hashlib
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 from ragcache_schemas.compiler.steps import (
-    Ask,
-    BranchChoice,
-    Call,
+    Branch,
+    BranchStep,
+    CallStep,
     Namespace,
-    Option,
-    Say,
+    ParameterStep,
+    Program,
     Step,
-    Turn,
+    TextStep,
+    TurnStep,
+    turn,
     visible_names,
 )
 from ragcache_schemas.errors import ProgramError
 from ragcache_schemas.text import NOT_XML, PARAMETER, free_name, module_name, tidy
 from ragcache_schemas.tree import Role
 
-if TYPE_CHECKING:
-    from ragcache_schemas.compiler.program import PromptProgram
+_Fits: TypeAlias = Callable[[Any], bool]
 
-
+_LONGEST_NAME = 60
 _FORMS = "yield text, if, match, `with turn(...)` and calls of other prompt programs"
 _ADVICE: dict[type[ast.AST], tuple[str, str]] = {
     ast.For: ("a loop", "write its rounds out: a schema has a fixed number of modules"),
@@ -49,13 +47,13 @@ _ADVICE: dict[type[ast.AST], tuple[str, str]] = {
 }
 
 
-def translate(program: PromptProgram[Any]) -> tuple[Step, ...]:
+def translate(program: Program) -> tuple[Step, ...]:
     """The steps of `program`. Raises ProgramError."""
     translator = Translator(program)
     body = program.source.tree.body
     if ast.get_docstring(program.source.tree, clean=False) is not None:
         body = body[1:]
-    steps = translator.body(body, Names())
+    steps = translator.body(body, ScopeNames())
     if not steps:
         raise translator.error("it yields nothing", program.source.tree, "yield its text")
     return steps
@@ -64,7 +62,8 @@ def translate(program: PromptProgram[Any]) -> tuple[Step, ...]:
 class Translator:
     """Translates one function."""
 
-    def __init__(self, program: PromptProgram[Any]) -> None:
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.source = program.source
         self.limits = program.limits
         self.parameters = frozenset(program.signature.parameters)
@@ -75,7 +74,7 @@ class Translator:
         name = self.source.tree.name
         return ProgramError(f"in {name!r}: {problem}", self.source.at(node), name, expected)
 
-    def body(self, statements: Sequence[ast.stmt], names: Names) -> tuple[Step, ...]:
+    def body(self, statements: Sequence[ast.stmt], names: ScopeNames) -> tuple[Step, ...]:
         """The steps of a block; `names` are those of the module that it belongs to."""
         steps: list[Step] = []
         for statement in statements:
@@ -83,9 +82,9 @@ class Translator:
                 case ast.Expr(value=ast.Yield(value=ast.expr() as value)):
                     steps += self.content(value, names)
                 case ast.If():
-                    steps.append(conditional(self, statement, names))
+                    steps.append(self._if(statement, names))
                 case ast.Match():
-                    steps.append(matching(self, statement, names))
+                    steps.append(self._match(statement, names))
                 case ast.With(items=[ast.withitem(context_expr=ast.Call() as call)]):
                     steps.append(self._turn(call, statement, names))
                 case ast.Pass():
@@ -94,65 +93,67 @@ class Translator:
                     raise self._unsupported(statement)
         return tuple(steps)
 
-    def content(self, value: ast.expr, names: Names) -> list[Step]:
-        """The steps of what is yielded."""
+    def content(self, value: ast.expr, names: ScopeNames) -> list[Step]:
+        """The steps of a yielded value."""
         match value:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return [*self.content(left, names), *self.content(right, names)]
             case ast.JoinedStr(values=parts):
-                pieces = [step for part in parts for step in self._part(part, value, names)]
-                return self._laid_out(pieces, value)
+                parts_steps = [step for part in parts for step in self._part(part, value, names)]
+                return self._laid_out(parts_steps, value)
             case ast.Constant(value=str() as text):
-                return self._laid_out([self._say(text, value)], value)
+                return self._laid_out([self._text(text, value)], value)
             case ast.IfExp():
-                return [expression(self, value, names)]
+                return [self._conditional(value, names)]
             case ast.Call() if (program := self._program(value)) is not None:
                 return [self._call(program, value, value, names)]
         whole = ast.copy_location(ast.FormattedValue(value, -1, None), value)
         return [self._value(whole, value, names)]
 
-    def _part(self, part: ast.expr, whole: ast.JoinedStr, names: Names) -> list[Step]:
-        """A piece of an f-string."""
+    def _part(self, part: ast.expr, whole: ast.JoinedStr, names: ScopeNames) -> list[Step]:
+        """The steps of one part of an f-string."""
         if isinstance(part, ast.Constant):
-            return [self._say(str(part.value), whole)]
+            return [self._text(str(part.value), whole)]
         assert isinstance(part, ast.FormattedValue)
         if isinstance(part.value, ast.Call) and (program := self._program(part.value)) is not None:
             return [self._call(program, part.value, whole, names)]
         return [self._value(part, whole, names)]
 
-    def _say(self, text: str, place: ast.expr) -> Say:
+    def _text(self, text: str, place: ast.expr) -> TextStep:
         if bad := NOT_XML.search(text):
             problem = f"the character U+{ord(bad[0]):04X} cannot stand in PML"
-            raise self.error(problem, place, "leave it out; carried_text() does")
-        return Say(text, self.source.at(place))
+            raise self.error(problem, place, "leave it out; sanitize_text() does")
+        return TextStep(text, self.source.at(place))
 
     def _laid_out(self, steps: list[Step], literal: ast.expr) -> list[Step]:
-        """`steps` with the white space of a triple-quoted literal understood as PML's."""
+        """`steps`; PML's white space rule is applied where `literal` is triple-quoted."""
         if not self.source.is_triple_quoted(literal):
             return steps
         out: list[Step] = []
-        flow: list[Say | Ask] = []
+        flow: list[TextStep | ParameterStep] = []
         for step in (*steps, None):
-            if isinstance(step, Say | Ask):
+            if isinstance(step, TextStep | ParameterStep):
                 flow.append(step)
                 continue
-            written = (s.text if isinstance(s, Say) else PARAMETER for s in flow)
+            written = (s.text if isinstance(s, TextStep) else PARAMETER for s in flow)
             texts = iter(tidy("".join(written)).split(PARAMETER))
             place = self.source.at(literal)
-            out += [Say(next(texts), place)] if flow else []
-            for ask in (s for s in flow if isinstance(s, Ask)):
-                out += [ask, Say(next(texts), place)]
+            out += [TextStep(next(texts), place)] if flow else []
+            for ask in (s for s in flow if isinstance(s, ParameterStep)):
+                out += [ask, TextStep(next(texts), place)]
             flow.clear()
             out += [step] if step is not None else []
-        return [step for step in out if not isinstance(step, Say) or step.text]
+        return [step for step in out if not isinstance(step, TextStep) or step.text]
 
-    def _value(self, part: ast.FormattedValue, place: ast.expr, names: Names) -> Say | Ask:
-        """A value in a text: known now, or the argument of one parameter."""
+    def _value(
+        self, part: ast.FormattedValue, place: ast.expr, names: ScopeNames
+    ) -> TextStep | ParameterStep:
+        """A value in a text: a constant, or the argument of one parameter."""
         shown = ast.unparse(part.value)
         used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & self.parameters
         location = self.source.at(place)
         if not used:
-            return self._say(str(self.constant(part.value, place, part)), place)
+            return self._text(str(self.constant(part.value, place, part)), place)
         limited = sorted(used & self.limits.keys())
         if not limited:
             name = min(used)
@@ -163,15 +164,14 @@ class Translator:
             expected = "give each its own braces"
             raise self.error(f"{shown!r} is made of several parameters", place, expected)
         limit = self.limits[limited[0]]
-        joined = ast.copy_location(ast.JoinedStr([part]), place)
-        code = self.source.code(joined)
+        code = self.source.code(ast.copy_location(ast.JoinedStr([part]), place))
         name = names.parameter(limited[0])
-        return Ask(name, limit.length, limit.scaffold, lambda n: str(eval(code, n)), location)
+        return ParameterStep(name, limit, lambda n: str(eval(code, n)), location)
 
     def constant(
         self, value: ast.expr, place: ast.AST, part: ast.FormattedValue | None = None
     ) -> Any:
-        """`value`, which does not depend on arguments, as it is now; formatted like `part`."""
+        """Evaluates `value`, which uses no parameter; formatted as in `part`."""
         shown = ast.unparse(value)
         try:
             found = eval(self.source.code(value), dict(self.names))
@@ -185,25 +185,26 @@ class Translator:
             raise self.error(problem, place, "yield text, or a call of a prompt program")
         return found if part is None else formatted
 
-    def _program(self, call: ast.Call) -> PromptProgram[Any] | None:
-        """The prompt program that `call` calls, if it does."""
-        from ragcache_schemas.compiler.program import PromptProgram
-
+    def _program(self, call: ast.Call) -> Program | None:
+        """The prompt program that `call` calls, or None."""
         names = {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
         if names & self.parameters or not isinstance(call.func, ast.Name | ast.Attribute):
             return None
         found = self.constant(call.func, call)
-        return found if isinstance(found, PromptProgram) else None
+        return found if isinstance(found, type(self.program)) else None
 
     def _call(
-        self, program: PromptProgram[Any], call: ast.Call, place: ast.expr, names: Names
-    ) -> Call:
+        self, program: Program, call: ast.Call, place: ast.expr, names: ScopeNames
+    ) -> CallStep:
         """A call of another program: a nested module."""
         if program.compiling:
             problem = f"{program.name!r} calls itself"
             raise self.error(problem, place, "a schema is finite: write each level out")
         assert program.steps is not None  # compiled here, so that its errors come first
-        args = [self.source.code(_unstarred(arg)) for arg in call.args]
+        args = [
+            self.source.code(arg.value if isinstance(arg, ast.Starred) else arg)
+            for arg in call.args
+        ]
         spread = [isinstance(arg, ast.Starred) for arg in call.args]
         kwargs = [(keyword.arg, self.source.code(keyword.value)) for keyword in call.keywords]
         if not any(spread) and all(name for name, _ in kwargs):
@@ -222,17 +223,101 @@ class Translator:
                 named.update({name: eval(code, names)} if name else eval(code, names))
             return given, named
 
-        return Call(names.module(program.name), program, arguments, self.source.at(place))
+        return CallStep(names.module(program.name), program, arguments, self.source.at(place))
 
-    def _turn(self, call: ast.Call, statement: ast.With, names: Names) -> Turn:
-        from ragcache_schemas.compiler.program import turn
-
+    def _turn(self, call: ast.Call, statement: ast.With, names: ScopeNames) -> TurnStep:
         role = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
         if role not in get_args(Role) or self.constant(call.func, call) is not turn:
             expected = 'write `with turn("system"):`, "user" or "assistant"'
             raise self.error(f"with {ast.unparse(call)}", statement, expected)
         body = self.body(statement.body, names)
-        return Turn(cast("Role", role), body, self.source.at(statement))
+        return TurnStep(cast("Role", role), body, self.source.at(statement))
+
+    def _if(self, statement: ast.If, names: ScopeNames) -> BranchStep:
+        """`if`, with its `elif` and `else`."""
+        tests: list[ast.expr] = []
+        branches: list[Branch] = []
+        rest: list[ast.stmt] = [statement]
+        while len(rest) == 1 and isinstance(rest[0], ast.If):
+            inner = rest[0]
+            tests.append(inner.test)
+            name = names.module(condition_name(inner.test))
+            branches.append(self._branch(name, inner.body, inner))
+            rest = inner.orelse
+        if any(not isinstance(one, ast.Pass) for one in rest):
+            wanted = else_name(tests[0]) if len(tests) == 1 else "else-" + condition_name(tests[0])
+            branches.append(self._branch(names.module(wanted), rest, rest[0]))
+        return self._branch_step(statement, tests, branches)
+
+    def _conditional(self, value: ast.IfExp, names: ScopeNames) -> BranchStep:
+        """`a if c else b`."""
+        where = self.source.at(value)
+        branches: list[Branch] = []
+        for name_of, side in ((condition_name, value.body), (else_name, value.orelse)):
+            name = names.module(name_of(value.test))
+            branches.append(Branch(name, tuple(self.content(side, ScopeNames())), where))
+        return self._branch_step(value, [value.test], branches)
+
+    def _branch(self, name: str, body: list[ast.stmt], place: ast.AST) -> Branch:
+        return Branch(name, self.body(body, ScopeNames()), self.source.at(place))
+
+    def _branch_step(
+        self, place: ast.AST, tests: list[ast.expr], branches: list[Branch]
+    ) -> BranchStep:
+        codes = [self.source.code(test) for test in tests]
+
+        def pick(names: Namespace) -> int | None:
+            for number, code in enumerate(codes):
+                if eval(code, names):
+                    return number
+            return len(codes) if len(branches) > len(codes) else None
+
+        return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(place))
+
+    def _match(self, statement: ast.Match, names: ScopeNames) -> BranchStep:
+        """`match`: patterns are literals, dotted constants, alternatives of these, and `_`."""
+        subject = condition_name(statement.subject)
+        value = self.source.code(statement.subject)
+        cases: list[tuple[_Fits, CodeType | None]] = []
+        branches: list[Branch] = []
+        for case in statement.cases:
+            guard = None if case.guard is None else self.source.code(case.guard)
+            cases.append((self._pattern(case.pattern), guard))
+            if isinstance(case.pattern, ast.MatchAs) and case.guard is None:
+                wanted = ["else-" + subject]
+            else:
+                name = "_" if isinstance(case.pattern, ast.MatchAs) else pattern_name(case.pattern)
+                name += f"-if-{condition_name(case.guard)}" if case.guard else ""
+                wanted = [name, f"{subject}-{name}"]
+            branches.append(self._branch(names.module(*wanted), case.body, case.pattern))
+
+        def pick(names: Namespace) -> int | None:
+            found = eval(value, names)
+            for number, (fits, guard) in enumerate(cases):
+                if fits(found) and (guard is None or eval(guard, names)):
+                    return number
+            return None
+
+        return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(statement))
+
+    def _pattern(self, pattern: ast.pattern) -> _Fits:
+        """Whether a value matches `pattern`, as a function."""
+        match pattern:
+            case ast.MatchValue(value=value):
+                expected = self.constant(value, pattern)
+                return lambda found: bool(found == expected)
+            case ast.MatchSingleton(value=single):
+                return lambda found: found is single
+            case ast.MatchOr(patterns=patterns):
+                either = [self._pattern(one) for one in patterns]
+                return lambda found: any(fits(found) for fits in either)
+            case ast.MatchAs(pattern=None, name=None):
+                return lambda _: True
+        raise self.error(
+            f"the pattern {ast.unparse(pattern)!r} cannot become PML",
+            pattern,
+            "match literals, dotted constants, alternatives of these with |, or _",
+        )
 
     def _unsupported(self, statement: ast.stmt) -> ProgramError:
         match statement:
@@ -254,113 +339,8 @@ def _joined(part: ast.FormattedValue) -> ast.JoinedStr:
     return ast.copy_location(ast.JoinedStr([part]), part)
 
 
-def _unstarred(argument: ast.expr) -> ast.expr:
-    return argument.value if isinstance(argument, ast.Starred) else argument
-
-
-_Fits: TypeAlias = Callable[[Any], bool]
-
-
-def conditional(translator: Translator, statement: ast.If, names: Names) -> BranchChoice:
-    """`if`, with its `elif` and `else`."""
-    tests: list[ast.expr] = []
-    options: list[Option] = []
-    rest: list[ast.stmt] = [statement]
-    while len(rest) == 1 and isinstance(rest[0], ast.If):
-        branch = rest[0]
-        tests.append(branch.test)
-        name = names.module(condition_name(branch.test))
-        options.append(_option(translator, name, branch.body, branch))
-        rest = branch.orelse
-    if any(not isinstance(one, ast.Pass) for one in rest):
-        wanted = else_name(tests[0]) if len(tests) == 1 else "else-" + condition_name(tests[0])
-        options.append(_option(translator, names.module(wanted), rest, rest[0]))
-    return _chosen(translator, statement, tests, options)
-
-
-def expression(translator: Translator, value: ast.IfExp, names: Names) -> BranchChoice:
-    """`a if c else b`."""
-    where = translator.source.at(value)
-    options: list[Option] = []
-    branches = ((condition_name, value.body), (else_name, value.orelse))
-    for name_of, branch in branches:
-        name = names.module(name_of(value.test))
-        options.append(Option(name, tuple(translator.content(branch, Names())), where))
-    return _chosen(translator, value, [value.test], options)
-
-
-def _option(translator: Translator, name: str, body: list[ast.stmt], place: ast.AST) -> Option:
-    return Option(name, translator.body(body, Names()), translator.source.at(place))
-
-
-def _chosen(
-    translator: Translator, place: ast.AST, tests: list[ast.expr], options: list[Option]
-) -> BranchChoice:
-    codes = [translator.source.code(test) for test in tests]
-
-    def pick(names: Namespace) -> int | None:
-        for number, code in enumerate(codes):
-            if eval(code, names):
-                return number
-        return len(codes) if len(options) > len(codes) else None
-
-    return BranchChoice(tuple(options), len(options) > 1, pick, translator.source.at(place))
-
-
-def matching(translator: Translator, statement: ast.Match, names: Names) -> BranchChoice:
-    """`match`: patterns are literals, dotted constants, alternatives of these, and `_`."""
-    subject = condition_name(statement.subject)
-    value = translator.source.code(statement.subject)
-    cases: list[tuple[_Fits, CodeType | None]] = []
-    options: list[Option] = []
-    for case in statement.cases:
-        cases.append((_fits(translator, case.pattern), _guard(translator, case)))
-        if isinstance(case.pattern, ast.MatchAs) and case.guard is None:
-            wanted = ["else-" + subject]
-        else:
-            name = "_" if isinstance(case.pattern, ast.MatchAs) else pattern_name(case.pattern)
-            name += f"-if-{condition_name(case.guard)}" if case.guard else ""
-            wanted = [name, f"{subject}-{name}"]
-        options.append(_option(translator, names.module(*wanted), case.body, case.pattern))
-
-    def pick(names: Namespace) -> int | None:
-        found = eval(value, names)
-        for number, (fits, guard) in enumerate(cases):
-            if fits(found) and (guard is None or eval(guard, names)):
-                return number
-        return None
-
-    return BranchChoice(tuple(options), len(options) > 1, pick, translator.source.at(statement))
-
-
-def _guard(translator: Translator, case: ast.match_case) -> CodeType | None:
-    return None if case.guard is None else translator.source.code(case.guard)
-
-
-def _fits(translator: Translator, pattern: ast.pattern) -> _Fits:
-    match pattern:
-        case ast.MatchValue(value=value):
-            expected = translator.constant(value, pattern)
-            return lambda found: bool(found == expected)
-        case ast.MatchSingleton(value=single):
-            return lambda found: found is single
-        case ast.MatchOr(patterns=patterns):
-            either = [_fits(translator, one) for one in patterns]
-            return lambda found: any(fits(found) for fits in either)
-        case ast.MatchAs(pattern=None, name=None):
-            return lambda _: True
-    raise translator.error(
-        f"the pattern {ast.unparse(pattern)!r} cannot become PML",
-        pattern,
-        "match literals, dotted constants, alternatives of these with |, or _",
-    )
-
-
-_LONGEST = 60
-
-
-class Names:
-    """The names that one scope has given: modules and parameters apart."""
+class ScopeNames:
+    """The names given so far in one scope: of modules, and of parameters."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -381,7 +361,7 @@ def condition_name(test: ast.expr) -> str:
 
 
 def else_name(test: ast.expr) -> str:
-    """The name of what happens where `test` does not hold."""
+    """The name of the branch taken where `test` is false."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return condition_name(test.operand)
     return "not-" + condition_name(test)
@@ -406,6 +386,6 @@ def _spelled(pattern: ast.pattern) -> str:
 
 def _short(text: str) -> str:
     name = module_name(text)
-    if len(name) <= _LONGEST:
+    if len(name) <= _LONGEST_NAME:
         return name
-    return f"{name[:_LONGEST].rstrip('-.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{name[:_LONGEST_NAME].rstrip('-.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

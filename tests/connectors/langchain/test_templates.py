@@ -35,7 +35,7 @@ def said(made: TemplateSchema, **values: Any) -> str:
     schema = parse_schema(write_schema(made.schema))
     prompt = parse_prompt(write_prompt(made.prompt(**values)))
     assert schema == made.schema
-    plan = resolve_prompt(SchemaIndex.of(schema, len), prompt)
+    plan = resolve_prompt(SchemaIndex.build(schema, len), prompt)
     return "".join(piece.text for piece in plan.pieces)
 
 

@@ -24,8 +24,13 @@ from ragcache.engine import LLMEngine, Request, RequestOutput, SamplingParams
 from ragcache.errors import InvalidRequest, MissingExtra, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.pipeline import Generation
-from ragcache.structured import Grammar, constraint_of
-from ragcache.structured.grammar import Compiler, compiler_of, logits_width, token_bytes
+from ragcache.structured import Grammar, compile_constraint
+from ragcache.structured.grammar import (
+    ModelGrammarCompiler,
+    grammar_compiler,
+    logits_width,
+    token_bytes,
+)
 from tests.conftest import VOCABULARY, random_tokens
 from tests.ragcache.engine.engines import (
     Answer,
@@ -37,7 +42,7 @@ from tests.ragcache.engine.engines import (
     settings_of,
     submit,
 )
-from tests.ragcache.structured.tiny import SPECIAL, TEXTS, tiny, tokenizer
+from tests.ragcache.structured.byte_level_model import SPECIAL, TEXTS, tiny, tokenizer
 
 
 def test_equal_texts_are_equal_grammars() -> None:
@@ -97,21 +102,21 @@ def test_another_response_format_is_refused(wanted: object) -> None:
 )
 def test_a_grammar_that_cannot_be_compiled_is_refused(grammar: Grammar, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        constraint_of(grammar, tiny())
+        compile_constraint(grammar, tiny())
     assert ".cc:" not in str(caught.value)
 
 
 def test_without_the_extra_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[structured\]'"):
-        Compiler(tiny())
+        ModelGrammarCompiler(tiny())
 
 
 def test_a_model_has_one_compiler_as_long_as_it_lives() -> None:
     model = LoadedModel("other", tiny().causal, tokenizer())
-    made = weakref.ref(compiler_of(model))
-    assert compiler_of(model) is made()
-    assert compiler_of(tiny()) is not made()
+    made = weakref.ref(grammar_compiler(model))
+    assert grammar_compiler(model) is made()
+    assert grammar_compiler(tiny()) is not made()
     del model
     gc.collect()
     assert made() is None
@@ -120,7 +125,7 @@ def test_a_model_has_one_compiler_as_long_as_it_lives() -> None:
 def test_threads_compile_beside_each_other() -> None:
     grammars = [Grammar.regex(f"[a-c]{{{n}}}") for n in range(1, 9)] * 4
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda grammar: constraint_of(grammar, tiny()), grammars))
+        made = list(pool.map(lambda grammar: compile_constraint(grammar, tiny()), grammars))
     for grammar, make in zip(grammars, made, strict=True):
         constraint, a = make(), tokenizer().convert_tokens_to_ids("a")
         for _ in range(int(grammar.text[6:-1])):
@@ -151,7 +156,7 @@ def test_the_embedded_reader(reader: LoadedModel) -> None:
     text = "Naïve – 12 € ☕\n{}"
     assert b"".join(table[token] for token in reader.encode(text)) == text.encode()
     assert [table[token] for token in reader.stop_ids] == [b""]
-    assert constraint_of(Grammar.json_object(), reader)().mask() is not None
+    assert compile_constraint(Grammar.json_object(), reader)().mask() is not None
 
 
 def test_tokens_of_a_byte_fallback_tokenizer() -> None:
@@ -283,7 +288,7 @@ def test_an_answer_that_is_cut_is_the_beginning_of_one() -> None:
 
 def test_a_model_without_stop_tokens_ends_where_the_grammar_does() -> None:
     grammar = Grammar.regex("[ab]{4}")
-    make = constraint_of(grammar, tiny())
+    make = compile_constraint(grammar, tiny())
     request = Request(plain([1, 2]), 20, constraint=make)
     [completion] = run(core_of(tiny().causal), request)
     assert re.fullmatch("[ab]{4}", tokenizer().decode(completion.token_ids))
@@ -291,10 +296,10 @@ def test_a_model_without_stop_tokens_ends_where_the_grammar_does() -> None:
 
 
 def test_rows_beyond_the_tokenizer_are_never_chosen() -> None:
-    mask = constraint_of(Grammar.regex("(.|\n)*"), tiny())().mask()
+    mask = compile_constraint(Grammar.regex("(.|\n)*"), tiny())().mask()
     assert mask is not None
     assert len(mask) == VOCABULARY // 32
-    constraint = constraint_of(Grammar.regex("(.|\n)*"), tiny())()
+    constraint = compile_constraint(Grammar.regex("(.|\n)*"), tiny())()
     with pytest.raises(ValueError, match="does not allow token 319"):
         constraint.accept(VOCABULARY - 1)
 

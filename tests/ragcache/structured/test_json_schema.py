@@ -9,15 +9,15 @@ import pytest
 
 from ragcache.errors import InvalidRequest
 from ragcache.structured import Grammar
-from ragcache.structured.grammar import compiler_of
-from ragcache.structured.json_schema import DEEPEST, check_schema
-from tests.ragcache.structured.tiny import tiny
+from ragcache.structured.grammar import grammar_compiler
+from ragcache.structured.json_schema import DEEPEST, check_json_schema
+from tests.ragcache.structured.byte_level_model import tiny
 
 
 def allows(schema: dict[str, Any], text: str) -> bool:
     from xgrammar import GrammarMatcher
 
-    matcher = GrammarMatcher(compiler_of(tiny()).compile(Grammar.json_schema(schema)))
+    matcher = GrammarMatcher(grammar_compiler(tiny()).compile(Grammar.json_schema(schema)))
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
 
@@ -50,16 +50,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("schema", "reason"), REFUSED)
 def test_what_decoding_cannot_hold_to_is_refused(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        check_schema(schema)
+        check_json_schema(schema)
 
 
 def test_a_schema_nests_so_deep_and_no_deeper() -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(DEEPEST):
         schema = {"type": "array", "items": schema}
-    check_schema(schema)
+    check_json_schema(schema)
     with pytest.raises(InvalidRequest, match="deeper"):
-        check_schema({"type": "array", "items": schema})
+        check_json_schema({"type": "array", "items": schema})
 
 
 @pytest.mark.parametrize("text", ['"\x01b"', '"a\nb"', '"a""', '"\\x"', '"a\\"'])
@@ -78,7 +78,7 @@ def test_a_character_may_be_escaped() -> None:
 
 
 def test_properties_may_have_the_names_of_keywords() -> None:
-    check_schema({"type": "object", "properties": {"not": {"type": "string"}, "if": True}})
+    check_json_schema({"type": "object", "properties": {"not": {"type": "string"}, "if": True}})
 
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}

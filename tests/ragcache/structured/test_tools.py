@@ -20,9 +20,9 @@ from ragcache.structured import (
     tool_call_grammar,
     tool_style,
 )
-from ragcache.structured.grammar import compiler_of
+from ragcache.structured.grammar import grammar_compiler
 from tests.ragcache.engine.engines import core_of, plain, run, settings_of
-from tests.ragcache.structured.tiny import tiny
+from tests.ragcache.structured.byte_level_model import tiny
 
 ADD = {
     "type": "object",
@@ -51,7 +51,7 @@ styles = pytest.mark.parametrize("style", list(ToolStyle))
 def allows(grammar: Grammar, text: str) -> bool:
     from xgrammar import GrammarMatcher
 
-    matcher = GrammarMatcher(compiler_of(tiny()).compile(grammar))
+    matcher = GrammarMatcher(grammar_compiler(tiny()).compile(grammar))
     return matcher.accept_string(text) and matcher.is_completed()
 
 

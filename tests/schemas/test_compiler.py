@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from compiler_programs import Season, chat, trip, weather
-from pml_trees import count_words
 
 from ragcache_schemas import (
     Chat,
@@ -33,11 +31,13 @@ from ragcache_schemas import (
     write_prompt,
     write_schema,
 )
+from tests.schemas.compiler_programs import Season, chat, trip, weather
+from tests.schemas.pml_trees import count_words
 
 
 def said(prompt: Prompt, schema: Schema) -> str:
     """The text that a prompt comes to."""
-    plan = resolve_prompt(SchemaIndex.of(schema, count_words), prompt)
+    plan = resolve_prompt(SchemaIndex.build(schema, count_words), prompt)
     return "".join(piece.text for piece in plan.pieces)
 
 
@@ -271,7 +271,7 @@ def failing(body: str, tmp_path: Path) -> ProgramError:
         ("yield from inner(n)", 5, "`yield from", "yield a text"),
         ("yield outer(n, x, y)", 11, "'outer' calls itself", "write each level out"),
         ("yield inner(n, n)", 11, "too many positional arguments", "its signature is (a)"),
-        ("yield '\\0'", 11, "U+0000", "carried_text"),
+        ("yield '\\0'", 11, "U+0000", "sanitize_text"),
         ("pass", 1, "yields nothing", "yield its text"),
         ("with open('x') as f: yield 'x'", 5, "with open", 'with turn("system")'),
         ("with turn('system'), turn('user'): yield 'x'", 5, "With", "use yield text"),
