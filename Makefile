@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# The tests start many processes, which need not compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all check house format bench-ttft eval clean
 
@@ -10,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/ragcache demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # With what `make test` runs a little of: kills, state machines, loads, requests by schema.
 test-all: $(INSTALLED)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -26,7 +31,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from ragcache.models import CausalLM, LoadedModel, load_model, wrap_causal
+from ragcache.models import CausalLM, LoadedModel, load_model, loader, wrap_causal
+from ragcache.models.loader import READER
 
 # Models this small gain nothing from threads, which lose much time waiting on a busy machine.
 torch.set_num_threads(1)
@@ -136,6 +142,38 @@ def notes(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reader() -> LoadedModel:
+def float_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded reader's folder with float32 weights: processors without AVX-512 multiply
+    bfloat16 at a fraction of the speed."""
+    folder = tmp_path_factory.mktemp("model") / "reader"
+    shutil.copytree(READER, folder)
+    weights = load_file(READER / "model.safetensors")
+    floats = {name: weight.float() for name, weight in weights.items()}
+    save_file(floats, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _default_model(float_reader: Path) -> Iterator[None]:
+    """What is opened without a model reads with float32 too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "READER", float_reader)
+        yield
+
+
+@pytest.fixture(scope="session")
+def reader(_default_model: None) -> LoadedModel:
     """The embedded reader, loaded once. Tests may not depend on what it answers."""
     return load_model()
+
+
+def pytest_collection_finish() -> None:
+    """What collecting made stays; no later collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()

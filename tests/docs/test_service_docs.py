@@ -13,7 +13,7 @@ from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.cli.main import app
 from ragcache_api.http import ServiceSettings
-from tests.api.http.conftest import start_server
+from tests.api.http.server_process import start_server
 from tests.conftest import REPOSITORY, write_notes
 
 PAGES = ("rest.md", "operating.md")

@@ -107,18 +107,18 @@ def test_a_batch_answers_as_one_by_one(rag: RagCache) -> None:
 
 
 def test_a_second_process_encodes_nothing_and_answers_the_same(
-    rag: RagCache, tmp_path: Path
+    rag: RagCache, tmp_path: Path, float_reader: Path
 ) -> None:
     here = rag.ask(QUESTION, collection="notes")
     rag.close()
     program = (
         "import json, sys\n"
         "from ragcache import RagCache\n"
-        "with RagCache.open(sys.argv[1], max_new_tokens=8) as rag:\n"
-        "    answer = rag.ask(sys.argv[2], collection='notes')\n"
+        "with RagCache.open(*sys.argv[1:3], max_new_tokens=8) as rag:\n"
+        "    answer = rag.ask(sys.argv[3], collection='notes')\n"
         "    print(json.dumps([answer.text, rag.stats().encoded, answer.reuse.cached_tokens]))\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "state"), QUESTION]
+    command = [sys.executable, "-c", program, str(tmp_path / "state"), str(float_reader), QUESTION]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert json.loads(out) == [here.text, 0, here.reuse.cached_tokens]
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +12,10 @@ from starlette.testclient import TestClient
 from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
+from tests.api.http.server_process import Started, start_server
 from tests.conftest import write_notes
 
 LEAVE = "How many days of leave does everybody have?"
-_LISTENING = re.compile(r"running on http://([\d.]+):(\d+)")
 
 
 @pytest.fixture(scope="module")
@@ -47,49 +40,7 @@ def client_of(rag: RagCache, **settings: Any) -> TestClient:
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
-@dataclass
-class Started:
-    """A server process. log: what it wrote."""
-
-    process: subprocess.Popen[str]
-    url: str
-    log: list[str] = field(default_factory=list)
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
-    def stop(self, seconds: float = 60) -> int:
-        """Ends it as an operator would; returns its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(seconds)
-
-
 Start = Callable[..., Started]
-
-
-def start_server(state: Path, *options: str, **environment: str) -> Started:
-    """`ragcache serve` on a free port of loopback."""
-    command = [sys.executable, "-m", "ragcache_api.cli.main", "serve"]
-    process = subprocess.Popen(
-        [*command, "--state", str(state), "--port", "0", *options],
-        stderr=subprocess.PIPE, text=True, cwd=state.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
-    started = Started(process, "")
-    assert process.stderr is not None
-    for line in process.stderr:
-        started.log.append(line)
-        if found := _LISTENING.search(line):
-            started.url = f"http://{found[1]}:{found[2]}"
-            break
-    else:
-        process.wait(10)
-        raise AssertionError("".join(started.log))
-    rest = process.stderr
-    threading.Thread(target=lambda: started.log.extend(rest), daemon=True).start()
-    return started
 
 
 @pytest.fixture
@@ -103,9 +54,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for server in servers:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.wait()
+        server.process.kill()
+        server.process.join()
 
 
 @pytest.fixture(scope="module")

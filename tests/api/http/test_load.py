@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.http.conftest import LEAVE, Start, Started
+from tests.api.http.conftest import LEAVE, Start
 from tests.api.http.events import events
+from tests.api.http.server_process import Started
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 # What fills as it is used is small here, so that it is full after seconds, and what grows after

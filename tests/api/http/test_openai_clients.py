@@ -8,7 +8,8 @@ import pytest
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, NotFoundError, OpenAI
 
-from tests.api.http.conftest import LEAVE, Started
+from tests.api.http.conftest import LEAVE
+from tests.api.http.server_process import Started
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 MODEL = "ragcache-reader"

@@ -14,8 +14,9 @@ from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings
 from ragcache_api.http.serving import KeyNeeded, check_reach, is_loopback
-from tests.api.http.conftest import LEAVE, Start, Started
+from tests.api.http.conftest import LEAVE, Start
 from tests.api.http.events import events
+from tests.api.http.server_process import Started
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
 LONG = {
@@ -82,10 +83,10 @@ def test_further_signals_do_not_keep_the_folder_from_being_closed(
     start: Start, state: Path
 ) -> None:
     server = start(state)
-    while server.process.poll() is None:
+    while server.process.is_alive():
         server.process.terminate()
         time.sleep(0.005)
-    assert server.process.returncode == 0, "".join(server.log)
+    assert server.process.exitcode == 0, "".join(server.log)
     with sqlite3.connect(state / "ledger.sqlite") as ledger:
         assert ledger.execute("select count(*) from sessions").fetchone() == (0,)
 

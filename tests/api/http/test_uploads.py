@@ -10,8 +10,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
-from tests.api.http.conftest import LEAVE, Started
+from tests.api.http.conftest import LEAVE
 from tests.api.http.events import events
+from tests.api.http.server_process import Started
 
 PATH = "/v1/collections/sent/documents"
 

@@ -17,7 +17,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
-from tests.api.http.conftest import Started, start_server
+from tests.api.http.server_process import Started, start_server
 from tests.conftest import write_notes
 
 SECONDS = 20

@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
-from tests.api.http.conftest import Started, start_server
+from tests.api.http.server_process import Started, start_server
 from tests.api.page.conftest import Page
 from tests.api.page.service import QUESTION, asked, get, module, tier
 from tests.conftest import write_notes

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ragcache import RagCache
 from ragcache.errors import ModelNotFound, UnsupportedModel
-from ragcache.models import ContiguousLM, LoadedModel, load_model, prompt_frame
+from ragcache.models import ContiguousLM, LoadedModel, load_model, loader, prompt_frame
 from ragcache.models.loader import INSTRUCTION, READER
 from tests.conftest import tiny_model
 
@@ -27,10 +27,12 @@ def save(folder: Path, reader: LoadedModel, family: str = "llama", **changes: An
     return folder
 
 
-def test_the_embedded_reader_is_the_default(reader: LoadedModel) -> None:
-    assert reader.name == "ragcache-reader"
-    assert reader.causal.dtype == torch.bfloat16, "the checkpoint's own"
-    assert load_model(READER).causal.fingerprint == reader.causal.fingerprint
+def test_the_embedded_reader_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "READER", READER)
+    embedded = load_model()
+    assert embedded.name == "ragcache-reader"
+    assert embedded.causal.dtype == torch.bfloat16, "the checkpoint's own"
+    assert load_model(READER).causal.fingerprint == embedded.causal.fingerprint
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

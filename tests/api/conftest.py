@@ -1,0 +1,9 @@
+"""What all tests of the programs share."""
+
+from __future__ import annotations
+
+from tests.api.http.server_process import end_forks
+
+
+def pytest_sessionfinish() -> None:
+    end_forks()

@@ -1,0 +1,88 @@
+"""Server processes: forked from one that has the libraries, whose import costs eight seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import runpy
+import sys
+import threading
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from ragcache.models import loader
+
+_LISTENING = re.compile(r"running on http://([\d.]+):(\d+)")
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([
+    "faiss", "fastapi", "langchain_core.documents", "sqlalchemy.orm", "torch", "typer.main",
+    "transformers.models.llama.modeling_llama", "uvicorn", "xgrammar",
+])  # fmt: skip
+
+
+@dataclass
+class Started:
+    """A server process. log: what it wrote."""
+
+    process: BaseProcess
+    url: str
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def stop(self, seconds: float = 60) -> int | None:
+        """Ends it as an operator would; returns its exit status, None where it has not ended."""
+        if self.process.is_alive():
+            self.process.terminate()
+        self.process.join(seconds)
+        return self.process.exitcode
+
+
+def start_server(state: Path, *options: str, **environment: str) -> Started:
+    """`ragcache serve` on a free port of loopback, with the default model of this process."""
+    receive, send = _FORKS.Pipe(duplex=False)
+    arguments = ["serve", "--state", str(state), "--port", "0", *options]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = _FORKS.Process(
+        target=_run, args=(arguments, variables, state.parent, loader.READER, send)
+    )
+    process.start()
+    send.close()
+    lines = os.fdopen(os.dup(receive.fileno()), encoding="utf-8")
+    receive.close()
+    started = Started(process, "")
+    for line in lines:
+        started.log.append(line)
+        if found := _LISTENING.search(line):
+            started.url = f"http://{found[1]}:{found[2]}"
+            break
+    else:
+        process.join(10)
+        raise AssertionError("".join(started.log))
+    threading.Thread(target=lambda: started.log.extend(lines), daemon=True).start()
+    return started
+
+
+def _run(
+    arguments: list[str], variables: dict[str, str], folder: Path, model: Path, log: Connection
+) -> None:
+    """`python -m ragcache_api.cli.main` in a new process."""
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    log.close()
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    loader.READER = model
+    sys.argv = ["ragcache", *arguments]
+    runpy.run_module("ragcache_api.cli.main", run_name="__main__", alter_sys=True)
+
+
+def end_forks() -> None:
+    """Ends the process that servers are forked from."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
