@@ -202,7 +202,7 @@ def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes
         **changes,
     )
     prompt = [token % 256 for token in random_tokens(5 + seed % 7, seed=seed)]
-    return generation.request(plain(prompt), tiny(), tokens, "local")
+    return generation.request_maker(tiny(), tokens, "local")(plain(prompt))
 
 
 def check_person(completion: RequestOutput) -> None:
@@ -229,7 +229,7 @@ def test_answers_that_join_leave_and_are_pre_empted_are_those_that_run_alone() -
     for seed in range(3):
         handles.append(submit(core, asked(seed, n=3)))
         free = Generation(SamplingParams(temperature=1.0), max_new_tokens=40)
-        submit(core, free.request(plain(random_tokens(30, seed=seed)), tiny(), 40, "local"))
+        submit(core, free.request_maker(tiny(), 40, "local")(plain(random_tokens(30, seed=seed))))
         leaves = submit(core, asked(90 + seed))
         for _ in range(12):
             core.step()
@@ -244,7 +244,7 @@ def test_answers_that_join_leave_and_are_pre_empted_are_those_that_run_alone() -
 
 def test_a_greedy_answer_is_the_first_of_its_grammar_that_the_model_likes() -> None:
     generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_new_tokens=30)
-    request = generation.request(plain([1, 2, 3]), tiny(), 30, "local")
+    request = generation.request_maker(tiny(), 30, "local")(plain([1, 2, 3]))
     [first], [second] = (run(core_of(tiny().causal), request)[0].choices for _ in range(2))
     assert first == second
     assert re.fullmatch("((ab|cd)+x?|(ab|cd)*[ac]|(ab|cd)+x)", first.text)
@@ -310,7 +310,8 @@ def test_threads_ask_one_engine(reader: Any) -> None:
     prompt = reader.encode("How many boats?")
     with LLMEngine(reader.causal) as engine:
         handles = [
-            engine.submit(generation.request(plain(prompt), reader, 30, None)) for _ in range(3)
+            engine.submit(generation.request_maker(reader, 30, None)(plain(prompt)))
+            for _ in range(3)
         ]
         answers = [json.loads(c.text) for h in handles for c in h.result(60).choices]
     assert len(answers) == 6

@@ -106,7 +106,7 @@ def test_a_random_model_calls_tools(style: ToolStyle, choice: str) -> None:
     generation = Generation(
         SamplingParams(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
     )
-    request = generation.request(plain([1, 2, 3]), tiny(), 150, "local")
+    request = generation.request_maker(tiny(), 150, "local")(plain([1, 2, 3]))
     [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 256)), request)
     for choice_ in completion.choices:
         text, [call] = parse_tool_calls(choice_.text, style)
