@@ -26,7 +26,7 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RagCacheConfig:
     """module_tokens: the most tokens of a module. host_bytes: the budget of the host tier.
     max_new_tokens: the most tokens of an answer, unless a request says otherwise. private_bytes:
     room for the states of questions and answers. queue: the most requests that wait.

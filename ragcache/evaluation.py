@@ -41,7 +41,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedAnswer:
     """A question with the answer that was given and its marks."""
 
     question: Question
@@ -53,7 +53,7 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EvaluationReport:
     """Means over all questions, as shares of one. computed_tokens: the mean number of tokens of a
     prompt that had to be computed."""
 
@@ -63,21 +63,21 @@ class Report:
     f1: float
     retrieved: float
     computed_tokens: float
-    marked: tuple[Marked, ...]
+    marked: tuple[MarkedAnswer, ...]
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Lower case, without punctuation and articles, single spaces (Rajpurkar et al., 2016)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(given: str, answers: Sequence[str]) -> bool:
-    return any(normalise(given) == normalise(answer) for answer in answers)
+    return any(normalize(given) == normalize(answer) for answer in answers)
 
 
 def f1(given: str, answers: Sequence[str]) -> float:
     """The best F1 of words over the answers that count as right."""
-    return max(_f1(normalise(given).split(), normalise(answer).split()) for answer in answers)
+    return max(_f1(normalize(given).split(), normalize(answer).split()) for answer in answers)
 
 
 def _f1(given: list[str], answer: list[str]) -> float:
@@ -128,7 +128,7 @@ def evaluate(
     through: Through = "ask",
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> EvaluationReport:
     """Asks all questions through the real retriever and marks the answers. Those of a chat have
     the mode `chat:MODE`.
 
@@ -136,7 +136,7 @@ def evaluate(
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
-    marked: list[Marked] = []
+    marked: list[MarkedAnswer] = []
     computed = 0
     for start in range(0, len(questions), batch):
         part = questions[start : start + batch]
@@ -149,7 +149,7 @@ def evaluate(
             computed += answer.reuse.computed_tokens
             found = any(source.document == question.document for source in answer.sources)
             marked.append(
-                Marked(
+                MarkedAnswer(
                     question,
                     answer.text,
                     exact_match(answer.text, question.answers),
@@ -161,7 +161,7 @@ def evaluate(
         if progress is not None:
             progress(len(marked), len(questions))
     count = len(marked)
-    return Report(
+    return EvaluationReport(
         f"chat:{mode}" if through == "chat" else mode,
         count,
         exact_match=sum(m.exact_match for m in marked) / count,
@@ -172,7 +172,7 @@ def evaluate(
     )
 
 
-def first_tokens_agree(one: Report, other: Report) -> float:
+def first_tokens_agree(one: EvaluationReport, other: EvaluationReport) -> float:
     """The share of the same questions whose answers begin with the same token in both."""
     pairs = zip(one.marked, other.marked, strict=True)
     return sum(a.first_token == b.first_token for a, b in pairs) / len(one.marked)

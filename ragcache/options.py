@@ -36,17 +36,17 @@ class SearchOptions(TypedDict, total=False):
     Attributes:
         collection: The collection to search. Required.
         k: The number of modules to retrieve; 4 by default.
-        search: `words` (BM25), `meaning` (cosine), or `hybrid` (default): both, fused by
+        search: `sparse` (BM25), `dense` (cosine), or `hybrid` (default): both, fused by
             reciprocal rank.
         filters: Conditions on the documents' metadata, such as `{"year": {"$gte": 2020}}`; see
             `ragcache.retrieval.filters`. None by default.
-        threshold: The lowest score of a hit, none by default: the cosine in [-1, 1] for `meaning`,
-            the BM25 score for `words`, the fused score for `hybrid`, whose maximum is 1/61 for each
-            ranking.
-        diversity: 0 to 1, weight of maximal marginal relevance (Carbonell and Goldstein 1998) over
-            the candidates; none by default. Similarity is the cosine of vectors, or without an
-            embedder the overlap of words.
-        candidates: The number of modules that each ranking passes to fusion and diversity; 50 by
+        threshold: The lowest score of a hit, none by default: the cosine in [-1, 1] for `dense`,
+            the BM25 score for `sparse`, the fused score for `hybrid`, whose maximum is 1/61 for
+            each ranking.
+        mmr: 0 to 1, the weight of diversity in maximal marginal relevance (Carbonell and Goldstein
+            1998) over the candidates; none by default. Similarity is the cosine of vectors, or
+            without an embedder the overlap of words.
+        candidates: The number of modules that each ranking passes to fusion and to `mmr`; 50 by
             default.
     """
 
@@ -55,7 +55,7 @@ class SearchOptions(TypedDict, total=False):
     search: SearchKind
     filters: Filters | None
     threshold: float | None
-    diversity: float | None
+    mmr: float | None
     candidates: int
 
 

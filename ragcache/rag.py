@@ -10,7 +10,7 @@ from typing import Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import DEFAULT_K, Settings, check_mode, check_options, parse_bytes
+from ragcache.config import DEFAULT_K, RagCacheConfig, check_mode, check_options, parse_bytes
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
@@ -117,7 +117,7 @@ class RagCache:
             >>> from ragcache import RagCache
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
         """
-        settings = Settings(
+        config = RagCacheConfig(
             module_tokens,
             parse_bytes(host_bytes),
             max_new_tokens,
@@ -131,8 +131,8 @@ class RagCache:
         loaded = model if isinstance(model, LoadedModel) else load_model(model)
         chosen = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
-        store = KVStore.open(folder, database, settings.host_bytes, **chosen)
-        shared = SharedServices.start(database, store, loaded, embedder, settings)
+        store = KVStore.open(folder, database, config.host_bytes, **chosen)
+        shared = SharedServices.start(database, store, loaded, embedder, config)
         return cls(shared.namespace())
 
     def __enter__(self) -> RagCache:
@@ -320,14 +320,14 @@ class RagCache:
         self, questions: Sequence[str], options: AskOptions
     ) -> list[PendingAnswer]:
         check_options(options, AskOptions, "ask")
-        criteria = SearchParams(
+        params = SearchParams(
             options.get("k", DEFAULT_K),
             filters=options.get("filters"),
             threshold=options.get("threshold"),
         )
         mode = check_mode(options.get("mode", "rooted"))
         prompts = self._internals.questions.prepare_prompts(
-            questions, options["collection"], criteria, mode
+            questions, options["collection"], params, mode
         )
         return self._internals.submitter.run(prompts, options.get("generation", GREEDY))
 
@@ -500,7 +500,7 @@ class RagCache:
         Args:
             query: The query.
             **options: `collection`, which is required, `k`, `search`, `filters`, `threshold`,
-                `diversity` and `candidates`; see `SearchOptions`.
+                `mmr` and `candidates`; see `SearchOptions`.
 
         Raises:
             UnknownCollection: There is no such collection.
@@ -509,7 +509,7 @@ class RagCache:
                 positive.
 
         Example:
-            >>> found = rag.retrieve("days of leave", collection="handbook", search="words")
+            >>> found = rag.retrieve("days of leave", collection="handbook", search="sparse")
             >>> found.hits[0].module.document
             'leave.md'
         """
@@ -611,7 +611,7 @@ def _search(options: SearchOptions) -> tuple[str, SearchParams]:
         options.get("search", "hybrid"),
         options.get("filters"),
         options.get("threshold"),
-        options.get("diversity"),
+        options.get("mmr"),
         options.get("candidates", CANDIDATES),
     )
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ragcache.config import Settings
+from ragcache.config import RagCacheConfig
 from ragcache.documents import SourceDocument, load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.documents.split import SPLIT_VERSION
@@ -85,7 +85,7 @@ class Ingestor:
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever
-    settings: Settings
+    config: RagCacheConfig
 
     def ingest(
         self,
@@ -163,17 +163,17 @@ class Ingestor:
     def _digest(self, document: SourceDocument) -> str:
         """Digest of text, metadata and everything that decides how the text is split."""
         metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
-        size = str(self.settings.module_tokens)
+        size = str(self.config.module_tokens)
         parts = (document.digest, document.uri, metadata, str(SPLIT_VERSION), size)
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
     def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
         model = self.encoder.model
-        return split_document(document, self.settings.module_tokens, model.encode_untrusted)
+        return split_document(document, self.config.module_tokens, model.encode_untrusted)
 
     def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
         window = self.encoder.model.causal.window
-        taken = len(self.encoder.preamble_ids) + self.settings.max_new_tokens
+        taken = len(self.encoder.preamble_ids) + self.config.max_new_tokens
         longest = max(map(len, modules), default=0)
         if longest + taken >= window:
             raise ConfigurationError(

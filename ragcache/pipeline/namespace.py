@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import NAMESPACE, Settings, check_namespace, salt_of
+from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.models import LoadedModel, ThreadSafeTokenizer, prompt_frame
 from ragcache.pipeline.answer import DeferredReleases
@@ -36,7 +36,7 @@ class SharedServices:
     store: KVStore
     deferred: DeferredReleases
     embedder: Embeddings | None
-    settings: Settings
+    config: RagCacheConfig
     template: ChatTemplate
     keys: Keys
     worker: IngestionWorker
@@ -47,12 +47,12 @@ class SharedServices:
     @classmethod
     def start(
         cls, database: Database, store: KVStore, model: LoadedModel,
-        embedder: Embeddings | None, settings: Settings,
+        embedder: Embeddings | None, config: RagCacheConfig,
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
         model = ThreadSafeTokenizer.of(model)
         engine = LLMEngine(
-            model.causal, EngineConfig(pool_bytes=settings.private_bytes, queue=settings.queue)
+            model.causal, EngineConfig(pool_bytes=config.private_bytes, queue=config.queue)
         )
         return cls(
             database,
@@ -61,10 +61,10 @@ class SharedServices:
             store,
             DeferredReleases(),
             embedder,
-            settings,
+            config,
             ChatTemplate(model),
             Keys(database),
-            IngestionWorker(settings.ingestion_bytes),
+            IngestionWorker(config.ingestion_bytes),
             RequestMonitor(),
         )
 
@@ -119,11 +119,11 @@ class Namespace:
         encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
         scopes = ScopeEncoder(model, shared.template, store, encode, salt)
         submitter = Submitter(
-            model, shared.engine, shared.deferred, shared.settings, name, shared.monitor
+            model, shared.engine, shared.deferred, shared.config, name, shared.monitor
         )
         tokens = ModuleTokens(catalogue, model)
-        ingestor = Ingestor(catalogue, store, encoder, retrievers.of(), shared.settings)
-        scaffolds = Scaffolds(ScaffoldRows(database, name), shared.settings.scaffold_after)
+        ingestor = Ingestor(catalogue, store, encoder, retrievers.of(), shared.config)
+        scaffolds = Scaffolds(ScaffoldRows(database, name), shared.config.scaffold_after)
         return cls(
             name,
             shared,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from ragcache.config import NAMESPACE, Settings
+from ragcache.config import NAMESPACE, RagCacheConfig
 from ragcache.engine import (
     Choice,
     Context,
@@ -132,7 +132,7 @@ class Submitter:
     model: LoadedModel
     engine: LLMEngine
     deferred: DeferredReleases
-    settings: Settings
+    config: RagCacheConfig
     namespace: str = NAMESPACE
     monitor: RequestMonitor = field(default_factory=RequestMonitor)
 
@@ -160,14 +160,14 @@ class Submitter:
 
     def check_sizes(self, own: int, documents: int) -> None:
         """Raises `PromptTooLong` where no answer could follow a prompt of these sizes."""
-        most = self.settings.max_new_tokens
+        most = self.config.max_new_tokens
         core, end = self.engine.core, own + documents
         core.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
 
     def _check(self, prompt: BuiltPrompt, generation: Generation) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
         core, computed = self.engine.core, len(prompt.own)
-        default = self.settings.max_new_tokens
+        default = self.config.max_new_tokens
         if generation.unbounded:
             default = core.room(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None

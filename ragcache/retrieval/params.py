@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.retrieval.filters import Filters, Test, compile_filters
 
-SearchKind = Literal["hybrid", "words", "meaning"]
+SearchKind = Literal["hybrid", "sparse", "dense"]
 
 CANDIDATES = 50
 """Modules that each ranking hands to fusion and diversity."""
@@ -19,12 +19,12 @@ CANDIDATES = 50
 class SearchParams:
     """At most `k` modules.
 
-    search: `words` (BM25), `meaning` (cosine of embeddings) or `hybrid`, which fuses both by
+    search: `sparse` (BM25), `dense` (cosine of embeddings) or `hybrid`, which fuses both by
     reciprocal rank, and is words alone where there is no embedder. filters: of the documents'
     metadata, applied before anything is counted (see `filters`). threshold: the least score of a
-    hit: the cosine in [-1, 1] for `meaning`, the BM25 score for `words`, the fused score for
-    `hybrid`, whose best is 1/61 for each ranking. diversity: how much unlikeness to the hits
-    before it counts against relevance, 0 to 1 (see `diversity`). candidates: modules that each
+    hit: the cosine in [-1, 1] for `dense`, the BM25 score for `sparse`, the fused score for
+    `hybrid`, whose best is 1/61 for each ranking. mmr: how much unlikeness to the hits
+    before it counts against relevance, 0 to 1 (see `mmr`). candidates: modules that each
     ranking hands to fusion and diversity, at least `k`. Raises `ConfigurationError` for `k`, else
     `InvalidRequest`.
     """
@@ -33,7 +33,7 @@ class SearchParams:
     search: SearchKind = "hybrid"
     filters: Filters | None = None
     threshold: float | None = None
-    diversity: float | None = None
+    mmr: float | None = None
     candidates: int = CANDIDATES
     wanted: Test | None = field(init=False, repr=False, compare=False)
 
@@ -45,8 +45,8 @@ class SearchParams:
             raise InvalidRequest(f"unknown search {self.search!r}; searches: {kinds}")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise InvalidRequest(f"threshold is {self.threshold}; give a finite score")
-        if self.diversity is not None and not 0 <= self.diversity <= 1:
-            raise InvalidRequest(f"diversity is {self.diversity}; it lies between 0 and 1")
+        if self.mmr is not None and not 0 <= self.mmr <= 1:
+            raise InvalidRequest(f"mmr is {self.mmr}; it lies between 0 and 1")
         if self.candidates < 1:
             raise InvalidRequest(f"candidates is {self.candidates}; at least one is needed")
         object.__setattr__(self, "wanted", compile_filters(self.filters))

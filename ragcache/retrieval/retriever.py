@@ -1,7 +1,7 @@
 """The retriever: modules for a question."""
 
 # MERGED ragcache.retrieval.retrievers: The retrievers of one catalogue: one for each embedder.
-# MERGED ragcache.retrieval.diversity: Maximal marginal relevance (Carbonell and Goldstein,
+# MERGED ragcache.retrieval.mmr: Maximal marginal relevance (Carbonell and Goldstein,
 #   SIGIR 1998).
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules for a query, best first; with `diversity`, in the order of being picked."""
+    """The modules for a query, best first; with `mmr`, in the order of being picked."""
 
     query: str
     hits: tuple[Hit, ...]
@@ -72,27 +72,27 @@ class Retriever:
         other.embedder = embedder
         return other
 
-    def retrieve(self, query: str, collection: str, criteria: SearchParams) -> Selection:
-        """The modules of a collection that meet the criteria. Raises `UnknownCollection`,
-        `InvalidRequest` for `meaning` without an embedder, or `ConfigurationError` for an embedder
+    def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
+        """The modules of a collection that meet the params. Raises `UnknownCollection`,
+        `InvalidRequest` for `dense` without an embedder, or `ConfigurationError` for an embedder
         whose vectors are of several lengths."""
         self._catalogue.stamp(collection)  # a collection that is unknown costs no embedding
-        embedder = self._embedder_for(criteria)
+        embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
-        return self._select(query, vector, collection, criteria)
+        return self._select(query, vector, collection, params)
 
-    async def aretrieve(self, query: str, collection: str, criteria: SearchParams) -> Selection:
+    async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """As `retrieve`: the embedder is awaited, and the search runs in a thread."""
         await asyncio.to_thread(self._catalogue.stamp, collection)
-        embedder = self._embedder_for(criteria)
+        embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
-        return await asyncio.to_thread(self._select, query, vector, collection, criteria)
+        return await asyncio.to_thread(self._select, query, vector, collection, params)
 
-    def near(self, vector: Sequence[float], collection: str, criteria: SearchParams) -> Selection:
+    def near(self, vector: Sequence[float], collection: str, params: SearchParams) -> Selection:
         """As `retrieve` by meaning, for a vector [D] of the embedder. Raises also
         `ConfigurationError` for a vector of another length."""
         self._check_embedder()
-        return self._select("", _vector(vector), collection, criteria)
+        return self._select("", _vector(vector), collection, params)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray | None:
         """Vectors of module texts, without the space around them, [N, D] float32; None without an
@@ -105,10 +105,10 @@ class Retriever:
             rows += self.embedder.embed_documents(stripped[start : start + _EMBED_BATCH])
         return np.asarray(rows, dtype=np.float32)
 
-    def _embedder_for(self, criteria: SearchParams) -> Embeddings | None:
-        if criteria.search == "words":
+    def _embedder_for(self, params: SearchParams) -> Embeddings | None:
+        if params.search == "sparse":
             return None
-        return self.embedder if criteria.search == "hybrid" else self._check_embedder()
+        return self.embedder if params.search == "hybrid" else self._check_embedder()
 
     def _check_embedder(self) -> Embeddings:
         if self.embedder is None:
@@ -119,17 +119,17 @@ class Retriever:
         return self.embedder
 
     def _select(
-        self, query: str, vector: np.ndarray | None, collection: str, criteria: SearchParams
+        self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams
     ) -> Selection:
         indexed = self._current(collection, None if vector is None else len(vector))
         if not indexed.modules:
             return Selection(query, ())
-        ranking = _rank(query, vector, indexed, criteria)
-        if criteria.threshold is not None:
-            ranking = [(n, score) for n, score in ranking if score >= criteria.threshold]
-        if criteria.diversity is not None:
-            ranking = _diversified(ranking[: criteria.depth], indexed, criteria)
-        hits = (Hit(indexed.modules[n], score) for n, score in ranking[: criteria.k])
+        ranking = _rank(query, vector, indexed, params)
+        if params.threshold is not None:
+            ranking = [(n, score) for n, score in ranking if score >= params.threshold]
+        if params.mmr is not None:
+            ranking = _reranked(ranking[: params.depth], indexed, params)
+        hits = (Hit(indexed.modules[n], score) for n, score in ranking[: params.k])
         return Selection(query, tuple(hits))
 
     def _current(self, collection: str, dimension: int | None) -> _Indexed:
@@ -195,18 +195,18 @@ def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) ->
 
 
 def _rank(
-    query: str, vector: np.ndarray | None, indexed: _Indexed, criteria: SearchParams
+    query: str, vector: np.ndarray | None, indexed: _Indexed, params: SearchParams
 ) -> Ranking:
     """All candidates. What the filters leave out is no candidate, so that they cost no hits."""
-    index, depth = indexed.index, criteria.depth
-    allowed = None if criteria.wanted is None else _allowed(indexed, criteria.wanted)
-    by_meaning = [] if vector is None else index.by_meaning(vector, depth, allowed)
-    if criteria.search == "meaning":
-        return by_meaning
-    by_words = index.by_words(query, depth, allowed)
-    if criteria.search == "words":
-        return by_words
-    return fuse([[number for number, _ in ranking] for ranking in (by_words, by_meaning)])
+    index, depth = indexed.index, params.depth
+    allowed = None if params.wanted is None else _allowed(indexed, params.wanted)
+    dense = [] if vector is None else index.search_dense(vector, depth, allowed)
+    if params.search == "dense":
+        return dense
+    sparse = index.search_sparse(query, depth, allowed)
+    if params.search == "sparse":
+        return sparse
+    return fuse([[number for number, _ in ranking] for ranking in (sparse, dense)])
 
 
 def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
@@ -215,20 +215,20 @@ def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
     return np.fromiter((wanted(row.attributes) for row in rows), dtype=bool, count=len(rows))
 
 
-def _diversified(ranking: Ranking, indexed: _Indexed, criteria: SearchParams) -> Ranking:
+def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Ranking:
     """Maximal marginal relevance. Relevance is the score, the cosine itself or else a share of the
     best one's; likeness is the cosine of vectors or, without, the overlap of words."""
-    if not ranking or criteria.diversity is None:
+    if not ranking or params.mmr is None:
         return ranking
     relevance = np.array([score for _, score in ranking])
-    if criteria.search != "meaning":
+    if params.search != "dense":
         relevance = relevance / relevance.max()
     vectors = indexed.index.vectors([number for number, _ in ranking])
     if vectors is not None:
         likeness = cosines(vectors)
     else:
         likeness = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
-    picked = most_diverse(relevance, likeness, criteria.k, criteria.diversity)
+    picked = select_by_mmr(relevance, likeness, params.k, params.mmr)
     return [ranking[position] for position in picked]
 
 
@@ -258,12 +258,10 @@ class Retrievers:
         return found if found.embedder is embedder else found.using(embedder)
 
 
-def most_diverse(
-    relevance: np.ndarray, likeness: np.ndarray, k: int, diversity: float
-) -> list[int]:
+def select_by_mmr(relevance: np.ndarray, likeness: np.ndarray, k: int, mmr: float) -> list[int]:
     """Picks `k` of N candidates: the most relevant, then one after the other that with the largest
 
-        (1 - diversity) * relevance - diversity * (largest likeness to what was picked)
+        (1 - mmr) * relevance - mmr * (largest likeness to what was picked)
 
     relevance: [N]; likeness: [N, N], both on the scale of a cosine. Of equals the first.
     """
@@ -272,7 +270,7 @@ def most_diverse(
     picked = [int(np.argmax(relevance))]
     nearest = likeness[picked[0]]
     while len(picked) < min(k, len(relevance)):
-        marginal = (1 - diversity) * relevance - diversity * nearest
+        marginal = (1 - mmr) * relevance - mmr * nearest
         marginal[picked] = -np.inf
         picked.append(int(np.argmax(marginal)))
         nearest = np.maximum(nearest, likeness[picked[-1]])

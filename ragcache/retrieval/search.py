@@ -45,7 +45,7 @@ class CollectionIndex:
         """D of the vectors; None without."""
         return None if self._dense is None else int(self._dense.d)
 
-    def by_words(self, query: str, limit: int, allowed: np.ndarray | None = None) -> Ranking:
+    def search_sparse(self, query: str, limit: int, allowed: np.ndarray | None = None) -> Ranking:
         """Modules that share a word with the query, with their BM25 scores.
 
         allowed: [N] bool, which of them may be named; None for all.
@@ -56,12 +56,12 @@ class CollectionIndex:
         best = np.argsort(-scores, kind="stable")[:limit]
         return [(int(self.ids[i]), float(scores[i])) for i in best if scores[i] > 0]
 
-    def by_meaning(
+    def search_dense(
         self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None
     ) -> Ranking:
         """Modules by cosine similarity to a query vector [D]; none where there are no vectors.
 
-        allowed: as in `by_words`.
+        allowed: as in `search_sparse`.
         """
         if self._dense is None:
             return []

@@ -1,4 +1,4 @@
-"""Settings: sizes as people write them, and values that cannot be used."""
+"""Configuration: sizes as people write them, and values that cannot be used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from ragcache.config import MODES, Settings, check_mode, linked_tokens, parse_bytes
+from ragcache.config import MODES, RagCacheConfig, check_mode, linked_tokens, parse_bytes
 from ragcache.errors import ConfigurationError
 
 
@@ -37,18 +37,18 @@ def test_other_sizes_are_refused_with_an_example(size: str) -> None:
     assert str(caught.value) == f"cannot read the size {size!r}; write it like 8GiB or 512MB"
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
+@pytest.mark.parametrize("name", [field.name for field in fields(RagCacheConfig)])
 def test_settings_are_positive(name: str) -> None:
-    assert getattr(Settings(**{name: 1}), name) == 1
+    assert getattr(RagCacheConfig(**{name: 1}), name) == 1
     for value in (0, -5):
         with pytest.raises(ConfigurationError, match=f"{name} is {value}; it must be positive"):
-            Settings(**{name: value})
+            RagCacheConfig(**{name: value})
 
 
 def test_the_defaults_are_those_that_the_documentation_names() -> None:
-    settings = Settings()
-    assert (settings.module_tokens, settings.max_new_tokens) == (384, 64)
-    assert settings.host_bytes == parse_bytes("2GiB")
+    config = RagCacheConfig()
+    assert (config.module_tokens, config.max_new_tokens) == (384, 64)
+    assert config.host_bytes == parse_bytes("2GiB")
 
 
 def test_every_mode_is_known() -> None:

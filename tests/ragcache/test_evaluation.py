@@ -18,7 +18,7 @@ from ragcache.evaluation import (
     f1,
     first_tokens_agree,
     load_questions,
-    normalise,
+    normalize,
 )
 from ragcache.models import LoadedModel
 
@@ -35,7 +35,7 @@ from ragcache.models import LoadedModel
     ],
 )
 def test_normalisation_drops_case_punctuation_and_articles(text: str, expected: str) -> None:
-    assert normalise(text) == expected
+    assert normalize(text) == expected
 
 
 def test_an_exact_match_is_equal_to_one_answer_after_normalisation() -> None:

@@ -352,10 +352,10 @@ def test_documents_are_listed_with_metadata_and_modules(library: RagCache) -> No
 
 def test_another_embedder_has_vectors_of_its_own(library: RagCache) -> None:
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        library.retrieve("key", collection="notes", search="meaning")
+        library.retrieve("key", collection="notes", search="dense")
     other = library.retriever(DeterministicFakeEmbedding(size=6))
     text = library.get_modules(["keys#1"], collection="notes")[0].text.strip()
-    [hit] = other.retrieve(text, "notes", SearchParams(1, "meaning")).hits
+    [hit] = other.retrieve(text, "notes", SearchParams(1, "dense")).hits
     assert (hit.module.name, hit.score) == ("keys#1", pytest.approx(1.0))
     assert library.retriever() is library.retriever(library.retriever().embedder)
 
@@ -462,7 +462,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("method", ["retrieve", "aretrieve"])
     def test_a_search_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
-        listed = "'mode'; options of retrieve: collection, k, search, filters, threshold, diversity"
+        listed = "'mode'; options of retrieve: collection, k, search, filters, threshold, mmr"
         with pytest.raises(ConfigurationError, match=listed):
             call(getattr(rag, method), QUESTION, collection="notes", mode="exact")
 
@@ -484,7 +484,7 @@ class TestOptions:
         found = rag.retrieve(QUESTION, collection="notes")
         assert found == rag.retrieve(
             QUESTION, collection="notes", k=4, search="hybrid", filters=None, threshold=None,
-            diversity=None, candidates=50,
+            mmr=None, candidates=50,
         )  # fmt: skip
         chat = rag.chat(QUESTION, mode="rooted", recognize=True, tools=None)
         assert rag.chat(QUESTION).text == chat.text

@@ -24,7 +24,7 @@ from ragcache_api.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from ragcache.evaluation import Report, Through
+    from ragcache.evaluation import EvaluationReport, Through
 
 
 def evaluate_command(
@@ -74,7 +74,7 @@ def evaluate_command(
             )
 
 
-def _show(reports: list[Report]) -> None:
+def _show(reports: list[EvaluationReport]) -> None:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     columns = ("mode", "questions", "exact match", "F1", "document retrieved", "computed", "agree")
     for column in columns:
@@ -91,7 +91,7 @@ def _show(reports: list[Report]) -> None:
     console.print(table)
 
 
-def _agreement(report: Report, reports: list[Report]) -> str:
+def _agreement(report: EvaluationReport, reports: list[EvaluationReport]) -> str:
     """How many answers begin as those of mode `exact` do, where it was asked for."""
     from ragcache.evaluation import first_tokens_agree
 

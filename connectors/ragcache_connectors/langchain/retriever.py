@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ragcache import RagCache
     from ragcache.retrieval import Retriever, SearchParams
 
-_ARGUMENTS = ("k", "search", "filters", "threshold", "diversity", "candidates")
+_ARGUMENTS = ("k", "search", "filters", "threshold", "mmr", "candidates")
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -31,7 +31,7 @@ class RagCacheRetriever(BaseRetriever):
     tier, tokens and score.
 
     rag: an open `RagCache`, or else state: its folder, opened at first use. embedding: another
-    embedder than that of the folder. k, search, filters, threshold, diversity (maximal marginal
+    embedder than that of the folder. k, search, filters, threshold, mmr (maximal marginal
     relevance, 0 to 1) and candidates: as in `RagCache.retrieve`; each may be given to `invoke`
     too. Raises `UnknownCollection` or `InvalidRequest` when it is asked.
     """
@@ -43,10 +43,10 @@ class RagCacheRetriever(BaseRetriever):
     state: str | Path | None = None
     embedding: Embeddings | None = Field(default=None, exclude=True)
     k: int = 4
-    search: Literal["hybrid", "words", "meaning"] = "hybrid"
+    search: Literal["hybrid", "sparse", "dense"] = "hybrid"
     filters: Mapping[str, Any] | None = None
     threshold: float | None = None
-    diversity: float | None = None
+    mmr: float | None = None
     candidates: int = 50
 
     def _get_relevant_documents(
@@ -56,9 +56,9 @@ class RagCacheRetriever(BaseRetriever):
         run_manager: Run,  # noqa: ARG002
         **arguments: Any,
     ) -> list[Document]:
-        criteria = self._criteria(arguments)
+        params = self._search_params(arguments)
         rag, retriever = self._parts()
-        return found_documents(rag, retriever.retrieve(query, self.collection, criteria).hits)
+        return found_documents(rag, retriever.retrieve(query, self.collection, params).hits)
 
     async def _aget_relevant_documents(
         self,
@@ -67,12 +67,12 @@ class RagCacheRetriever(BaseRetriever):
         run_manager: AsyncRun,  # noqa: ARG002
         **arguments: Any,
     ) -> list[Document]:
-        criteria = await asyncio.to_thread(self._criteria, arguments)
+        params = await asyncio.to_thread(self._search_params, arguments)
         rag, retriever = await asyncio.to_thread(self._parts)
-        selection = await retriever.aretrieve(query, self.collection, criteria)
+        selection = await retriever.aretrieve(query, self.collection, params)
         return await asyncio.to_thread(found_documents, rag, selection.hits)
 
-    def _criteria(self, arguments: Mapping[str, Any]) -> SearchParams:
+    def _search_params(self, arguments: Mapping[str, Any]) -> SearchParams:
         from ragcache.retrieval import SearchParams
 
         unknown = sorted(arguments.keys() - set(_ARGUMENTS))

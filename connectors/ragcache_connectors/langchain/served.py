@@ -36,7 +36,7 @@ class Served:
             "fingerprint": namespace.shared.model.causal.fingerprint,
             "state": namespace.shared.database.name,
             "namespace": namespace.name,
-            "max_new_tokens": namespace.shared.settings.max_new_tokens,
+            "max_new_tokens": namespace.shared.config.max_new_tokens,
         }
 
     @cached_property

@@ -114,18 +114,18 @@ class RagCacheVectorStore(VectorStore):
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
         """Documents with their cosines in [-1, 1], the best first; by words, BM25 scores."""
-        return self._found(query, self._criteria(k, **kwargs))
+        return self._found(query, self._search_params(k, **kwargs))
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any
     ) -> list[Document]:
-        return _bare(self._found(embedding, self._criteria(k, **kwargs)))
+        return _bare(self._found(embedding, self._search_params(k, **kwargs)))
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
         """lambda_mult: 1 is relevance alone, 0 is diversity alone."""
-        return _bare(self._found(query, self._criteria(k, fetch_k, lambda_mult, **kwargs)))
+        return _bare(self._found(query, self._search_params(k, fetch_k, lambda_mult, **kwargs)))
 
     def max_marginal_relevance_search_by_vector(
         self,
@@ -135,13 +135,13 @@ class RagCacheVectorStore(VectorStore):
         lambda_mult: float = 0.5,
         **kwargs: Any,
     ) -> list[Document]:
-        return _bare(self._found(embedding, self._criteria(k, fetch_k, lambda_mult, **kwargs)))
+        return _bare(self._found(embedding, self._search_params(k, fetch_k, lambda_mult, **kwargs)))
 
     async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
         return _bare(await self.asimilarity_search_with_score(query, k, **kwargs))
 
     async def asimilarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        return await self._afound(query, partial(self._criteria, k, **kwargs))
+        return await self._afound(query, partial(self._search_params, k, **kwargs))
 
     async def _asimilarity_search_with_relevance_scores(
         self, query: str, k: int = 4, **kwargs: Any
@@ -153,8 +153,8 @@ class RagCacheVectorStore(VectorStore):
     async def amax_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        criteria = partial(self._criteria, k, fetch_k, lambda_mult, **kwargs)
-        return _bare(await self._afound(query, criteria))
+        params = partial(self._search_params, k, fetch_k, lambda_mult, **kwargs)
+        return _bare(await self._afound(query, params))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         """The cosine; what points away from the query is as irrelevant as what has nothing to do
@@ -178,7 +178,7 @@ class RagCacheVectorStore(VectorStore):
         store.add_texts(texts, metadatas, ids=ids)
         return store
 
-    def _criteria(
+    def _search_params(
         self, k: int, fetch_k: int | None = None, lambda_mult: float | None = None, **kwargs: Any
     ) -> SearchParams:
         from ragcache.retrieval import SearchParams
@@ -188,25 +188,25 @@ class RagCacheVectorStore(VectorStore):
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
         return SearchParams(
             k,
-            "words" if self._searching().embedder is None else "meaning",
+            "sparse" if self._searching().embedder is None else "dense",
             filters,
-            diversity=None if lambda_mult is None else 1 - lambda_mult,
+            mmr=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,
         )
 
-    def _found(self, query: str | Sequence[float], criteria: SearchParams) -> Scored:
+    def _found(self, query: str | Sequence[float], params: SearchParams) -> Scored:
         searching = self._searching()
         try:
             if isinstance(query, str):
-                selection = searching.retrieve(query, self.collection, criteria)
+                selection = searching.retrieve(query, self.collection, params)
             else:
-                selection = searching.near(query, self.collection, criteria)
+                selection = searching.near(query, self.collection, params)
         except UnknownCollection:
             return []
         return self._documents(selection)
 
-    async def _afound(self, query: str, criteria: Callable[[], SearchParams]) -> Scored:
-        wanted, searching = await asyncio.to_thread(lambda: (criteria(), self._searching()))
+    async def _afound(self, query: str, params: Callable[[], SearchParams]) -> Scored:
+        wanted, searching = await asyncio.to_thread(lambda: (params(), self._searching()))
         try:
             selection = await searching.aretrieve(query, self.collection, wanted)
         except UnknownCollection:

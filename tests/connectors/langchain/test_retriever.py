@@ -78,7 +78,7 @@ def test_the_documents_own_source_stays(rag: RagCache) -> None:
 
 async def test_fields_and_arguments_of_a_call(notes: RagCache) -> None:
     retriever = RagCacheRetriever(
-        collection="notes", rag=notes, filters={"name": {"$ne": "boats"}}, search="words"
+        collection="notes", rag=notes, filters={"name": {"$ne": "boats"}}, search="sparse"
     )
     every = [await retriever.ainvoke("boat"), retriever.invoke("boat")]
     assert [{d.metadata["name"] for d in found} for found in every] == [{"leave", "quay"}] * 2
@@ -86,12 +86,12 @@ async def test_fields_and_arguments_of_a_call(notes: RagCache) -> None:
     named = retriever.invoke("boat", filters={"name": "boats"})
     assert [document.metadata["name"] for document in named] == ["boats"]
     assert retriever.invoke("boat", threshold=1e6) == []
-    assert len(retriever.invoke("boat", diversity=0.9)) == 2
+    assert len(retriever.invoke("boat", mmr=0.9)) == 2
 
 
 async def test_another_embedder_finds_by_its_meaning(notes: RagCache) -> None:
     retriever = RagCacheRetriever(
-        collection="notes", rag=notes, search="meaning", k=1,
+        collection="notes", rag=notes, search="dense", k=1,
         embedding=DeterministicFakeEmbedding(size=6),
     )  # fmt: skip
     for found in (retriever.invoke(TEXTS["leave"]), await retriever.ainvoke(TEXTS["leave"])):
@@ -111,7 +111,7 @@ async def test_an_embedder_of_asyncio_is_awaited(notes: RagCache) -> None:
 
     asked: list[str] = []
     retriever = RagCacheRetriever(
-        collection="notes", rag=notes, search="meaning", embedding=Awaited(size=6)
+        collection="notes", rag=notes, search="dense", embedding=Awaited(size=6)
     )
     assert len(await retriever.ainvoke("boat")) == 4
     assert asked == ["boat"]
@@ -127,7 +127,7 @@ async def test_what_cannot_be_searched_is_named(notes: RagCache) -> None:
     with pytest.raises(InvalidRequest, match="unknown argument 'top_k'; arguments: k, search"):
         known.invoke("boat", top_k=3)
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        known.invoke("boat", search="meaning")
+        known.invoke("boat", search="dense")
     with pytest.raises(ConfigurationError, match="k is 0"):
         known.invoke("boat", k=0)
 
@@ -139,7 +139,7 @@ def test_a_retriever_is_written_without_the_open_folder(notes: RagCache) -> None
 
 
 async def test_it_stands_in_chains_and_tools(notes: RagCache) -> None:
-    retriever = RagCacheRetriever(collection="notes", rag=notes, k=1, search="words")
+    retriever = RagCacheRetriever(collection="notes", rag=notes, k=1, search="sparse")
     chain = retriever | (lambda documents: documents[0].page_content)
     assert chain.batch(["red cupboard", "survey"]) == [TEXTS["keys"], TEXTS["boats"]]
     assert await chain.ainvoke("red cupboard") == TEXTS["keys"]

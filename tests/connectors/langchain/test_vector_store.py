@@ -220,7 +220,7 @@ async def test_from_texts_makes_a_store_of_a_folder(tmp_path: Path) -> None:
         close_shared()
 
 
-def test_without_an_embedder_a_search_is_by_words(
+def test_without_an_embedder_a_search_is_sparse(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:

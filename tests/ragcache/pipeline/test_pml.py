@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragcache.config import Settings
+from ragcache.config import RagCacheConfig
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.models import LoadedModel
@@ -79,7 +79,7 @@ def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
     store = KVStore.open(tmp_path, database, 2**26)
     with LLMEngine(model.causal, EngineConfig(pool_bytes=2**22)) as engine:
         scopes = ScopeEncoder(model, template, store, engine.encode)
-        submitter = Submitter(model, engine, DeferredReleases(), Settings(max_new_tokens=4))
+        submitter = Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_new_tokens=4))
         runner = PmlPipeline(SchemaTexts(database), scopes, template)
         runner.add(SCHEMA)
         yield Bench(runner, submitter, plain)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ragcache.config import Settings
+from ragcache.config import RagCacheConfig
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
 from ragcache.models import LoadedModel
@@ -149,7 +149,7 @@ class FakeStates:
 def submitter(model: LoadedModel) -> Iterator[Submitter]:
     settings = EngineConfig(pool_bytes=2**22, queue=2)
     with LLMEngine(model.causal, settings) as engine:
-        yield Submitter(model, engine, DeferredReleases(), Settings(max_new_tokens=4))
+        yield Submitter(model, engine, DeferredReleases(), RagCacheConfig(max_new_tokens=4))
 
 
 def reading(states: FakeStates | None, own: int = 2) -> BuiltPrompt:

@@ -13,15 +13,15 @@ from ragcache.retrieval import SearchParams
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"search": "fuzzy"}, "unknown search 'fuzzy'; searches: hybrid, words, meaning"),
+        ({"search": "fuzzy"}, "unknown search 'fuzzy'; searches: hybrid, sparse, dense"),
         ({"threshold": float("nan")}, "threshold is nan"),
-        ({"diversity": 1.5}, "between 0 and 1"),
-        ({"diversity": -0.1}, "between 0 and 1"),
+        ({"mmr": 1.5}, "between 0 and 1"),
+        ({"mmr": -0.1}, "between 0 and 1"),
         ({"candidates": 0}, "candidates is 0"),
         ({"filters": {"$xor": []}}, "unknown operator"),
     ],
 )
-def test_criteria_that_cannot_be_used_are_named(wrong: dict[str, Any], said: str) -> None:
+def test_params_that_cannot_be_used_are_named(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         SearchParams(3, **wrong)
 

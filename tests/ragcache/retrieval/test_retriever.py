@@ -1,7 +1,7 @@
 """The retriever: words, meaning, and what other processes change."""
 
 # MERGED tests.ragcache.retrieval.test_retrievers: Retrievers by embedder.
-# MERGED tests.ragcache.retrieval.test_diversity: Maximal marginal relevance.
+# MERGED tests.ragcache.retrieval.test_mmr: Maximal marginal relevance.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ragcache.retrieval import (
     SearchParams,
     Selection,
 )
-from ragcache.retrieval.retriever import cosines, most_diverse, overlaps
+from ragcache.retrieval.retriever import cosines, overlaps, select_by_mmr
 from ragcache.states import KVKey
 from ragcache.store import Catalogue, Database, NewDocument, NewModule, Vectors
 
@@ -202,19 +202,19 @@ def names(selection: Selection) -> list[str]:
 def test_words_alone_and_meaning_alone(database: Database) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
     fill(catalogue, embedder)
-    words = retriever.retrieve("cupboard vessel", "notes", SearchParams(3, "words"))
+    words = retriever.retrieve("cupboard vessel", "notes", SearchParams(3, "sparse"))
     assert names(words) == ["keys.md"]
-    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "meaning"))
+    meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "dense"))
     assert names(meaning) == ["boats.md"]
     assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
-    near = retriever.near(embedder.embed_query("vessel"), "notes", SearchParams(1, "meaning"))
+    near = retriever.near(embedder.embed_query("vessel"), "notes", SearchParams(1, "dense"))
     assert near.hits[0].module == meaning.hits[0].module
 
 
 def test_words_alone_embed_nothing(database: Database) -> None:
     fill(Catalogue(database, "tokenizer", None))
     _, retriever = opened(database, embedder := Topics())
-    assert names(retriever.retrieve("cupboard", "notes", SearchParams(1, "words"))) == ["keys.md"]
+    assert names(retriever.retrieve("cupboard", "notes", SearchParams(1, "sparse"))) == ["keys.md"]
     assert embedder.embedded == []
 
 
@@ -222,20 +222,20 @@ def test_meaning_without_an_embedder_is_named(database: Database) -> None:
     catalogue, retriever = opened(database)
     fill(catalogue)
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.retrieve("boat", "notes", SearchParams(1, "meaning"))
+        retriever.retrieve("boat", "notes", SearchParams(1, "dense"))
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.near([1.0], "notes", SearchParams(1, "meaning"))
+        retriever.near([1.0], "notes", SearchParams(1, "dense"))
 
 
-@pytest.mark.parametrize("search", ["words", "meaning", "hybrid"])
+@pytest.mark.parametrize("search", ["sparse", "dense", "hybrid"])
 def test_a_filter_never_costs_hits(database: Database, search: SearchKind) -> None:
     """The two that are wanted rank below sixty that are not, more than there are candidates."""
     catalogue, retriever = opened(database, Topics())
     better = [attributed(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
     wanted = [attributed(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
     catalogue.replace("notes", [*better, *wanted])
-    criteria = SearchParams(2, search, {"team": "ops"})
-    selection = retriever.retrieve("boat", "notes", criteria)
+    params = SearchParams(2, search, {"team": "ops"})
+    selection = retriever.retrieve("boat", "notes", params)
     assert sorted(names(selection)) == ["w0", "w1"]
     assert selection.hits[0].module.attributes == {"team": "ops"}
     none = SearchParams(2, search, {"team": "none"})
@@ -251,7 +251,7 @@ def test_more_hits_than_candidates_may_be_asked_for(database: Database) -> None:
 def test_a_threshold_is_of_the_score(database: Database) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
     fill(catalogue, embedder)
-    for search in ("words", "meaning", "hybrid"):
+    for search in ("sparse", "dense", "hybrid"):
         every = retriever.retrieve("spare key boat", "notes", SearchParams(3, search)).hits
         least = every[0].score
         kept = retriever.retrieve(
@@ -271,11 +271,9 @@ def test_diversity_passes_over_what_says_the_same(
     catalogue.replace("notes", [document(name, text) for name, text in texts.items()])
     plain = retriever.retrieve("boat ship", "notes", SearchParams(2))
     assert sorted(names(plain)) == ["a", "b"]
-    diverse = retriever.retrieve("boat ship", "notes", SearchParams(2, diversity=0.8))
+    diverse = retriever.retrieve("boat ship", "notes", SearchParams(2, mmr=0.8))
     assert names(diverse)[1] == "c"
-    assert names(retriever.retrieve("boat ship", "notes", SearchParams(2, diversity=0.0))) == names(
-        plain
-    )
+    assert names(retriever.retrieve("boat ship", "notes", SearchParams(2, mmr=0.0))) == names(plain)
 
 
 class Wide(Topics):
@@ -395,7 +393,7 @@ def test_embedders_of_one_name_share_the_index(
         embedder = Other(size=4)
         retriever = retrievers.of(embedder)
         assert retriever.embedder is embedder
-        [hit] = retriever.retrieve("boat", "notes", SearchParams(1, "meaning")).hits
+        [hit] = retriever.retrieve("boat", "notes", SearchParams(1, "dense")).hits
         assert hit.score == pytest.approx(1.0)
     assert len(built) == 1
 
@@ -412,34 +410,34 @@ def test_vectors_of_a_namespace_are_found_again(database_retrievers: Database) -
     catalogue.replace("notes", [NewDocument("b", "", "", [module])])
     for _ in range(2):
         retriever = Retrievers(catalogue, database_retrievers, None).of(Counted(size=4))
-        [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "meaning")).hits
+        [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "dense")).hits
         assert hit.module.document == "b"
     assert embedded == ["ship"]
 
 
 @given(st.integers(0, 1000), st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]))
-def test_it_picks_what_langchain_picks(seed: int, k: int, diversity: float) -> None:
+def test_it_picks_what_langchain_picks(seed: int, k: int, mmr: float) -> None:
     vectors = np.random.default_rng(seed).standard_normal((7, 4))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     relevance = vectors[1:] @ vectors[0]
-    picked = most_diverse(relevance, cosines(vectors[1:]), k, diversity)
-    expected = maximal_marginal_relevance(vectors[0], list(vectors[1:]), 1 - diversity, k)
+    picked = select_by_mmr(relevance, cosines(vectors[1:]), k, mmr)
+    expected = maximal_marginal_relevance(vectors[0], list(vectors[1:]), 1 - mmr, k)
     assert picked == expected
 
 
 def test_without_diversity_relevance_alone_decides() -> None:
     relevance = np.array([0.1, 0.9, 0.5])
-    assert most_diverse(relevance, np.ones((3, 3)), 2, 0.0) == [1, 2]
+    assert select_by_mmr(relevance, np.ones((3, 3)), 2, 0.0) == [1, 2]
 
 
 def test_a_copy_of_a_hit_gives_way() -> None:
     relevance = np.array([0.9, 0.9, 0.3])
     likeness = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
-    assert most_diverse(relevance, likeness, 2, 0.5) == [0, 2]
+    assert select_by_mmr(relevance, likeness, 2, 0.5) == [0, 2]
 
 
 def test_no_candidates_pick_none() -> None:
-    assert most_diverse(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
+    assert select_by_mmr(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
 
 
 def test_overlap_is_the_share_of_common_words() -> None:
