@@ -1,4 +1,4 @@
-"""Answer quality: exact match and F1 after SQuAD's normalisation, and agreement of first tokens."""
+"""Answer quality: exact match and F1 after SQuAD's normalization, and agreement of first tokens."""
 
 from __future__ import annotations
 

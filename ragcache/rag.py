@@ -66,7 +66,7 @@ class RagCache:
 
     Calls from any number of threads and tasks run at the same time: the engine computes the new
     tokens of all of them step by step. Methods with the prefix `a` are for asyncio: no thread waits
-    for an answer, and cancelling the task cancels the request.
+    for an answer, and canceling the task cancels the request.
     """
 
     def __init__(self, internals: Namespace, *, closes: bool = True) -> None:

@@ -78,7 +78,7 @@ def test_the_command_is_declared(wheel: zipfile.Path) -> None:
     assert "ragcache = ragcache_api.cli.main:main" in declared
 
 
-def test_the_licence_goes_along(wheel: zipfile.Path) -> None:
+def test_the_license_goes_along(wheel: zipfile.Path) -> None:
     [metadata] = [each for each in wheel.iterdir() if each.name.endswith(".dist-info")]
-    licence = (metadata / "licenses" / "LICENSE").read_bytes()
-    assert licence == (REPOSITORY / "LICENSE").read_bytes()
+    text = (metadata / "licenses" / "LICENSE").read_bytes()
+    assert text == (REPOSITORY / "LICENSE").read_bytes()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-USE_CASES = ("code-generation", "personalisation", "trip-plan")
+USE_CASES = ("code-generation", "personalization", "trip-plan")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,14 +51,14 @@ class ServeSetting:
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """What a rate (requests a second) gave. ttft in seconds; normalised latency in seconds a token
+    """What a rate (requests a second) gave. ttft in seconds; normalized latency in seconds a token
     of the answer, from the arrival to the end (Orca §6.2, vLLM §6.1), the mean."""
 
     rate: float
     throughput: float
     ttft_p50: float
     ttft_p99: float
-    normalised: float
+    normalized: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +74,7 @@ def bench_serve(
 ) -> dict[str, Any]:
     """The same requests, at growing rates, through the same engine in both modes.
 
-    The knee is the highest rate at which the normalised latency stays under the limit, which is the
+    The knee is the highest rate at which the normalized latency stays under the limit, which is the
     same for both: twice that of a single request in mode `exact`. Between the rates it is found by
     interpolation. knee_ratio_to_exact: the knee with cached documents over that in `exact`.
     """
@@ -135,9 +135,9 @@ def _request(
 
 
 def _alone(engine: LLMEngine, prompts: Sequence[_Prompt], mode: str) -> float:
-    """Normalised latency of a request that runs alone: the median of three."""
+    """Normalized latency of a request that runs alone: the median of three."""
     return statistics.median(
-        _normalised(engine.submit(getattr(prompt, mode)).result()) for prompt in prompts[:3]
+        _normalized(engine.submit(getattr(prompt, mode)).result()) for prompt in prompts[:3]
     )
 
 
@@ -158,7 +158,7 @@ def _sweep(
         count = max(setting.requests, int(rate * setting.seconds))
         offered = [getattr(prompt, mode) for prompt in islice(cycle(prompts), count)]
         loads.append(_offer(engine, offered, rate))
-        if loads[-1].normalised > limit:
+        if loads[-1].normalized > limit:
             break
         rate *= setting.growth
     return loads
@@ -182,39 +182,39 @@ def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> LoadP
         throughput=len(done) / (last - begin),
         ttft_p50=float(np.percentile(first, 50)),
         ttft_p99=float(np.percentile(first, 99)),
-        normalised=statistics.mean(map(_normalised, done)),
+        normalized=statistics.mean(map(_normalized, done)),
     )
 
 
-def _normalised(completion: RequestOutput) -> float:
+def _normalized(completion: RequestOutput) -> float:
     return (completion.finished_at - completion.submitted_at) / len(completion.token_ids)
 
 
 def knee_of(loads: Sequence[LoadPoint], limit: float) -> float:
-    """Where the normalised latency crosses the limit, on a straight line between two rates."""
+    """Where the normalized latency crosses the limit, on a straight line between two rates."""
     below = loads[0]
-    if below.normalised > limit:
-        return below.rate * limit / below.normalised
+    if below.normalized > limit:
+        return below.rate * limit / below.normalized
     for load in loads[1:]:
-        if load.normalised > limit:
-            share = (limit - below.normalised) / (load.normalised - below.normalised)
+        if load.normalized > limit:
+            share = (limit - below.normalized) / (load.normalized - below.normalized)
             return below.rate + share * (load.rate - below.rate)
         below = load
     return below.rate
 
 
 def plot_serve(result: dict[str, Any], file: Path) -> None:
-    """Normalised latency and time to first token against the rate, in both modes."""
+    """Normalized latency and time to first token against the rate, in both modes."""
     figure, (left, right) = new_figure(2)
     for mode, loads in result["loads"].items():
         rates = [load["rate"] for load in loads]
-        [line] = left.plot(rates, [load["normalised"] for load in loads], "o-", label=mode)
+        [line] = left.plot(rates, [load["normalized"] for load in loads], "o-", label=mode)
         left.axvline(result["knee"][mode], color=line.get_color(), ls=":", alpha=0.6)
         right.plot(rates, [load["ttft_p50"] for load in loads], "o-", label=f"{mode}, p50")
         p99 = [load["ttft_p99"] for load in loads]
         right.plot(rates, p99, "o--", color=line.get_color(), label=f"{mode}, p99")
-    left.axhline(result["limit_s_a_token"], color="grey", lw=0.8)
-    left.set_ylabel("normalised latency, seconds a token")
+    left.axhline(result["limit_s_a_token"], color="gray", lw=0.8)
+    left.set_ylabel("normalized latency, seconds a token")
     right.set_ylabel("time to first token, seconds")
     for axes in (left, right):
         axes.set_xscale("log")

@@ -173,7 +173,7 @@ def _check_storable(documents: list[SourceDocument]) -> None:
         seen.add(document.id)
 
 
-DEPTH = 32  # values within values; serialisers that answer with them stop at some depth
+DEPTH = 32  # values within values; serializers that answer with them stop at some depth
 _BITS = 8192  # of a whole number; Python spells longer ones not at all
 
 

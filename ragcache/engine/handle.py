@@ -165,7 +165,7 @@ class RequestHandle(Generic[EventT, ResultT]):
 
     Every iteration, blocking or asynchronous, gives all events from the first one on, and then
     ends or raises what made the request fail. Leaving an iteration early cancels the request, and
-    so do cancelling a task that awaits the handle and losing the last reference to it.
+    so do canceling a task that awaits the handle and losing the last reference to it.
     """
 
     def __init__(self, channel: RequestChannel[EventT, ResultT]) -> None:

@@ -191,7 +191,7 @@ class PendingAnswer:
         return self.prepared.answer(completion)
 
     async def aresult(self) -> Answer:
-        """`result` for asyncio. Cancelling the task gives the request up."""
+        """`result` for asyncio. Canceling the task gives the request up."""
         try:
             completion = await self.handle
         except BaseException:
@@ -325,7 +325,7 @@ class AnswerStream(_Stream):
 
 
 class AsyncAnswerStream(_Stream):
-    """As `AnswerStream`, for asyncio; awaiting it gives the `Answer`. Cancelling the task that
+    """As `AnswerStream`, for asyncio; awaiting it gives the `Answer`. Canceling the task that
     iterates or awaits cancels the request."""
 
     async def __aiter__(self) -> AsyncIterator[str]:

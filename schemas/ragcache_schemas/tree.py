@@ -1,7 +1,7 @@
 """The syntax tree of PML (Prompt Cache, §3.2): what a schema and a prompt are made of.
 
 Values are frozen and compare by content; the place in the file is carried but does not count.
-Children are kept in one canonical form: neighbouring texts are joined and empty ones dropped, so
+Children are kept in one canonical form: neighboring texts are joined and empty ones dropped, so
 that a tree equals the one that its written form parses to.
 """
 

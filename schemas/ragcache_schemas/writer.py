@@ -1,4 +1,4 @@
-"""Writes trees as PML. The tree is built as XML elements and then serialised by lxml, so that text
+"""Writes trees as PML. The tree is built as XML elements and then serialized by lxml, so that text
 never becomes markup.
 
 The form is stable: `parse(write(tree)) == tree`, and writing that again gives the same text.

@@ -39,7 +39,7 @@ def resolved(file: Path) -> Plan:
 
 def test_there_are_three_use_cases_with_two_prompts_or_more() -> None:
     folders = {file.parent.name for file in PROMPTS}
-    assert folders == {"code-generation", "personalisation", "trip-plan"}
+    assert folders == {"code-generation", "personalization", "trip-plan"}
     assert len(PROMPTS) >= 2 * len(folders)
 
 
@@ -56,8 +56,8 @@ def test_nothing_in_them_is_doubtful(file: Path) -> None:
     assert lint(file.read_bytes(), source=str(file)) == []
 
 
-def test_personalisation_has_six_unions_of_five_traits() -> None:
-    schema = parse_schema((FOLDER / "personalisation/schema.xml").read_bytes())
+def test_personalization_has_six_unions_of_five_traits() -> None:
+    schema = parse_schema((FOLDER / "personalization/schema.xml").read_bytes())
     unions = [n for turn in schema.children for n in turn.children if isinstance(n, Union)]
     assert [len(union.members) for union in unions] == [5] * 6
 

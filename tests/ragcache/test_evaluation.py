@@ -1,4 +1,4 @@
-"""Marks: SQuAD's normalisation, exact match and F1, and questions as they are read."""
+"""Marks: SQuAD's normalization, exact match and F1, and questions as they are read."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from ragcache.models import LoadedModel
         ("The", ""),
     ],
 )
-def test_normalisation_drops_case_punctuation_and_articles(text: str, expected: str) -> None:
+def test_normalization_drops_case_punctuation_and_articles(text: str, expected: str) -> None:
     assert normalize(text) == expected
 
 
-def test_an_exact_match_is_equal_to_one_answer_after_normalisation() -> None:
+def test_an_exact_match_is_equal_to_one_answer_after_normalization() -> None:
     assert exact_match("the Red cupboard!", ["blue tin", "Red Cupboard"])
     assert not exact_match("red", ["blue tin", "Red Cupboard"])
 

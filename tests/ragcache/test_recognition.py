@@ -336,7 +336,7 @@ def test_of_equal_texts_the_first_part_has_the_one() -> None:
 
 @pytest.mark.parametrize("between", [[], ["L" * 40]])
 def test_windows_whose_hashes_agree_by_chance_hide_nothing(between: list[str]) -> None:
-    texts = ["A" * 40, *between, "Z" * 40]  # neighbours or not, in order
+    texts = ["A" * 40, *between, "Z" * 40]  # neighbors or not, in order
     prints = Fingerprints.of(rows_of(texts))
     for number, text in ((0, texts[0]), (len(texts) - 1, texts[-1])):
         firsts = prints.firsts.copy()

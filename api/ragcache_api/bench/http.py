@@ -60,7 +60,7 @@ class HttpSetting:
 def bench_http(
     setting: HttpSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """ttft_overhead_ms_p50: of the differences of neighbours. throughput_share: see
+    """ttft_overhead_ms_p50: of the differences of neighbors. throughput_share: see
     `throughput`; with six layers of the shape of all our figures, and (`_reader`) with the reader,
     whose steps are short. list_ms_p50: of a page of 100. foreign_ttft_ratio: see
     `foreign_first_tokens`."""
@@ -193,7 +193,7 @@ def foreign_first_tokens(rag: RagCache, port: int, runs: int) -> dict[str, Any]:
     """First tokens of chats that paste a text in, by who has ingested it.
 
     own: the asker. foreign: another namespace, which has just asked the same. unknown: nobody.
-    foreign_ttft_ratio: the median over neighbours of foreign to unknown; 1 is equal. Makes keys, so
+    foreign_ttft_ratio: the median over neighbors of foreign to unknown; 1 is equal. Makes keys, so
     that the service is closed to callers without one.
     """
     draw = random.Random(7)
@@ -258,7 +258,7 @@ def throughput(
 ) -> dict[str, Any]:
     """throughput_share: tokens a second of all clients over HTTP, of those of calls in a loop as
     the service has it, over all rounds. A round is called, served, served, called, so that a
-    machine which becomes slower or faster meanwhile favours neither. throughput_share_interval:
+    machine which becomes slower or faster meanwhile favors neither. throughput_share_interval:
     where the share of such rounds lies in 90 of 100 cases (bootstrap). called_again_by_round: the
     last run of a round over the first, which should be 1 and tells how much the machine scatters.
     """

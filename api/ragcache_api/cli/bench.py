@@ -120,7 +120,7 @@ def serve(
             table.add_row(
                 mode, f"{load['rate']:.2f}", f"{load['throughput']:.2f}",
                 f"{load['ttft_p50']:.3f} s", f"{load['ttft_p99']:.3f} s",
-                f"{load['normalised']:.4f}",
+                f"{load['normalized']:.4f}",
             )  # fmt: skip
     knee = result["knee"]
     said = (
@@ -234,7 +234,7 @@ def langchain(
 
 def _chain_table(result: dict[str, Any], modules: int, layers: int) -> Table:
     table = plain_table(
-        "retriever | prompt | model", "prompt", "from the cache", "plain", "recognised", "sooner"
+        "retriever | prompt | model", "prompt", "from the cache", "plain", "recognized", "sooner"
     )
     for name, key in (
         ("handbook, embedded reader", "handbook"),
@@ -244,7 +244,7 @@ def _chain_table(result: dict[str, Any], modules: int, layers: int) -> Table:
         seconds = row["seconds"]
         table.add_row(
             name, f"{row['prompt_tokens']:.0f}", f"{row['cached_tokens']:.0f}",
-            f"{seconds['plain']:.3f} s", f"{seconds['recognised']:.3f} s", f"{row['ratio']:.1f}x",
+            f"{seconds['plain']:.3f} s", f"{seconds['recognized']:.3f} s", f"{row['ratio']:.1f}x",
         )  # fmt: skip
     return table
 

@@ -49,7 +49,7 @@ class Doorkeeper:
         row = verdict.key
         if row is None:
             raise Refusal(
-                401, "unauthorised",
+                401, "unauthorized",
                 "give a key of this service: Authorization: Bearer KEY "
                 "(`ragcache keys create` makes one)",
                 {"WWW-Authenticate": 'Bearer realm="ragcache"'},

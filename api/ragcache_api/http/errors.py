@@ -45,7 +45,7 @@ STATUS = {
 RETRY_SECONDS = 1
 _OPENAI = re.compile(r"/v1/(chat|completions|models)(/|$)")
 _TITLES = {
-    400: "Bad request", 401: "Unauthorised", 403: "Forbidden", 404: "Not found",
+    400: "Bad request", 401: "Unauthorized", 403: "Forbidden", 404: "Not found",
     405: "Method not allowed", 408: "Too slow", 409: "Conflict", 413: "Body too large",
     422: "Unprocessable", 429: "Too many requests", 500: "Internal error", 501: "Not installed",
     503: "Unavailable", 504: "Deadline exceeded", 507: "Store full",

@@ -75,10 +75,10 @@ def bench_langchain(
 ) -> dict[str, Any]:
     """Medians, and ratios of ways that ran in turn.
 
-    ratio_recognised_to_plain: how many times sooner the first token of `retriever | prompt | model`
-    is known where the retrieved modules are recognised, over the synthetic modules;
+    ratio_recognized_to_plain: how many times sooner the first token of `retriever | prompt | model`
+    is known where the retrieved modules are recognized, over the synthetic modules;
     `handbook.ratio` is the same for the embedded reader. Both take everything from the question's
-    text on; neither side shares states between its runs. recognise_ms_32k_10000: milliseconds to
+    text on; neither side shares states between its runs. recognize_ms_32k_10000: milliseconds to
     find the modules in a prompt of 32,768 characters among 10,000; with `_common_header`, among
     10,000 that begin alike. batch_ratio: tokens a second of one `batch` over those of single calls.
     """
@@ -87,9 +87,9 @@ def bench_langchain(
         handbook = _handbook(setting, Path(folder) / "handbook", progress)
         synthetic, found, batch = _synthetic(setting, Path(folder) / "synthetic", progress)
     return {
-        "ratio_recognised_to_plain": synthetic["ratio"],
-        "recognise_ms_32k_10000": _typical(found["plain"]),
-        "recognise_ms_32k_10000_common_header": _typical(found["headed"]),
+        "ratio_recognized_to_plain": synthetic["ratio"],
+        "recognize_ms_32k_10000": _typical(found["plain"]),
+        "recognize_ms_32k_10000_common_header": _typical(found["headed"]),
         "batch_ratio": batch["ratio"],
         "handbook": handbook,
         "synthetic": synthetic,
@@ -157,11 +157,11 @@ def _chains(
 ) -> dict[str, Any]:  # fmt: skip
     """Seconds from the question's text to the first token, of both chains in turn."""
     ways = {
-        "recognised": chain(rag, collection, setting.k, max_tokens=1),
+        "recognized": chain(rag, collection, setting.k, max_tokens=1),
         "plain": chain(rag, collection, setting.k, max_tokens=1, recognize=False),
     }
     progress(f"the chain over {collection}: encoding what it reads")
-    tokens = [ways["recognised"].invoke(q).usage_metadata["input_tokens"] for q in questions]
+    tokens = [ways["recognized"].invoke(q).usage_metadata["input_tokens"] for q in questions]
     times: dict[str, list[float]] = {way: [] for way in ways}
     cached = []
     for question in islice(cycle(questions), len(questions) * setting.runs):
@@ -170,11 +170,11 @@ def _chains(
             begin = time.perf_counter()
             answer = runnable.invoke(question)
             times[way].append(time.perf_counter() - begin)
-            if way == "recognised":
+            if way == "recognized":
                 cached.append(answer.usage_metadata["input_token_details"]["cache_read"])
     medians = {way: statistics.median(runs) for way, runs in times.items()}
     return {
-        "ratio": medians["plain"] / medians["recognised"],
+        "ratio": medians["plain"] / medians["recognized"],
         "seconds": medians,
         "prompt_tokens": statistics.median(tokens),
         "cached_tokens": statistics.median(cached),

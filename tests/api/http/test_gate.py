@@ -63,7 +63,7 @@ def test_errors_of_the_gate_have_the_shape_of_their_path(
     client, rag = locked
     rag.keys.create("me")
     assert client.get("/v1/models").json()["error"]["type"] == "authentication_error"
-    assert client.get("/v1/jobs").json()["type"] == "urn:ragcache:problem:unauthorised"
+    assert client.get("/v1/jobs").json()["type"] == "urn:ragcache:problem:unauthorized"
 
 
 def test_a_users_key_opens_nothing_of_the_operators(locked: tuple[TestClient, RagCache]) -> None:

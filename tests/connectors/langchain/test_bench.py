@@ -23,9 +23,9 @@ from ragcache_connectors.langchain.bench import (
 )
 
 KEYS = {
-    "ratio_recognised_to_plain",
-    "recognise_ms_32k_10000",
-    "recognise_ms_32k_10000_common_header",
+    "ratio_recognized_to_plain",
+    "recognize_ms_32k_10000",
+    "recognize_ms_32k_10000_common_header",
     "batch_ratio",
 }
 
@@ -44,8 +44,8 @@ def test_it_measures_what_it_says(notes: Path) -> None:
     for name in ("handbook", "synthetic"):
         chain = result[name]
         assert 0 < chain["cached_tokens"] < chain["prompt_tokens"]
-        assert chain["ratio"] == chain["seconds"]["plain"] / chain["seconds"]["recognised"]
-    assert result["recognise_ms_32k_10000"] is None  # there are 40 modules
+        assert chain["ratio"] == chain["seconds"]["plain"] / chain["seconds"]["recognized"]
+    assert result["recognize_ms_32k_10000"] is None  # there are 40 modules
     for name in ("recognition", "recognition_common_header"):
         rows = result[name]
         assert [(row["modules"], row["characters"]) for row in rows] == [

@@ -321,7 +321,7 @@ def test_leaving_a_stream_gives_the_answer_up(rag: RagCache) -> None:
     idle(rag)
 
 
-async def test_cancelling_a_task_gives_the_answer_up(rag: RagCache) -> None:
+async def test_canceling_a_task_gives_the_answer_up(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000)
     task = asyncio.create_task(model.ainvoke("Hello"))
     await asyncio.sleep(0.2)

@@ -28,8 +28,8 @@ SETTING = ServeSetting(
 )
 
 
-def load(rate: float, normalised: float) -> LoadPoint:
-    return LoadPoint(rate, rate, 0.1, 0.2, normalised)
+def load(rate: float, normalized: float) -> LoadPoint:
+    return LoadPoint(rate, rate, 0.1, 0.2, normalized)
 
 
 def test_every_rate_of_both_modes_is_reported(tmp_path: Path) -> None:

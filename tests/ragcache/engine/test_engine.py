@@ -285,7 +285,7 @@ def test_what_could_never_run_is_refused_where_it_is_submitted(engine: LLMEngine
         engine.submit(request(limit=600))
 
 
-def test_submitting_and_cancelling_wait_for_no_forward_pass(
+def test_submitting_and_canceling_wait_for_no_forward_pass(
     engine: LLMEngine, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     gate.shut()

@@ -141,7 +141,7 @@ def test_asyncio_gives_the_same_answers(rag: RagCache) -> None:
     assert leased(rag) == 0
 
 
-def test_cancelling_a_task_cancels_its_request(rag: RagCache) -> None:
+def test_canceling_a_task_cancels_its_request(rag: RagCache) -> None:
     async def main() -> None:
         task = asyncio.create_task(rag.aask(QUESTION, collection="notes", generation=LONG))
         while rag.internals.shared.engine.core.running == 0:

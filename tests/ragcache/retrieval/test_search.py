@@ -180,7 +180,7 @@ def test_characters_are_those_of_writing_without_spaces() -> None:
     assert characters("boats") == []
 
 
-def test_a_lone_character_has_no_neighbour() -> None:
+def test_a_lone_character_has_no_neighbor() -> None:
     assert lone_characters("船 北京 a 7 猫?") == ["船", "猫"]
 
 

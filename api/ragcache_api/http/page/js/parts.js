@@ -62,7 +62,7 @@ export function moduleName(name, title = name) {
   return h("span", { class: "name long", title }, head, name.slice(-TAIL));
 }
 
-/** The tier or source of states, in its colour. */
+/** The tier or source of states, in its color. */
 export function tierChip(name) {
   const { label, color } = source(name);
   return h("span", { class: "chip", style: { "--fill": color } }, label.toLowerCase());

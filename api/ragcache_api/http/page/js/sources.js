@@ -1,4 +1,4 @@
-// Where prompt tokens came from, in the order in which every chart stacks them. Cool colours were
+// Where prompt tokens came from, in the order in which every chart stacks them. Cool colors were
 // kept, warm ones computed; the custom properties are in style.css.
 export const SOURCES = [
   { id: "device", label: "Device", color: "var(--device)" },
@@ -14,7 +14,7 @@ export const TIERS = ["device", "host", "disk", "remote"];
 
 const known = new Map(SOURCES.map((source) => [source.id, source]));
 
-/** A source by its name; names that this page does not know get the colour of text. */
+/** A source by its name; names that this page does not know get the color of text. */
 export function source(id) {
   return known.get(id) ?? { id, label: id, color: "var(--muted)" };
 }

@@ -117,11 +117,11 @@ function point(state, index) {
   readout.hidden = state.at === null;
   cursor?.setAttribute("visibility", state.at === null ? "hidden" : "visible");
   if (state.at === null) return;
-  const centre = x(spec.times[index] + spec.slot / 2);
-  cursor.setAttribute("x1", centre);
-  cursor.setAttribute("x2", centre);
+  const center = x(spec.times[index] + spec.slot / 2);
+  cursor.setAttribute("x1", center);
+  cursor.setAttribute("x2", center);
   show(readout, h("strong", {}, clock(spec.times[index], true)), rows(spec.readout(index)));
-  const left = centre > plot.clientWidth / 2 ? centre - readout.offsetWidth - 12 : centre + 12;
+  const left = center > plot.clientWidth / 2 ? center - readout.offsetWidth - 12 : center + 12;
   readout.style.setProperty("left", `${Math.max(0, left)}px`);
 }
 
@@ -132,7 +132,7 @@ function rows(entries) {
   return h("table", {}, h("tbody", {}, cells));
 }
 
-/** A small square of a colour. */
+/** A small square of a color. */
 export function swatch(color) {
   return h("i", { class: "swatch", style: { "--fill": color } });
 }

@@ -28,7 +28,7 @@ export function level(number, most) {
   return number ? Math.max(1, Math.ceil(Math.sqrt(number / most) * LEVELS)) : 0;
 }
 
-/** The same over at most COLUMNS slots, neighbours summed up. */
+/** The same over at most COLUMNS slots, neighbors summed up. */
 export function gathered({ modules, buckets, counts }) {
   const each = Math.ceil(buckets.length / COLUMNS);
   const starts = buckets.map((_, index) => index).filter((index) => index % each === 0);

@@ -30,7 +30,7 @@ function tick(value) {
     : `${Number(value.toPrecision(2))} s`;
 }
 
-// Neighbouring known values as lists of [index, value].
+// Neighboring known values as lists of [index, value].
 function runs(values) {
   const all = [[]];
   values.forEach((value, index) => {

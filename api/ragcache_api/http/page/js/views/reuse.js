@@ -18,7 +18,7 @@ const TIMES = [
 export const reuse = {
   id: "reuse",
   title: "Reuse",
-  about: "The most used modules over time: the stronger the colour, the more often a prompt held them.",
+  about: "The most used modules over time: the stronger the color, the more often a prompt held them.",
   mount,
 };
 
