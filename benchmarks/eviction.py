@@ -18,8 +18,7 @@ import numpy as np
 import typer
 
 from ragcache.bench.harness import describe_machine, made_up_key, seconds
-from ragcache.store.entries import Entries, KVEntry
-from ragcache.store.policy import POLICIES, check_policy, choose_victims
+from ragcache.store.eviction import POLICIES, Entries, KVEntry, check_policy, choose_victims
 from ragcache_api.cli.bench import JsonFile, measured, report
 from ragcache_api.cli.console import plain_table
 

@@ -11,6 +11,21 @@ from typing import Unpack, get_args
 from langchain_core.embeddings import Embeddings
 
 from ragcache.config import DEFAULT_K, RagCacheConfig, check_mode, check_options, parse_bytes
+from ragcache.db import (
+    ApiKeys,
+    CollectionRow,
+    Database,
+    DocumentRow,
+    EvictionRow,
+    ModuleListing,
+    ModuleRow,
+    Page,
+    Records,
+    collection_page,
+    document_page,
+    eviction_page,
+    list_modules,
+)
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
@@ -38,26 +53,7 @@ from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.params import CANDIDATES
-from ragcache.store import (
-    CollectionRow,
-    Database,
-    DocumentRow,
-    EvictionRow,
-    Keys,
-    KVStore,
-    ModuleListing,
-    ModuleRow,
-    Page,
-    Records,
-    TierOptions,
-    TierStatus,
-    collection_page,
-    document_page,
-    eviction_page,
-    list_modules,
-    open_tiers,
-    tier_status,
-)
+from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
 from ragcache_schemas import Placement, Schema, expand_slots
 
 
@@ -562,7 +558,7 @@ class RagCache:
         return self._internals.modules
 
     @property
-    def keys(self) -> Keys:
+    def keys(self) -> ApiKeys:
         """The API keys of the service, of all namespaces."""
         return self._internals.shared.keys
 

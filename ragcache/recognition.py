@@ -19,8 +19,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from ragcache.db import Catalog, ModuleRow
 from ragcache.errors import UnknownCollection
-from ragcache.store import Catalogue, ModuleRow
 
 __all__ = ["WINDOW", "FingerprintTable", "Fingerprints", "Found", "Recognizer", "find"]
 
@@ -52,7 +52,7 @@ class Found:
 class Recognizer:
     """Finds modules of all collections of one catalogue. Thread-safe."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalog) -> None:
         self._catalogue = catalogue
         self._index = _Index({}, {}, FingerprintTable(Fingerprints.joined(())))
         self._building = threading.Lock()

@@ -26,6 +26,9 @@ from ragcache.bench.harness import (
     save_figure,
     seconds,
 )
+from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
+from ragcache.db.ledger import StateMetadata, StateRow
+from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
 from ragcache.models import LanguageModel, wrap_causal
 from ragcache.planning import (
@@ -36,22 +39,7 @@ from ragcache.planning import (
     median_seconds,
 )
 from ragcache.states import KVKey, KVStates
-from ragcache.store import (
-    Catalogue,
-    Database,
-    DeviceTier,
-    DiskTier,
-    HostTier,
-    KVStore,
-    LeaseRequest,
-    Ledger,
-    NewDocument,
-    NewModule,
-    RemoteTier,
-    Tier,
-)
-from ragcache.store.rows import StateMetadata, StateRow
-from ragcache.store.tables import StateTable
+from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore, LeaseRequest, RemoteTier, Tier
 
 _WARM = 64  # modules that requests ask for
 _A_REQUEST = 4
@@ -364,14 +352,14 @@ def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> 
     store = KVStore.open(folder, database, 1 << 30)
     opened = time.perf_counter() - began
     try:
-        times = _ledger_requests(store, Catalogue(database, "tokenizer", None), requests)
+        times = _ledger_requests(store, Catalog(database, "tokenizer", None), requests)
     finally:
         store.close()
         database.close()
     return {"ledger_ms_p50": 1000 * statistics.median(times), "open_s": opened}
 
 
-def _ledger_requests(store: KVStore, catalogue: Catalogue, requests: int) -> list[float]:
+def _ledger_requests(store: KVStore, catalogue: Catalog, requests: int) -> list[float]:
     rows = catalogue.modules("bench")[:_WARM]
     keys = [made_up_key(number) for number in range(_WARM)]
     for _ in range(2):  # the second use admits
@@ -398,7 +386,7 @@ def fill_ledger(folder: Path, modules: int) -> None:
         ])
         for first in range(0, modules, _A_DOCUMENT)
     ]  # fmt: skip
-    Catalogue(database, "tokenizer", None).replace("bench", documents)
+    Catalog(database, "tokenizer", None).replace("bench", documents)
     states = KVStates(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
     for number in range(_WARM):
         store.put(made_up_key(number), states, LeaseRequest("ingest", "rooted"))

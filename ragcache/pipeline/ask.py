@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ragcache.config import linked_tokens
+from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, scaffold_modules
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
 from ragcache.pipeline.submit import Submitter
 from ragcache.retrieval import Retriever, SearchParams, Selection
-from ragcache.store import Catalogue
 
 
 @dataclass(frozen=True, slots=True)
 class AskPipeline:
     """Builds prompts of questions: the preamble, the modules that were retrieved, the question."""
 
-    catalogue: Catalogue
+    catalogue: Catalog
     encoder: ModuleEncoder
     tokens: ModuleTokens
     retriever: Retriever

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from ragcache.config import linked_tokens
+from ragcache.db import Catalog
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Citation, Timestamps
@@ -16,7 +17,6 @@ from ragcache.pipeline.chat_template import MARK, ChatTemplate, Message
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
 from ragcache.recognition import Found, Recognizer
-from ragcache.store import Catalogue
 
 Conversation = Sequence[Message] | str
 """Messages, or a text that is continued as it is, without a template."""
@@ -69,7 +69,7 @@ class ChatPipeline:
     template: ChatTemplate
     tokenizer: InContextTokenizer
     recognizer: Recognizer
-    catalogue: Catalogue
+    catalogue: Catalog
     encoder: ModuleEncoder
     tokens: ModuleTokens
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ragcache.config import RagCacheConfig
+from ragcache.db import Catalog, JobRow, Jobs, NewDocument, NewModule, Page
 from ragcache.documents import SourceDocument, load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.documents.split import SPLIT_VERSION
@@ -32,7 +33,7 @@ from ragcache.errors import (
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.module_states import ModuleEncoder, portions
 from ragcache.retrieval import Retriever
-from ragcache.store import Catalogue, JobRow, Jobs, KVStore, NewDocument, NewModule, Page
+from ragcache.store import KVStore
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Ingestion:
 class Ingestor:
     """Stores documents with their modules, vectors and states."""
 
-    catalogue: Catalogue
+    catalogue: Catalog
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever

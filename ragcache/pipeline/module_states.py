@@ -16,21 +16,13 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import TypeVar
 
+from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.states import KVKey, KVStates, state_key
-from ragcache.store import (
-    Catalogue,
-    KVStore,
-    Lease,
-    LeaseRequest,
-    Members,
-    ModuleRow,
-    Origin,
-    ScaffoldRows,
-)
+from ragcache.store import KVStore, Lease, LeaseRequest, Origin
 from ragcache_schemas import Path, Piece, Scope
 
 T = TypeVar("T")
@@ -179,7 +171,7 @@ class ModuleEncoder(StateEncoder):
 class ModuleTokens:
     """Token ids of stored modules, made anew where another tokenizer was used before."""
 
-    catalogue: Catalogue
+    catalogue: Catalog
     model: LoadedModel
 
     def of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
-from ragcache.states import KVKey
-from ragcache.store import (
-    Catalogue,
+from ragcache.db import (
+    Catalog,
     Database,
-    KVStore,
     ModuleDetail,
     ModuleFilter,
     ModuleListing,
     ModuleRow,
     Page,
-    changes,
     held_keys,
     module_detail,
     module_page,
 )
-from ragcache.store.changes import Change
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
+from ragcache.states import KVKey
+from ragcache.store import KVStore, admin
+from ragcache.store.admin import Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Modules:
     `UnknownCollection`.
     """
 
-    catalogue: Catalogue
+    catalogue: Catalog
     store: KVStore
     encoder: ModuleEncoder
     tokens: ModuleTokens
@@ -78,7 +77,7 @@ class Modules:
         rows = self._rows(collection, documents, names)
         tokens = self.tokens.of(rows)
         wanted = {self.encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
-        done = changes.move(self.store, list(wanted), self._first, dry_run=True)
+        done = admin.move(self.store, list(wanted), self._first, dry_run=True)
         missing = [key for key in wanted if not self._is_held(key)]
         done += [Change(key, "encode", self._first, "", 0) for key in missing]
         if dry_run:
@@ -95,14 +94,14 @@ class Modules:
         names: Sequence[str] | None = None,
     ) -> list[Change]:  # fmt: skip
         """Keeps states from being evicted for pressure or time."""
-        return changes.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
+        return admin.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
 
     def unpin(
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
     ) -> list[Change]:  # fmt: skip
         """Lets states be evicted again."""
-        return changes.pin(
+        return admin.pin(
             self.store, self._keys(collection, documents, names), False, dry_run=dry_run
         )
 
@@ -128,14 +127,14 @@ class Modules:
         """
         self.store.ledger.flush()
         keys = held_keys(self._database, ids, self.catalogue.namespace)
-        return changes.expire(self.store, keys, seconds, dry_run=dry_run)
+        return admin.expire(self.store, keys, seconds, dry_run=dry_run)
 
     def move(
         self, collection: str, tier: str, documents: Sequence[str] | None = None, *,
         dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[Change]:  # fmt: skip
         """Brings states to a tier, and takes them from those above it."""
-        return changes.move(
+        return admin.move(
             self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
         )
 
@@ -145,7 +144,7 @@ class Modules:
     ) -> list[Change]:  # fmt: skip
         """Removes states from a tier, or from all; the documents stay, and are encoded again when
         a question needs them."""
-        return changes.evict(
+        return admin.evict(
             self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
         )
 

@@ -17,13 +17,13 @@ from functools import partial
 from queue import SimpleQueue
 
 from ragcache.config import NAMESPACE
+from ragcache.db import Database
+from ragcache.db.listing import module_names
 from ragcache.engine import RequestOutput, TokenDelta
 from ragcache.engine.core import BatchSnapshot
 from ragcache.engine.handle import RequestChannel
 from ragcache.errors import RequestCancelled
 from ragcache.pipeline.answer import PreparedAnswer
-from ragcache.store import Database
-from ragcache.store.evictions import module_names
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from langchain_core.embeddings import Embeddings
 
 from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
+from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.models import LoadedModel, ThreadSafeTokenizer, prompt_frame
 from ragcache.pipeline.answer import DeferredReleases
@@ -23,7 +24,7 @@ from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Retrievers
 from ragcache.retrieval.embeddings import embedder_name
-from ragcache.store import Catalogue, Database, Keys, KVStore, ScaffoldRows, SchemaTexts
+from ragcache.store import KVStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class SharedServices:
     embedder: Embeddings | None
     config: RagCacheConfig
     template: ChatTemplate
-    keys: Keys
+    keys: ApiKeys
     worker: IngestionWorker
     monitor: RequestMonitor
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
@@ -63,7 +64,7 @@ class SharedServices:
             embedder,
             config,
             ChatTemplate(model),
-            Keys(database),
+            ApiKeys(database),
             IngestionWorker(config.ingestion_bytes),
             RequestMonitor(),
         )
@@ -98,7 +99,7 @@ class Namespace:
 
     name: str
     shared: SharedServices
-    catalogue: Catalogue
+    catalogue: Catalog
     ingestor: Ingestor
     questions: AskPipeline
     prompts: PmlPipeline
@@ -114,7 +115,7 @@ class Namespace:
         database, model, store = shared.database, shared.model, shared.store
         salt, encode = salt_of(name), shared.engine.encode
         vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
-        catalogue = Catalogue(database, model.tokenizer_fingerprint, vectors, name)
+        catalogue = Catalog(database, model.tokenizer_fingerprint, vectors, name)
         retrievers = Retrievers(catalogue, database, shared.embedder)
         encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
         scopes = ScopeEncoder(model, shared.template, store, encode, salt)

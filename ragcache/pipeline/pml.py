@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ragcache.db import ModuleRow, SchemaText, SchemaTexts
 from ragcache.errors import ConfigurationError, InvalidRequest, UnknownSchema
 from ragcache.models import PromptFrame
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.module_states import ScopeEncoder, ScopeTokens, portions
 from ragcache.pipeline.prompt import BuiltPrompt, CachedSpan
-from ragcache.store import Lease, ModuleRow, SchemaText, SchemaTexts
+from ragcache.store import Lease
 from ragcache_schemas import (
     Module,
     Path,

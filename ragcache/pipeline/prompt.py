@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ragcache.db import Catalog
 from ragcache.engine import Context, Segment
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Catalogue, Lease
+from ragcache.store import Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class ModuleStates:
     """
 
     encoder: ModuleEncoder
-    catalogue: Catalogue
+    catalogue: Catalog
     groups: tuple[ModuleGroup, ...]
     encoded: str
     scaffolds: Scaffolds | None = None

@@ -19,7 +19,7 @@ from ragcache.models import LanguageModel
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
 from ragcache.store import DiskTier, HostTier
-from ragcache.store.tiers.files import named_os_error
+from ragcache.store.tiers.base import named_os_error
 
 _SHARES = (8, 4, 2, 1)  # the longest module of the sample is cut to these parts of it
 _RUNS, _PATIENCE = 3, 4.0  # how often something is timed, and the seconds after which no more

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ragcache.config import parse_bytes, parse_optional_bytes
+from ragcache.db import Catalog
 from ragcache.documents import load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, NoDocuments
@@ -21,7 +22,7 @@ from ragcache.models import LanguageModel, LoadedModel, prompt_frame
 from ragcache.planning.measure import SampleTimes, choose_sample, measure_sample
 from ragcache.states import KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype
-from ragcache.store import Catalogue, DeviceTier, DiskTier, HostTier, Tier
+from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
 
 Progress = Callable[[int, int], None]
 
@@ -60,7 +61,7 @@ def corpus_of_sources(
 
 def corpus_of_collection(
     model: LoadedModel,
-    catalogue: Catalogue,
+    catalogue: Catalog,
     collection: str,
     progress: Progress = lambda *_: None,
 ) -> Corpus:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from langchain_core.embeddings import Embeddings
 
+from ragcache.db import Catalog, Database, ModuleRow, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.retrieval.embeddings import embedder_name
 from ragcache.retrieval.filters import Test
 from ragcache.retrieval.params import SearchParams
 from ragcache.retrieval.search import CollectionIndex, Ranking, fuse, terms
-from ragcache.store import Catalogue, Database, ModuleRow, Vectors
 
 _EMBED_BATCH = 64
 
@@ -55,7 +55,7 @@ class Retriever:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: Catalog,
         embedder: Embeddings | None = None,
         vectors: Vectors | None = None,
     ) -> None:
@@ -235,9 +235,7 @@ def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Rank
 class Retrievers:
     """Retrievers by embedder. Thread-safe; embedders of one name share vectors and index."""
 
-    def __init__(
-        self, catalogue: Catalogue, database: Database, embedder: Embeddings | None
-    ) -> None:
+    def __init__(self, catalogue: Catalog, database: Database, embedder: Embeddings | None) -> None:
         self._catalogue = catalogue
         self._database = database
         self._known: dict[str, Retriever] = {}

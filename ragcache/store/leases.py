@@ -20,13 +20,12 @@ from functools import partial
 from types import TracebackType
 from typing import Literal
 
+from ragcache.db.ledger import Ledger, StateMetadata, StateRow
 from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, restored
-from ragcache.store.ledger import Ledger
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, SingleFlight
-from ragcache.store.rows import StateMetadata, StateRow
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ragcache.db.ledger import StateMetadata, StateRow, UsageBuffer
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, restored
 from ragcache.states.serialization import Allocate
-from ragcache.store.entries import Entries, KVEntry
-from ragcache.store.notes import Notes
-from ragcache.store.policy import Policy, choose_victims, expired
-from ragcache.store.rows import StateMetadata, StateRow
+from ragcache.store.eviction import Entries, KVEntry, Policy, choose_victims, expired
 from ragcache.store.tiers import HostTier, Tier
 
 _BLOCK = 4096  # bytes by which a blob may be larger than its states
@@ -146,7 +144,7 @@ class MemoryTiers:
     def __init__(
         self,
         indexes: Sequence[TierIndex],
-        notes: Notes,
+        notes: UsageBuffer,
         counters: Counters,
         persistent: Sequence[TierIndex] = (),
     ) -> None:
@@ -212,14 +210,14 @@ class MemoryTiers:
     def enter(self, index: TierIndex, row: StateRow, *, admitted: bool = True) -> None:
         """Notes that a tier holds states."""
         with self.lock:
-            index.add(row.entry(), admitted=admitted)
+            index.add(KVEntry.of_row(row), admitted=admitted)
             if self.is_held(row.key):
                 index.entries.lease(row.key)
 
     def know(self, index: TierIndex, rows: Sequence[StateRow]) -> None:
         """Notes that a tier that outlives processes holds states, as the ledger says."""
         with self.lock:
-            index.entries.extend([row.entry() for row in rows])
+            index.entries.extend([KVEntry.of_row(row) for row in rows])
             for key in [row.key for row in rows if row.key in self._held]:
                 index.entries.lease(key)
             self.metadata.update((row.key, row.metadata) for row in rows)

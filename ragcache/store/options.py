@@ -8,7 +8,7 @@ import torch
 
 from ragcache.config import check_options, parse_bytes, parse_optional_bytes
 from ragcache.states.quantization import check_kv_dtype
-from ragcache.store.policy import check_policy
+from ragcache.store.eviction import check_policy
 from ragcache.store.tiers import DeviceTier, RemoteTier, Tier
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
+from ragcache.db.ledger import Ledger, StateRow
 from ragcache.errors import (
     RemoteUnavailable,
     StateCorrupt,
@@ -24,9 +25,7 @@ from ragcache.errors import (
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, restored
 from ragcache.states.serialization import Allocate
-from ragcache.store.ledger import Ledger
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
-from ragcache.store.rows import StateRow
 from ragcache.store.tiers import DiskTier
 
 logger = logging.getLogger(__name__)

@@ -16,19 +16,18 @@ from uuid import uuid4
 
 from sqlalchemy import func, select
 
+from ragcache.db.database import Database
+from ragcache.db.jobs import Jobs
+from ragcache.db.ledger import Ledger, StateRow
+from ragcache.db.references import is_unowned, owned_among, retire
+from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable, StoreError
 from ragcache.states import FORMAT_VERSION, KVKey, KVStates
 from ragcache.states.quantization import KVDtype
-from ragcache.store.database import Database
-from ragcache.store.jobs import Jobs
+from ragcache.store.eviction import Policy
 from ragcache.store.leases import AdmissionFilter, Lease, LeaseRequest, StateLoader
-from ragcache.store.ledger import Ledger
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
-from ragcache.store.ownership import is_unowned, owned_among, retire
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
-from ragcache.store.policy import Policy
-from ragcache.store.rows import StateRow
-from ragcache.store.tables import SessionTable, StateTable
 from ragcache.store.tiers import DiskTier, HostTier, Tier
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from sqlalchemy import func, select
 
-from ragcache.errors import RemoteUnavailable, StateCorrupt, StateMissing, StoreUnreadable
-from ragcache.states import FORMAT_VERSION, KVKey
-from ragcache.store.memory_tiers import TierIndex
-from ragcache.store.ownership import is_unowned, retire
-from ragcache.store.store import KVStore
-from ragcache.store.tables import (
+from ragcache.db.references import is_unowned, retire
+from ragcache.db.tables import (
     CollectionTable,
     DocumentTable,
     EncodingTable,
@@ -27,6 +23,10 @@ from ragcache.store.tables import (
     StateTable,
     VectorTable,
 )
+from ragcache.errors import RemoteUnavailable, StateCorrupt, StateMissing, StoreUnreadable
+from ragcache.states import FORMAT_VERSION, KVKey
+from ragcache.store.memory_tiers import TierIndex
+from ragcache.store.store import KVStore
 
 Progress = Callable[[int, int], None]
 

@@ -17,7 +17,7 @@ from eviction import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.store.policy import POLICIES
+from ragcache.store.eviction import POLICIES
 
 SMALL = ZipfWorkload(documents=60, prompts=400, budget=0.2)
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ragcache.db import Catalog, Database, ModuleRow, NewDocument, NewModule
 from ragcache.recognition import (
     WINDOW,
     Fingerprints,
@@ -27,7 +28,6 @@ from ragcache.recognition import (
     find,
 )
 from ragcache.states import KVKey
-from ragcache.store import Catalogue, Database, ModuleRow, NewDocument, NewModule
 
 BOATS = "The survey boat Pipit is moored at the north quay.\n\n"
 KEYS = "The spare key hangs in the red cupboard of the boathouse.\n\n"
@@ -38,7 +38,7 @@ def document(name: str, text: str) -> NewDocument:
     return NewDocument(name, "", text, [NewModule(f"{name}#1", text, [1, 2], key, None)], {})
 
 
-class Reading(Catalogue):
+class Reading(Catalog):
     """A catalogue that tells which collections were read."""
 
     def __init__(self, database: Database, namespace: str = "default") -> None:

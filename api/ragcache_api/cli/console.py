@@ -18,7 +18,7 @@ from ragcache.errors import UnreadableDocument
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.store import Database
+    from ragcache.db import Database
 
 UNWRAPPED = 10_000  # characters: a path that a log or a pipe breaks in two is found by nobody
 
@@ -117,7 +117,7 @@ def open_rag(state: Path, model: str | None, embedding: str | None, **options: A
 
 def open_ledger(state: Path, ledger: str | None) -> Database:
     """The ledger of a state folder that is there already. Raises `NoState`."""
-    from ragcache.store import Database
+    from ragcache.db import Database
 
     return Database.open(ledger) if ledger else Database.open_existing(state / "ledger.sqlite")
 

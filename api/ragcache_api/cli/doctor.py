@@ -69,7 +69,7 @@ def _reader() -> str:
 
 
 def _state(state: Path) -> str:
-    from ragcache.store import Database, list_modules
+    from ragcache.db import Database, list_modules
 
     path = state / "ledger.sqlite"
     if not path.exists():

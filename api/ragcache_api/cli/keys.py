@@ -25,7 +25,7 @@ from ragcache_api.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from ragcache.store import Keys
+    from ragcache.db import ApiKeys
 
 app = typer.Typer(help="The API keys of the service.", no_args_is_help=True)
 
@@ -90,12 +90,12 @@ def revoke(
 
 
 @contextmanager
-def _keys(state: Path, ledger: str | None) -> Iterator[Keys]:
-    from ragcache.store import Keys
+def _keys(state: Path, ledger: str | None) -> Iterator[ApiKeys]:
+    from ragcache.db import ApiKeys
 
     database = open_ledger(state, ledger)
     try:
-        yield Keys(database)
+        yield ApiKeys(database)
     finally:
         database.close()
 

@@ -37,7 +37,7 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List modules with the size, tiers and hits of their states."""
-    from ragcache.store import list_modules
+    from ragcache.db import list_modules
 
     database = open_ledger(state, ledger)
     try:
@@ -85,8 +85,9 @@ def expire(
     as_json: JsonOption = False,
 ) -> None:
     """Limit how long the states of modules are kept; the documents stay."""
-    from ragcache.store import KVStore, RemoteTier, changes, held_keys
-    from ragcache.store.tables import DEFAULT_NAMESPACE
+    from ragcache.db import held_keys
+    from ragcache.db.tables import DEFAULT_NAMESPACE
+    from ragcache.store import KVStore, RemoteTier, admin
 
     if never == (after is not None):
         raise typer.BadParameter("give either --after SECONDS or --never")
@@ -96,7 +97,7 @@ def expire(
         store = KVStore.inspect(state, database, far)
         try:
             keys = held_keys(database, modules, DEFAULT_NAMESPACE)
-            done = changes.expire(store, keys, after, dry_run=dry_run)
+            done = admin.expire(store, keys, after, dry_run=dry_run)
         finally:
             store.close()
     finally:

@@ -80,15 +80,15 @@ def plan(
 def _corpus(
     model: LoadedModel, paths: list[Path], collection: str | None, state: Path, module_tokens: int
 ) -> Corpus:
+    from ragcache.db import Catalog, Database
     from ragcache.planning import corpus_of_collection, corpus_of_sources
-    from ragcache.store import Catalogue, Database
 
     with progress_bar("reading the corpus") as report:
         if collection is None:
             return corpus_of_sources(model, paths, module_tokens, report)
         database = Database.open_existing(state / "ledger.sqlite")
         try:
-            catalogue = Catalogue(database, model.tokenizer_fingerprint, None)
+            catalogue = Catalog(database, model.tokenizer_fingerprint, None)
             return corpus_of_collection(model, catalogue, collection, report)
         finally:
             database.close()

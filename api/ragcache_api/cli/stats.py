@@ -27,12 +27,12 @@ def stats(
     as_json: JsonOption = False,
 ) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
-    from ragcache.store import Catalogue, Ledger
+    from ragcache.db import Catalog, Ledger
 
     database = open_ledger(state, ledger)
     try:
         states = Ledger(database)
-        collections = Catalogue(database, "", None).collections()
+        collections = Catalog(database, "", None).collections()
         tiers = {tier: asdict(totals) for tier, totals in states.totals().items()}
         evictions = states.evictions()
     finally:

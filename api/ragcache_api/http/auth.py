@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter, to_thread
 
 from ragcache.config import NAMESPACE
-from ragcache.store import Keys
+from ragcache.db import ApiKeys
 from ragcache_api.http.errors import Refusal
 
 _THREADS = 4  # that wait for keys; one of them reads, for all
@@ -33,7 +33,7 @@ class Doorkeeper:
     """Checks keys from memory, in the event loop. Now and then they are read again, in threads that
     no other work can take."""
 
-    keys: Keys
+    keys: ApiKeys
     threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
 
     async def caller(self, authorization: str | None, address: str) -> Caller:

@@ -15,8 +15,8 @@ from typing import TypeVar
 from cryptography.fernet import Fernet, InvalidToken
 
 from ragcache import RagCache
+from ragcache.db.sql import NOT_OF_THIS_LIST, after, cursor_of, cut
 from ragcache.errors import InvalidRequest
-from ragcache.store.paging import NOT_OF_THIS_LIST, after, cursor_of, cut
 from ragcache_api.http.service import Call
 from ragcache_api.http.wire.common import PageOf
 

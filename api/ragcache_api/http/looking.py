@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from ragcache import RagCache, SourceDocument
+from ragcache.db import SchemaTexts
 from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.models import LoadedModel
@@ -20,7 +21,7 @@ from ragcache.planning import (
     corpus_of_sources,
     make_plan,
 )
-from ragcache.store import KVStore, SchemaTexts
+from ragcache.store import KVStore
 from ragcache.store.verify import Report, verify
 from ragcache_api.http.wire.admin import PlanSent
 from ragcache_api.http.wire.documents import SchemaTold

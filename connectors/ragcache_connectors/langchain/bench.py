@@ -23,7 +23,7 @@ from ragcache_connectors.langchain.retriever import RagCacheRetriever
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.store import ModuleRow
+    from ragcache.db import ModuleRow
 
 HEADER = "Handbook of the harbour, third edition > Rules\nNot to be copied without leave.\n\n"
 _SYLLABLES = "ba be bo da de do fa fi fo ga ge go ka ki ko la le lo ma mi mo na ne no pa".split()
@@ -264,7 +264,7 @@ def text_of(subject: str, others: Sequence[str], words: int) -> str:
 
 def fill(rag: RagCache, collection: str, count: int, words: int) -> None:
     """Stores modules without encoding them: those that are read are encoded at the first use."""
-    from ragcache.store import NewDocument, NewModule
+    from ragcache.db import NewDocument, NewModule
 
     names = subjects(count)
     rng = random.Random(6)

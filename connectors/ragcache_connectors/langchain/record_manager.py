@@ -13,7 +13,7 @@ from ragcache_connectors.langchain.opening import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.store import Records
+    from ragcache.db import Records
 
 
 class RagCacheRecordManager(RecordManager):

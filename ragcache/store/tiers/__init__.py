@@ -1,10 +1,9 @@
 """Places that hold states: device, host, disk, remote. Each stores and counts."""
 
-from ragcache.store.tiers.calls import Patience
+from ragcache.store.tiers.base import Tier
 from ragcache.store.tiers.device import DeviceTier
 from ragcache.store.tiers.disk import DiskTier
 from ragcache.store.tiers.host import HostTier
-from ragcache.store.tiers.remote import RemoteTier
-from ragcache.store.tiers.tier import Tier
+from ragcache.store.tiers.remote import RemoteTier, RetryPolicy
 
-__all__ = ["DeviceTier", "DiskTier", "HostTier", "Patience", "RemoteTier", "Tier"]
+__all__ = ["DeviceTier", "DiskTier", "HostTier", "RemoteTier", "RetryPolicy", "Tier"]

@@ -20,7 +20,7 @@ from ragcache.states.quantization import (
     restored,
     tensors_of,
 )
-from ragcache.store.tiers.tier import check_budget
+from ragcache.store.tiers.base import check_budget
 
 _BLOCK = 512  # bytes: what CUDA's caching allocator of torch rounds every tensor up to
 

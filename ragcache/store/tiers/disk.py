@@ -13,15 +13,15 @@ from ragcache.errors import StateMissing
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import Allocate, blob_parts, load_blob, map_blob
-from ragcache.store.tiers.files import (
+from ragcache.store.tiers.base import (
     PART,
     SUFFIX,
     allocated,
+    check_budget,
     key_of,
     named_os_error,
     write_atomically,
 )
-from ragcache.store.tiers.tier import check_budget
 
 _BLOCK = 4096  # bytes: what file systems allocate
 _HEADER = 4096  # bytes: the most that a blob adds to its tensors, with rounding

@@ -1,17 +1,21 @@
 """The host tier: states in main memory of its own, pinned where a GPU will fetch them."""
 
+# MERGED ragcache.store.tiers.pinning: Memory that a GPU reads by itself: pages registered with
+#   CUDA.
+
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragcache.errors import StateMissing
+from ragcache.errors import StateMissing, StoreError
 from ragcache.openmp import keeps_no_workers
 from ragcache.states import KVKey
 from ragcache.states.quantization import (
@@ -23,8 +27,7 @@ from ragcache.states.quantization import (
     rebuild,
     tensors_of,
 )
-from ragcache.store.tiers.pinning import pin, unpin
-from ragcache.store.tiers.tier import check_budget
+from ragcache.store.tiers.base import check_budget
 
 _PAGE, _LINE = 4096, 64  # bytes: what is pinned as a whole, what a processor fetches
 
@@ -146,3 +149,22 @@ class HostTier:
     def _settle(self) -> None:
         while self._freed:
             self._used -= self._blocks.pop(self._freed.popleft())
+
+
+def pin(address: int, nbytes: int) -> None:
+    """Registers whole pages. Raises `StoreError` where the system refuses."""
+    code = int(_runtime().cudaHostRegister(address, nbytes, 0)) if nbytes else 0
+    if code:
+        raise StoreError(
+            f"cannot pin {nbytes:,} bytes of main memory (CUDA error {code}); lower host_bytes, "
+            "raise the limit of locked memory (ulimit -l), or open the host tier unpinned"
+        )
+
+
+def unpin(address: int) -> None:
+    """Ends a registration; copies from the pages must have ended."""
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

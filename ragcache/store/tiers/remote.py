@@ -1,24 +1,35 @@
 """The remote tier: blobs under any URL that fsspec knows, shared by several machines."""
 
+# MERGED ragcache.store.tiers.calls: Calls to something that may be slow, broken or away: each
+#   ends, and says how.
+
 from __future__ import annotations
 
+import errno
 import io
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 from torch import Tensor
 
-from ragcache.errors import ConfigurationError, MissingExtra, StateMissing
+from ragcache.errors import (
+    ConfigurationError,
+    MissingExtra,
+    RemoteUnavailable,
+    StateMissing,
+    StoreUnreadable,
+)
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import Allocate, read_blob, to_blob
-from ragcache.store.tiers.calls import Calls, Patience
-from ragcache.store.tiers.files import PART, SUFFIX, key_of
-from ragcache.store.tiers.tier import check_budget
+from ragcache.store.tiers.base import PART, SUFFIX, check_budget, key_of, named_os_error
 
 T = TypeVar("T")
 _HEADER = 4096  # bytes: the most that a blob adds to its tensors
@@ -41,14 +52,14 @@ class RemoteTier:
 
     def __init__(
         self, files: Any, root: str, budget_bytes: int | None = None, *,
-        kv_dtype: KVDtype = "model", patience: Patience | None = None,
+        kv_dtype: KVDtype = "model", patience: RetryPolicy | None = None,
     ) -> None:  # fmt: skip
         """files: an fsspec file system, root: the folder on it."""
         self.budget_bytes, self.kv_dtype = budget_bytes, kv_dtype
         self.root = root.rstrip("/")
         self._files = files
         self._whole = bool(_WHOLE & set(_protocols(files)))
-        self._calls = Calls(self.root, patience or Patience())
+        self._calls = Calls(self.root, patience or RetryPolicy())
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
         self._lock = threading.Lock()
@@ -57,7 +68,7 @@ class RemoteTier:
     @classmethod
     def open(
         cls, url: str, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model",
-        patience: Patience | None = None, **options: Any,
+        patience: RetryPolicy | None = None, **options: Any,
     ) -> RemoteTier:  # fmt: skip
         """url: such as `s3://bucket/states`; options: fsspec's for its protocol.
 
@@ -182,3 +193,88 @@ def _plain_memory(nbytes: int) -> Tensor:
 def _protocols(files: Any) -> tuple[str, ...]:
     protocol = files.protocol
     return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+_FINAL = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """seconds: how long one attempt may take. attempts: how many there are. pause: seconds before
+    the second, twice as long before each that follows. rest: seconds without any after the last."""
+
+    seconds: float = 10.0
+    attempts: int = 3
+    pause: float = 0.1
+    rest: float = 5.0
+
+
+class Calls:
+    """Runs operations on one remote with patience."""
+
+    def __init__(
+        self, where: str, patience: RetryPolicy, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.where, self.patience, self.clock = where, patience, clock
+        self._rests_until = 0.0
+
+    def run(self, verb: str, operation: Callable[[], T]) -> T:
+        """What the operation returns.
+
+        Raises `FileNotFoundError` as it comes, `StoreFull`, `StoreUnwritable` and `StoreUnreadable`
+        at once, and `RemoteUnavailable` after the last attempt, or while the remote has its rest.
+        """
+        wait = self._rests_until - self.clock()
+        if wait > 0:
+            raise RemoteUnavailable(
+                f"cannot {verb} under {self.where}: it failed a moment ago and is tried again in "
+                f"{wait:.0f} s"
+            )
+        attempts = Retrying(
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_attempt(self.patience.attempts),
+            wait=wait_exponential(self.patience.pause),
+            reraise=True,
+        )
+        try:
+            return attempts(lambda: self._within(operation))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if _may_pass(error):
+                self._rests_until = self.clock() + self.patience.rest
+                raise RemoteUnavailable(
+                    f"cannot {verb} under {self.where}, tried {self.patience.attempts} times "
+                    f"({str(error) or type(error).__name__}); check the address, the network and "
+                    "the credentials"
+                ) from error
+            if isinstance(error, PermissionError) and verb not in ("write", "delete"):
+                raise StoreUnreadable(f"cannot {verb} under {self.where}: {error}") from error
+            raise named_os_error(error, self.where) from error
+
+    def _within(self, operation: Callable[[], T]) -> T:
+        """Runs in a thread that is left behind when its time is up. Raises `TimeoutError`."""
+        done: list[T] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(operation())
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="ragcache-remote", daemon=True)
+        thread.start()
+        thread.join(self.patience.seconds)
+        if failed:
+            raise failed[0]
+        if not done:
+            raise TimeoutError(f"no answer within {self.patience.seconds:g} s")
+        return done[0]
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether another attempt may succeed. Each protocol has errors of its own."""
+    final = isinstance(error, FileNotFoundError | PermissionError)
+    final = final or getattr(error, "errno", None) in _FINAL
+    return isinstance(error, Exception) and not final

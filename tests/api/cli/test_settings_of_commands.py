@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragcache.store import Database, KVStore
+from ragcache.db import Database
+from ragcache.store import KVStore
 from ragcache_api.cli.main import app
-from tests.ragcache.store.conftest import make_key, make_states
+from tests.ragcache.conftest import make_key, make_states
 
 runner = CliRunner()
 

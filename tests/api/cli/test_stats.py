@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ragcache import RagCache
+from ragcache.db import Database
 from ragcache.models import LoadedModel
-from ragcache.store import Database
 from ragcache_api.cli.main import app
 
 runner = CliRunner()

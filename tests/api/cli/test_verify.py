@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragcache.store import Database, KVStore, RemoteTier, changes
+from ragcache.db import Database
+from ragcache.store import KVStore, RemoteTier, admin
 from ragcache_api.cli.main import app
-from tests.ragcache.store.conftest import make_key, make_states
+from tests.ragcache.conftest import make_key, make_states
 
 runner = CliRunner()
 
@@ -50,7 +51,7 @@ def test_the_remote_and_a_ledger_elsewhere_are_verified(tmp_path: Path) -> None:
     database = Database.open(url)
     store = KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))
     store.put(make_key(1), make_states(1))
-    changes.move(store, [make_key(1)], "remote")
+    admin.move(store, [make_key(1)], "remote")
     store.close()
     database.close()
     command = ["verify", "--state", str(tmp_path), "--ledger", url, "--json"]

@@ -14,7 +14,7 @@ from sqlalchemy import delete
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
-from ragcache.store.tables import EvictionTable
+from ragcache.db.tables import EvictionTable
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.recording import Heat

@@ -75,7 +75,7 @@ def test_no_page_and_no_document_reads_the_others(client: TestClient, rag: RagCa
     def note(target: Any, _: Any) -> None:
         read.append(target.source_id)
 
-    from ragcache.store.tables import DocumentTable
+    from ragcache.db.tables import DocumentTable
 
     event.listen(DocumentTable, "load", note)
     try:

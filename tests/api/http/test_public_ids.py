@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from ragcache import RagCache, SourceDocument
+from ragcache.db.sql import after, cursor_of
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
-from ragcache.store.paging import after, cursor_of
 from ragcache_api.http.cursors import CursorCipher
 from tests.api.http.conftest import client_of
 from tests.api.http.events import events

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragcache.bench.harness import LlamaShape
-from ragcache.store import ModuleRow
+from ragcache.db import ModuleRow
 from ragcache_api.cli.main import app
 from ragcache_connectors.langchain import bench
 from ragcache_connectors.langchain.bench import (

@@ -12,8 +12,8 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import aindex, index
 
 from ragcache import RagCache
+from ragcache.db import Records
 from ragcache.errors import ConfigurationError, LedgerUnavailable
-from ragcache.store import Records
 from ragcache_connectors.langchain import RagCacheRecordManager, RagCacheVectorStore
 
 CleanUp = Literal["incremental", "full", "scoped_full"] | None

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragcache import Citation, RagCache, SourceDocument
+from ragcache.db import Database, ModuleRow
 from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
@@ -31,7 +32,7 @@ from ragcache.pipeline.module_states import Scaffolds
 from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
 from ragcache.retrieval import Hit, Selection
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Database, KVStore, ModuleRow
+from ragcache.store import KVStore
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.pipeline.conftest import last_logits
 

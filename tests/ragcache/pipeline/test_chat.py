@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache.db import ModuleRow
 from ragcache.engine import Context, EncodeJob, Segment, complete, encode
 from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel, wrap
@@ -24,7 +25,6 @@ from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncode
 from ragcache.pipeline.chat import LEAST, InContextTokenizer, RenderedChat, lay_out_chat
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.recognition import Fingerprints, FingerprintTable, find
-from ragcache.store import ModuleRow
 from tests.conftest import tiny_model
 from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 
-import ragcache.store.tiers.files
+import ragcache.store.tiers.base
 from ragcache import RagCache, SourceDocument
+from ragcache.db import Database, Jobs, Ledger
 from ragcache.errors import (
     ConfigurationError,
     DocumentError,
@@ -32,7 +33,6 @@ from ragcache.models import LoadedModel
 from ragcache.pipeline import ingest
 from ragcache.pipeline.ingest import IngestionWorker
 from ragcache.pipeline.module_states import ModuleEncoder
-from ragcache.store import Database, Jobs, Ledger
 
 TIDES = "The tide turns twice a day and nobody has to wind it. "
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
@@ -144,7 +144,7 @@ def test_a_full_disk_stops_an_ingestion_and_nothing_else(
         raise StoreFull("no space left for the ledger")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ragcache.store.tiers.files, "write_through", full)
+        patched.setattr(ragcache.store.tiers.base, "write_through", full)
         patched.setattr(Ledger, "record", full_ledger)
         with pytest.raises(StoreFull, match=r"no space left for states under .*; free some space"):
             rag.ingest("c", [SourceDocument("ebb", "New."), SourceDocument("flow", "Flood.")])
@@ -245,7 +245,7 @@ def test_jobs_run_one_after_another_and_are_listed_the_newest_first(rag: RagCach
 
 
 def test_progress_can_be_seen(rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache.store.jobs.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("ragcache.db.jobs.PROGRESS_SECONDS", 0.0)
     seen: list[int] = []
     run = type(rag.internals.ingestor).ingest
 

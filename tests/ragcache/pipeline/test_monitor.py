@@ -12,12 +12,12 @@ from queue import SimpleQueue
 import pytest
 
 from ragcache import Generation, RagCache, SourceDocument
+from ragcache.db import Catalog, Database, NewDocument, NewModule
 from ragcache.engine.core import BatchSnapshot, SegmentUse
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline.monitor import RequestRecord, batch_of
-from ragcache.store import Catalogue, Database, NewDocument, NewModule
 from tests.conftest import tiny_model
-from tests.ragcache.store.conftest import make_key
+from tests.ragcache.conftest import make_key
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 QUESTION = "Where is the kiln in the yard?"
@@ -159,7 +159,7 @@ def test_segments_have_the_names_of_the_namespaces_modules(tmp_path: Path) -> No
     for number, namespace in enumerate(("default", "tenant")):
         modules = [NewModule(f"{namespace}#1", "text", [1], make_key(number))]
         document = NewDocument(namespace, "", "", modules)
-        Catalogue(database, "t", None, namespace).replace("notes", [document])
+        Catalog(database, "t", None, namespace).replace("notes", [document])
     uses = tuple(
         SegmentUse(f"{make_key(n)}{part}", 3, 2, 4) for n, part in enumerate(("", "[1:3]"))
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ragcache.config import RagCacheConfig
+from ragcache.db import Database, SchemaText, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.models import LoadedModel
@@ -28,7 +29,7 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.pml import SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
-from ragcache.store import Database, KVStore, SchemaText, SchemaTexts
+from ragcache.store import KVStore
 from ragcache_schemas import Plan, parse_prompt, resolve_prompt, spell_prompt
 from tests.conftest import tiny_model
 from tests.ragcache.pipeline.conftest import last_logits

@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 
 from ragcache import RagCache, SourceDocument
+from ragcache.db import Members, ScaffoldRows
 from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey
-from ragcache.store import Members, ScaffoldRows
 from ragcache.store.verify import verify
 from tests.ragcache.pipeline.test_ask import DOCUMENTS, QUESTION
 

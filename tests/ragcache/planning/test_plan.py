@@ -11,6 +11,7 @@ import torch
 
 from ragcache import RagCache, SourceDocument
 from ragcache.config import parse_bytes
+from ragcache.db import Catalog, Database
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
 from ragcache.models import CausalLM, LoadedModel
 from ragcache.planning import (
@@ -34,7 +35,7 @@ from ragcache.planning import (
 from ragcache.planning.plan import bytes_per_token, shape_of, tier_sizes
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, quantize, quantized_nbytes
-from ragcache.store import Catalogue, Database, DiskTier, HostTier
+from ragcache.store import DiskTier, HostTier
 
 LENGTHS = [10, 20, 40]
 GIB = 2**30
@@ -52,7 +53,7 @@ def test_files_are_split_as_ingestion_splits_them(
         3, ingestion.modules, ingestion.tokens
     )  # fmt: skip
     database = Database.open_existing(tmp_path / "state" / "ledger.sqlite")
-    catalogue = Catalogue(database, reader.tokenizer_fingerprint, None)
+    catalogue = Catalog(database, reader.tokenizer_fingerprint, None)
     try:
         stored = corpus_of_collection(reader, catalogue, "notes")
         with pytest.raises(UnknownCollection):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
+from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
 from ragcache.retrieval import (
     CollectionIndex,
@@ -28,7 +29,6 @@ from ragcache.retrieval import (
 )
 from ragcache.retrieval.retriever import cosines, overlaps, select_by_mmr
 from ragcache.states import KVKey
-from ragcache.store import Catalogue, Database, NewDocument, NewModule, Vectors
 
 TOPICS = ("boat", "ship", "vessel"), ("key", "lock"), ("leave", "holiday")
 TEXTS = {
@@ -64,7 +64,7 @@ def document(name: str, text: str, vector: np.ndarray | None = None) -> NewDocum
     return NewDocument(name, "", text, [NewModule(f"{name}#1", text, [1, 2], key, vector)])
 
 
-def fill(catalogue: Catalogue, embedder: Embeddings | None = None) -> None:
+def fill(catalogue: Catalog, embedder: Embeddings | None = None) -> None:
     documents = [
         document(
             name,
@@ -82,7 +82,7 @@ def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
 
 
 def test_words_alone_find_modules_best_first(database: Database) -> None:
-    catalogue = Catalogue(database, "tokenizer", None)
+    catalogue = Catalog(database, "tokenizer", None)
     fill(catalogue)
     retriever = Retriever(catalogue)
     selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", SearchParams(3))
@@ -97,7 +97,7 @@ def test_words_alone_find_modules_best_first(database: Database) -> None:
 
 def test_meaning_finds_what_shares_no_word(database: Database) -> None:
     embedder = Topics()
-    catalogue = Catalogue(database, "tokenizer", "topics")
+    catalogue = Catalog(database, "tokenizer", "topics")
     fill(catalogue, embedder)
     retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
     assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
@@ -108,16 +108,16 @@ def test_meaning_finds_what_shares_no_word(database: Database) -> None:
 def test_words_and_meaning_are_fused(database: Database) -> None:
     """keys.md is second by meaning and first by words; boats.md first by meaning only."""
     embedder = Topics()
-    catalogue = Catalogue(database, "tokenizer", "topics")
+    catalogue = Catalog(database, "tokenizer", "topics")
     fill(catalogue, embedder)
     retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
     assert found(retriever, "vessel ship lock cupboard")[:2] == ["keys.md", "boats.md"]
 
 
 def test_vectors_of_an_earlier_embedder_are_made_anew_once(database: Database) -> None:
-    fill(Catalogue(database, "tokenizer", None))
+    fill(Catalog(database, "tokenizer", None))
     embedder = Topics()
-    catalogue = Catalogue(database, "tokenizer", "topics")
+    catalogue = Catalog(database, "tokenizer", "topics")
     retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
     assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
     assert sorted(embedder.embedded) == sorted(TEXTS.values())
@@ -130,7 +130,7 @@ def test_vectors_of_an_earlier_embedder_are_made_anew_once(database: Database) -
 
 def test_only_the_vectors_that_are_missing_are_made(database: Database) -> None:
     embedder = Topics()
-    catalogue = Catalogue(database, "tokenizer", "topics")
+    catalogue = Catalog(database, "tokenizer", "topics")
     fill(catalogue, embedder)
     catalogue.replace("notes", [document("rooms.md", "A locked room.")])
     retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
@@ -139,7 +139,7 @@ def test_only_the_vectors_that_are_missing_are_made(database: Database) -> None:
 
 
 def test_many_texts_are_embedded_in_order(database: Database) -> None:
-    retriever = Retriever(Catalogue(database, "tokenizer", "topics"), Topics())
+    retriever = Retriever(Catalog(database, "tokenizer", "topics"), Topics())
     texts = [f"boat {'key ' * number}" for number in range(150)]
     vectors = retriever.embed(texts)
     assert vectors is not None
@@ -148,12 +148,12 @@ def test_many_texts_are_embedded_in_order(database: Database) -> None:
 
 
 def test_changes_are_seen_whoever_makes_them(database: Database, tmp_path: Path) -> None:
-    catalogue = Catalogue(database, "tokenizer", None)
+    catalogue = Catalog(database, "tokenizer", None)
     fill(catalogue)
     retriever = Retriever(catalogue)
     assert found(retriever, "cupboard") == ["keys.md"]
     elsewhere = Database.open(tmp_path / "ledger.sqlite")
-    other = Catalogue(elsewhere, "tokenizer", None)
+    other = Catalog(elsewhere, "tokenizer", None)
     other.replace("notes", [document("keys.md", "The spare key hangs in the blue tin.")])
     assert found(retriever, "cupboard") == []
     assert found(retriever, "tin") == ["keys.md"]
@@ -165,7 +165,7 @@ def test_changes_are_seen_whoever_makes_them(database: Database, tmp_path: Path)
 
 
 def test_collections_do_not_see_each_other(database: Database) -> None:
-    catalogue = Catalogue(database, "tokenizer", None)
+    catalogue = Catalog(database, "tokenizer", None)
     fill(catalogue)
     catalogue.replace("other", [document("boats.md", "Another boat.")])
     retriever = Retriever(catalogue)
@@ -174,7 +174,7 @@ def test_collections_do_not_see_each_other(database: Database) -> None:
 
 
 def test_an_unknown_collection_is_named_with_those_that_exist(database: Database) -> None:
-    catalogue = Catalogue(database, "tokenizer", None)
+    catalogue = Catalog(database, "tokenizer", None)
     retriever = Retriever(catalogue)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
         retriever.retrieve("boat", "notes", SearchParams(3))
@@ -183,9 +183,9 @@ def test_an_unknown_collection_is_named_with_those_that_exist(database: Database
         retriever.retrieve("boat", "recipes", SearchParams(3))
 
 
-def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalogue, Retriever]:
+def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalog, Retriever]:
     name = None if embedder is None else "topics"
-    catalogue = Catalogue(database, "tokenizer", name)
+    catalogue = Catalog(database, "tokenizer", name)
     vectors = None if embedder is None else Vectors(database, "topics")
     return catalogue, Retriever(catalogue, embedder, vectors)
 
@@ -212,7 +212,7 @@ def test_words_alone_and_meaning_alone(database: Database) -> None:
 
 
 def test_words_alone_embed_nothing(database: Database) -> None:
-    fill(Catalogue(database, "tokenizer", None))
+    fill(Catalog(database, "tokenizer", None))
     _, retriever = opened(database, embedder := Topics())
     assert names(retriever.retrieve("cupboard", "notes", SearchParams(1, "sparse"))) == ["keys.md"]
     assert embedder.embedded == []
@@ -360,7 +360,7 @@ class Other(DeterministicFakeEmbedding):
 @pytest.fixture
 def database_retrievers(tmp_path: Path) -> Iterator[Database]:
     opened = Database.open(tmp_path / "ledger.sqlite")
-    catalogue = Catalogue(opened, "tokenizer", None)
+    catalogue = Catalog(opened, "tokenizer", None)
     module = NewModule("a#1", "boat", [1], KVKey("0" * 64))
     catalogue.replace("notes", [NewDocument("a", "", "", [module])])
     yield opened
@@ -368,7 +368,7 @@ def database_retrievers(tmp_path: Path) -> Iterator[Database]:
 
 
 def test_each_embedder_has_one(database_retrievers: Database) -> None:
-    catalogue = Catalogue(database_retrievers, "tokenizer", None)
+    catalogue = Catalog(database_retrievers, "tokenizer", None)
     first, other = DeterministicFakeEmbedding(size=4), Other(size=4)
     retrievers = Retrievers(catalogue, database_retrievers, first)
     assert retrievers.of() is retrievers.of(first)
@@ -382,7 +382,7 @@ def test_embedders_of_one_name_share_the_index(
 ) -> None:
     """Programs make a LangChain object with an embedder of its own for each request."""
     retrievers = Retrievers(
-        Catalogue(database_retrievers, "tokenizer", None), database_retrievers, None
+        Catalog(database_retrievers, "tokenizer", None), database_retrievers, None
     )
     built: list[CollectionIndex] = []
     first = CollectionIndex.__init__
@@ -405,7 +405,7 @@ def test_vectors_of_a_namespace_are_found_again(database_retrievers: Database) -
             return super().embed_documents(texts)
 
     embedded: list[str] = []
-    catalogue = Catalogue(database_retrievers, "tokenizer", None, "tenant")
+    catalogue = Catalog(database_retrievers, "tokenizer", None, "tenant")
     module = NewModule("b#1", "ship", [1], KVKey("1" * 64))
     catalogue.replace("notes", [NewDocument("b", "", "", [module])])
     for _ in range(2):

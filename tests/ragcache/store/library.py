@@ -8,18 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ragcache.db import Catalog, Database, NewDocument, NewModule
 from ragcache.states import KVKey, KVStates
-from ragcache.store import (
-    Catalogue,
-    Database,
-    KVStore,
-    Lease,
-    LeaseRequest,
-    NewDocument,
-    NewModule,
-    Origin,
-)
-from tests.ragcache.store.conftest import encode_missing, full_lease, same
+from ragcache.store import KVStore, Lease, LeaseRequest, Origin
+from tests.ragcache.conftest import encode_missing, full_lease, same
 
 COLLECTION = "library"
 STATE_BYTES = 320  # of one state in memory
@@ -48,7 +40,7 @@ class Library:
     def __init__(self, folder: Path, where: Path | str, states: int = 24) -> None:
         self.database = Database.open(where)
         self.store = KVStore.open(folder, self.database, states * STATE_BYTES)
-        self.catalogue = Catalogue(self.database, "tokenizer", None)
+        self.catalogue = Catalog(self.database, "tokenizer", None)
         self.made: list[KVKey] = []
 
     def produce(self, keys: Sequence[KVKey]) -> Iterator[KVStates]:

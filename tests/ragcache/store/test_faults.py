@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from sqlalchemy import make_url
 
+from ragcache.db import Catalog, Database
 from ragcache.errors import LedgerUnavailable, StoreFull, StoreUnwritable
-from ragcache.store import Catalogue, Database, KVStore, LeaseRequest
-from ragcache.store.tiers import files
+from ragcache.store import KVStore, LeaseRequest
+from ragcache.store.tiers import base
 from ragcache.store.verify import verify
-from tests.ragcache.store.conftest import full_lease, postgres_schema, same
+from tests.ragcache.conftest import full_lease, postgres_schema, same
 from tests.ragcache.store.library import Library, key_of, states_of
 
 
@@ -41,7 +42,7 @@ def test_a_disk_that_takes_no_more_stops_ingestion_and_no_question(
         raise OSError(number, "refused")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "write_through", refuse)
+        patched.setattr(base, "write_through", refuse)
         with pytest.raises(named):
             library.put("elm", 1)
         assert set(library.read("ash")) == {"host"}
@@ -81,7 +82,7 @@ def test_a_locked_ledger_serves_what_is_in_memory(tmp_path: Path, library: Libra
         assert set(lease.source.values()) == {"host"}
     store.sweep()
     assert store.ledger.failures > 0
-    assert Catalogue(database, "tokenizer", None).modules("library"), "readers do not wait"
+    assert Catalog(database, "tokenizer", None).modules("library"), "readers do not wait"
     with pytest.raises(LedgerUnavailable):
         store.jobs.begin("collection x", 0)
     new = key_of("new")

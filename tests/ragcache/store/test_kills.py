@@ -13,8 +13,8 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from ragcache.store import Database
-from ragcache.store.tables import Base
+from ragcache.db import Database
+from ragcache.db.tables import Base
 from ragcache.store.verify import verify
 from tests.ragcache.store.library import Library
 

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from ragcache.states import KVKey
 from ragcache.store import Lease, store
 from ragcache.store.verify import verify
-from tests.ragcache.store.conftest import postgres_schema, same
+from tests.ragcache.conftest import postgres_schema, same
 from tests.ragcache.store.library import Library, key_of, states_of, texts_of
 
 NAMES = st.sampled_from(("ash", "elm", "fir", "oak"))
@@ -183,7 +183,7 @@ def run(machine: type[StoreMachine], examples: int) -> None:
 
 
 def on_postgres(request: pytest.FixtureRequest) -> type[StoreMachine]:
-    from tests.ragcache.store.conftest import postgres_url
+    from tests.ragcache.conftest import postgres_url
 
     postgres_url()
     request.getfixturevalue("socket_enabled")

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from ragcache.db import Database
+from ragcache.db.jobs import Jobs
 from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import KVKey, KVStates
-from ragcache.store import Database, HostTier, KVStore, LeaseRequest, RemoteTier, changes
-from ragcache.store.jobs import Jobs
-from tests.ragcache.store.conftest import encode_missing, full_lease, make_key, make_states, same
+from ragcache.store import HostTier, KVStore, LeaseRequest, RemoteTier, admin
+from tests.ragcache.conftest import encode_missing, full_lease, make_key, make_states, same
 
 STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
 BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved
@@ -477,9 +478,9 @@ class TestBudgets:
         fill(store, 1, 2)
         store.ledger.flush()
         other = KVStore.inspect(store.disk.folder.parent, database)
-        changes.expire(other, keys(1), 0)
+        admin.expire(other, keys(1), 0)
         store.expire(keys(2), time.time() - 1)
-        changes.expire(other, keys(2), None)
+        admin.expire(other, keys(2), None)
         other.close()
         store.sweep()
         assert set(store.disk.keys()) == set(keys(2))
@@ -713,7 +714,7 @@ def test_a_claim_of_a_process_that_died_does_not_count(
     os.waitpid(pid, 0)
     from sqlalchemy import update
 
-    from ragcache.store.tables import SessionTable
+    from ragcache.db.tables import SessionTable
 
     with store.ledger.database.transaction() as session:
         mine = update(SessionTable).where(SessionTable.id == other.ledger.sessions.id)

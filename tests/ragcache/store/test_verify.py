@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 
-from ragcache.store import Catalogue, Database, KVStore, LeaseRequest, NewDocument, NewModule
-from ragcache.store.tables import StateTable, VectorTable
+from ragcache.db import Catalog, Database, NewDocument, NewModule
+from ragcache.db.tables import StateTable, VectorTable
+from ragcache.store import KVStore, LeaseRequest
 from ragcache.store.verify import Report, verify
-from tests.ragcache.store.conftest import full_lease, make_key, make_states
+from tests.ragcache.conftest import full_lease, make_key, make_states
 
 
 @pytest.fixture
@@ -23,9 +24,9 @@ def store(tmp_path: Path, database: Database) -> Iterator[KVStore]:
 
 
 @pytest.fixture
-def catalogue(store: KVStore) -> Catalogue:
+def catalogue(store: KVStore) -> Catalog:
     """Two documents of two modules with their states."""
-    catalogue = Catalogue(store.ledger.database, "tokenizer", "embedder")
+    catalogue = Catalog(store.ledger.database, "tokenizer", "embedder")
     documents = []
     with store.jobs.running("collection notes", 4) as job:
         for first in (1, 3):
@@ -103,7 +104,7 @@ class TestOneFault:
         self.check(store, "size", subject(4), 3)
 
 
-def test_a_store_that_is_right_is_clean(store: KVStore, catalogue: Catalogue) -> None:
+def test_a_store_that_is_right_is_clean(store: KVStore, catalogue: Catalog) -> None:
     seen: list[tuple[int, int]] = []
     report = verify(store, progress=lambda *at: seen.append(at))
     assert (report.clean, report.states, report.modules, report.found) == (True, 4, 4, ())
@@ -111,7 +112,7 @@ def test_a_store_that_is_right_is_clean(store: KVStore, catalogue: Catalogue) ->
 
 
 def test_what_another_process_is_writing_is_passed_over(
-    store: KVStore, catalogue: Catalogue, tmp_path: Path, where: Path | str
+    store: KVStore, catalogue: Catalog, tmp_path: Path, where: Path | str
 ) -> None:
     elsewhere = Database.open(where)
     other = KVStore.inspect(tmp_path, elsewhere)
@@ -124,7 +125,7 @@ def test_what_another_process_is_writing_is_passed_over(
 
 
 def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaired(
-    store: KVStore, catalogue: Catalogue
+    store: KVStore, catalogue: Catalog
 ) -> None:
     def interrupt() -> None:
         with store.jobs.running("collection plans", 2) as job:
@@ -145,7 +146,7 @@ def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaire
 
 
 def test_vectors_of_different_lengths_cannot_stand_in_one_index(
-    store: KVStore, catalogue: Catalogue
+    store: KVStore, catalogue: Catalog
 ) -> None:
     with store.ledger.database.transaction() as session:
         first = update(VectorTable).where(VectorTable.module_id == 1)
@@ -155,7 +156,7 @@ def test_vectors_of_different_lengths_cannot_stand_in_one_index(
     assert "vectors of embedder have 2 to 3 numbers; ingest the collection again" in found.detail
 
 
-def test_a_document_that_no_question_finds_is_named(store: KVStore, catalogue: Catalogue) -> None:
+def test_a_document_that_no_question_finds_is_named(store: KVStore, catalogue: Catalog) -> None:
     catalogue.replace("notes", [NewDocument("empty", "", "digest", [])])
     [found] = verify(store).found
     assert (found.kind, found.subject) == ("module", "notes empty")

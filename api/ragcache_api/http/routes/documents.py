@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response
 
-from ragcache.store import DocumentRow
+from ragcache.db import DocumentRow
 from ragcache_api.http.errors import Refusal
 from ragcache_api.http.service import CallDep, off_loop
 from ragcache_api.http.uploads import sent_documents

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from ragcache.store.changes import Change
+from ragcache.store.admin import Change
 from ragcache_api.http.wire.common import CollectionName, Identified, Told, Wire
 
 Tier = Annotated[str, Field(min_length=1, max_length=20)]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ragcache.states.quantization import KVDtype
-from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, Patience, RemoteTier, Tier
+from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, RetryPolicy, Tier
 
-QUICK = Patience(seconds=2.0, attempts=2, pause=0.0, rest=60.0)
+QUICK = RetryPolicy(seconds=2.0, attempts=2, pause=0.0, rest=60.0)
 Make = Callable[..., Tier]
 
 _made = 0

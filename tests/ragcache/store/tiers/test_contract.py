@@ -14,7 +14,7 @@ from ragcache.errors import StateMissing, StoreBudgetExceeded
 from ragcache.states import KVStates
 from ragcache.states.quantization import QuantizedStates, kv_dtype_of, quantize, restored
 from ragcache.store.tiers import DeviceTier
-from tests.ragcache.store.conftest import make_key, make_states, same
+from tests.ragcache.conftest import make_key, make_states, same
 from tests.ragcache.store.tiers.conftest import Make
 
 

@@ -11,7 +11,7 @@ from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, quantize, restored
 from ragcache.store.tiers import DeviceTier, HostTier
-from tests.ragcache.store.conftest import make_key, make_states, same
+from tests.ragcache.conftest import make_key, make_states, same
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

@@ -22,8 +22,8 @@ from ragcache.errors import (
     StoreUnreadable,
     StoreUnwritable,
 )
-from ragcache.store.tiers import DiskTier, files
-from tests.ragcache.store.conftest import make_key, make_states, same
+from ragcache.store.tiers import DiskTier, base
+from tests.ragcache.conftest import make_key, make_states, same
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def fail_with(number: int, monkeypatch: pytest.MonkeyPatch, half: bool = False) 
         path.write_bytes(parts[0] if half else b"")
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files, "write_through", write)
+    monkeypatch.setattr(base, "write_through", write)
 
 
 def make_old(path: Path, seconds: float) -> None:
@@ -97,13 +97,13 @@ def test_nothing_partial_is_visible_while_a_blob_is_written(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[list[Any], bool]] = []
-    write = files.write_through
+    write = base.write_through
 
     def watched(path: Path, parts: Sequence[memoryview]) -> None:
         write(path, parts)
         seen.append((list(tier.keys()), make_key(1) in tier))
 
-    monkeypatch.setattr(files, "write_through", watched)
+    monkeypatch.setattr(base, "write_through", watched)
     tier.put(make_key(1), make_states(1))
     assert seen == [([], False)]
     assert names(tier) == [tier.path(make_key(1)).name]

@@ -13,7 +13,7 @@ from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
 from ragcache.store.tiers import DiskTier, HostTier
 from ragcache.store.tiers import host as host_module
-from tests.ragcache.store.conftest import make_key, make_states, same
+from tests.ragcache.conftest import make_key, make_states, same
 
 
 def test_states_that_were_loaded_into_its_memory_are_not_copied(tmp_path: Path) -> None:

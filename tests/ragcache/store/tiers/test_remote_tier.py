@@ -21,11 +21,11 @@ from ragcache.errors import (
     StoreUnreadable,
     StoreUnwritable,
 )
-from ragcache.store.tiers import Patience, RemoteTier
-from ragcache.store.tiers.calls import Calls
-from tests.ragcache.store.conftest import make_key, make_states, same
+from ragcache.store.tiers import RemoteTier, RetryPolicy
+from ragcache.store.tiers.remote import Calls
+from tests.ragcache.conftest import make_key, make_states, same
 
-PATIENT = Patience(seconds=5.0, attempts=3, pause=0.0, rest=0.0)
+PATIENT = RetryPolicy(seconds=5.0, attempts=3, pause=0.0, rest=0.0)
 
 
 class Flaky:
@@ -51,7 +51,7 @@ class Flaky:
 
 
 def flaky(error: BaseException, failures: int, root: str, **changes: Any) -> RemoteTier:
-    return RemoteTier(Flaky(error, failures), root, patience=Patience(**{
+    return RemoteTier(Flaky(error, failures), root, patience=RetryPolicy(**{
         "seconds": 5.0, "attempts": 3, "pause": 0.0, "rest": 0.0, **changes,
     }))  # fmt: skip
 
@@ -163,7 +163,7 @@ def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) ->
             stopped.wait(30)
             return b""
 
-    patience = Patience(seconds=0.05, attempts=2, pause=0.0, rest=60.0)
+    patience = RetryPolicy(seconds=0.05, attempts=2, pause=0.0, rest=60.0)
     tier = RemoteTier(Hanging(), root, patience=patience)
     try:
         with pytest.raises(RemoteUnavailable, match=r"tried 2 times .no answer within 0\.05 s"):
@@ -177,7 +177,7 @@ def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) ->
 
 def test_after_its_rest_a_remote_is_asked_again() -> None:
     now = 0.0
-    calls = Calls("there", Patience(attempts=1, rest=5.0), clock=lambda: now)
+    calls = Calls("there", RetryPolicy(attempts=1, rest=5.0), clock=lambda: now)
 
     def fail() -> None:
         raise ConnectionError

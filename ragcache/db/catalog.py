@@ -1,0 +1,429 @@
+"""The catalogue: collections, documents and their modules. The document is the unit of change."""
+
+# MERGED ragcache.store.documents: Documents and modules as the catalogue takes and gives them.
+# MERGED ragcache.store.insertion: Storing documents with all that belongs to them.
+# MERGED ragcache.store.removal: Deleting documents with all that belongs to them.
+# MERGED ragcache.store.vectors: Embeddings of modules. The ledger keeps them; the index over
+#   them is built in memory.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from ragcache.db import jobs
+from ragcache.db.database import Database
+from ragcache.db.references import retire
+from ragcache.db.schemas import delete_scaffolds
+from ragcache.db.sql import (
+    chunks,
+    collection_id,
+    insert_for_module,
+    insert_new,
+    insert_returning,
+    namespace_id,
+)
+from ragcache.db.tables import (
+    DEFAULT_NAMESPACE,
+    CollectionTable,
+    DocumentTable,
+    DocumentTextTable,
+    EncodingTable,
+    ModuleTable,
+    NamespaceTable,
+    TokenTable,
+    VectorTable,
+)
+from ragcache.errors import DocumentError
+from ragcache.states import KVKey
+
+_REMEMBERED = 20_000  # modules whose token ids stay in memory
+
+
+class Catalog:
+    """Rows of documents and modules in one namespace. Every method is one transaction."""
+
+    def __init__(
+        self,
+        database: Database,
+        tokenizer: str,
+        embedder: str | None,
+        namespace: str = DEFAULT_NAMESPACE,
+    ) -> None:
+        self._database = database
+        self._tokenizer = tokenizer
+        self._embedder = embedder
+        self.namespace = namespace
+        self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
+
+    def collections(self) -> dict[str, int]:
+        """Names and numbers of documents."""
+        statement = (
+            select(CollectionTable.name, func.count(DocumentTable.id).label("documents"))
+            .join(NamespaceTable)
+            .outerjoin(DocumentTable)
+            .where(NamespaceTable.name == self.namespace)
+            .group_by(CollectionTable.name)
+            .order_by(CollectionTable.name)
+        )
+        with self._database.reading() as session:
+            return {row.name: row.documents for row in session.execute(statement)}
+
+    def documents(
+        self, collection: str, source_ids: Sequence[str] | None = None
+    ) -> dict[str, DocumentRow]:
+        """The documents of a collection by source id, or those of the ids that there are; empty
+        where it does not exist yet."""
+        modules = func.count(ModuleTable.id)
+        rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
+        every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
+        statements = [every]
+        if source_ids is not None:
+            portions = chunks(dict.fromkeys(source_ids))
+            statements = [every.where(DocumentTable.source_id.in_(each)) for each in portions]
+        found: dict[str, DocumentRow] = {}
+        with self._database.reading() as session:
+            for statement in statements:
+                for d, count in session.execute(statement):
+                    row = DocumentRow(d.id, d.source_id, d.uri, d.digest, d.attributes, count)
+                    found[d.source_id] = row
+        return found
+
+    def replace(
+        self, collection: str, documents: Sequence[NewDocument], job: int | None = None
+    ) -> list[KVKey]:
+        """Stores documents, each in place of an earlier one of its name, with all that belongs to
+        them, and ends their job, in one transaction.
+
+        Returns the keys of states that nobody needs any more; their rows are gone already.
+        """
+        with self._database.transaction() as session:
+            owner = self._change(session, collection)
+            freed = delete_documents(session, owner, [d.source_id for d in documents])
+            for document in documents:
+                insert_document(session, owner, document, self._tokenizer, self._embedder)
+            if job is not None:
+                freed += jobs.complete(session, job)
+            return retire(session, freed)
+
+    def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
+        """All modules of a collection, in the order of ids, or those of the names that there are,
+        in the order of the names. Raises `UnknownCollection`."""
+        if names is None:
+            return self._modules(collection)
+        self.stamp(collection)
+        found: dict[str, ModuleRow] = {}
+        for chunk in chunks(dict.fromkeys(names)):
+            found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
+        return [found[name] for name in names if name in found]
+
+    def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
+        statement = (
+            select(ModuleTable, DocumentTable)
+            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+            .where(*chosen)
+            .order_by(ModuleTable.id)
+        )
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            return [
+                ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
+                for m, d in session.execute(self._within(statement, collection))
+            ]
+
+    def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
+        """The texts of those documents that there are, by source id. Of one that was stored before
+        texts were, its modules' texts. Raises `UnknownCollection`."""
+        found: dict[str, str] = {}
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            for chunk in chunks(dict.fromkeys(source_ids)):
+                rows = select(DocumentTable.source_id, DocumentTextTable.text)
+                joined = rows.join(DocumentTextTable).join(CollectionTable)
+                statement = self._within(joined, collection)
+                chosen = session.execute(statement.where(DocumentTable.source_id.in_(chunk)))
+                found |= {row.source_id: row.text for row in chosen}
+        for chunk in chunks(each for each in source_ids if each not in found):
+            for module in self._modules(collection, DocumentTable.source_id.in_(chunk)):
+                found[module.document] = found.get(module.document, "") + module.text
+        return found
+
+    def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Token ids under this catalogue's tokenizer, of the modules that have them."""
+        known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
+        missing = [number for number in module_ids if number not in known]
+        if missing:
+            known |= self._read_tokens(missing)
+        return known
+
+    def _read_tokens(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        statement = select(TokenTable.module_id, TokenTable.token_ids).where(
+            TokenTable.tokenizer == self._tokenizer, TokenTable.module_id.in_(module_ids)
+        )
+        with self._database.reading() as session:
+            found = {
+                number: tuple(np.frombuffer(blob, dtype="<i4").tolist())
+                for number, blob in session.execute(statement)
+            }
+        if len(self._token_ids) + len(found) > _REMEMBERED:
+            self._token_ids.clear()
+        self._token_ids.update(found)
+        return found
+
+    def stamp(self, collection: str) -> tuple[int, int]:
+        """Changes whenever anything of the collection does: its id and revision. Raises
+        `UnknownCollection`."""
+        columns = select(CollectionTable.id, CollectionTable.revision)
+        statement = self._within(columns, collection)
+        with self._database.reading() as session:
+            found = session.execute(statement).one_or_none()
+            if found is None:
+                collection_id(session, collection, self.namespace)
+                raise AssertionError("the collection appeared within one snapshot")
+            return int(found[0]), int(found[1])
+
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """The stamps of all collections, by name."""
+        columns = select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
+        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self.namespace)
+        with self._database.reading() as session:
+            return {name: (number, revision) for name, number, revision in session.execute(joined)}
+
+    def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
+        """Stores token ids of a module that was ingested under another tokenizer."""
+        tokens = np.asarray(token_ids, dtype="<i4").tobytes()
+        values = {"tokenizer": self._tokenizer, "token_ids": tokens}
+        with self._database.transaction() as session:
+            insert_for_module(session, TokenTable, module_id, **values)
+
+    def claim(self, module_id: int, key: KVKey) -> None:
+        """Notes that states belong to a module."""
+        with self._database.transaction() as session:
+            insert_for_module(session, EncodingTable, module_id, key=str(key))
+
+    def keys(
+        self,
+        collection: str,
+        source_ids: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> dict[KVKey, int]:
+        """The keys of all states of a collection's modules, or of some documents', or of those of
+        some names, with a module each. Raises `UnknownCollection`."""
+        statement = self._within(
+            select(EncodingTable.key, ModuleTable.id)
+            .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
+            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id),
+            collection,
+        )
+        if source_ids is not None:
+            statement = statement.where(DocumentTable.source_id.in_(source_ids))
+        if names is not None:
+            statement = statement.where(ModuleTable.name.in_(names))
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            return {KVKey(key): number for key, number in session.execute(statement)}
+
+    def delete(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
+        """Deletes documents with all that belongs to them; returns as `replace`."""
+        with self._database.transaction() as session:
+            collection_id(session, collection, self.namespace)
+            owner = self._change(session, collection)
+            return retire(session, delete_documents(session, owner, source_ids))
+
+    def add_collection(self, collection: str) -> bool:
+        """Makes a collection without documents; False where it is there already."""
+        with self._database.transaction() as session:
+            number = insert_returning(session, CollectionTable, self._new(session, collection))
+            return number is not None
+
+    def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
+        """Deletes a collection with all that belongs to it; the number of its documents, and keys
+        as `replace` returns them. Raises `UnknownCollection`."""
+        with self._database.transaction() as session:
+            owner = collection_id(session, collection, self.namespace)
+            rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
+            names = list(session.scalars(rows))
+            freed = delete_documents(session, owner, names)
+            session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
+            return len(names), retire(session, freed)
+
+    def rename(self, collection: str, source_id: str, to: str) -> None:
+        """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
+        `DocumentError` where there is no such document, or one of the new name already."""
+        with self._database.transaction() as session:
+            collection_id(session, collection, self.namespace)
+            owner = self._change(session, collection)
+            rows = select(DocumentTable).where(DocumentTable.collection_id == owner)
+            row = session.scalar(rows.where(DocumentTable.source_id == source_id))
+            if row is None:
+                raise DocumentError(f"the collection {collection!r} holds no {source_id!r}")
+            if session.scalar(rows.where(DocumentTable.source_id == to)) is not None:
+                raise DocumentError(f"the collection {collection!r} holds a {to!r} already")
+            row.source_id = to
+            modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
+            for module in session.scalars(modules):
+                module.name = f"{to}#{module.ordinal + 1}"
+
+    def _within(self, statement: Any, collection: str) -> Any:
+        joined = statement.join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        return joined.where(
+            NamespaceTable.name == self.namespace, CollectionTable.name == collection
+        )
+
+    def _change(self, session: Session, name: str) -> int:
+        """The id of a collection, made if need be, whose revision is raised: writers of one
+        collection take turns."""
+        row = self._new(session, name)
+        insert_new(session, CollectionTable, row)
+        own = CollectionTable.namespace_id == row["namespace_id"]
+        chosen = own & (CollectionTable.name == name)
+        raised = update(CollectionTable).where(chosen)
+        session.execute(raised.values(revision=CollectionTable.revision + 1))
+        return session.scalars(select(CollectionTable.id).where(chosen)).one()
+
+    def _new(self, session: Session, name: str) -> dict[str, Any]:
+        """The row of a collection. Ids of collections come again; a revision does not, so that no
+        stamp does."""
+        owner = namespace_id(session, self.namespace)
+        return {"name": name, "namespace_id": owner, "revision": time.time_ns() // 1000}
+
+
+@dataclass(frozen=True, slots=True)
+class NewModule:
+    """A nested module to store. key: the states that it was encoded to."""
+
+    name: str
+    text: str
+    token_ids: Sequence[int]
+    key: KVKey
+    vector: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewDocument:
+    """A document to store in place of an earlier one of the same `source_id`. text: the whole, to
+    give it back; modules may repeat headings and leave out space."""
+
+    source_id: str
+    uri: str
+    digest: str
+    modules: Sequence[NewModule]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRow:
+    """A stored document. attributes: its metadata; modules: how many it has."""
+
+    id: int
+    source_id: str
+    uri: str
+    digest: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    modules: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """A stored module, with its document's name, address and metadata (`attributes`)."""
+
+    id: int
+    name: str
+    document: str
+    uri: str
+    text: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def insert_document(
+    session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
+) -> None:
+    """Stores a document in the collection `owner`, which holds none of its name. tokenizer and
+    embedder: whose token ids and vectors its modules have."""
+    row = DocumentTable(
+        collection_id=owner,
+        source_id=document.source_id,
+        uri=document.uri,
+        digest=document.digest,
+        attributes=dict(document.attributes),
+    )
+    session.add(row)
+    session.flush()
+    session.add(DocumentTextTable(document_id=row.id, text=document.text))
+    modules = [
+        ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
+        for i, m in enumerate(document.modules)
+    ]
+    session.add_all(modules)
+    session.flush()
+    for stored, module in zip(modules, document.modules, strict=True):
+        tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
+        session.add(TokenTable(module_id=stored.id, tokenizer=tokenizer, token_ids=tokens))
+        session.add(EncodingTable(module_id=stored.id, key=str(module.key)))
+        if module.vector is not None and embedder is not None:
+            vector = module.vector.astype("<f4").tobytes()
+            session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
+
+
+def delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
+    """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
+    found: list[KVKey] = []
+    modules: set[int] = set()
+    for chunk in chunks(source_ids):
+        chosen = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
+        encodings = session.execute(
+            select(ModuleTable.id, EncodingTable.key)
+            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
+            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
+            .where(chosen)
+        )
+        for module, key in encodings:
+            modules.add(module)
+            if key is not None:
+                found.append(KVKey(key))
+        session.execute(delete(DocumentTable).where(chosen))
+    return found + delete_scaffolds(session, owner, modules)
+
+
+class Vectors:
+    """The vectors of one embedder in one namespace."""
+
+    def __init__(
+        self, database: Database, embedder: str, namespace: str = DEFAULT_NAMESPACE
+    ) -> None:
+        self._database = database
+        self._embedder = embedder
+        self._namespace = namespace
+
+    def of(self, collection: str) -> dict[int, np.ndarray]:
+        """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
+        D is one number unless the embedder has changed under its name."""
+        statement = (
+            select(VectorTable.module_id, VectorTable.vector)
+            .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
+            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
+            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
+            .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+            .where(NamespaceTable.name == self._namespace, CollectionTable.name == collection)
+            .where(VectorTable.embedder == self._embedder)
+            .order_by(VectorTable.module_id)
+        )
+        with self._database.reading() as session:
+            rows = session.execute(statement)
+            return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}
+
+    def add(self, ids: Sequence[int], vectors: np.ndarray) -> None:
+        """Stores vectors of modules that were ingested under another embedder, or none."""
+        with self._database.transaction() as session:
+            for number, vector in zip(ids, vectors, strict=True):
+                values = {"embedder": self._embedder, "vector": vector.astype("<f4").tobytes()}
+                insert_for_module(session, VectorTable, number, **values)

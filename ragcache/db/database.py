@@ -1,0 +1,176 @@
+"""The connection to the ledger's database: a SQLite file, or PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import NullPool
+
+from ragcache.db.migrations import HEAD
+from ragcache.errors import (
+    ConfigurationError,
+    LedgerUnavailable,
+    MissingExtra,
+    NoState,
+    StoreFull,
+    StoreUnwritable,
+)
+
+BUSY_SECONDS = 30.0  # that a writer waits for another one of the same SQLite file
+_CONNECT_SECONDS = 5
+_READS = {"ragcache_reads": True}
+
+
+class Database:
+    """One ledger. SQLite is in WAL mode with foreign keys enforced; writers take their turn at the
+    begin of a transaction, so that none fails half-way."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._writes = sessionmaker(engine, expire_on_commit=False)
+        self._reads = sessionmaker(engine.execution_options(**_READS), expire_on_commit=False)
+
+    @classmethod
+    def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
+        """Opens or creates a file, or opens a database by its URL, and migrates it.
+
+        where: a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`. Raises
+        `ConfigurationError`, `StoreUnwritable`, `StoreFull`, `NoState`, `LedgerTooNew`,
+        `LedgerUnavailable` or `MissingExtra`.
+        """
+        url = _url(where)
+        engine = _engine(url, busy_seconds)
+        database = cls(engine)
+        with _named_errors(database.name):
+            if not _is_current(engine):
+                _migrate(url, busy_seconds)
+        return database
+
+    @classmethod
+    def open_existing(cls, path: Path) -> Database:
+        """Opens a file that is there already. Raises `NoState`."""
+        if not path.exists():
+            raise NoState(
+                f"there is no ragcache state in {path.parent}; make one with "
+                f"`ragcache ingest COLLECTION PATH --state {path.parent}`"
+            )
+        return cls.open(path)
+
+    @property
+    def name(self) -> str:
+        """Where it is, without a password."""
+        url = self.engine.url
+        return str(url.database) if url.get_backend_name() == "sqlite" else str(url)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Session]:
+        """A session that commits at the end, or rolls back on an error. Raises `StoreError`s."""
+        with _named_errors(self.name), self._writes.begin() as session:
+            yield session
+
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A session that only reads: it sees one snapshot and waits for no writer."""
+        with _named_errors(self.name), self._reads.begin() as session:
+            yield session
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _url(where: Path | str) -> str:
+    if isinstance(where, Path):
+        return f"sqlite:///{where}"
+    scheme, separator, rest = where.partition("://")
+    if not separator:
+        return f"sqlite:///{where}"
+    if scheme in ("postgresql", "postgres"):
+        return f"postgresql+psycopg://{rest}"
+    if scheme in ("sqlite", "postgresql+psycopg"):
+        return where
+    raise ConfigurationError(f"the ledger cannot be kept in {scheme}; use sqlite or postgresql")
+
+
+def _engine(url: str, busy_seconds: float, *, foreign_keys: bool = True, **options: Any) -> Engine:
+    encode = partial(json.dumps, default=str)  # metadata may hold dates and paths
+    if make_url(url).get_backend_name() == "sqlite":
+        arguments: dict[str, Any] = {"timeout": busy_seconds}
+        engine = create_engine(url, connect_args=arguments, json_serializer=encode, **options)
+        event.listen(engine, "connect", partial(_configure, foreign_keys=foreign_keys))
+        event.listen(engine, "begin", _begin)
+        return engine
+    arguments = {"connect_timeout": _CONNECT_SECONDS}
+    try:
+        return create_engine(
+            url, connect_args=arguments, json_serializer=encode, pool_pre_ping=True, **options
+        )
+    except ModuleNotFoundError as error:
+        raise MissingExtra("PostgreSQL needs psycopg: pip install 'ragcache[postgres]'") from error
+
+
+def _configure(connection: Any, _: Any, *, foreign_keys: bool) -> None:
+    connection.isolation_level = None  # transactions begin where SQLAlchemy says so: `_begin`
+    keys = "ON" if foreign_keys else "OFF"
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        connection.execute("PRAGMA journal_mode=WAL")
+    for pragma in ("synchronous=NORMAL", f"foreign_keys={keys}"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin(connection: Any) -> None:
+    """A writer waits for its turn here, not when it first writes: then it would have read what
+    another writer has changed meanwhile, and SQLite would refuse it."""
+    reads = connection.get_execution_options().get("ragcache_reads")
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def _is_current(engine: Engine) -> bool:
+    """Read without Alembic, which takes a while to import."""
+    if engine.dialect.name == "sqlite":
+        known = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
+    else:
+        known = "SELECT to_regclass('alembic_version')"
+    with engine.execution_options(**_READS).connect() as connection:
+        if connection.scalar(text(known)) is None:
+            return False
+        return bool(connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD)
+
+
+def _migrate(url: str, busy_seconds: float) -> None:
+    """In one transaction, on a connection of its own: tables that are built anew would otherwise
+    take the rows that refer to them along."""
+    from ragcache.db.migrations.upgrade import upgrade
+
+    engine = _engine(url, busy_seconds, foreign_keys=False, poolclass=NullPool)
+    with engine.begin() as connection:
+        upgrade(connection)
+
+
+@contextmanager
+def _named_errors(where: object) -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        reason = str(error.orig)
+        if "full" in reason or "No space left" in reason:
+            raise StoreFull(f"no space left for the ledger {where}; free some space") from error
+        if any(sign in reason for sign in ("readonly", "read-only", "unable to open")):
+            raise StoreUnwritable(f"cannot write the ledger {where}: {reason}") from error
+        if "not a database" in reason or "malformed" in reason:
+            raise NoState(
+                f"{where} is not a ragcache ledger ({reason}); move it away and ingest again"
+            ) from error
+        if isinstance(error, OperationalError) or error.connection_invalidated:
+            raise LedgerUnavailable(
+                f"the ledger {where} does not answer ({reason.strip()}); what is in memory is "
+                "served, everything else has to wait for it"
+            ) from error
+        raise

@@ -1,0 +1,251 @@
+"""Ingestion jobs: what is encoded for documents that are not stored yet belongs to its job."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from ragcache.db.database import Database
+from ragcache.db.sql import Page, after, check_limit, cursor_of, cut, insert_new, insert_returning
+from ragcache.db.tables import DEFAULT_NAMESPACE, JobStateTable, JobTable
+from ragcache.errors import EngineClosed, IdempotencyConflict, StoreError, UnknownJob
+from ragcache.states import KVKey
+
+logger = logging.getLogger(__name__)
+
+OPEN = ("queued", "running")
+RETRIED = ("interrupted", "failed")
+PROGRESS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """An ingestion. public_id: tells nothing of other jobs. target: `collection NAME` or `schema
+    NAME`. status: queued, running, done, failed or interrupted. done, total: its modules, 0 while
+    they are not known. states: that it still holds. Times in Unix seconds."""
+
+    id: int
+    public_id: str
+    target: str
+    status: str
+    done: int
+    total: int
+    states: int
+    error: str
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in OPEN
+
+    @property
+    def can_be_retried(self) -> bool:
+        """Whether its request, sent again, begins it anew."""
+        return self.status in RETRIED
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """The ingestions of one session in one namespace. Every method is one transaction.
+
+    States are encoded before the rows of their documents are written. Until then they are the
+    job's, and after an interruption they stay so: the next ingestion of the same target finds them,
+    and ends the earlier job.
+    """
+
+    database: Database
+    session: str
+    namespace: str = DEFAULT_NAMESPACE
+
+    def within(self, namespace: str) -> Jobs:
+        """The jobs of another namespace."""
+        return replace(self, namespace=namespace)
+
+    def begin(self, target: str, modules: int) -> int:
+        """The number of a new job."""
+        now = time.time()
+        with self.database.transaction() as session:
+            row = JobTable(**self._new(target, "running", now), started_at=now, modules=modules)
+            session.add(row)
+            session.flush()
+            return row.id
+
+    def known(self, key: str | None, digest: str) -> JobRow | None:
+        """The job of a request that came before. Raises `IdempotencyConflict`."""
+        if key is None:
+            return None
+        with self.database.reading() as session:
+            found = session.scalars(select(JobTable).where(self._asked(key))).one_or_none()
+            number = None if found is None else _same(found, digest).id
+        return None if number is None else self.get(number)
+
+    def queue(self, target: str, key: str | None, digest: str) -> tuple[int, bool]:
+        """A job that begins later; its number, and whether it is to be run now: one that is new,
+        or was interrupted or failed. key: by which the caller knows the request again, whose
+        content has the digest. Raises `IdempotencyConflict`."""
+        row = self._new(target, "queued", time.time())
+        row |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
+        with self.database.transaction() as session:
+            number = insert_returning(session, JobTable, row)
+            if number is not None:
+                return number, True
+            assert key is not None
+            found = _same(session.scalars(select(JobTable).where(self._asked(key))).one(), digest)
+            return found.id, self._retry(session, found.id)
+
+    def _retry(self, session: Session, job: int) -> bool:
+        """Queues an ended job again; False for one that another caller has queued by now, or that
+        is done. The states that it still holds are found by it."""
+        again = {
+            "status": "queued", "session": self.session, "error": "", "modules": 0, "done": 0,
+            "started_at": None, "finished_at": None,
+        }  # fmt: skip
+        chosen = (JobTable.id == job) & JobTable.status.in_(RETRIED)
+        rows = update(JobTable).where(chosen).values(again).returning(JobTable.id)
+        return session.scalar(rows) is not None
+
+    def _asked(self, key: str) -> ColumnElement[bool]:
+        return and_(JobTable.namespace == self.namespace, JobTable.idempotency_key == key)
+
+    @contextmanager
+    def running(self, target: str, modules: int, job: int | None = None) -> Iterator[int]:
+        """A job for as long as the block runs: a new one, which an error ends, or a queued one,
+        which its runner ends. One that ends without `complete` leaves its states to the next job of
+        its target."""
+        if job is not None:
+            self._set(job, modules=modules)
+            yield job
+            return
+        job = self.begin(target, modules)
+        try:
+            yield job
+        except BaseException as error:
+            self.fail(job, error)
+            raise
+
+    def start(self, job: int) -> None:
+        """A job that was queued runs now."""
+        self._set(job, status="running", started_at=time.time())
+
+    def finish(self, job: int) -> None:
+        """Ends a job that had nothing to store; of one that has ended, nothing changes."""
+        with self.database.transaction() as session:
+            if session.get_one(JobTable, job).status in OPEN:
+                _end(session, job, "done", "")
+
+    def progress(self, job: int) -> Callable[[int], None]:
+        """Notes how many modules of a job are done, once a second at most."""
+        written = time.monotonic()
+
+        def note(done: int) -> None:
+            nonlocal written
+            if time.monotonic() - written >= PROGRESS_SECONDS:
+                written = time.monotonic()
+                self._set(job, done=done)
+
+        return note
+
+    def expect(self, job: int, keys: Iterable[KVKey]) -> None:
+        """Notes that a job needs states, before they are encoded."""
+        rows = [{"job_id": job, "key": str(key)} for key in dict.fromkeys(keys)]
+        with self.database.transaction() as session:
+            insert_new(session, JobStateTable, rows)
+
+    def fail(self, job: int, error: BaseException) -> None:
+        """Ends a job that was not completed; its states stay for the next one. One that ends
+        because the folder is closed is interrupted."""
+        stopped = isinstance(error, EngineClosed) or not isinstance(error, Exception)
+        status = "interrupted" if stopped else "failed"
+        try:
+            with self.database.transaction() as session:
+                _end(session, job, status, f"{type(error).__name__}: {error}")
+        except StoreError as unwritten:  # a full disk, as a rule: the error before is what counts
+            logger.warning("%s; the job counts as running until this process ends", unwritten)
+
+    def get(self, job: int | str) -> JobRow:
+        """The job of an id or a public id. Raises `UnknownJob`."""
+        id_column = JobTable.id if isinstance(job, int) else JobTable.public_id
+        mine = (JobTable.namespace == self.namespace) & (id_column == job)
+        found = self._rows(select(JobTable).where(mine))
+        if not found:
+            raise UnknownJob(f"there is no job {job}")
+        return found[0]
+
+    def page(self, cursor: str | None = None, limit: int = 100) -> Page[JobRow]:
+        """The namespace's jobs, the newest first. Raises `InvalidRequest`."""
+        limit, last = check_limit(limit), after(cursor, int)
+        rows = select(JobTable).where(JobTable.namespace == self.namespace)
+        if last is not None:
+            rows = rows.where(JobTable.id < last[0])
+        read = self._rows(rows.order_by(JobTable.id.desc()).limit(limit + 1))
+        items, more = cut(read, limit)
+        return Page(items, cursor_of(items[-1].id) if more else None)
+
+    def listed(self) -> list[JobRow]:
+        """All jobs of all namespaces, the oldest first."""
+        return self._rows(select(JobTable).order_by(JobTable.id))
+
+    def _rows(self, statement: Any) -> list[JobRow]:
+        held = select(func.count()).where(JobStateTable.job_id == JobTable.id).scalar_subquery()
+        with self.database.reading() as session:
+            return [_row(row, n) for row, n in session.execute(statement.add_columns(held))]
+
+    def _new(self, target: str, status: str, now: float) -> dict[str, Any]:
+        return {
+            "target": target, "session": self.session, "status": status,
+            "namespace": self.namespace, "created_at": now,
+        }  # fmt: skip
+
+    def _set(self, job: int, **values: Any) -> None:
+        with self.database.transaction() as session:
+            session.execute(update(JobTable).where(JobTable.id == job).values(**values))
+
+
+def complete(session: Session, job: int) -> list[KVKey]:
+    """Ends a job and the earlier ones of its target that were interrupted, in the transaction that
+    stores its documents. Returns the keys that they held."""
+    done = session.get_one(JobTable, job)
+    ended = select(JobTable.id).where(
+        JobTable.namespace == done.namespace,
+        JobTable.target == done.target,
+        JobTable.status.not_in(OPEN),
+    )
+    ids = [job, *session.scalars(ended)]
+    held = select(JobStateTable.key).where(JobStateTable.job_id.in_(ids))
+    keys = [KVKey(key) for key in session.scalars(held)]
+    session.execute(delete(JobStateTable).where(JobStateTable.job_id.in_(ids)))
+    _end(session, job, "done", "")
+    return keys
+
+
+def _same(row: JobTable, digest: str) -> JobTable:
+    """The row of a request that was sent again. Raises `IdempotencyConflict`."""
+    if row.request_digest != digest:
+        raise IdempotencyConflict(
+            f"the idempotency key {row.idempotency_key!r} was sent with another request; give each "
+            "request a key of its own"
+        )
+    return row
+
+
+def _end(session: Session, job: int, status: str, error: str) -> None:
+    values: dict[str, Any] = {"status": status, "finished_at": time.time(), "error": error}
+    if status == "done":
+        values["done"] = JobTable.modules
+    session.execute(update(JobTable).where(JobTable.id == job).values(values))
+
+
+def _row(row: JobTable, states: int) -> JobRow:
+    return JobRow(
+        row.id, row.public_id, row.target, row.status, row.done, row.modules, states, row.error,
+        row.created_at, row.started_at, row.finished_at,
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""What indexings have written and when, so that they can skip what is there and clean up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, select, text
+
+from ragcache.db.database import Database
+from ragcache.db.sql import chunks, namespace_id, upsert
+from ragcache.db.tables import DEFAULT_NAMESPACE, NamespaceTable, RecordTable
+from ragcache.errors import ConfigurationError, LedgerUnavailable
+
+
+class Records:
+    """The records of one indexing, `space`, in a namespace. Every method is one transaction."""
+
+    def __init__(self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE) -> None:
+        self._database = database
+        self._space = space
+        self._namespace = namespace
+
+    def now(self) -> float:
+        """Unix seconds by the clock that all writers of the ledger share."""
+        if self._database.engine.dialect.name != "postgresql":
+            return time.time()
+        with self._database.reading() as session:
+            return float(session.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
+
+    def update(
+        self,
+        keys: Sequence[str],
+        group_ids: Sequence[str | None] | None = None,
+        time_at_least: float | None = None,
+    ) -> None:
+        """Notes that keys were written now; one that is known gets the new time and group.
+
+        Raises `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where
+        the clock stands before `time_at_least`: then it was set back.
+        """
+        groups = group_ids if group_ids is not None else [None] * len(keys)
+        if len(groups) != len(keys):
+            raise ConfigurationError(f"{len(keys)} keys have {len(groups)} group_ids")
+        now = self.now()
+        if time_at_least is not None and now < time_at_least:
+            raise LedgerUnavailable(
+                f"the ledger's clock says {now}, before {time_at_least}; it was set back, and what "
+                "is outdated cannot be told: index again"
+            )
+        last = dict(zip(keys, groups, strict=True))
+        with self._database.transaction() as session:
+            row = {"namespace_id": namespace_id(session, self._namespace), "space": self._space}
+            rows = [row | {"key": k, "group_id": g, "updated_at": now} for k, g in last.items()]
+            upsert(session, RecordTable, rows, ("group_id", "updated_at"))
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key is known."""
+        found: set[str] = set()
+        with self._database.reading() as session:
+            for chunk in chunks(keys):
+                statement = self._mine(select(RecordTable.key)).where(RecordTable.key.in_(chunk))
+                found |= set(session.scalars(statement))
+        return [key in found for key in keys]
+
+    def keys(
+        self,
+        *,
+        before: float | None = None,
+        after: float | None = None,
+        group_ids: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> list[str]:
+        """Keys that were last written before or after a time, the oldest first. group_ids: of
+        these groups alone; none where it is empty."""
+        between: list[ColumnElement[bool]] = []
+        if before is not None:
+            between.append(RecordTable.updated_at < before)
+        if after is not None:
+            between.append(RecordTable.updated_at > after)
+        chosen = self._mine(select(RecordTable.key)).where(*between)
+        chosen = chosen.order_by(RecordTable.updated_at, RecordTable.key)
+        found: list[str] = []
+        with self._database.reading() as session:
+            if group_ids is None:
+                return list(session.scalars(chosen.limit(limit)))
+            for chunk in chunks(dict.fromkeys(group_ids)):
+                left = None if limit is None else limit - len(found)
+                found += session.scalars(chosen.where(RecordTable.group_id.in_(chunk)).limit(left))
+        return found
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Forgets keys; those that are unknown do no harm."""
+        with self._database.transaction() as session:
+            number = namespace_id(session, self._namespace)
+            mine = (RecordTable.namespace_id == number) & (RecordTable.space == self._space)
+            for chunk in chunks(keys):
+                session.execute(delete(RecordTable).where(mine, RecordTable.key.in_(chunk)))
+
+    def _mine(self, statement: Any) -> Any:
+        joined = statement.join(NamespaceTable, RecordTable.namespace_id == NamespaceTable.id)
+        return joined.where(
+            NamespaceTable.name == self._namespace, RecordTable.space == self._space
+        )

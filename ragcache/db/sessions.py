@@ -1,0 +1,199 @@
+"""Sessions: who has the store open. Memory tiers, claims and jobs belong to one and end with it."""
+
+# MERGED ragcache.store.claims: Claims: which session makes or removes the blob of a key, so
+#   that no two do at once.
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from ragcache.db.database import Database
+from ragcache.db.sql import chunks, insert_new
+from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
+from ragcache.errors import LedgerUnavailable
+from ragcache.states import KVKey
+
+BEAT_SECONDS = 10.0
+_INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
+DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process: where it runs, and since when its number is its own."""
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def here(cls) -> Identity:
+        return cls(_machine(), os.getpid(), _started(psutil.Process()))
+
+    def has_ended(self) -> bool:
+        """Whether a process of this machine is gone. Of other machines' nothing can be said."""
+        if self.machine != _machine():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() == psutil.STATUS_ZOMBIE or _started(process) != self.started
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+
+
+@dataclass(slots=True)
+class Sessions:
+    """This process's session in a ledger. Times are of this machine's clock: machines that share a
+    ledger need clocks that agree within `DEAD_SECONDS`."""
+
+    database: Database
+    id: str = field(default_factory=lambda: uuid4().hex)
+
+    def begin(self) -> None:
+        """Writes this session's row and ends those that died."""
+        me = Identity.here()
+        with self.database.transaction() as session:
+            session.add(
+                SessionTable(
+                    id=self.id, machine=me.machine, pid=me.pid, started=me.started,
+                    heartbeat=time.time(),
+                )
+            )  # fmt: skip
+        self.bury()
+
+    def beat(self, session: Session) -> None:
+        """Says that this process lives, in a transaction of the caller's."""
+        row = update(SessionTable).where(SessionTable.id == self.id)
+        session.execute(row.values(heartbeat=time.time()))
+
+    def end(self) -> None:
+        """Ends this session with what belonged to it."""
+        with self.database.transaction() as session:
+            end_sessions(session, [self.id])
+
+    def dead(self) -> list[str]:
+        """Sessions whose process has ended, or of another machine and silent."""
+        with self.database.reading() as session:
+            rows = list(session.scalars(select(SessionTable).where(SessionTable.id != self.id)))
+        return [row.id for row in rows if _is_dead(row)]
+
+    def bury(self) -> None:
+        """Ends the sessions that died."""
+        found = self.dead()
+        if found:
+            with self.database.transaction() as session:
+                end_sessions(session, found)
+
+
+def end_sessions(session: Session, ids: list[str]) -> None:
+    """Forgets sessions: their memory tiers and claims go, their jobs are interrupted."""
+    session.execute(delete(StateTable).where(StateTable.place.in_(ids)))
+    session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
+    open_jobs = JobTable.session.in_(ids) & JobTable.status.in_(("queued", "running"))
+    ended = {"status": "interrupted", "finished_at": time.time(), "error": _INTERRUPTED}
+    session.execute(update(JobTable).where(open_jobs).values(ended))
+    session.execute(delete(SessionTable).where(SessionTable.id.in_(ids)))
+
+
+def _is_dead(row: SessionTable) -> bool:
+    identity = Identity(row.machine, row.pid, row.started)
+    if identity.machine == _machine():
+        return identity.has_ended()
+    return time.time() - row.heartbeat > DEAD_SECONDS
+
+
+def _machine() -> str:
+    """Distinguishes process numbers: host, boot and, on Linux, the namespace of the numbers."""
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        facts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(facts)
+
+
+def _started(process: psutil.Process) -> str:
+    """When a process began, in seconds since the boot: the system's clock may be set meanwhile."""
+    return f"{process.create_time() - psutil.boot_time():.2f}"
+
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLocks:
+    """The claims of one session on the ledger's keys.
+
+    Whoever writes or deletes a blob of a shared tier holds the claim on its key, and gives it back
+    in the transaction that changes the row, or after it.
+    """
+
+    sessions: Sessions
+
+    def take(self, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Claims what nobody else has claimed; returns it. Claims of dead sessions do not count."""
+        with self.sessions.database.transaction() as session:
+            taken = self.take_within(session, keys)
+        if len(taken) < len(keys):
+            self.sessions.bury()
+        return taken
+
+    def take_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
+        """As `take`, in a transaction of the caller's."""
+        me = self.sessions.id
+        busy: set[str] = set()
+        for chunk in chunks(keys):
+            wanted = sorted(chunk)  # in one order everywhere, so that PostgreSQL sees no deadlock
+            insert_new(session, ClaimTable, [{"key": key, "session": me} for key in wanted])
+            others = select(ClaimTable.key).where(
+                ClaimTable.key.in_(wanted), ClaimTable.session != me
+            )
+            busy |= set(session.scalars(others))
+        return [key for key in keys if str(key) not in busy]
+
+    def drop(self, keys: Iterable[KVKey]) -> None:
+        """Gives claims back."""
+        keys = list(keys)
+        if keys:
+            with self.sessions.database.transaction() as session:
+                self.drop_within(session, keys)
+
+    def drop_within(self, session: Session, keys: Iterable[KVKey]) -> None:
+        """As `drop`, in a transaction of the caller's."""
+        mine = delete(ClaimTable).where(ClaimTable.session == self.sessions.id)
+        for chunk in chunks(keys):
+            session.execute(mine.where(ClaimTable.key.in_(chunk)))
+
+    def wait_for(self, keys: Sequence[KVKey], seconds: float) -> None:
+        """Returns when one of the keys is no longer claimed by others. Raises `LedgerUnavailable`
+        after so many seconds."""
+        deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
+        while len(self._claimed_by_others(keys)) == len(set(keys)):
+            if time.monotonic() > deadline:
+                raise LedgerUnavailable(
+                    f"another process has been encoding {keys[0]} for {seconds:,.0f} seconds; "
+                    "look whether it hangs"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT)
+            self.sessions.bury()
+
+    def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[str]:
+        others = select(ClaimTable.key).where(ClaimTable.session != self.sessions.id)
+        with self.sessions.database.reading() as session:
+            found: set[str] = set()
+            for chunk in chunks(keys):
+                found |= set(session.scalars(others.where(ClaimTable.key.in_(chunk))))
+        return found

@@ -1,0 +1,156 @@
+"""Statements that the two databases spell differently."""
+
+# MERGED ragcache.store.lookup: Finding rows by the names that users give them.
+# MERGED ragcache.store.paging: Pages of long lists: where the last one ended stands in an
+#   opaque cursor.
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Select, literal, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from ragcache.db.tables import DEFAULT_NAMESPACE, Base, CollectionTable, ModuleTable, NamespaceTable
+from ragcache.errors import InvalidRequest, UnknownCollection
+
+CHUNK = 500  # values in one statement, below SQLite's limit on variables
+
+Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def insert_new(session: Session, table: type[Base], rows: Rows) -> None:
+    """Inserts rows; those whose key or unique name is there already are left as they are."""
+    if rows:
+        session.execute(_insert(session, table).on_conflict_do_nothing(), rows)
+
+
+def insert_returning(session: Session, table: type[Base], row: Mapping[str, Any]) -> int | None:
+    """Inserts a row; its id, or None where its key or unique name is there already."""
+    statement = _insert(session, table).on_conflict_do_nothing()
+    number: int | None = session.scalar(statement.values(row).returning(table.__table__.c.id))
+    return number
+
+
+def namespace_id(session: Session, name: str) -> int:
+    """The id of a namespace, made if need be."""
+    insert_new(session, NamespaceTable, {"name": name})
+    return session.scalars(select(NamespaceTable.id).where(NamespaceTable.name == name)).one()
+
+
+def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[str]) -> None:
+    """Inserts rows; of those whose primary key is there already, the `changed` columns."""
+    if not rows:
+        return
+    statement = _insert(session, table)
+    new = {name: statement.excluded[name] for name in changed}
+    primary = list(table.__table__.primary_key)
+    session.execute(statement.on_conflict_do_update(index_elements=primary, set_=new), rows)
+
+
+def insert_for_module(session: Session, table: type[Base], module_id: int, **values: Any) -> None:
+    """Puts a row of a module, unless another process deleted the module meanwhile."""
+    columns = [table.__table__.c[name] for name in values]
+    typed = [literal(v, c.type) for v, c in zip(values.values(), columns, strict=True)]
+    rows: Select[Any] = select(ModuleTable.id, *typed).where(ModuleTable.id == module_id)
+    statement = _insert(session, table).from_select(["module_id", *values], rows)
+    primary = list(table.__table__.primary_key)
+    session.execute(statement.on_conflict_do_update(index_elements=primary, set_=values))
+
+
+def chunks(values: Iterable[object]) -> Iterator[list[str]]:
+    """Values as text, as many at once as a statement takes."""
+    texts = [str(value) for value in values]
+    return (texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK))
+
+
+def _insert(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.Insert:
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql.insert(table)
+    return sqlite.insert(table)
+
+
+def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
+    """Raises `UnknownCollection` and names those that exist."""
+    rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
+    found: dict[str, int] = {}
+    for collection, number in session.execute(rows.where(NamespaceTable.name == namespace)):
+        found[collection] = number
+    if name not in found:
+        known = ", ".join(map(repr, sorted(found))) or "none yet"
+        raise UnknownCollection(
+            f"there is no collection {name!r}; known: {known}. "
+            f"Make it with `ragcache ingest {name} PATH`"
+        )
+    return found[name]
+
+
+MOST = 1000  # items of a page
+NOT_OF_THIS_LIST = "the cursor is not one of this list; begin without a cursor"
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[ItemT]):
+    """Some items of a list. next: the cursor of those that follow, None after the last. total: of
+    the whole list, None where counting it would take long."""
+
+    items: tuple[ItemT, ...]
+    next: str | None = None
+    total: int | None = None
+
+
+def cursor_of(*values: int | float | str | None) -> str:
+    """A cursor: what the last item was sorted by, and its id."""
+    told = json.dumps(values, ensure_ascii=False)  # of names in other scripts half as long
+    return base64.urlsafe_b64encode(told.encode()).decode().rstrip("=")
+
+
+def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | None:
+    """The values of a cursor, one of each kind. Raises `InvalidRequest` for any other text."""
+    if cursor is None:
+        return None
+    values = _values_of(cursor)
+    if len(values) != len(kinds) or not all(
+        isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
+    ):
+        raise InvalidRequest(NOT_OF_THIS_LIST)
+    return values
+
+
+def _values_of(cursor: str) -> list[Any]:
+    """What a cursor was made of; at least one value. Raises `InvalidRequest`."""
+    try:
+        padded = cursor + "=" * (-len(cursor) % 4)
+        values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (ValueError, binascii.Error, RecursionError):
+        values = None
+    if not isinstance(values, list) or not values:
+        raise InvalidRequest(NOT_OF_THIS_LIST)
+    return values
+
+
+def check_limit(limit: int) -> int:
+    """Raises `InvalidRequest` for a size that no page may have."""
+    if not 1 <= limit <= MOST:
+        raise InvalidRequest(f"limit is {limit}; it must be from 1 to {MOST}")
+    return limit
+
+
+def cut(items: Sequence[ItemT], limit: int) -> tuple[tuple[ItemT, ...], bool]:
+    """The items of a page, of one more that were read, and whether there are more."""
+    return tuple(items[:limit]), len(items) > limit
+
+
+def _fits(value: object) -> bool:
+    """Whether a database takes a number of this size; true and false are no numbers."""
+    if isinstance(value, bool):
+        return False
+    return not isinstance(value, int) or -(2**63) <= value < 2**63

@@ -1,0 +1,323 @@
+"""The root of all tables, and what they share."""
+
+# MERGED ragcache.store.tables.documents: Collections, documents and modules, and what is
+#   derived from them.
+# MERGED ragcache.store.tables.states: States in tiers, and who needs them.
+# MERGED ragcache.store.tables.work: Processes, what they are doing, and who may ask them.
+
+from __future__ import annotations
+
+from secrets import token_urlsafe
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    UniqueConstraint,
+    false,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from ragcache.config import NAMESPACE
+
+DEFAULT_NAMESPACE = NAMESPACE
+SHARED = ""  # the place of a tier of which the ledger knows one alone
+
+Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up integers alone
+
+
+class Base(DeclarativeBase):
+    """The root of all tables."""
+
+    type_annotation_map = {int: Number, float: Double()}  # noqa: RUF012  # SQLAlchemy's own attribute
+
+
+class PublicIdMixin:
+    """public_id: a row's id for those who may not learn how many rows there are."""
+
+    public_id: Mapped[str] = mapped_column(default=lambda: token_urlsafe(12), unique=True)
+
+
+class NamespaceTable(Base):
+    """A tenant: collections and schemas are named within it."""
+
+    __tablename__ = "namespaces"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+
+
+class CollectionTable(Base):
+    """A named set of documents that questions are asked of. `revision` counts its changes."""
+
+    __tablename__ = "collections"
+    __table_args__ = (UniqueConstraint("namespace_id", "name"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    name: Mapped[str]
+    revision: Mapped[int] = mapped_column(default=0)
+
+
+class DocumentTable(Base):
+    """A document, as it was last ingested. `source_id` names it within its collection."""
+
+    __tablename__ = "documents"
+    __table_args__ = (UniqueConstraint("collection_id", "source_id"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    collection_id: Mapped[int] = mapped_column(ForeignKey("collections.id", ondelete="CASCADE"))
+    source_id: Mapped[str]
+    uri: Mapped[str]
+    digest: Mapped[str]
+    attributes: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class DocumentTextTable(Base):
+    """A document's text as it came, to give it back whole."""
+
+    __tablename__ = "document_texts"
+    document_id: Mapped[int] = mapped_column(
+        ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True
+    )
+    text: Mapped[str]
+
+
+class ModuleTable(PublicIdMixin, Base):
+    """A nested module of a document: what retrieval selects. Ids are never used again."""
+
+    __tablename__ = "modules"
+    __table_args__ = (
+        UniqueConstraint("document_id", "ordinal"),
+        Index("modules_by_name", "name", "id"),
+        {"sqlite_autoincrement": True},
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    document_id: Mapped[int] = mapped_column(ForeignKey("documents.id", ondelete="CASCADE"))
+    ordinal: Mapped[int]
+    name: Mapped[str]
+    text: Mapped[str]
+
+
+class TokenTable(Base):
+    """A module's token ids under one tokenizer, little-endian int32."""
+
+    __tablename__ = "module_tokens"
+    module_id: Mapped[int] = mapped_column(
+        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
+    )
+    tokenizer: Mapped[str] = mapped_column(primary_key=True)
+    token_ids: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class VectorTable(Base):
+    """A module's embedding under one embedder, little-endian float32."""
+
+    __tablename__ = "vectors"
+    module_id: Mapped[int] = mapped_column(
+        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
+    )
+    embedder: Mapped[str] = mapped_column(primary_key=True)
+    vector: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class RecordTable(Base):
+    """What an indexing has written, and when: `space` names the indexing, updated_at is in Unix
+    seconds."""
+
+    __tablename__ = "records"
+    __table_args__ = (Index("records_by_time", "namespace_id", "space", "updated_at"),)
+    namespace_id: Mapped[int] = mapped_column(
+        ForeignKey("namespaces.id", ondelete="CASCADE"), primary_key=True
+    )
+    space: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    group_id: Mapped[str | None]
+    updated_at: Mapped[float]
+
+
+class StateTable(Base):
+    """States in one tier.
+
+    place: which one of the tier: for memory the session, with which it ends; for a disk its folder,
+    where the ledger is shared by machines; else empty. `last_use` is a logical clock. expires_at:
+    Unix seconds. mode, root, model and format: what the states depend on, of which their key is the
+    digest.
+    """
+
+    __tablename__ = "states"
+    __table_args__ = (
+        Index("states_by_tier", "tier", "key"),
+        Index("states_by_size", "nbytes", "key"),
+        Index("states_by_hits", "hits", "key"),
+        Index("states_by_last_use", "last_use", "key"),
+        Index("states_pinned", "key", sqlite_where=text("pinned = 1"),
+              postgresql_where=text("pinned")),
+        Index("states_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL"),
+              postgresql_where=text("expires_at IS NOT NULL")),
+    )  # fmt: skip
+    key: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    place: Mapped[str] = mapped_column(primary_key=True, default=SHARED, server_default=SHARED)
+    nbytes: Mapped[int]
+    tokens: Mapped[int]
+    hits: Mapped[int] = mapped_column(default=0)
+    last_use: Mapped[int] = mapped_column(default=0)
+    encode_seconds: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
+    expires_at: Mapped[float | None]
+    mode: Mapped[str] = mapped_column(default="", server_default="")
+    kv_dtype: Mapped[str] = mapped_column(default="model", server_default="model")
+    root: Mapped[str] = mapped_column(default="", server_default="")
+    model: Mapped[str] = mapped_column(default="", server_default="")
+    format: Mapped[int] = mapped_column(default=0, server_default="0")
+
+
+class EncodingTable(Base):
+    """Which states belong to which module; states without a module left are deleted."""
+
+    __tablename__ = "encodings"
+    module_id: Mapped[int] = mapped_column(
+        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
+    )
+    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class SchemaTable(Base):
+    """A hand-written schema, as its author wrote it."""
+
+    __tablename__ = "schemas"
+    __table_args__ = (UniqueConstraint("namespace_id", "name"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    name: Mapped[str]
+    text: Mapped[str]
+    placement: Mapped[str]
+
+
+class SchemaStateTable(Base):
+    """Which states belong to which schema's modules."""
+
+    __tablename__ = "schema_states"
+    schema_id: Mapped[int] = mapped_column(
+        ForeignKey("schemas.id", ondelete="CASCADE"), primary_key=True
+    )
+    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class ScaffoldTable(Base):
+    """Modules that were encoded together (Prompt Cache §3.3): of a schema, by their paths, or of
+    a collection, by their ids. `key` names their joint states."""
+
+    __tablename__ = "scaffolds"
+    __table_args__ = (Index("scaffolds_by_key", "key"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    schema_id: Mapped[int | None] = mapped_column(ForeignKey("schemas.id", ondelete="CASCADE"))
+    collection_id: Mapped[int | None] = mapped_column(
+        ForeignKey("collections.id", ondelete="CASCADE")
+    )
+    key: Mapped[str]
+    members: Mapped[list[Any]] = mapped_column(JSON)
+
+
+class EvictionTable(PublicIdMixin, Base):
+    """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
+    seconds; fetched_again: whether they were wanted in that tier once more."""
+
+    __tablename__ = "evictions"
+    __table_args__ = (Index("evictions_by_key", "key", "tier"),)
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str]
+    tier: Mapped[str]
+    reason: Mapped[str]
+    nbytes: Mapped[int]
+    at: Mapped[float]
+    fetched_again: Mapped[bool] = mapped_column(default=False)
+
+
+class SessionTable(Base):
+    """A process that has the store open. machine, pid and started: to see whether it lives;
+    heartbeat: Unix seconds, for those who cannot see it."""
+
+    __tablename__ = "sessions"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    machine: Mapped[str]
+    pid: Mapped[int]
+    started: Mapped[str]
+    heartbeat: Mapped[float]
+
+
+class ClaimTable(Base):
+    """A key whose states one session is making or removing; it ends with the session. tier, place
+    and nbytes: where bytes are taken for it meanwhile, and how many at most."""
+
+    __tablename__ = "claims"
+    key: Mapped[str] = mapped_column(primary_key=True)
+    session: Mapped[str] = mapped_column(index=True)
+    tier: Mapped[str] = mapped_column(default="", server_default="")
+    place: Mapped[str] = mapped_column(default="", server_default="")
+    nbytes: Mapped[int] = mapped_column(default=0, server_default="0")
+
+
+class JobTable(PublicIdMixin, Base):
+    """An ingestion. status: queued, running, done, failed or interrupted; times in Unix seconds;
+    done: of its modules. idempotency_key: by which a caller knows a request again, whose content
+    is `request_digest`."""
+
+    __tablename__ = "ingestion_jobs"
+    __table_args__ = (
+        Index("jobs_by_namespace", "namespace", "id"),
+        Index("jobs_by_request", "namespace", "idempotency_key", unique=True),
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    target: Mapped[str]  # `collection NAME` or `schema NAME`
+    session: Mapped[str]
+    status: Mapped[str]
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+    modules: Mapped[int]
+    error: Mapped[str] = mapped_column(default="")
+    namespace: Mapped[str] = mapped_column(
+        default=DEFAULT_NAMESPACE, server_default=DEFAULT_NAMESPACE
+    )
+    created_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    done: Mapped[int] = mapped_column(default=0, server_default="0")
+    idempotency_key: Mapped[str | None]
+    request_digest: Mapped[str] = mapped_column(default="", server_default="")
+
+
+class JobStateTable(Base):
+    """States that an ingestion needs and that nothing else may own yet."""
+
+    __tablename__ = "job_states"
+    job_id: Mapped[int] = mapped_column(
+        ForeignKey("ingestion_jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    key: Mapped[str] = mapped_column(primary_key=True, index=True)
+
+
+class ApiKeyTable(Base):
+    """A key of the HTTP service. digest: SHA-256 of the secret, which is kept nowhere; prefix: its
+    first characters, for people. Times in Unix seconds."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    role: Mapped[str]
+    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    prefix: Mapped[str]
+    digest: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[float]
+    last_used: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+
+
+class SecretTable(Base):
+    """Random bytes that every service over the ledger shares."""
+
+    __tablename__ = "secrets"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[bytes] = mapped_column(LargeBinary)

@@ -1,0 +1,102 @@
+"""Shared by the tests of the store: small states, their keys, and an empty database."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+from sqlalchemy import create_engine
+
+from ragcache.db import Database
+from ragcache.states import KVKey, KVStates
+from ragcache.store import KVStore, Lease, LeaseRequest
+
+TOKEN_BYTES = 64  # of one token in `make_states`: 2 sides, 2 layers, 1 head, 4 floats
+
+
+Produce = Callable[[Sequence[KVKey]], Iterable[KVStates]]
+"""Encodes the states of keys, in order."""
+
+
+def make_key(number: int) -> KVKey:
+    return KVKey(f"{number:02x}" * 32)
+
+
+def make_states(number: int, tokens: int = 1) -> KVStates:
+    """States whose every element tells their number."""
+    filled = torch.full((2, 1, tokens, 4), float(number))
+    return KVStates(filled, -filled, number)
+
+
+def same(found: KVStates | None, expected: KVStates) -> bool:
+    return (
+        found is not None
+        and torch.equal(found.keys, expected.keys)
+        and torch.equal(found.values, expected.values)
+        and found.start == expected.start
+    )
+
+
+def encode_missing(lease: Lease, produce: Produce) -> None:
+    """Drives a lease until all its states are there."""
+    while missing := lease.claim():
+        for key, states in zip(missing, produce(missing), strict=True):
+            lease.put(key, states)
+
+
+def full_lease(
+    store: KVStore, keys: Sequence[KVKey], produce: Produce, request: LeaseRequest | None = None
+) -> Lease:
+    """Leases keys and has their missing states made, as the pipeline does."""
+    lease = store.lease(keys, request)
+    try:
+        encode_missing(lease, produce)
+    except BaseException:
+        lease.release()
+        raise
+    return lease
+
+
+def postgres_url() -> str:
+    """Of a PostgreSQL to test with; skips the test where there is none."""
+    url = os.environ.get("RAGCACHE_TEST_POSTGRES_URL")
+    if not url:
+        pytest.skip("RAGCACHE_TEST_POSTGRES_URL is not set")
+    return url
+
+
+@contextmanager
+def postgres_schema() -> Iterator[str]:
+    """The URL of an empty PostgreSQL schema, which is dropped afterwards."""
+    url, name = postgres_url(), f"ragcache_{uuid4().hex}"
+    admin = create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
+    with admin.begin() as connection:
+        connection.exec_driver_sql(f"CREATE SCHEMA {name}")
+    yield f"{url}{'&' if '?' in url else '?'}options=-csearch_path%3D{name}"
+    with admin.begin() as connection:
+        connection.exec_driver_sql(f"DROP SCHEMA {name} CASCADE")
+    admin.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str]:
+    """Where an empty ledger can be opened, and again by another process: in turn in each kind of
+    database."""
+    if request.param == "sqlite":
+        yield tmp_path / "ledger.sqlite3"
+        return
+    request.getfixturevalue("socket_enabled")
+    with postgres_schema() as url:
+        yield url
+
+
+@pytest.fixture
+def database(where: Path | str) -> Iterator[Database]:
+    opened = Database.open(where)
+    yield opened
+    opened.close()

@@ -1,0 +1,145 @@
+"""API keys: secrets that are kept nowhere, checks that read no row."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import event, select
+
+from ragcache.db import ApiKeys, Database
+from ragcache.db.tables import ApiKeyTable
+from ragcache.errors import ConfigurationError, UnknownKey
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def keys(database: Database, clock: Clock) -> ApiKeys:
+    return ApiKeys(database, clock)
+
+
+def statements(database: Database) -> list[str]:
+    seen: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    return seen
+
+
+def test_a_secret_opens_what_its_key_says(keys: ApiKeys) -> None:
+    assert not keys.any()
+    made, secret = keys.create("page", "admin", "tenant-2")
+    assert secret.startswith("rc-")
+    assert len(secret) >= 3 + 43, "256 bits"
+    found = keys.check(secret)
+    assert found is not None
+    assert (found.id, found.role, found.namespace) == (made.id, "admin", "tenant-2")
+    assert keys.any()
+    for wrong in ("", "rc-", secret[:-1], secret + "x", secret.lower(), "\ud800", "rc-é"):
+        assert keys.check(wrong) is None
+
+
+def test_the_ledger_holds_no_secret(keys: ApiKeys, database: Database) -> None:
+    _, secret = keys.create("page")
+    with database.reading() as session:
+        [row] = session.scalars(select(ApiKeyTable))
+    assert secret not in [str(value) for value in vars(row).values()]
+    assert secret.startswith(row.prefix)
+    assert len(row.prefix) < 10
+
+
+def test_a_revoked_key_is_refused_at_once_and_by_others_soon(
+    keys: ApiKeys, database: Database, clock: Clock
+) -> None:
+    made, secret = keys.create("page")
+    other = ApiKeys(database, clock)
+    assert other.check(secret) is not None
+    keys.revoke(made.id)
+    assert keys.check(secret) is None
+    assert other.check(secret) is not None, "its keys are as they were read"
+    clock.now = 10.1
+    assert other.check(secret) is None
+    assert keys.any(), "nobody gets in without a key now"
+    assert [row.revoked_at is None for row in keys.list()] == [False]
+    with pytest.raises(UnknownKey, match="no key 99"):
+        keys.revoke(99)
+
+
+def test_a_key_of_another_process_is_known_within_a_second(
+    keys: ApiKeys, database: Database, clock: Clock
+) -> None:
+    assert keys.check("rc-nothing") is None
+    _, secret = ApiKeys(database).create("page")
+    clock.now = 1.1
+    assert keys.check(secret) is not None
+
+
+def test_checking_reads_no_row(keys: ApiKeys, database: Database, clock: Clock) -> None:
+    _, secret = keys.create("page")
+    keys.check(secret)
+    seen = statements(database)
+    for number in range(100):
+        assert keys.check(secret) is not None
+        assert keys.check(f"rc-{number}") is None
+        assert keys.any()
+    assert seen == []
+    clock.now = 60.0
+    keys.check(secret)
+    assert seen
+
+
+def test_the_last_use_is_noted(keys: ApiKeys) -> None:
+    _, secret = keys.create("page")
+    assert keys.list()[0].last_used is None
+    keys.check(secret)
+    assert keys.list()[0].last_used is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "namespace", "message"),
+    [
+        ("page", "root", "default", "unknown role 'root'; roles: user, admin"),
+        (" ", "user", "default", "needs a name"),
+        ("x" * 101, "user", "default", "needs a name"),
+        ("page", "user", "a b", "cannot name a namespace"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    keys: ApiKeys, name: str, role: str, namespace: str, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        keys.create(name, role, namespace)
+    assert keys.list() == []
+
+
+def test_what_is_in_memory_is_told_without_reading(
+    keys: ApiKeys, database: Database, clock: Clock
+) -> None:
+    _, secret = keys.create("page")
+    assert keys.recall(secret) is None, "nothing was read yet"
+    judged = keys.judge(secret)
+    assert judged.exist
+    assert judged.key is not None
+    seen = statements(database)
+    assert keys.recall(secret) == judged
+    assert keys.recall("rc-unknown") is not None
+    clock.now += 5
+    assert keys.recall(secret) == judged
+    assert keys.recall("rc-unknown") is None, "another process may have made it"
+    assert keys.recall("no key at all") is not None
+    clock.now += 6
+    assert keys.recall(secret) is None
+    assert not seen
+
+
+def test_all_services_over_a_ledger_share_one_secret(database: Database) -> None:
+    first = ApiKeys(database).service_secret()
+    assert len(first) == 32
+    assert ApiKeys(database).service_secret() == first

@@ -1,0 +1,169 @@
+"""The database: transactions, migrations, and what is said when it cannot be used."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import select, text
+
+from ragcache.db import Database, migrations
+from ragcache.db.migrations import HEAD
+from ragcache.db.tables import Base, NamespaceTable, StateTable
+from ragcache.errors import (
+    ConfigurationError,
+    LedgerTooNew,
+    LedgerUnavailable,
+    NoState,
+    StoreUnwritable,
+)
+
+
+def test_what_is_committed_outlives_the_connection(where: Path | str) -> None:
+    for held in (0, 1):
+        database = Database.open(where)
+        with database.transaction() as session:
+            assert len(list(session.scalars(select(NamespaceTable)))) == 1 + held
+            session.add(NamespaceTable(name=f"tenant {held}"))
+        database.close()
+
+
+def test_an_error_rolls_everything_back(database: Database) -> None:
+    def fail() -> None:
+        with database.transaction() as session:
+            session.add(StateTable(key="k", tier="disk", nbytes=1, tokens=1))
+            session.flush()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    with database.reading() as session:
+        assert session.scalar(select(StateTable.key)) is None
+
+
+def test_migrating_makes_exactly_the_tables_of_the_code(database: Database) -> None:
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, Base.metadata) == []
+        assert context.get_current_revision() == HEAD
+
+
+def test_the_head_is_the_last_migration() -> None:
+    scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
+    assert scripts.get_current_head() == HEAD
+
+
+def test_a_migration_that_fails_leaves_the_folder_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.sqlite3"
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("alembic.op.create_index", fail)
+        with pytest.raises(KeyboardInterrupt):
+            Database.open(path)
+    assert _tables(path) == set()
+    Database.open(path).close()
+    assert _tables(path) >= set(Base.metadata.tables)
+
+
+def test_processes_that_open_an_empty_folder_at_once_migrate_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(3) as pool:
+        assert pool.map(_namespaces, [tmp_path / "ledger.sqlite3"] * 3) == [["default"]] * 3
+
+
+def _namespaces(path: Path) -> list[str]:
+    database = Database.open(path)
+    with database.reading() as session:
+        names = list(session.scalars(select(NamespaceTable.name)))
+    database.close()
+    return names
+
+
+def _tables(path: Path) -> set[str]:
+    connection = sqlite3.connect(path)
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    connection.close()
+    return names
+
+
+def test_a_ledger_of_a_later_version_is_refused(where: Path | str) -> None:
+    database = Database.open(where)
+    with database.transaction() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    database.close()
+    with pytest.raises(LedgerTooNew, match="has the revision 9999, this ragcache reads"):
+        Database.open(where)
+
+
+def test_a_folder_without_state_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NoState, match=f"no ragcache state in {tmp_path}; make one"):
+        Database.open_existing(tmp_path / "ledger")
+    assert not list(tmp_path.iterdir()), "looking creates nothing"
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(b"this is a letter, not a database" * 40)
+    with pytest.raises(NoState, match="is not a ragcache ledger"):
+        Database.open_existing(path)
+
+
+def test_a_folder_that_does_not_exist_is_unwritable(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnwritable, match="cannot write the ledger"):
+        Database.open(tmp_path / "none" / "ledger")
+
+
+def test_another_kind_of_database_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="cannot be kept in mysql; use sqlite or postgre"):
+        Database.open("mysql://localhost/x")
+
+
+def test_readers_and_a_writer_do_not_wait_for_each_other(database: Database) -> None:
+    with database.reading() as reader:
+        assert len(list(reader.scalars(select(NamespaceTable)))) == 1
+        with database.transaction() as writer:
+            writer.add(NamespaceTable(name="new"))
+        if database.engine.dialect.name == "sqlite":
+            names = list(reader.scalars(select(NamespaceTable.name)))
+            assert names == ["default"], "a reader sees what was there when it began"
+
+
+def test_a_locked_database_is_a_named_error_after_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    database = Database.open(path, busy_seconds=0.05)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    def write() -> None:
+        with database.transaction() as session:
+            session.add(NamespaceTable(name="new"))
+
+    with pytest.raises(LedgerUnavailable, match=r"does not answer .*locked"):
+        write()
+    with database.reading() as session:
+        assert session.scalar(select(NamespaceTable.name)) == "default"
+    other.execute("ROLLBACK")
+    write()
+    other.close()
+    database.close()
+
+
+def test_a_postgresql_that_is_not_there_is_a_named_error() -> None:
+    with pytest.raises(LedgerUnavailable, match="does not answer"):
+        Database.open("postgresql://nobody:secret@/none?host=/nowhere")
+
+
+def test_errors_do_not_tell_passwords() -> None:
+    with pytest.raises(LedgerUnavailable) as caught:
+        Database.open("postgresql://nobody:secret@/none?host=/nowhere")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,95 @@
+"""Jobs in the ledger: queued once a request, listed in pages, interrupted with their session."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache.db import Database, Jobs
+from ragcache.db.jobs import complete
+from ragcache.db.sessions import end_sessions
+from ragcache.errors import IdempotencyConflict, InvalidRequest, UnknownJob
+from tests.ragcache.conftest import make_key
+
+
+@pytest.fixture
+def jobs(database: Database) -> Jobs:
+    return Jobs(database, "here")
+
+
+def test_a_request_is_queued_once_in_a_namespace(jobs: Jobs) -> None:
+    job, new = jobs.queue("collection notes", "key", "digest")
+    assert new
+    assert jobs.queue("collection notes", "key", "digest") == (job, False)
+    with pytest.raises(IdempotencyConflict, match="'key'"):
+        jobs.queue("collection notes", "key", "another digest")
+    assert jobs.within("tenant").queue("collection notes", "key", "another digest")[1]
+    plain = [jobs.queue("collection notes", None, "digest")[0] for _ in range(2)]
+    assert len({job, *plain}) == 3
+
+
+def test_a_request_that_ended_early_is_queued_once_more(jobs: Jobs, database: Database) -> None:
+    assert jobs.known("key", "digest") is None
+    job, _ = jobs.queue("collection notes", "key", "digest")
+    jobs.start(job)
+    jobs.expect(job, [make_key(1)])
+    jobs.fail(job, ValueError("no"))
+    known = jobs.known("key", "digest")
+    assert known is not None
+    assert (known.id, known.can_be_retried) == (job, True)
+    with pytest.raises(IdempotencyConflict):
+        jobs.known("key", "another digest")
+    later = Jobs(database, "there")
+    assert later.queue("collection notes", "key", "digest") == (job, True)
+    assert jobs.queue("collection notes", "key", "digest") == (job, False), "one caller runs it"
+    row = jobs.get(job)
+    assert (row.status, row.error, row.started_at, row.finished_at) == ("queued", "", None, None)
+    assert (row.states, row.can_be_retried) == (1, False)
+    with database.transaction() as session:
+        end_sessions(session, ["there"])
+    assert jobs.get(job).status == "interrupted", "it is the session's that queued it last"
+
+
+def test_pages_join_to_the_whole_list(jobs: Jobs) -> None:
+    ids = [jobs.begin(f"collection {n}", n) for n in range(7)]
+    jobs.within("tenant").begin("collection x", 1)
+    found: list[int] = []
+    page = jobs.page(limit=3)
+    found += [row.id for row in page.items]
+    while page.next is not None:
+        jobs.begin("collection later", 0)
+        page = jobs.page(page.next, 3)
+        found += [row.id for row in page.items]
+    assert found == ids[::-1]
+    assert len(jobs.listed()) == 10, "of all namespaces"
+    with pytest.raises(InvalidRequest, match="begin without"):
+        jobs.page("!")
+
+
+def test_a_session_that_ends_interrupts_its_jobs(jobs: Jobs, database: Database) -> None:
+    queued, _ = jobs.queue("collection notes", None, "")
+    with jobs.running("collection plans", 2) as running:
+        jobs.expect(running, [make_key(1)])
+        with database.transaction() as session:
+            end_sessions(session, ["here"])
+    for job, states in ((queued, 0), (running, 1)):
+        row = jobs.get(job)
+        assert (row.status, row.states, row.ended) == ("interrupted", states, True)
+        assert "the same documents again" in row.error
+
+
+def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs, database: Database) -> None:
+    other = jobs.within("tenant")
+    for each in (jobs, other):
+        each.fail(each.begin("collection notes", 1), ValueError("no"))
+        each.expect(each.page().items[0].id, [make_key(1)])
+    job = jobs.begin("collection notes", 1)
+    with database.transaction() as session:
+        assert complete(session, job) == [make_key(1)]
+    assert [row.states for row in jobs.page().items] == [0, 0]
+    assert [row.states for row in other.page().items] == [1]
+    assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
+
+
+def test_an_unknown_job_is_named(jobs: Jobs) -> None:
+    with pytest.raises(UnknownJob, match="no job 7"):
+        jobs.get(7)

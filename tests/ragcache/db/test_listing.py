@@ -1,0 +1,296 @@
+"""Pages of collections and documents, in both databases: they join to the whole, in order."""
+
+# MERGED tests.ragcache.store.test_module_pages: Pages of modules: every order and filter gives
+#   what sorting all of them would.
+# MERGED tests.ragcache.store.test_evictions: Evictions page by page, each namespace its own.
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert
+
+from ragcache.db import (
+    Catalog,
+    Database,
+    ModuleFilter,
+    ModuleListing,
+    NewDocument,
+    NewModule,
+    Page,
+    SchemaText,
+    SchemaTexts,
+    collection_page,
+    document_page,
+    eviction_page,
+    list_modules,
+    listing,
+    module_detail,
+    module_page,
+)
+from ragcache.db.listing import SORTS
+from ragcache.db.tables import EvictionTable, StateTable
+from ragcache.errors import InvalidRequest, UnknownCollection, UnknownModule
+from ragcache.states import KVKey
+from tests.ragcache.conftest import make_key
+from tests.ragcache.store.library import key_of
+
+
+@pytest.fixture
+def catalogue(database: Database) -> Catalog:
+    return Catalog(database, "tokenizer", None)
+
+
+def add(catalogue: Catalog, collection: str, name: str, modules: int = 1) -> None:
+    made = [NewModule(f"{name}#{n}", "text", (1, 2), make_key(n)) for n in range(modules)]
+    catalogue.replace(collection, [NewDocument(name, "", "digest", made, {"n": modules})])
+
+
+def test_documents_come_by_id_with_their_modules(catalogue: Catalog, database: Database) -> None:
+    names = [f"d{n}" for n in (4, 0, 3, 1, 2)]
+    for number, name in enumerate(names):
+        add(catalogue, "notes", name, number)
+    add(catalogue, "others", "d9")
+    page = document_page(database, "default", "notes", limit=2)
+    assert page.total == 5
+    found = list(page.items)
+    while page.next is not None:
+        page = document_page(database, "default", "notes", page.next, 2)
+        assert page.total is None
+        found += page.items
+    assert [row.source_id for row in found] == sorted(names)
+    assert {row.source_id: row.modules for row in found} == dict(zip(names, range(5), strict=True))
+    assert found[0].attributes == {"n": 1}
+    for cursor in ("!", "WzFd"):
+        with pytest.raises(InvalidRequest):
+            document_page(database, "default", "notes", cursor)
+    with pytest.raises(UnknownCollection):
+        document_page(database, "tenant", "notes")
+
+
+def test_collections_are_made_counted_and_told_by_name(
+    catalogue: Catalog, database: Database
+) -> None:
+    assert collection_page(database, "default") == Page((), None, 0)
+    assert catalogue.add_collection("bare")
+    assert not catalogue.add_collection("bare")
+    for name in ("a", "b"):
+        add(catalogue, "full", name, 2)
+    Catalog(database, "tokenizer", None, "tenant").add_collection("bare")
+    page = collection_page(database, "default", limit=1)
+    assert page.total == 2
+    rest = collection_page(database, "default", page.next, 1)
+    told = [(row.name, row.documents, row.modules) for row in (*page.items, *rest.items)]
+    assert told == [("bare", 0, 0), ("full", 2, 4)]
+    assert rest.next is None
+    assert catalogue.delete_collection("bare") == (0, [])
+    assert catalogue.add_collection("bare"), "its row is gone"
+
+
+COLLECTIONS = {"notes": 3, "plans": 2}
+MATCHES: dict[str, tuple[ModuleFilter, Callable[[ModuleListing], bool]]] = {
+    "all": (ModuleFilter(), lambda _: True),
+    "collection": (ModuleFilter("plans"), lambda row: row.collection == "plans"),
+    "document": (ModuleFilter(document="b_1"), lambda row: row.document == "b_1"),
+    "tier": (ModuleFilter(tier="host"), lambda row: "host" in row.tiers),
+    "pinned": (ModuleFilter(pinned=True), lambda row: row.pinned),
+    "not pinned": (ModuleFilter(pinned=False), lambda row: not row.pinned),
+    "search": (ModuleFilter(search="B_"), lambda row: "b_" in row.name),
+    "a sign": (ModuleFilter(search="%"), lambda row: "%" in row.name),
+    "nothing": (ModuleFilter(search="\\"), lambda _: False),
+    "several": (
+        ModuleFilter("notes", tier="disk", pinned=False, search="#2"),
+        lambda row: row.collection == "notes" and "disk" in row.tiers and not row.pinned
+        and "#2" in row.name,
+    ),
+}  # fmt: skip
+
+
+def state(key: KVKey, tier: str, rng: random.Random) -> dict[str, Any]:
+    return {
+        "key": str(key), "tier": tier, "place": "", "nbytes": rng.randrange(4), "tokens": 3,
+        "hits": rng.choice((0, 0, 1, 2)), "last_use": rng.randrange(5),
+        "pinned": rng.random() < 0.3,
+    }  # fmt: skip
+
+
+def fill(database: Database, namespace: str, seed: int) -> None:
+    """Documents whose modules have states in no, one or two tiers; some have two kinds of states,
+    and some share theirs."""
+    rng = random.Random(seed)
+    catalogue = Catalog(database, "tokenizer", None, namespace)
+    keys: list[KVKey] = []
+    for collection, documents in COLLECTIONS.items():
+        for name in [f"{letter}_{n}%" for n in range(documents) for letter in "ab"]:
+            source = name if name[0] == "a" else name[:-1]
+            texts = [f"{namespace} {collection} {source} {n}" for n in range(4)]
+            shared = [key_of(f"{namespace} shared" if n == 3 else texts[n]) for n in range(4)]
+            keys += shared
+            modules = [NewModule(f"{source}#{n + 1}", texts[n], [n], shared[n]) for n in range(4)]
+            catalogue.replace(collection, [NewDocument(source, "", "", modules)])
+        for row in catalogue.modules(collection)[::3]:
+            keys.append(key_of(f"isolated {namespace} {row.id}"))
+            catalogue.claim(row.id, keys[-1])
+    rows = [
+        state(key, tier, rng)
+        for key in dict.fromkeys(keys)
+        for tier in rng.choice(((), ("disk",), ("disk", "host")))
+    ]
+    with database.transaction() as session:
+        session.execute(insert(StateTable), rows)
+
+
+@pytest.fixture
+def filled(database: Database) -> Database:
+    fill(database, "default", 1)
+    fill(database, "tenant", 2)
+    return database
+
+
+def pages(database: Database, wanted: ModuleFilter, sort: str, **options: Any) -> list[Any]:
+    """All rows, page by page."""
+    rows: list[ModuleListing] = []
+    cursor = None
+    while True:
+        page = module_page(database, "default", wanted, sort, cursor=cursor, limit=3, **options)
+        assert len(page.items) == 3 or page.next is None
+        rows += page.items
+        cursor = page.next
+        if cursor is None:
+            return rows
+
+
+@pytest.mark.parametrize("few", [0, 10, 1000])
+@pytest.mark.parametrize("match", MATCHES)
+def test_pages_are_what_sorting_all_modules_gives(
+    filled: Database, match: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "FEW", few)
+    wanted, matches = MATCHES[match]
+    expected = {row.id: row for row in list_modules(filled) if matches(row)}
+    for sort in SORTS:
+        for descending in (False, True):
+            found = pages(filled, wanted, sort, descending=descending)
+            assert {row.id: row for row in found} == expected
+            assert len(found) == len(expected), "each module once"
+            held = [row for row in found if row.tiers or sort in ("id", "name")]
+            values = [getattr(row, sort) for row in held]
+            assert values == sorted(values, reverse=descending)
+            assert found[: len(held)] == held, "those without states come last"
+
+
+def test_the_total_is_told_where_counting_is_cheap(
+    filled: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def total(wanted: ModuleFilter) -> int | None:
+        return module_page(filled, "default", wanted, limit=2).total
+
+    everything = len(list_modules(filled))
+    assert total(ModuleFilter()) == everything
+    hosted = total(ModuleFilter(tier="host"))
+    assert hosted == sum("host" in row.tiers for row in list_modules(filled))
+    monkeypatch.setattr(listing, "FEW", 0)
+    assert total(ModuleFilter()) == everything
+    assert total(ModuleFilter("plans")) == len(list_modules(filled, "plans"))
+    assert total(ModuleFilter(tier="host")) is None
+
+
+def test_nothing_of_another_namespace_is_found(filled: Database) -> None:
+    mine, theirs = (
+        {row.id for row in module_page(filled, name, ModuleFilter()).items}
+        for name in ("default", "tenant")
+    )
+    assert mine.isdisjoint(theirs)
+    assert module_page(filled, "nobody", ModuleFilter()).items == ()
+    with pytest.raises(UnknownCollection, match="known: none yet"):
+        module_page(filled, "nobody", ModuleFilter("notes"))
+    number = min(theirs)
+    assert module_detail(filled, number, "tenant").text.startswith("tenant")
+    with pytest.raises(UnknownModule, match=f"no module {number}"):
+        module_detail(filled, number, "default")
+
+
+def test_a_module_tells_all_its_states(filled: Database) -> None:
+    for row in list_modules(filled):
+        detail = module_detail(filled, row.id, "default")
+        assert detail.listing == row
+        assert {held.tier for held in detail.states} == set(row.tiers)
+        assert max((held.hits for held in detail.states), default=0) == row.hits
+
+
+def test_what_cannot_be_used_is_refused(filled: Database) -> None:
+    first = module_page(filled, "default", ModuleFilter(), "hits", limit=2)
+    for sort, descending, cursor in (
+        ("size", False, None),
+        ("hits", False, "x"),
+        ("hits", True, first.next),
+        ("nbytes", False, first.next),
+        ("name", False, first.next),
+    ):
+        with pytest.raises(InvalidRequest):
+            module_page(
+                filled, "default", ModuleFilter(), sort, descending=descending, cursor=cursor
+            )
+    with pytest.raises(InvalidRequest, match="limit is 0"):
+        module_page(filled, "default", ModuleFilter(), limit=0)
+
+
+def test_no_page_looks_through_all_states(tmp_path: Path) -> None:
+    """SQLite reads along an index wherever nothing is chosen: else its plan would sort."""
+    database = Database.open(tmp_path / "ledger.sqlite")
+    plans = {
+        "states_by_size": "SELECT key FROM states ORDER BY nbytes DESC, key DESC",
+        "states_by_hits": "SELECT key FROM states ORDER BY hits, key",
+        "states_by_last_use": "SELECT key FROM states ORDER BY last_use, key",
+        "modules_by_name": "SELECT id FROM modules ORDER BY name, id",
+        "states_pinned": "SELECT key FROM states WHERE pinned = 1",
+    }
+    with database.engine.connect() as connection:
+        for index, statement in plans.items():
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}").all()
+            assert [index in row[3] for row in plan] == [True]
+    database.close()
+
+
+@pytest.fixture
+def filled_evictions(database: Database) -> Database:
+    """Of states of a module of either namespace, of a schema of the other one, of nobody's."""
+    for number, namespace in enumerate(("default", "tenant")):
+        modules = [NewModule(f"{namespace}#1", "text", [1], make_key(number))]
+        document = NewDocument(namespace, "", "", modules)
+        Catalog(database, "t", None, namespace).replace("notes", [document])
+    SchemaTexts(database, "tenant").put("trip", SchemaText("", "schema"), [make_key(2)])
+    with database.transaction() as session:
+        for number in (0, 1, 2, 3) * 3:
+            row = {"key": str(make_key(number)), "tier": "host", "reason": "ttl", "nbytes": number}
+            session.add(EvictionTable(**row, at=0.0, fetched_again=False))
+    return database
+
+
+def found(database: Database, namespace: str) -> list[tuple[int, str | None]]:
+    rows: list[tuple[int, str | None]] = []
+    cursor, last = None, None
+    while True:
+        page = eviction_page(database, namespace, cursor, 2)
+        for row in page.items:
+            assert last is None or row.id < last, "the newest first"
+            last = row.id
+            rows.append((row.nbytes, row.module))
+        cursor = page.next
+        if cursor is None:
+            return rows
+
+
+def test_each_namespace_sees_its_own(filled_evictions: Database) -> None:
+    assert found(filled_evictions, "default") == [(3, None), (0, "default#1")] * 3
+    assert found(filled_evictions, "tenant") == [(2, None), (1, "tenant#1")] * 3
+    assert found(filled_evictions, "nobody") == []
+
+
+def test_a_wrong_cursor_is_refused(filled_evictions: Database) -> None:
+    with pytest.raises(InvalidRequest):
+        eviction_page(filled_evictions, "default", "x")
