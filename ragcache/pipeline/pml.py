@@ -29,9 +29,9 @@ from ragcache_schemas import (
     module_names,
     parse_prompt,
     parse_schema,
+    render_prompt_turns,
+    render_schema_turns,
     resolve_prompt,
-    spell_prompt,
-    spell_schema,
 )
 
 
@@ -135,7 +135,7 @@ class PmlPipeline:
         self.template.check(text)
         prompt = parse_prompt(text, source=source)
         loaded = self.load(prompt.schema)
-        spelled = spell_prompt(prompt, loaded.schema, self.template.render)
+        spelled = render_prompt_turns(prompt, loaded.schema, self.template.render)
         return self.build_plan(loaded.index, resolve_prompt(loaded.index, spelled), mode)
 
     def build_plan(self, index: SchemaIndex, plan: Plan, mode: str) -> BuiltPrompt:
@@ -179,7 +179,7 @@ class PmlPipeline:
         return [group for group in groups if group.tokens.token_ids]
 
     def _index(self, schema: Schema, placement: Placement) -> LoadedSchema:
-        spelled = spell_schema(schema, self.template.render)
+        spelled = render_schema_turns(schema, self.template.render)
         return LoadedSchema(schema, SchemaIndex.build(spelled, self.template.count, placement))
 
     def _states(self, plan: Plan, groups: Sequence[ScopeGroup]) -> SchemaStates:

@@ -1,7 +1,6 @@
 """PML, the Prompt Markup Language of Prompt Cache (§3.2 to §3.4): parse, write, lay out, resolve.
 
-No tensors, no database, no files: text comes from the caller, and tokens are counted by a function
-that the caller passes in.
+It uses no tensors, database or files: the caller passes text and a function that counts tokens.
 """
 
 from ragcache_schemas.builder import (
@@ -11,7 +10,7 @@ from ragcache_schemas.builder import (
     document_module,
     expand_slots,
 )
-from ragcache_schemas.chat_template import Render, spell_prompt, spell_schema
+from ragcache_schemas.chat_template import Render, render_prompt_turns, render_schema_turns
 from ragcache_schemas.compiler.program import Content, PromptProgram, prompt_program
 from ragcache_schemas.compiler.steps import MaxTokens, turn
 from ragcache_schemas.errors import (
@@ -119,10 +118,10 @@ __all__ = [
     "parse_prompt",
     "parse_schema",
     "prompt_program",
+    "render_prompt_turns",
+    "render_schema_turns",
     "resolve_prompt",
     "sanitize_text",
-    "spell_prompt",
-    "spell_schema",
     "turn",
     "write_prompt",
     "write_schema",

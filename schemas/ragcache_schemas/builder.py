@@ -1,14 +1,11 @@
-"""Schemas generated from collections of documents.
+"""Generates schemas: from collections of documents, from tables of traits, from source code.
 
 A collection becomes a schema of a preamble, k slots and the question. Each slot is a union whose
 members are all modules of the collection, so that any k documents may be imported in any order;
-the members are looked up in a catalogue and only `expand_slots` writes them out.
+the members are looked up, and only `expand_slots` writes them out. A table of traits becomes a
+union for each column with a module for each value (Prompt Cache, §5.6.2), source code a module for
+each file or class (§5.6.1).
 """
-
-# MERGED ragcache_schemas.traits: Schemas generated from tables of traits: a union per column,
-#   a module per value (§5.6.2).
-# MERGED ragcache_schemas.code: Schemas generated from source code: files, or their classes,
-#   are modules (§5.6.1).
 
 from __future__ import annotations
 
@@ -47,10 +44,21 @@ def collection_schema(
     question_length: int = 512,
     epilogue: str = "",
 ) -> Schema:
-    """preamble, `slots` slots, question_lead, the parameter `question`, epilogue.
+    """Makes a schema of preamble, slots, question_lead, the parameter `question`, and epilogue.
 
-    The texts are usually the model's chat template, cut inside the user turn. A question of more
-    than `question_length` tokens does not fit.
+    The texts are usually the model's chat template, cut inside the user turn.
+
+    Args:
+        name: The schema's name.
+        preamble: The text before the slots.
+        slots: The number of slots.
+        collection: The collection whose modules fill the slots.
+        question_lead: The text between slots and question.
+        question_length: The most tokens of a question.
+        epilogue: The text after the question.
+
+    Raises:
+        PMLError: There is no slot, or a name is invalid.
     """
     if slots < 1:
         raise InvalidAttribute(f"{slots} slots", expected="give 1 or more")
@@ -70,11 +78,16 @@ def collection_schema(
 def document_module(
     name: str, chunks: Iterable[str | tuple[str, str] | Module], *, heading: str = ""
 ) -> Module:
-    """A document as a module, with its parts as modules nested in it.
+    """Makes a module of a document, its chunks modules nested in it.
 
-    A chunk is its text, then named "c1", "c2", ... by its place, or a pair of name and text, or a
-    module. `heading` is text of the document itself, imported with any of its parts. Raises
-    InvalidName where `name` is no module name: `module_name(title)` makes one.
+    Args:
+        name: The module's name; `module_name(title)` makes one.
+        chunks: Texts (named "c1", "c2", ... by their place), pairs of name and text, or modules.
+        heading: Text of the document itself, imported with any of its chunks.
+
+    Raises:
+        InvalidName: `name` is no module name.
+        DuplicateName: Two chunks have the same name.
     """
     if problem := name_problem(name, "module"):
         raise InvalidName(problem.problem, expected=f"{problem.expected}; module_name() makes one")
@@ -93,12 +106,14 @@ def document_module(
 
 
 def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Schema:
-    """`schema` with the members of every slot written out, from `members` by collection.
+    """Writes the members of every slot out, from `members` by collection.
 
     A slot becomes a module of its scope's name ("slot-1") around a union, so that the same prompts
-    fit both forms and the same document may stand in several slots.
-    """
+    fit both forms and several slots may hold the same document.
 
+    Raises:
+        UnknownName: `members` lacks a collection.
+    """
     nodes = cast("tuple[SchemaNode, ...]", _expanded(schema.children, members))
     return replace(schema, children=nodes)
 
@@ -141,7 +156,7 @@ class TraitTable:
     """A table of traits: `columns` gives each column's values, and each value's text.
 
     Its schema is the preamble and a union for each column; `prompt` picks one value of each. A
-    text says its column too, since a module is encoded alone. Two columns may share a value.
+    text names its column too, since modules do not see each other. Two columns may share a value.
     """
 
     name: str
@@ -157,20 +172,21 @@ class TraitTable:
         preamble: str = "",
         text: str = "{column}: {value}\n",
     ) -> TraitTable:
-        """The table of what occurs in `rows`, as csv.DictReader gives them; blanks do not count.
+        """Makes the table of all values in `rows`, as csv.DictReader gives them.
 
-        `text` is what a value's module says, with {column} and {value} put in.
+        Blank values are left out. `text` is the text of a value's module, with {column} and {value}
+        filled in.
         """
         columns: dict[str, dict[str, str]] = {}
         for row in rows:
             for column, value in row.items():
                 if value and value.strip():
-                    columns.setdefault(column, {})[value] = _filled_traits(text, column, value)
+                    columns.setdefault(column, {})[value] = _trait_text(text, column, value)
         return cls(name, columns, preamble)
 
     @cached_property
     def names(self) -> dict[tuple[str, str], str]:
-        """The module of each (column, value): the value, after the column's name if it is taken."""
+        """The module of each (column, value): the value, with the column's name if it is taken."""
         taken: set[str] = set()
         return {
             (column, value): free_name(
@@ -182,7 +198,7 @@ class TraitTable:
 
     @cached_property
     def schema(self) -> Schema:
-        """The schema. Raises PMLError where a name is none."""
+        """The schema. Raises PMLError for an invalid name."""
         nodes: list[SchemaNode] = [Text(sanitize_text(self.preamble))]
         for column, values in self.columns.items():
             members = (
@@ -194,10 +210,12 @@ class TraitTable:
         return validate_schema(schema)
 
     def prompt(self, traits: Mapping[str, str], text: str = "") -> Prompt:
-        """The prompt of one row of traits, and of new text after them.
+        """Makes the prompt of one row of traits, with new text after them.
 
-        A column that is not given, or blank, is left out. Raises UnknownName for a column or a
-        value that the table lacks.
+        A column that is missing or blank is left out.
+
+        Raises:
+            UnknownName: The table lacks a column or a value.
         """
         unknown = [column for column in traits if column not in self.columns]
         if unknown:
@@ -213,9 +231,9 @@ class TraitTable:
         return Prompt(self.name, (*imports, Text(text)))
 
 
-def _filled_traits(text: str, column: str, value: str) -> str:
-    put = {"{column}": column, "{value}": value}
-    return _PLACE.sub(lambda found: put[found[0]], text)
+def _trait_text(text: str, column: str, value: str) -> str:
+    values = {"{column}": column, "{value}": value}
+    return _PLACE.sub(lambda found: values[found[0]], text)
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> UnknownName:
@@ -231,11 +249,20 @@ def code_schema(
     heading: str = "# {path}\n",
     epilogue: str = "",
 ) -> Schema:
-    """preamble, a module for each file of `files` (path to text) in its order, epilogue.
+    """Makes a schema of preamble, a module for each file, and epilogue.
 
-    by="class" also makes each top-level class of a Python file a module nested in that of its
-    file, whose other text is imported with it. Where two paths come to one module name, both stay
-    apart (`module_names`). `heading` begins each file, so that the model can tell them apart.
+    Args:
+        name: The schema's name.
+        files: Paths and texts; the modules keep their order. Two paths with the same module name
+            get different ones (`module_names`).
+        by: "class" makes each top-level class of a Python file a module nested in that of its
+            file, whose other text is imported with it.
+        preamble: The text before the files.
+        heading: Begins each file, so that the model can tell them apart.
+        epilogue: The text after the files.
+
+    Raises:
+        PMLError: The schema's name is invalid.
     """
     if by not in ("file", "class"):
         raise InvalidAttribute(f"by={by!r}", expected='write "file" or "class"')

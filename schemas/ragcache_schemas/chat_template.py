@@ -1,13 +1,13 @@
-"""Spells chat turns in the words of the model's own template (Prompt Cache, §3.2.3).
+"""Renders chat turns with the model's own template (Prompt Cache, §3.2.3).
 
-The template is a function from messages to text, as tokenizers have it. It is asked once for the
+The template is a function from messages to text, as tokenizers have it. It is called once for the
 whole conversation, with marks in place of the contents, and the text between the marks is put
 around the turns. So every template works that keeps contents whole and in order, Llama 2 included,
 which writes the system turn inside the first user turn:
 
     <s>[INST] <<SYS>>\n ¹ \n<</SYS>>\n\n ² [/INST] ³ </s>
 
-What stands between two turns goes before the second one. An empty turn (`<system/>`) is no message.
+The text between two turns goes before the second one. An empty turn (`<system/>`) is no message.
 """
 
 from __future__ import annotations
@@ -33,29 +33,40 @@ from ragcache_schemas.tree import (
 
 
 class Render(Protocol):
-    """A chat template: the text of `messages`, and with `generate` the start of the answer."""
+    """A chat template: the text of `messages`, with `generate` also the start of the answer."""
 
     def __call__(self, messages: Sequence[tuple[Role, str]], *, generate: bool) -> str: ...
 
 
-def spell_schema(schema: Schema, render: Render) -> Schema:
-    """`schema` with its turns replaced by the template's text. Raises TurnMismatch.
+def render_schema_turns(schema: Schema, render: Render) -> Schema:
+    """Replaces the turns of a schema by the template's text.
 
-    A turn that the schema leaves open gets nothing after it; `spell_prompt` goes on from there.
+    A turn that the schema leaves open gets no text after it; the prompt goes on from there.
+
+    Raises:
+        TurnMismatch: The template cannot write these turns.
     """
     turns = list(_turns(schema.children))
     if not turns:
         return schema
     opens, close = _schema_text(turns, render)
-    spelled = _Spelled(turns, opens, close)
-    return replace(schema, children=cast("tuple[SchemaNode, ...]", spelled.nodes(schema.children)))
+    rendered = _RenderedTurns(turns, opens, close)
+    return replace(schema, children=cast("tuple[SchemaNode, ...]", rendered.nodes(schema.children)))
 
 
-def spell_prompt(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
-    """`prompt` with its turns spelled as they follow those of `schema` (not yet spelled itself).
+def render_prompt_turns(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
+    """Replaces the turns of a prompt by the template's text, as they follow those of its schema.
 
     After a closed user turn comes the template's start of the answer, whether the prompt or the
     schema closes it.
+
+    Args:
+        prompt: The prompt.
+        schema: Its schema, with its turns not yet rendered.
+        render: The chat template.
+
+    Raises:
+        TurnMismatch: The template cannot write these turns, or they do not follow the schema's.
     """
     before, turns = list(_turns(schema.children)), list(_turns(prompt.children))
     if not turns:
@@ -70,8 +81,8 @@ def spell_prompt(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
         if not opens[0].startswith(already):
             raise _mismatch(turns[0], "goes on differently after the turns of the schema")
         opens[0] = opens[0][len(already) :]
-    spelled = _Spelled(turns, [""] * goes_on + opens, text[-1] if last.closes else "")
-    return replace(prompt, children=cast("tuple[PromptNode, ...]", spelled.nodes(prompt.children)))
+    rendered = _RenderedTurns(turns, [""] * goes_on + opens, text[-1] if last.closes else "")
+    return replace(prompt, children=cast("tuple[PromptNode, ...]", rendered.nodes(prompt.children)))
 
 
 def _answered(prompt: Prompt, before: Sequence[Chat], render: Render) -> Prompt:
@@ -101,7 +112,7 @@ def _goes_on(before: Sequence[Chat], turn: Chat) -> bool:
 
 
 def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]:
-    """What stands before each turn of a schema, and after the last."""
+    """The text before each turn of a schema, and after the last."""
     last, roles = turns[-1], [turn.role for turn in turns]
     # A turn more, since some templates write the system turn only inside a user turn.
     follower: Role = "assistant" if last.role == "user" else "user"
@@ -109,11 +120,11 @@ def _schema_text(turns: Sequence[Chat], render: Render) -> tuple[list[str], str]
     if not last.closes:
         return followed[:-2], ""
     try:
-        alone = _marked(roles, render, last)
+        ended = _marked(roles, render, last)
     except TurnMismatch:
         return followed[:-2], ""
-    fits = alone[:-1] == followed[:-2] and followed[-2].startswith(alone[-1])
-    return followed[:-2], alone[-1] if fits else ""
+    fits = ended[:-1] == followed[:-2] and followed[-2].startswith(ended[-1])
+    return followed[:-2], ended[-1] if fits else ""
 
 
 def _marked(
@@ -153,7 +164,7 @@ def _turns(nodes: Sequence[Node]) -> Iterator[Chat]:
                 raise TurnMismatch(problem, turn.location, turn.role, expected)
 
 
-class _Spelled:
+class _RenderedTurns:
     """Replaces turns, met in the same order as `_turns` gives them, by their text."""
 
     def __init__(self, turns: Sequence[Chat], opens: Sequence[str], close: str) -> None:
@@ -161,7 +172,7 @@ class _Spelled:
         self.around = iter(list(zip(opens, closes, strict=True)))
 
     def nodes(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """`nodes` with turns spelled."""
+        """`nodes` with their turns replaced."""
         out: list[Node] = []
         for node in nodes:
             match node:
@@ -176,8 +187,8 @@ class _Spelled:
                     inner = cast("tuple[SchemaNode, ...]", self.nodes(node.children))
                     out.append(replace(node, children=inner))
                 case Import():
-                    asked = cast("tuple[PromptNode, ...]", self.nodes(node.children))
-                    out.append(replace(node, children=asked))
+                    imports = cast("tuple[PromptNode, ...]", self.nodes(node.children))
+                    out.append(replace(node, children=imports))
                 case _:
                     out.append(node)
         return tuple(out)

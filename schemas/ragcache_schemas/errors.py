@@ -5,23 +5,23 @@
         ├── PMLSyntaxError       not well-formed XML, or text that XML cannot carry
         │   └── ForbiddenMarkup  DTD, entity or processing instruction
         ├── LimitExceeded        too large, too deep, too many elements
-        ├── UnknownElement       an element that PML lacks, or that may not stand there
-        ├── MisplacedText        text where none may stand
+        ├── UnknownElement       an element that PML lacks, or that is misplaced
+        ├── MisplacedText        text where none is allowed
         ├── InvalidAttribute     an attribute that is missing, unknown or malformed
-        ├── InvalidName          a name that no prompt could spell as an element
+        ├── InvalidName          a name that no prompt could write as an element
         │   └── ReservedName     a name that PML keeps for itself
         ├── DuplicateName        a name given twice in one scope
         ├── UnknownName          no such module, parameter, schema or union member
-        ├── UnionConflict        two members of one union together
+        ├── UnionConflict        two members of one union in one prompt
         ├── MissingArgument      a parameter without its argument
         ├── SpanTooLong          more tokens than the span holds
-        ├── TurnMismatch         turns that the model's chat template cannot spell
+        ├── TurnMismatch         turns that the model's chat template cannot write
         └── ProgramError         Python that no schema can say
 
     UserWarning
     └── PMLWarning               accepted, though not as PML should be written
 
-Each says what was wrong, where (source, line and column, both counted from 1) and what to do.
+Each says what was wrong, where (source, line and column, counted from 1) and what to do.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ragcache_schemas.tree import Location
 
 
-class _Placed:
-    """What has a place in a file."""
+class _Located:
+    """Has a place in a file."""
 
     location: Location | None
 
@@ -53,7 +53,7 @@ class _Placed:
         return self.location.column if self.location else None
 
 
-class PMLError(_Placed, ValueError):
+class PMLError(_Located, ValueError):
     """What was wrong (`problem`), where, in which `element`, and what was `expected` instead.
 
     `line` and `column` are None where the tree was built by a program and not parsed.
@@ -87,15 +87,15 @@ class ForbiddenMarkup(PMLSyntaxError):
 
 
 class LimitExceeded(PMLError):
-    """Larger, deeper or with more elements than `Limits` allows."""
+    """Larger, deeper or with more elements than `ScanLimits` allows."""
 
 
 class UnknownElement(PMLError):
-    """An element that PML does not have, or that may not stand where it stands."""
+    """An element that PML does not have, or that is misplaced."""
 
 
 class MisplacedText(PMLError):
-    """Text where none may stand, as directly inside a union."""
+    """Text where none is allowed, as directly inside a union."""
 
 
 class InvalidAttribute(PMLError):
@@ -131,14 +131,14 @@ class SpanTooLong(PMLError):
 
 
 class TurnMismatch(PMLError):
-    """Turns that the model's chat template cannot spell, or that do not fit together."""
+    """Turns that the model's chat template cannot write, or that do not fit together."""
 
 
 class ProgramError(PMLError):
     """A prompt program that cannot become a schema."""
 
 
-class PMLWarning(_Placed, UserWarning):
+class PMLWarning(_Located, UserWarning):
     """Accepted, though not as PML should be written. Carries source, line and column."""
 
     def __init__(self, problem: str, location: Location | None = None) -> None:

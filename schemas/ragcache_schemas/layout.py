@@ -1,13 +1,13 @@
-"""Where everything in a schema stands: position spans (Prompt Cache, §3.3).
+"""Lays a schema out: the position span of every module, text and parameter (Prompt Cache, §3.3).
 
 A module starts at its absolute location in the schema: the sum of the lengths before it. The
 members of a union share their start, and the union counts with the length of its largest member. A
-parameter takes as many positions as its `len`, whatever its argument turns out to need.
+parameter takes as many positions as its `len`, however long its argument is.
 
-Tokens are counted by the caller's function, once for each maximal run of text: what stands between
-two tags in the written schema, never text from two modules together and never a part of a run.
-Parameters and chat tags cut runs too. Turns themselves take no positions here: replace them by the
-text of the model's template before laying out (`spell_schema`).
+Tokens are counted by the caller's function, once for each maximal run of text: the text between two
+tags in the written schema, never text of two modules at once and never a part of a run. Parameters
+and chat tags cut runs too. Turns themselves take no positions here: render them with the model's
+template first (`render_schema_turns`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Placement: TypeAlias = Literal["schema", "compact"]
 class PositionSpan:
     """A run of positions: `length` of them from `start` on.
 
-    The last part of `path` tells what it is: a module has its name, and within its scope the n-th
+    The last part of `path` gives its kind: a module has its name, and within its scope the n-th
     text is "#n", a parameter "@name", the n-th union "|n", a slot "slot-name", all from n = 0.
-    Members of unions and what stands in a turn have the path that they would have without it.
+    Members of unions and nodes in turns have the path that they would have without these.
     """
 
     path: Path
@@ -46,10 +46,10 @@ class PositionSpan:
 class Layout:
     """The spans of a schema in the order of its text, and its length in positions.
 
-    In the placement "schema" these are the paper's fixed positions. In "compact" whatever a
+    In the placement "schema" these are the paper's fixed positions. In "compact" all that a
     prompt may leave out takes no room: each module starts where the text before it that is always
-    included ends, as though it were imported alone, and its length is that of its own text and
-    parameters. That is the canonical place to encode it at; a prompt moves it from there.
+    included ends, as if nothing else were imported, and its length is that of its own text and
+    parameters. It is encoded at these positions; a prompt moves it from there.
     """
 
     spans: tuple[PositionSpan, ...]
@@ -75,11 +75,22 @@ def lay_out(
     *,
     slot_length: Callable[[Slot], int] | None = None,
 ) -> Layout:
-    """The layout of `schema`; linear in its size.
+    """Lays a schema out, in time linear in its size.
 
-    `count_tokens` gives the number of tokens of a text (without special tokens). `slot_length`
-    gives the length of the longest module that may fill a slot; it matters for the placement
-    "schema" only. Raises SpanTooLong for a parameter whose scaffold text does not fit.
+    Args:
+        schema: The schema.
+        count_tokens: The number of tokens of a text, without special tokens.
+        placement: "schema" for the paper's fixed positions, "compact" without gaps.
+        slot_length: The length of the longest module that may fill a slot; by default 0. Only the
+            placement "schema" uses it.
+
+    Raises:
+        SpanTooLong: The scaffold text of a parameter does not fit.
+
+    Example:
+        >>> schema = Schema("s", (Text("Be brief."), Module("tone", (Text("Kindly."),))))
+        >>> lay_out(schema, lambda text: len(text.split()))["tone"].start
+        2
     """
     walk = _Walk(count_tokens, placement == "compact", slot_length)
     length = walk.scope((), schema.children, 0)

@@ -1,4 +1,4 @@
-"""Everything that is wrong, doubtful or wasteful in a schema or a prompt, in one list."""
+"""Lints schemas and prompts: errors, warnings and advice, in one list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from ragcache_schemas.chat_template import Render, spell_schema
+from ragcache_schemas.chat_template import Render, render_schema_turns
 from ragcache_schemas.errors import PMLError, PMLWarning
 from ragcache_schemas.layout import CountTokens, lay_out
 from ragcache_schemas.parser import Report, Warn, read_prompt, read_schema
@@ -38,7 +38,7 @@ Severity: TypeAlias = Literal["error", "warning", "advice"]
 class Finding:
     """An error (refused), a warning (accepted with PMLWarning), or advice (allowed but doubtful).
 
-    `kind` is the name of the error's class, or of the rule.
+    `kind` is the name of the error's class or of the rule.
     """
 
     severity: Severity
@@ -52,7 +52,7 @@ class Finding:
 
 
 def is_prompt(text: str | bytes) -> bool:
-    """Whether a PML text is a prompt; else it is, or should be, a schema."""
+    """Whether a PML text is a prompt; any other is, or should be, a schema."""
     start = text if isinstance(text, str) else text.decode("utf-8", "replace")
     return _PROMPT.match(start) is not None
 
@@ -65,22 +65,28 @@ def lint_schema(
     count_tokens: CountTokens | None = None,
     render: Render | None = None,
 ) -> list[Finding]:
-    """The findings in the schema `text`, in its order.
+    """Lists the findings in a schema; goes on after errors, unless it is not well-formed.
 
-    Goes on after an error, unless the text is not well-formed. With `count_tokens`, also finds
-    what does not fit and where unions waste positions; with `render`, turns that the model's chat
-    template cannot spell.
+    Args:
+        text: PML.
+        source: The name of the file, for places.
+        limits: What the text may cost; by default `ScanLimits()`.
+        count_tokens: With it, texts that do not fit and unions that waste positions are found.
+        render: With it, turns that the model's chat template cannot write are found.
+
+    Returns:
+        The findings in the order of the text.
     """
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:
         schema = read_schema(text, source, limits or ScanLimits(), report, warn)
         if any(f.severity == "error" for f in findings):
-            return  # what was refused is missing from the tree, and would be found again
+            return  # the tree lacks the refused nodes, which would be reported again
         findings.extend(_advice(schema, count_tokens))
-        spelled = spell_schema(schema, render) if render else schema
+        rendered = render_schema_turns(schema, render) if render else schema
         if count_tokens:
-            lay_out(spelled, count_tokens)
+            lay_out(rendered, count_tokens)
 
     return _collected(findings, read)
 
@@ -92,7 +98,7 @@ def lint_prompt(
     source: str = "<string>",
     limits: ScanLimits | None = None,
 ) -> list[Finding]:
-    """The findings in the prompt `text`; against its schema too, if `index` is given."""
+    """Lists the findings in a prompt; with `index`, also those against its schema."""
     findings: list[Finding] = []
 
     def read(report: Report, warn: Warn) -> None:

@@ -1,18 +1,9 @@
 """Parses PML (Prompt Cache, §3.2): schemas and prompts, from text to tree.
 
-The work is split so that every problem has an exact place and nothing unsafe is built:
-`scanner` finds the tags and applies the limits, `turns` balances chat tags, lxml parses with
-entities, DTD and network off, the readers build the tree, and `checks` looks at its names.
+Every problem gets an exact place, and nothing unsafe is built: `scanner` finds the tags, applies
+the limits and balances chat tags, lxml parses with entities, DTD and network off, the readers
+build the tree, and `validate` checks its names.
 """
-
-# MERGED ragcache_schemas.document: A PML text, screened and parsed by lxml: its elements, and
-#   its tags with their places.
-# MERGED ragcache_schemas.reader: From elements to nodes: what the schema reader and the prompt
-#   reader share.
-# MERGED ragcache_schemas.schema_reader: Reads schemas: from the elements of a document to the
-#   tree (Prompt Cache, §3.2).
-# MERGED ragcache_schemas.prompt_reader: Reads prompts: from the elements of a document to the
-#   tree (Prompt Cache, §3.2.1).
 
 from __future__ import annotations
 
@@ -65,21 +56,40 @@ from ragcache_schemas.validate import prompt_problems, schema_problems
 def parse_schema(
     text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None
 ) -> Schema:
-    """The schema in `text`. Raises the first PMLError; warns (PMLWarning) of unbalanced turns."""
+    """Parses a schema.
+
+    Args:
+        text: PML; bytes are decoded as their byte order mark or XML declaration says.
+        source: The name of the file, for places in errors.
+        limits: What the text may cost; by default `ScanLimits()`.
+
+    Raises:
+        PMLError: The first problem, with its line and column. Unbalanced turns only warn
+            (`PMLWarning`).
+
+    Example:
+        >>> parse_schema('<schema name="s">Be brief.</schema>').children
+        (Text(text='Be brief.'),)
+    """
     return read_schema(text, source, limits or ScanLimits(), _raise, _warn)
 
 
 def parse_prompt(
     text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None
 ) -> Prompt:
-    """The prompt in `text`. Raises the first PMLError; warns (PMLWarning) of unbalanced turns."""
+    """Parses a prompt; arguments, errors and warnings are those of `parse_schema`.
+
+    Example:
+        >>> parse_prompt('<prompt schema="cities"><miami/></prompt>').children
+        (Import(name='miami', arguments=(), children=()),)
+    """
     return read_prompt(text, source, limits or ScanLimits(), _raise, _warn)
 
 
 def read_schema(
     text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Schema:
-    """As `parse_schema`, with each problem given to `report`, which may return."""
+    """`parse_schema`, but each problem goes to `report`, which may return."""
     schema = SchemaReader(load(text, source, limits, warn), report, warn).schema()
     for problem in schema_problems(schema):
         report(problem)
@@ -89,7 +99,7 @@ def read_schema(
 def read_prompt(
     text: str | bytes, source: str, limits: ScanLimits, report: Report, warn: Warn
 ) -> Prompt:
-    """As `parse_prompt`, with each problem given to `report`, which may return."""
+    """`parse_prompt`, but each problem goes to `report`, which may return."""
     prompt = PromptReader(load(text, source, limits, warn), report, warn).prompt()
     for problem in prompt_problems(prompt):
         report(problem)
@@ -106,13 +116,13 @@ def _warn(warning: PMLWarning) -> None:
 
 Element: TypeAlias = etree._Element
 Report: TypeAlias = Callable[[PMLError], None]
-"""Takes a problem: raises it when parsing, keeps it when linting."""
+"""Takes a problem: parsing raises it, linting collects it."""
 Warn: TypeAlias = Callable[[PMLWarning], None]
 
 
 @dataclass(frozen=True, slots=True)
 class XMLDocument:
-    """The root element, and every tag in the order of the text."""
+    """The root element, and every tag in document order."""
 
     root: Element
     tags: list[Tag]
@@ -165,7 +175,7 @@ N = TypeVar("N")
 
 
 class _Flow(Generic[N]):
-    """Collects the content of one element, and decides what its white space means."""
+    """Collects the content of one element and applies the white space rule."""
 
     def __init__(self, preserve: bool) -> None:
         self.preserve = preserve
@@ -246,7 +256,7 @@ class ElementReader(Generic[N]):
                 self.report(MisplacedText(problem, node.location, tag.name, expected))
 
     def skip(self, element: Element, tag: Tag) -> N | None:
-        """Reports an element that may not stand where it does, and passes over it."""
+        """Reports a misplaced element and passes over it."""
         self.report(self.misplaced(element, tag))
         self.pass_over(element, tag)
         return None
@@ -259,7 +269,7 @@ class ElementReader(Generic[N]):
             self.next_tag()
 
     def misplaced(self, element: Element, tag: Tag, expected: str = "") -> UnknownElement:
-        """The error for an element that may not stand inside its parent."""
+        """The error for an element that its parent may not hold."""
         parent = element.getparent()
         within = f" inside <{parent.tag!s}>" if parent is not None else ""
         expected = expected or f"remove it; in text, {CDATA_ADVICE}"
@@ -291,7 +301,7 @@ class ElementReader(Generic[N]):
         optional: tuple[str, ...] = (),
     ) -> dict[str, str]:
         """The attributes of `element`; reports the missing and the unknown."""
-        found = spelled(element)
+        found = attributes_of(element)
         for name in required:
             if name not in found:
                 problem = f"<{tag.name}> without the attribute {name!r}"
@@ -306,7 +316,7 @@ class ElementReader(Generic[N]):
         return found
 
     def unnamed(self, tag: Tag) -> str:
-        """A name in place of one that is missing, so that it is reported once."""
+        """A name for an element that lacks one, so that it is reported once."""
         return f"_unnamed-{tag.location.line}-{tag.location.column}"
 
     def _flag(self, found: dict[str, str], name: str, tag: Tag, yes: str, no: str) -> bool:
@@ -326,8 +336,8 @@ class ElementReader(Generic[N]):
         return self._preserve if value is None else value == "preserve"
 
 
-def spelled(element: Element) -> dict[str, str]:
-    """The attributes of `element` but xml:space and those of XML Schema instances."""
+def attributes_of(element: Element) -> dict[str, str]:
+    """The attributes of `element`, without xml:space and those of XML Schema instances."""
     found = {str(name): str(value) for name, value in element.attrib.items()}
     return {k: v for k, v in found.items() if k != _SPACE and not k.startswith(_FOREIGN)}
 
@@ -437,8 +447,8 @@ class PromptReader(ElementReader[PromptNode]):
         if self.root.tag != "prompt":
             expected = 'a prompt begins with <prompt schema="...">'
             self.report(self.misplaced(self.root, tag, expected))
-        self.attributes(self.root, tag, ("schema",), optional=tuple(spelled(self.root)))
-        arguments = spelled(self.root)
+        self.attributes(self.root, tag, ("schema",), optional=tuple(attributes_of(self.root)))
+        arguments = attributes_of(self.root)
         schema = arguments.pop("schema", self.unnamed(tag))
         nodes = self.children(self.root, tag, self._node)
         return Prompt(schema, tuple(nodes), tuple(arguments.items()), location=tag.location)
@@ -452,5 +462,5 @@ class PromptReader(ElementReader[PromptNode]):
             self.pass_over(element, tag)
             return None
         nodes = self.children(element, tag, self._node)
-        arguments = tuple(spelled(element).items())
+        arguments = tuple(attributes_of(element).items())
         return Import(tag.name, arguments, tuple(nodes), location=tag.location)

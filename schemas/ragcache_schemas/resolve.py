@@ -1,15 +1,14 @@
-"""What a prompt comes to (Prompt Cache, §3.4): which text stands where, and what is reused."""
+"""Resolves prompts against a schema (Prompt Cache, §3.4): what is reused, and at which positions.
 
-# MERGED ragcache_schemas.index: A schema made ready for prompts: what each module holds,
-#   where, and what may be imported in it. Built once for a schema; resolving a prompt then
-#   touches only what the prompt imports and what is always included.
-# MERGED ragcache_schemas.resolve: Resolves a prompt against its schema (Prompt Cache, §3.4):
-#   what is reused, and what goes where. Imported modules and anonymous text take the positions
-#   of the layout, arguments those of their parameters. A run of new text starts where what
-#   stands before it ends: the module imported before it, else what the schema always includes
-#   before the module imported after it; a run after the last import of its level starts after
-#   everything there. In the placement "compact" the same order holds, and each piece starts
-#   where the one before it ends.
+`SchemaIndex` is built once for a schema; `resolve_prompt` then touches only what the prompt imports
+and what is always included, and gives a `Plan`.
+
+Imported modules and anonymous text take the positions of the layout, arguments those of their
+parameters. A run of new text starts where the text before it ends: the module imported before it,
+else what the schema always includes before the module imported after it; a run after the last
+import of its level starts after everything there. In the placement "compact" the same order holds,
+and each piece starts where the one before it ends.
+"""
 
 from __future__ import annotations
 
@@ -113,10 +112,10 @@ class Plan:
 
 
 ModuleLookup: TypeAlias = Callable[[str, str], Module | None]
-"""(collection, module name) to the module; None where the collection has no such module."""
+"""Finds a module by (collection, module name); None if the collection has no such module."""
 
 TreeOrder: TypeAlias = tuple[int, ...]
-"""Where in the tree: the numbers of child, grandchild, ...; they compare as the text runs."""
+"""A node's place in document order: the numbers of child, grandchild, ..."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,8 +124,8 @@ class Scope:
 
     `texts` are its own texts, as pieces of a plan, and `parameters` its own parameters as pieces
     whose argument is still to come. `union` is the place of the union that it is a member of,
-    `role` the turn that it stands in. `stand_ins` are the texts that fill its unions while its
-    own states are encoded (`scaffold=`); a parameter's stand-in is the text of its piece.
+    `role` the turn that it is in. `stand_ins` are the texts that fill its unions while its own
+    states are encoded (`scaffold=`); a parameter's stand-in is the text of its piece.
     """
 
     path: Path
@@ -142,7 +141,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaIndex:
-    """A schema, its layout and its scopes. Build it with `SchemaIndex.build`."""
+    """A schema with its layout and its scopes, made by `SchemaIndex.build`."""
 
     schema: Schema
     layout: Layout
@@ -160,10 +159,17 @@ class SchemaIndex:
         lookup: ModuleLookup | None = None,
         slot_length: Callable[[Slot], int] | None = None,
     ) -> SchemaIndex:
-        """Checks, lays out and indexes `schema`; linear in its size. Raises PMLError.
+        """Validates, lays out and indexes a schema, in time linear in its size.
 
-        `catalogue` finds the modules that prompts import through slots; `slot_length` is that of
-        `lay_out`.
+        Args:
+            schema: The schema, its turns rendered (`render_schema_turns`).
+            count_tokens: The number of tokens of a text, without special tokens.
+            placement: "schema" for the paper's fixed positions, "compact" without gaps.
+            lookup: Finds the modules that prompts import through slots.
+            slot_length: The length of the longest module that may fill a slot; see `lay_out`.
+
+        Raises:
+            PMLError: The schema's first problem.
         """
         validate_schema(schema)
         layout = lay_out(schema, count_tokens, placement, slot_length=slot_length)
@@ -171,26 +177,26 @@ class SchemaIndex:
         return cls(schema, layout, root, count_tokens, lookup)
 
     def find_scope(self, scope: Scope, name: str) -> Scope | None:
-        """The module `name` in `scope`, through the catalogue where `scope` is a slot."""
+        """The module `name` in `scope`, from `lookup` if `scope` is a slot."""
         if scope.slot is None:
             return scope.children.get(name)
         module = self.lookup(scope.slot.collection, name) if self.lookup else None
         if module is None:
             return None
-        alone = Schema(self.schema.name, (replace(module, name=name),))
-        layout = lay_out(alone, self.count_tokens, self.layout.placement)
+        wrapped = Schema(self.schema.name, (replace(module, name=name),))
+        layout = lay_out(wrapped, self.count_tokens, self.layout.placement)
         span = self.layout[scope.path]
         if self.layout.placement == "schema" and layout.length > span.length:
             problem = f"the module {name!r} is {layout.length} tokens long, its slot {span.length}"
             expected = "build the index with the slot_length of the longest module, or 'compact'"
             raise SpanTooLong(problem, module.location, name, expected)
         scopes = _Scopes(layout, scope.path, span.start)
-        slot = scopes.scope((), scope.place, alone.children, cache=True, role=scope.role)
+        slot = scopes.scope((), scope.place, wrapped.children, cache=True, role=scope.role)
         return replace(slot.children[name], union=scope.place)
 
 
 class _Scopes:
-    """Walks a tree beside its layout; `base` and `start` place one that fills a slot."""
+    """Makes scopes from a tree and its layout; `base` and `start` place one that fills a slot."""
 
     def __init__(self, layout: Layout, base: Path = (), start: int = 0) -> None:
         self.layout, self.base, self.start = layout, base, start
@@ -277,9 +283,12 @@ _Entry: TypeAlias = tuple[TreeOrder, Piece]
 
 
 def resolve_prompt(index: SchemaIndex, prompt: Prompt) -> Plan:
-    """The plan of `prompt`. Raises PMLError, with the place in the prompt.
+    """Resolves a prompt against its schema.
 
     Takes time in the size of the prompt and of the text that is always included, not of the schema.
+
+    Raises:
+        PMLError: The prompt does not fit the schema; with its place in the prompt.
     """
     if prompt.schema != index.schema.name:
         problem = f"the prompt is for the schema {prompt.schema!r}"
@@ -427,7 +436,7 @@ class _Resolution:
         return []
 
     def _fill_gaps(self) -> list[Piece]:
-        """Places the new texts; everything else stands where the layout put it."""
+        """Places the new texts; all else has the positions of the layout."""
         crowded: list[Piece] = []
         position = 0  # where the new texts so far end
         for place in sorted(self.new):

@@ -1,16 +1,14 @@
-"""Finds every tag of a PML text with its exact line and column, and refuses unsafe markup.
+"""Scans PML text before lxml parses it: tags with line and column, limits, unsafe markup, turns.
 
 lxml knows the line of an element but not its column, and keeps neither for end tags and text. This
-scan runs before it, once over the text: it lists the tags, enforces the limits before anything is
-built, and refuses DTDs, entities and processing instructions. What XML demands beyond that is left
-for lxml to check.
-"""
+scan runs once over the text: it lists the tags, enforces the limits before anything is built, and
+refuses DTDs, entities and processing instructions. All other rules of XML are lxml's to check.
 
-# MERGED ragcache_schemas.turns: Balances chat tags, which the reference implementation's
-#   generators leave unbalanced. There the tags are replaced as plain text, so a schema may end
-#   inside a turn and the prompt go on in it: `<schema><user>...</schema>` with
-#   `<prompt>...</user><assistant>Answer:</prompt>`. Such turns are completed here and marked
-#   `closes="no"` or `opens="no"`, which is also how to write them in well-formed PML.
+The generators of the reference implementation leave chat tags unbalanced, since it replaces them
+as plain text: `<schema><user>...</schema>` goes with `<prompt>...</user><assistant>...</prompt>`.
+`balance_turns` completes such turns and marks them `closes="no"` or `opens="no"`, which is also how
+to write them in well-formed PML.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ _ENCODING = re.compile(rb"""<\?xml\s[^?>]*encoding\s*=\s*["']([A-Za-z0-9._-]{1,4
 
 @dataclass(frozen=True, slots=True)
 class ScanLimits:
-    """What a PML text may cost: its size in bytes of UTF-8, its depth, its number of elements."""
+    """The limits of a PML text: bytes of UTF-8, levels of nesting, number of elements."""
 
     size: int = 10_000_000
     depth: int = 100
@@ -69,7 +67,7 @@ class ScanLimits:
 
 @dataclass(slots=True)
 class Tag:
-    """One tag; `start` and `end` are offsets, `text` is where text after it begins, if any."""
+    """One tag: its offsets, its place, and the place of the text after it, if any."""
 
     kind: Literal["start", "end", "empty"]
     name: str
@@ -81,21 +79,21 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class TextEdit:
-    """Text put in at an offset of the original, to balance turns."""
+    """An insertion at an offset of the original text."""
 
     offset: int
     insert: str
 
 
 def decode_text(text: str | bytes, source: str, limits: ScanLimits) -> str:
-    """The text with LF line ends and without BOM or XML declaration (blanked, not cut)."""
+    """The text with LF line ends, without BOM, its XML declaration replaced by spaces."""
     start = Location(1, 1, source)
     _check_size(len(text), start, limits)  # a str has at least as many bytes as characters
     if isinstance(text, bytes):
         text = _from_bytes(text, start)
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if bad := NOT_XML.search(text):
-        problem = f"the character U+{ord(bad[0]):04X} may not stand in XML"
+        problem = f"XML cannot carry the character U+{ord(bad[0]):04X}"
         raise PMLSyntaxError(problem, _at(text, bad.start(), source), None, "leave it out")
     if declared := _DECLARATION.match(text):
         text = re.sub(r"[^\n]", " ", declared[0]) + text[declared.end() :]
@@ -106,7 +104,7 @@ def decode_text(text: str | bytes, source: str, limits: ScanLimits) -> str:
 def _check_size(size: int, start: Location, limits: ScanLimits) -> None:
     if size > limits.size:
         problem = f"{size:,} bytes or more, where {limits.size:,} are allowed"
-        expected = "split the schema, or raise Limits.size"
+        expected = "split the schema, or raise ScanLimits.size"
         raise LimitExceeded(problem, start, None, expected)
 
 
@@ -131,7 +129,7 @@ def _at(text: str, offset: int, source: str) -> Location:
 
 
 class _Cursor:
-    """Offsets to locations; offsets must not decrease, so that the whole scan stays linear."""
+    """Turns offsets into locations; they must not decrease, which keeps the scan linear."""
 
     def __init__(self, text: str, source: str, edits: Sequence[TextEdit]) -> None:
         self.text, self.source = text, source
@@ -165,7 +163,7 @@ class _Cursor:
 def scan_tags(
     text: str, source: str, limits: ScanLimits, *, edited: str = "", edits: Sequence[TextEdit] = ()
 ) -> list[Tag]:
-    """The tags of `text`; of `edited` if given, placed where they stand in `text`."""
+    """The tags of `text`, or of `edited` (`text` after `edits`) with their places in `text`."""
     cursor = _Cursor(text, source, edits)
     text = edited or text
     tags: list[Tag] = []
@@ -210,10 +208,12 @@ def _tag(token: re.Match[str], cursor: _Cursor) -> Tag:
 def _check_limits(tag: Tag, depth: int, count: int, limits: ScanLimits) -> None:
     if depth > limits.depth:
         problem = f"<{tag.name}> is nested {depth} deep, where {limits.depth} are allowed"
-        raise LimitExceeded(problem, tag.location, tag.name, "flatten it, or raise Limits.depth")
+        raise LimitExceeded(
+            problem, tag.location, tag.name, "flatten it, or raise ScanLimits.depth"
+        )
     if count > limits.elements:
         problem = f"more than {limits.elements:,} elements"
-        expected = "split the schema, or raise Limits.elements"
+        expected = "split the schema, or raise ScanLimits.elements"
         raise LimitExceeded(problem, tag.location, tag.name, expected)
 
 
@@ -279,7 +279,7 @@ def _not_a_tag(text: str, begin: int, location: Location, tags: list[Tag]) -> PM
 @dataclass(slots=True)
 class _Open:
     tag: Tag
-    anchor: int  # where a turn that is closed here without being opened would begin
+    anchor: int  # where a turn begins that is closed in here and was never opened
 
 
 def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
@@ -287,19 +287,19 @@ def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
 
     Raises PMLSyntaxError for any other tag that does not match.
     """
-    balancing = _TurnBalancer()
+    balancer = _TurnBalancer()
     for tag in tags:
-        if not balancing.stack and tag is not tags[0] and tag.kind != "end":
+        if not balancer.stack and tag is not tags[0] and tag.kind != "end":
             problem = f"<{tag.name}> after the end of <{tags[0].name}>"
             expected = "a text holds one schema or one prompt"
             raise PMLSyntaxError(problem, tag.location, tag.name, expected)
         if tag.kind == "end":
-            balancing.end(tag)
+            balancer.end(tag)
         else:
-            balancing.start(tag)
-    if balancing.stack:
-        raise _never_closed(balancing.stack[-1].tag)
-    return sorted(balancing.edits, key=lambda edit: edit.offset), balancing.warnings
+            balancer.start(tag)
+    if balancer.stack:
+        raise _never_closed(balancer.stack[-1].tag)
+    return sorted(balancer.edits, key=lambda edit: edit.offset), balancer.warnings
 
 
 class _TurnBalancer:
@@ -353,7 +353,7 @@ class _TurnBalancer:
 
 
 def apply_edits(text: str, edits: list[TextEdit]) -> str:
-    """`text` with the edits made."""
+    """`text` after the edits."""
     parts: list[str] = []
     done = 0
     for edit in edits:

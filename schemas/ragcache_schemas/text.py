@@ -1,24 +1,21 @@
-"""What white space in PML text means.
+"""The text of PML: its white space, the characters that XML carries, and the names of things.
 
-A *flow* is the text between two tags of modules, unions or turns; a parameter is part of the flow
-that it stands in, like a word. White space that only lays out the file is not text:
+White space. A *flow* is the text between two tags of modules, unions or turns; a parameter is part
+of its flow, like a word. White space that only lays out the file is dropped:
 
-1. a flow of white space alone is no text at all;
+1. a flow of white space has no text;
 2. a flow that begins with a line break loses its leading blank lines and the indentation that all
    its lines share; one that begins on the line of the tag keeps all of it, since code might;
 3. white space at the end of a flow that holds a line break becomes one line break;
-4. everything else stays as it is written.
+4. everything else is kept as written.
 
 CDATA and character references are only ways to write text: the same rule holds for them. Under
 `xml:space="preserve"` (and until a nested `xml:space="default"`) every character counts.
-"""
 
-# MERGED ragcache_schemas.characters: Characters that XML cannot carry, and so PML cannot.
-# MERGED ragcache_schemas.names: Names of modules, parameters, schemas and collections. A
-#   prompt imports a module as an element and gives an argument as an attribute, so both names
-#   are XML names without a colon: letters of any script, digits, dots, dashes and underscores,
-#   not beginning with a digit, dot or dash. Schemas and collections are only ever named in
-#   attributes.
+Names. A prompt imports a module as an element and gives an argument as an attribute, so both names
+are XML names without a colon: letters of any script, digits, dots, dashes and underscores, not
+beginning with a digit, dot or dash. Schemas and collections are only ever named in attributes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from ragcache_schemas.errors import InvalidName, PMLError, ReservedName
 from ragcache_schemas.tree import Location
 
 WHITE = " \t\n"
-PARAMETER = "\0"  # stands for a parameter in a flow; XML text cannot hold it
+PARAMETER = "\0"  # marks a parameter in a flow; XML text cannot hold it
 
 
 def tidy(flow: str) -> str:
@@ -65,10 +62,14 @@ _BREAKS = re.compile("\n?[\v\f]+\n?")
 
 
 def sanitize_text(text: str) -> str:
-    """`text` as PML can carry it; a text that it can carry stays as it is.
+    """Removes the characters that XML, and so PML, cannot carry.
 
-    A form feed or vertical tab becomes a line break, unless one stands beside it. Lone surrogates
-    become U+FFFD. All other control characters, which no reader would see, go.
+    A form feed or vertical tab becomes a line break, unless there is one beside it. A lone
+    surrogate becomes U+FFFD. Other control characters, which no reader would see, are removed.
+
+    Example:
+        >>> sanitize_text("page one\\fpage two")
+        'page one\\npage two'
     """
     if NOT_XML.search(text) is None:
         return text
@@ -100,7 +101,7 @@ def is_name(name: str) -> bool:
 def name_problem(
     name: str, what: str, location: Location | None = None, element: str | None = None
 ) -> PMLError | None:
-    """Why `name` may not name a `what` ("module" or "parameter"); None where it may."""
+    """The error of naming a `what` ("module" or "parameter") `name`; None if it is allowed."""
     if not is_name(name):
         return InvalidName(
             f"{name!r} cannot be the name of a {what}",
@@ -122,7 +123,7 @@ def name_problem(
 def title_problem(
     title: str, what: str, location: Location | None = None, element: str | None = None
 ) -> PMLError | None:
-    """Why `title` may not name a schema, collection or slot; None where it may."""
+    """The error of naming a `what` (schema, collection, slot) `title`; None if it is allowed."""
     if _TITLE.fullmatch(title):
         return None
     expected = "give one line of text without white space around it"
@@ -130,9 +131,13 @@ def title_problem(
 
 
 def module_name(text: str) -> str:
-    """A valid module name near to `text`, for file names and titles; the same on every run.
+    """Makes a valid module name from a file name or a title; the same on every run.
 
     Different texts may give the same name; `module_names` keeps them apart.
+
+    Example:
+        >>> module_name("docs/leave policy.md")
+        'docs-leave-policy.md'
     """
     name = _NOT_IN_NAME.sub("-", text).strip("-") or "document"
     if not is_name(name):
@@ -141,10 +146,10 @@ def module_name(text: str) -> str:
 
 
 def module_names(texts: Iterable[str]) -> dict[str, str]:
-    """A valid module name of its own for each of `texts`: that of `module_name`, where it is free.
+    """Makes a unique module name for each of `texts`, that of `module_name` where it is free.
 
-    Of several texts that come to one name, the one that is spelled like it keeps it, and each of
-    the others gets a suffix made from itself. So the order of `texts` does not matter.
+    Of several texts with one name, the text equal to it keeps it, and each of the others gets a
+    suffix made from itself. So the order of `texts` does not matter.
     """
     plain = {text: module_name(text) for text in texts}
     shared = {name for name, count in Counter(plain.values()).items() if count > 1}
@@ -155,7 +160,7 @@ def module_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def free_name(wanted: Iterable[str], taken: set[str]) -> str:
-    """The first of `wanted` that is not taken, else the last with a number. It is then taken."""
+    """Takes the first of `wanted` that is free, else the last with a number."""
     name = ""
     for name in wanted:
         if name not in taken:

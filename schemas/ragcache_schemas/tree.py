@@ -1,8 +1,7 @@
-"""The syntax tree of PML (Prompt Cache, §3.2): what a schema and a prompt are made of.
+"""The syntax tree of PML (Prompt Cache, §3.2): the nodes of schemas and prompts.
 
-Values are frozen and compare by content; the place in the file is carried but does not count.
-Children are kept in one canonical form: neighboring texts are joined and empty ones dropped, so
-that a tree equals the one that its written form parses to.
+Nodes are frozen and compare by content, without their place in the file. Neighboring texts are
+joined and empty ones dropped, so that a tree equals the one that its written form parses to.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Text:
 class Parameter:
     """`<param name len scaffold>`: a named placeholder of `length` tokens (§3.2.2).
 
-    `scaffold` is the text that stands in while the module is encoded; without it `length`
-    placeholder tokens do.
+    `scaffold` is the text in its place while the module is encoded; by default `length`
+    placeholder tokens.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Parameter:
 class Module:
     """`<module name>`: text that a prompt may import, with modules nested in it (§3.2.3).
 
-    `cache=False` asks for its states to be computed for every prompt, and not to be kept.
+    With `cache=False` its states are computed for every prompt and not kept.
     """
 
     name: str
@@ -72,8 +71,8 @@ class Module:
 class Union:
     """`<union scaffold>`: modules of which a prompt imports at most one (§3.2.3).
 
-    The members share their start; `scaffold` names the member that stands in while a module
-    around the union is encoded (None: nothing does).
+    The members share their start; `scaffold` names the member that is included while a module
+    around the union is encoded (None: no member).
     """
 
     members: tuple[Module, ...] = ()
@@ -88,7 +87,7 @@ class Union:
 class Slot:
     """`<union slot="1" collection="handbook"/>`: a union whose members are a collection's modules.
 
-    They are looked up in a catalogue and not written out. A slot is a scope of its own, called
+    They are looked up (`ModuleLookup`) and not written out. A slot is a scope of its own, called
     "slot-1", so that one document may be imported through any slot: `<slot-1><leave/></slot-1>`.
     """
 
@@ -104,7 +103,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`<system>`, `<user>` or `<assistant>`: one turn, spelled by the model's template (§3.2.3).
+    """`<system>`, `<user>` or `<assistant>`: one turn of the conversation (§3.2.3).
+
+    The model's chat template writes it (`render_schema_turns`).
 
     A schema may leave its last turn open (`closes=False`) for the prompt to go on in, and the
     prompt then ends a turn that it did not begin (`opens=False`).
@@ -124,7 +125,7 @@ class Chat:
 class Scaffold:
     """`<scaffold modules="a b/c">`: modules encoded together, besides singly (§3.3).
 
-    Each path is spelled from the schema down with "/".
+    Each path goes from the schema down, written with "/".
     """
 
     modules: tuple[Path, ...]
@@ -167,9 +168,9 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`<prompt schema>`: what is imported from a schema, and the new text (§3.2.1).
+    """`<prompt schema>`: imports from a schema, and new text (§3.2.1).
 
-    `arguments` are those of parameters that stand in the schema outside any module.
+    `arguments` are those of parameters outside any module.
     """
 
     schema: str

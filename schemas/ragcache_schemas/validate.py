@@ -1,4 +1,4 @@
-"""What must hold in a tree beyond its shape: names, scopes, scaffolds.
+"""Validates trees beyond their shape: names, scopes, scaffolds.
 
 A *scope* is the schema or a module: unions and turns are transparent, so the names of all modules
 and slots that a prompt could import side by side differ. Parameters have names of their own.
@@ -33,7 +33,7 @@ from ragcache_schemas.tree import (
     Union,
 )
 
-_DEPTH = 200  # of trees that programs build; `Limits` holds for texts
+_DEPTH = 200  # of trees that programs build; `ScanLimits` holds for texts
 
 
 def schema_problems(schema: Schema) -> Iterator[PMLError]:
@@ -59,7 +59,7 @@ def schema_problems(schema: Schema) -> Iterator[PMLError]:
 
 
 def validate_schema(schema: Schema) -> Schema:
-    """`schema` itself. Raises its first problem, a PMLError."""
+    """Returns `schema` itself, or raises its first problem, a PMLError."""
     for problem in schema_problems(schema):
         raise problem
     return schema
@@ -131,9 +131,9 @@ def _one_scaffold(
 ) -> Iterator[PMLError]:
     where, chosen, seen = scaffold.location, dict[int, str](), set[Path]()
     for path in scaffold.modules:
-        spelled = "/".join(path)
+        written = "/".join(path)
         if path in seen:
-            problem = f"the scaffold names {spelled!r} twice"
+            problem = f"the scaffold names {written!r} twice"
             yield DuplicateName(problem, where, "scaffold", "name it once")
         seen.add(path)
         children: Iterable[Node] = schema.children
@@ -145,7 +145,7 @@ def _one_scaffold(
             if not isinstance(node, Module):
                 known = ", ".join(list(scopes[scope])[:8]) or "none"
                 expected = f"the modules there are: {known}"
-                yield UnknownName(f"no module {spelled!r}", where, "scaffold", expected)
+                yield UnknownName(f"no module {written!r}", where, "scaffold", expected)
                 break
             if union is not None and chosen.setdefault(id(union), name) != name:
                 problem = f"{chosen[id(union)]!r} and {name!r} are members of one union"

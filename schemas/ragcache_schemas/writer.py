@@ -1,9 +1,9 @@
-"""Writes trees as PML. The tree is built as XML elements and then serialized by lxml, so that text
-never becomes markup.
+"""Writes trees as PML; lxml serializes the elements, so that text never becomes markup.
 
 The form is stable: `parse(write(tree)) == tree`, and writing that again gives the same text.
-Between elements there are line breaks and indentation where the white space rule (`space`) drops
-them again; an element whose text that rule would change is written under xml:space="preserve".
+Between elements there are line breaks and indentation where the white space rule (`text.tidy`)
+drops them again; an element whose text that rule would change is written under
+xml:space="preserve".
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ _INDENT = "  "
 
 
 def write_schema(schema: Schema) -> str:
-    """`schema` as PML. Raises PMLError where no parser would take the tree back."""
+    """Writes a schema as PML.
+
+    Raises:
+        PMLError: The tree could not be parsed back.
+    """
     validate_schema(schema)
     root = etree.Element("schema")
     _set(root, (("name", schema.name),))
@@ -44,7 +48,11 @@ def write_schema(schema: Schema) -> str:
 
 
 def write_prompt(prompt: Prompt) -> str:
-    """`prompt` as PML. Raises PMLError where no parser would take the tree back."""
+    """Writes a prompt as PML.
+
+    Raises:
+        PMLError: The tree could not be parsed back.
+    """
     for problem in prompt_problems(prompt):
         raise problem
     root = etree.Element("prompt")
@@ -56,7 +64,7 @@ def write_prompt(prompt: Prompt) -> str:
 def _fill(
     element: etree._Element, nodes: Sequence[Node | Scaffold], depth: int, *, preserve: bool
 ) -> None:
-    """Puts `nodes` into `element`, whose children stand at `depth`."""
+    """Puts `nodes` into `element`; `depth` is that of its children."""
     if not preserve and not _tidy_already(nodes):
         element.set(_SPACE, "preserve")
         preserve = True
@@ -78,7 +86,7 @@ def _fill(
 
 
 class _Body:
-    """What an element holds so far; finding its last child anew would not be linear."""
+    """The content of an element; keeps its last child, since a search would not be linear."""
 
     def __init__(self, element: etree._Element) -> None:
         self.element = element

@@ -19,9 +19,9 @@ from ragcache_schemas import (
     lint_schema,
     parse_prompt,
     parse_schema,
+    render_prompt_turns,
+    render_schema_turns,
     resolve_prompt,
-    spell_prompt,
-    spell_schema,
 )
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/pml"
@@ -32,9 +32,9 @@ def resolved(file: Path) -> Plan:
     """The plan of a prompt file against the schema beside it."""
     template = Tokens.load(None).template
     schema = parse_schema((file.parent / "schema.xml").read_bytes())
-    index = SchemaIndex.build(spell_schema(schema, template.render), template.count)
+    index = SchemaIndex.build(render_schema_turns(schema, template.render), template.count)
     prompt = parse_prompt(file.read_bytes(), source=str(file))
-    return resolve_prompt(index, spell_prompt(prompt, schema, template.render))
+    return resolve_prompt(index, render_prompt_turns(prompt, schema, template.render))
 
 
 def test_there_are_three_use_cases_with_two_prompts_or_more() -> None:

@@ -19,8 +19,8 @@ from ragcache_schemas import (
     TurnMismatch,
     parse_prompt,
     parse_schema,
-    spell_prompt,
-    spell_schema,
+    render_prompt_turns,
+    render_schema_turns,
 )
 
 Messages = Sequence[tuple[Role, str]]
@@ -74,8 +74,8 @@ def spelled(schema: str, prompt: str, render: Render) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PMLWarning)
         tree, question = parse_schema(schema), parse_prompt(prompt)
-    before = flat(spell_schema(tree, render).children)
-    return before + flat(spell_prompt(question, tree, render).children)
+    before = flat(render_schema_turns(tree, render).children)
+    return before + flat(render_prompt_turns(question, tree, render).children)
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
@@ -87,7 +87,7 @@ def test_turns_become_what_the_template_writes(render: Render) -> None:
 
 @pytest.mark.parametrize("render", TEMPLATES)
 def test_no_turn_is_left_and_modules_stay(render: Render) -> None:
-    schema = spell_schema(parse_schema(SCHEMA), render)
+    schema = render_schema_turns(parse_schema(SCHEMA), render)
     assert [type(node) for node in schema.children] == [Text, Module, Text]
 
 
@@ -123,7 +123,7 @@ def test_turns_inside_modules() -> None:
     schema = parse_schema(
         '<schema name="s"><module name="a"><system>S</system></module><user>U</user></schema>'
     )
-    assert spell_schema(schema, chatml).children == (
+    assert render_schema_turns(schema, chatml).children == (
         Module("a", (Text("<|im_start|>system\nS"),)),
         Text("<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"),
     )
@@ -131,8 +131,8 @@ def test_turns_inside_modules() -> None:
 
 def test_without_turns_nothing_changes() -> None:
     schema, prompt = Schema("s", (Text("x"),)), Prompt("s", (Text("y"),))
-    assert spell_schema(schema, chatml) is schema
-    assert spell_prompt(prompt, schema, chatml) is prompt
+    assert render_schema_turns(schema, chatml) is schema
+    assert render_prompt_turns(prompt, schema, chatml) is prompt
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_template_that_loses_turns() -> None:
         return chatml([m for m in messages if m[0] != "system"], generate=generate)
 
     with pytest.raises(TurnMismatch, match="does not write the <system> turn"):
-        spell_schema(parse_schema(SCHEMA), no_system)
+        render_schema_turns(parse_schema(SCHEMA), no_system)
 
 
 def test_a_turn_inside_a_member_of_a_union() -> None:
@@ -165,7 +165,7 @@ def test_a_turn_inside_a_member_of_a_union() -> None:
         '<schema name="s"><union><module name="m"><user>U</user></module></union></schema>'
     )
     with pytest.raises(TurnMismatch, match="put the turn around the union"):
-        spell_schema(schema, chatml)
+        render_schema_turns(schema, chatml)
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
@@ -176,4 +176,4 @@ def test_the_answer_starts_after_a_user_turn_that_the_schema_closes(render: Rend
     for ending in ('<user closes="no">Q</user>', "<user>Q</user><assistant>A</assistant>"):
         left = f'<schema name="s">{ending}</schema>'
         prompt = parse_prompt('<prompt schema="s">more</prompt>')
-        assert spell_prompt(prompt, parse_schema(left), render) == prompt
+        assert render_prompt_turns(prompt, parse_schema(left), render) == prompt

@@ -34,7 +34,7 @@ from ragcache_schemas import (
     Schema,
     lay_out,
     parse_schema,
-    spell_schema,
+    render_schema_turns,
     write_schema,
 )
 
@@ -141,7 +141,7 @@ def _read(file: Path) -> Schema:
 
 
 def _print_file(file: Path, tokens: Tokens) -> None:
-    spelled = spell_schema(_read(file), tokens.template.render)
+    spelled = render_schema_turns(_read(file), tokens.template.render)
     layout = lay_out(spelled, tokens.template.count)
     _print_tree(spelled, layout, tokens.shown)
 

@@ -26,7 +26,7 @@ from ragcache.store.verify import Report, verify
 from ragcache_api.http.wire.admin import PlanSent
 from ragcache_api.http.wire.documents import SchemaTold
 from ragcache_api.schema_tree import tree
-from ragcache_schemas import lay_out, spell_schema
+from ragcache_schemas import lay_out, render_schema_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Looking:
     def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
         """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
         prompts = self.rag.within(namespace).internals.prompts
-        schema = spell_schema(prompts.load(name).schema, prompts.template.render)
+        schema = render_schema_turns(prompts.load(name).schema, prompts.template.render)
         return tree(schema, lay_out(schema, prompts.template.count))
 
     def generated_tree(self, namespace: str, collection: str) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel
 from ragcache.pipeline import ChatTemplate, Message
 from ragcache.pipeline.chat_template import ControlTokenEscaper
-from ragcache_schemas import Text, parse_prompt, parse_schema, spell_prompt, spell_schema
+from ragcache_schemas import (
+    Text,
+    parse_prompt,
+    parse_schema,
+    render_prompt_turns,
+    render_schema_turns,
+)
 from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
 
 TOOLS = (
@@ -159,8 +165,8 @@ PROMPT = '<prompt schema="trip"><oslo/><user>What is there?</user></prompt>'
 def spelled(template: ChatTemplate) -> tuple[str, str]:
     """The texts of schema and prompt, one after the other, with control tokens decoded."""
     schema = parse_schema(SCHEMA)
-    own = spell_schema(schema, template.render).children
-    new = spell_prompt(parse_prompt(PROMPT), schema, template.render).children
+    own = render_schema_turns(schema, template.render).children
+    new = render_prompt_turns(parse_prompt(PROMPT), schema, template.render).children
     decode = template.model.tokenizer.decode
     text = lambda nodes: "".join(n.text for n in nodes if isinstance(n, Text))  # noqa: E731
     return decode(template.encode(text(own))), decode(template.encode(text(new)))

@@ -30,7 +30,7 @@ from ragcache.pipeline import (
 from ragcache.pipeline.pml import SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
 from ragcache.store import KVStore
-from ragcache_schemas import Plan, parse_prompt, resolve_prompt, spell_prompt
+from ragcache_schemas import Plan, parse_prompt, render_prompt_turns, resolve_prompt
 from tests.conftest import tiny_model
 from tests.ragcache.pipeline.conftest import last_logits
 
@@ -89,7 +89,7 @@ def bench(tmp_path: Path, model: LoadedModel) -> Iterator[Bench]:
 
 def plan_of(runner: PmlPipeline, prompt: str) -> Plan:
     loaded = runner.load("trip")
-    spelled = spell_prompt(parse_prompt(prompt), loaded.schema, runner.template.render)
+    spelled = render_prompt_turns(parse_prompt(prompt), loaded.schema, runner.template.render)
     return resolve_prompt(loaded.index, spelled)
 
 
