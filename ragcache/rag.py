@@ -50,9 +50,8 @@ from ragcache.pipeline import (
 from ragcache.pipeline.answer import aresults, results
 from ragcache.pipeline.ingest import IngestionJobs, Progress, check_collection
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
-from ragcache.retrieval import Retriever, SearchParams, Selection
+from ragcache.retrieval import CANDIDATES, Retriever, SearchParams, Selection
 from ragcache.retrieval.embeddings import MiniLM
-from ragcache.retrieval.params import CANDIDATES
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
 from ragcache_schemas import Placement, Schema, expand_slots
 
@@ -518,7 +517,7 @@ class RagCache:
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one for another embedder, whose vectors are computed at
         the first search and stored beside the others."""
-        return self._internals.retrievers.of(embedding)
+        return self._internals.retrievers.retriever_for(embedding)
 
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """The modules with these names, in the order of the names; unknown names are skipped.

@@ -183,7 +183,7 @@ class Ingestor:
             )
 
     def _row(self, document: SourceDocument, modules: list[tuple[str, list[int]]]) -> NewDocument:
-        vectors = self.retriever.embed([text for text, _ in modules])
+        vectors = self.retriever.embed_texts([text for text, _ in modules])
         rows = [
             NewModule(
                 name=f"{document.id}#{number + 1}",

@@ -123,14 +123,14 @@ class Namespace:
             model, shared.engine, shared.deferred, shared.config, name, shared.monitor
         )
         tokens = ModuleTokens(catalogue, model)
-        ingestor = Ingestor(catalogue, store, encoder, retrievers.of(), shared.config)
+        ingestor = Ingestor(catalogue, store, encoder, retrievers.retriever_for(), shared.config)
         scaffolds = Scaffolds(ScaffoldRows(database, name), shared.config.scaffold_after)
         return cls(
             name,
             shared,
             catalogue,
             ingestor,
-            AskPipeline(catalogue, encoder, tokens, retrievers.of(), scaffolds),
+            AskPipeline(catalogue, encoder, tokens, retrievers.retriever_for(), scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, shared.template),
             ChatPipeline(
                 shared.template,

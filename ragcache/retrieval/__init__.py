@@ -1,11 +1,19 @@
-"""Finding modules for a question: words, meaning, and the fusion of both."""
+"""Retrieval: sparse and dense search over the modules of a collection, and their fusion."""
 
 from ragcache.retrieval.filters import Filters, compile_filters
-from ragcache.retrieval.params import SearchKind, SearchParams
-from ragcache.retrieval.retriever import Hit, Retriever, Retrievers, Selection
+from ragcache.retrieval.retriever import (
+    CANDIDATES,
+    Hit,
+    Retriever,
+    Retrievers,
+    SearchKind,
+    SearchParams,
+    Selection,
+)
 from ragcache.retrieval.search import CollectionIndex, fuse
 
 __all__ = [
+    "CANDIDATES",
     "CollectionIndex",
     "Filters",
     "Hit",

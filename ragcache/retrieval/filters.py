@@ -1,7 +1,7 @@
-"""Metadata filters: a mapping that says which documents a question may find.
+"""Metadata filters: conditions on the documents that a search may find.
 
     {"year": 2024}                                equality
-    {"year": {"$gte": 2020, "$lt": 2025}}         all operators of a key hold
+    {"year": {"$gte": 2020, "$lt": 2025}}         all operators must hold
     {"$or": [{"team": "ops"}, {"team": {"$exists": False}}]}
 
 The operators are those of MongoDB's query language: `$eq $ne $in $nin $gt $gte $lt $lte $exists`
@@ -19,9 +19,9 @@ from ragcache.errors import InvalidRequest
 Filters = Mapping[str, Any]
 Attributes = Mapping[str, Any]
 Test = Callable[[Attributes], bool]
-"""Whether a document with these attributes is wanted."""
+"""Decides whether a document with these attributes passes."""
 
-_DEPTH = 32  # filters within filters; beyond it is no filter that a person writes
+_DEPTH = 32  # of nesting
 _ABSENT = object()
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
@@ -34,11 +34,19 @@ _JUNCTIONS = ("$and", "$or", "$not")
 
 
 def compile_filters(filters: Filters | None) -> Test | None:
-    """A test of attributes; None where everything is wanted.
+    """Compiles filters to a test of attributes; None where every document passes.
 
-    A list in the attributes equals a value that it holds. A key that is absent equals nothing, so
-    that `$ne` and `$nin` hold. Values of different kinds (text, number, truth) are neither equal
-    nor ordered; dates compare as ISO 8601 text. Raises `InvalidRequest`.
+    A list in the attributes equals each value that it contains. An absent key equals nothing, so
+    `$ne` and `$nin` hold for it. Values of different kinds (text, number, boolean) are neither
+    equal nor ordered; dates compare as ISO 8601 text.
+
+    Raises:
+        InvalidRequest: An operator is unknown, or its operand cannot be used.
+
+    Example:
+        >>> recent = compile_filters({"year": {"$gte": 2020}})
+        >>> recent({"year": 2024}), recent({})
+        (True, False)
     """
     if filters is None or (isinstance(filters, Mapping) and not filters):
         return None
@@ -49,7 +57,7 @@ def _all_of(filters: Any, depth: int) -> Test:
     if not isinstance(filters, Mapping):
         raise InvalidRequest(f"a filter is a mapping such as {{'year': 2024}}, not {filters!r}")
     if depth == 0:
-        raise InvalidRequest(f"filters stand within each other {_DEPTH} deep at most")
+        raise InvalidRequest(f"filters are nested more than {_DEPTH} deep")
     tests = [_one(key, wanted, depth) for key, wanted in filters.items()]
     return lambda attributes: all(test(attributes) for test in tests)
 
@@ -74,13 +82,13 @@ def _one(key: Any, wanted: Any, depth: int) -> Test:
 
 
 def _values(key: str, wanted: Any, depth: int) -> Callable[[Any], bool]:
-    """The test of a key's value, or of `_ABSENT`."""
+    """A test of a key's value, which may be `_ABSENT`."""
     if not isinstance(wanted, Mapping):
         return _operator(key, "$eq", wanted, depth)
     if not wanted:
         raise InvalidRequest(f"the filter of {key!r} is empty; say what its value should be")
     if depth == 0:
-        raise InvalidRequest(f"filters stand within each other {_DEPTH} deep at most")
+        raise InvalidRequest(f"filters are nested more than {_DEPTH} deep")
     tests = [_operator(key, name, operand, depth) for name, operand in wanted.items()]
     return lambda value: all(test(value) for test in tests)
 
@@ -138,5 +146,5 @@ def _same(value: Any, wanted: Any) -> bool:
 
 
 def _kind(value: Any) -> type:
-    """What may be compared with what: JSON's numbers are one kind, and true is not 1."""
+    """The kind within which values compare: all numbers of JSON are one, and true is not 1."""
     return float if isinstance(value, int | float) and not isinstance(value, bool) else type(value)

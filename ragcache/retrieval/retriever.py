@@ -1,17 +1,19 @@
-"""The retriever: modules for a question."""
+"""The retriever: a question in, the modules that answer it best out.
 
-# MERGED ragcache.retrieval.retrievers: The retrievers of one catalogue: one for each embedder.
-# MERGED ragcache.retrieval.mmr: Maximal marginal relevance (Carbonell and Goldstein,
-#   SIGIR 1998).
+Sparse search is BM25 over words, dense search the cosine of embeddings, hybrid search both, fused
+by reciprocal rank. The catalog is the truth: an index is built from it, and again when it changes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 from langchain_core.embeddings import Embeddings
@@ -19,16 +21,73 @@ from langchain_core.embeddings import Embeddings
 from ragcache.db import Catalog, Database, ModuleRow, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.retrieval.embeddings import embedder_name
-from ragcache.retrieval.filters import Test
-from ragcache.retrieval.params import SearchParams
+from ragcache.retrieval.filters import Filters, Test, compile_filters
 from ragcache.retrieval.search import CollectionIndex, Ranking, fuse, terms
+
+SearchKind = Literal["hybrid", "sparse", "dense"]
+
+CANDIDATES = 50
+"""Modules that each ranking passes to fusion and to `mmr`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchParams:
+    """What a search returns.
+
+    Attributes:
+        k: The number of modules, at most.
+        search: `sparse`, `dense` or `hybrid`, which is sparse where there is no embedder.
+        filters: Conditions on the documents' metadata, applied before anything is counted; see
+            `ragcache.retrieval.filters`.
+        threshold: The lowest score of a hit: the cosine in [-1, 1] for `dense`, the BM25 score for
+            `sparse`, the fused score for `hybrid`, whose maximum is 1/61 for each ranking.
+        mmr: The weight of diversity in maximal marginal relevance, 0 to 1; see `select_by_mmr`.
+        candidates: Modules that each ranking passes to fusion and to `mmr`, at least `k`.
+
+    Raises:
+        ConfigurationError: `k` is below 1.
+        InvalidRequest: Another value cannot be used.
+    """
+
+    k: int
+    search: SearchKind = "hybrid"
+    filters: Filters | None = None
+    threshold: float | None = None
+    mmr: float | None = None
+    candidates: int = CANDIDATES
+    wanted: Test | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigurationError(f"k is {self.k}; at least one module is needed")
+        if self.search not in get_args(SearchKind):
+            kinds = ", ".join(get_args(SearchKind))
+            raise InvalidRequest(f"unknown search {self.search!r}; searches: {kinds}")
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise InvalidRequest(f"threshold is {self.threshold}; give a finite score")
+        if self.mmr is not None and not 0 <= self.mmr <= 1:
+            raise InvalidRequest(f"mmr is {self.mmr}; it lies between 0 and 1")
+        if self.candidates < 1:
+            raise InvalidRequest(f"candidates is {self.candidates}; at least one is needed")
+        object.__setattr__(self, "wanted", compile_filters(self.filters))
+
+    @property
+    def depth(self) -> int:
+        """The number of modules in a ranking."""
+        return max(self.k, self.candidates)
+
+
+# MERGED ragcache.retrieval.retrievers: The retrievers of one catalogue: one for each embedder.
+# MERGED ragcache.retrieval.mmr: Maximal marginal relevance (Carbonell and Goldstein,
+#   SIGIR 1998).
+
 
 _EMBED_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A module that was selected. score: as `SearchParams.threshold` says."""
+    """A module that was found. score: on the scale of `SearchParams.threshold`."""
 
     module: ModuleRow
     score: float
@@ -36,7 +95,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules for a query, best first; with `mmr`, in the order of being picked."""
+    """The modules for a query, best first; with `mmr`, in the order of selection."""
 
     query: str
     hits: tuple[Hit, ...]
@@ -50,8 +109,8 @@ class _Indexed:
 
 
 class Retriever:
-    """BM25, FAISS over an embedder's vectors, or both fused by reciprocal rank. Thread-safe:
-    searches run side by side, and threads that need the same new index wait for one."""
+    """Searches the collections of one catalog. Thread-safe: searches run in parallel, and threads
+    that need the same new index wait for one of them to build it."""
 
     def __init__(
         self,
@@ -67,36 +126,41 @@ class Retriever:
         self._guard = threading.Lock()  # of `_building` alone
 
     def using(self, embedder: Embeddings) -> Retriever:
-        """One with another embedder of the same name, over the same vectors and indexes."""
+        """A retriever with another embedder of the same name, sharing vectors and indexes."""
         other = copy(self)
         other.embedder = embedder
         return other
 
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
-        """The modules of a collection that meet the params. Raises `UnknownCollection`,
-        `InvalidRequest` for `dense` without an embedder, or `ConfigurationError` for an embedder
-        whose vectors are of several lengths."""
+        """Searches a collection.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+            InvalidRequest: A `dense` search without an embedder.
+            ConfigurationError: The embedder gives vectors of several lengths.
+        """
         self._catalogue.stamp(collection)  # a collection that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, params)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
-        """As `retrieve`: the embedder is awaited, and the search runs in a thread."""
+        """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
         await asyncio.to_thread(self._catalogue.stamp, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
         return await asyncio.to_thread(self._select, query, vector, collection, params)
 
-    def near(self, vector: Sequence[float], collection: str, params: SearchParams) -> Selection:
-        """As `retrieve` by meaning, for a vector [D] of the embedder. Raises also
-        `ConfigurationError` for a vector of another length."""
+    def retrieve_by_vector(
+        self, vector: Sequence[float], collection: str, params: SearchParams
+    ) -> Selection:
+        """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
+        vector of another length."""
         self._check_embedder()
         return self._select("", _vector(vector), collection, params)
 
-    def embed(self, texts: Sequence[str]) -> np.ndarray | None:
-        """Vectors of module texts, without the space around them, [N, D] float32; None without an
-        embedder."""
+    def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
+        """Vectors [N, D] float32 of stripped texts; None without an embedder."""
         if self.embedder is None:
             return None
         rows: list[list[float]] = []
@@ -113,8 +177,8 @@ class Retriever:
     def _check_embedder(self) -> Embeddings:
         if self.embedder is None:
             raise InvalidRequest(
-                "a search by meaning needs an embedder; open with embedding='minilm' or with a "
-                "LangChain Embeddings object, or search by words"
+                "a dense search needs an embedder; open with embedding='minilm' or with a "
+                "LangChain Embeddings object, or search with search='sparse'"
             )
         return self.embedder
 
@@ -133,8 +197,8 @@ class Retriever:
         return Selection(query, tuple(hits))
 
     def _current(self, collection: str, dimension: int | None) -> _Indexed:
-        """The index over what the collection holds now, whoever changed it, with vectors of a
-        dimension where one is given."""
+        """The index over what the collection holds now, by any process, with vectors of
+        `dimension` where it is given."""
         indexed = self._indexed.get(collection)
         stamp = self._catalogue.stamp(collection)
         if indexed is not None and _serves(indexed, stamp, dimension):
@@ -163,15 +227,15 @@ class Retriever:
     def _vectors_of(
         self, collection: str, modules: dict[int, ModuleRow], dimension: int
     ) -> np.ndarray:
-        """Stored vectors [N, D]. Those that are missing are made now, and those of another length:
-        then the embedder has changed under its name."""
+        """Stored vectors [N, D]. Missing ones are computed now, as are those of another length,
+        which an embedder leaves that changed under its name."""
         by_id: dict[int, np.ndarray] = {}
         if self._vectors is not None:
             stored = self._vectors.of(collection)
             by_id = {n: v for n, v in stored.items() if len(v) == dimension}
         missing = [number for number in modules if number not in by_id]
         if missing:
-            made = self.embed([modules[number].text for number in missing])
+            made = self.embed_texts([modules[number].text for number in missing])
             assert made is not None
             if made.shape[1] != dimension:
                 raise ConfigurationError(
@@ -197,7 +261,7 @@ def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) ->
 def _rank(
     query: str, vector: np.ndarray | None, indexed: _Indexed, params: SearchParams
 ) -> Ranking:
-    """All candidates. What the filters leave out is no candidate, so that they cost no hits."""
+    """The candidates. Filters apply before the cut to `depth`, so they cost no hits."""
     index, depth = indexed.index, params.depth
     allowed = None if params.wanted is None else _allowed(indexed, params.wanted)
     dense = [] if vector is None else index.search_dense(vector, depth, allowed)
@@ -216,8 +280,8 @@ def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
 
 
 def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Ranking:
-    """Maximal marginal relevance. Relevance is the score, the cosine itself or else a share of the
-    best one's; likeness is the cosine of vectors or, without, the overlap of words."""
+    """Selects by MMR. Relevance is the cosine, or else the score as a share of the best one;
+    similarity is the cosine of vectors or, without vectors, the overlap of words."""
     if not ranking or params.mmr is None:
         return ranking
     relevance = np.array([score for _, score in ranking])
@@ -225,26 +289,27 @@ def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Rank
         relevance = relevance / relevance.max()
     vectors = indexed.index.vectors([number for number, _ in ranking])
     if vectors is not None:
-        likeness = cosines(vectors)
+        similarity = cosines(vectors)
     else:
-        likeness = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
-    picked = select_by_mmr(relevance, likeness, params.k, params.mmr)
+        similarity = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
+    picked = select_by_mmr(relevance, similarity, params.k, params.mmr)
     return [ranking[position] for position in picked]
 
 
 class Retrievers:
-    """Retrievers by embedder. Thread-safe; embedders of one name share vectors and index."""
+    """The retrievers of a namespace, one for each embedder. Thread-safe; embedders of one name
+    share vectors and index."""
 
     def __init__(self, catalogue: Catalog, database: Database, embedder: Embeddings | None) -> None:
         self._catalogue = catalogue
         self._database = database
         self._known: dict[str, Retriever] = {}
         self._finding = threading.Lock()
-        self._first = Retriever(catalogue) if embedder is None else self.of(embedder)
+        self._first = Retriever(catalogue) if embedder is None else self.retriever_for(embedder)
 
-    def of(self, embedder: Embeddings | None = None) -> Retriever:
-        """The retriever of an embedder; without, that of the embedder that there is, or by words
-        alone."""
+    def retriever_for(self, embedder: Embeddings | None = None) -> Retriever:
+        """The retriever of an embedder; without one, that of the namespace's own embedder, or a
+        sparse one."""
         if embedder is None:
             return self._first
         name = embedder_name(embedder)
@@ -256,34 +321,34 @@ class Retrievers:
         return found if found.embedder is embedder else found.using(embedder)
 
 
-def select_by_mmr(relevance: np.ndarray, likeness: np.ndarray, k: int, mmr: float) -> list[int]:
-    """Picks `k` of N candidates: the most relevant, then one after the other that with the largest
+def select_by_mmr(relevance: np.ndarray, similarity: np.ndarray, k: int, mmr: float) -> list[int]:
+    """Selects `k` of N candidates by maximal marginal relevance (Carbonell and Goldstein, SIGIR
+    1998): the most relevant one, then repeatedly the one with the largest
 
-        (1 - mmr) * relevance - mmr * (largest likeness to what was picked)
+        (1 - mmr) * relevance - mmr * (largest similarity to a selected one)
 
-    relevance: [N]; likeness: [N, N], both on the scale of a cosine. Of equals the first.
+    relevance: [N]; similarity: [N, N], both on the scale of a cosine. Ties go to the first.
     """
     if not len(relevance) or k < 1:
         return []
     picked = [int(np.argmax(relevance))]
-    nearest = likeness[picked[0]]
+    closest = similarity[picked[0]]
     while len(picked) < min(k, len(relevance)):
-        marginal = (1 - mmr) * relevance - mmr * nearest
+        marginal = (1 - mmr) * relevance - mmr * closest
         marginal[picked] = -np.inf
         picked.append(int(np.argmax(marginal)))
-        nearest = np.maximum(nearest, likeness[picked[-1]])
+        closest = np.maximum(closest, similarity[picked[-1]])
     return picked
 
 
 def cosines(vectors: np.ndarray) -> np.ndarray:
-    """Likeness [N, N] of unit vectors [N, D]."""
+    """Similarity [N, N] of unit vectors [N, D]."""
     products: np.ndarray = vectors @ vectors.T
     return products
 
 
 def overlaps(texts: Sequence[Collection[str]]) -> np.ndarray:
-    """Likeness [N, N] of texts by their words: those that two share, of those that either has
-    (Jaccard)."""
+    """Similarity [N, N] of texts: the Jaccard index of their sets of words."""
     words = [set(text) for text in texts]
     rows = [[len(a & b) / max(1, len(a | b)) for b in words] for a in words]
     return np.array(rows).reshape(len(words), len(words))

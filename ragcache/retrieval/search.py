@@ -1,7 +1,7 @@
-"""The indexes over one collection, built in memory from the ledger, which stays the truth."""
+"""The index over one collection: BM25 for sparse search, FAISS for dense search, and rank fusion.
 
-# MERGED ragcache.retrieval.terms: Words of a text, as BM25 counts them.
-# MERGED ragcache.retrieval.fusion: Reciprocal-rank fusion of several rankings.
+It lives in memory and is built from the catalog, which stays the truth.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Ranking = list[tuple[int, float]]
 
 
 class CollectionIndex:
-    """BM25 over the modules' words and, given vectors, FAISS over their meaning.
+    """BM25 over the words of modules and, given vectors, FAISS over their embeddings. Thread-safe.
 
-    ids: [N] int64, the modules; vectors: [N, D] float32 or None. Threads may share it. Chinese,
-    Japanese and Korean characters have a BM25 of their own, for questions in which one stands
-    alone; so the lengths of texts stay those of their words.
+    ids: [N] int64, the modules; vectors: [N, D] float32 or None. Single Chinese, Japanese and
+    Korean characters have a separate BM25, so that text lengths in the first one count words.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class CollectionIndex:
         self._dense = None if vectors is None else _flat_index(ids, vectors)
 
     def with_vectors(self, vectors: np.ndarray) -> CollectionIndex:
-        """The same words with other vectors, [N, D] float32."""
+        """The same BM25 with other vectors, [N, D] float32."""
         other = CollectionIndex.__new__(CollectionIndex)
         other.ids, other._words = self.ids, self._words
         other._dense = _flat_index(self.ids, vectors)
@@ -42,13 +41,13 @@ class CollectionIndex:
 
     @property
     def dimension(self) -> int | None:
-        """D of the vectors; None without."""
+        """D of the vectors; None without vectors."""
         return None if self._dense is None else int(self._dense.d)
 
     def search_sparse(self, query: str, limit: int, allowed: np.ndarray | None = None) -> Ranking:
         """Modules that share a word with the query, with their BM25 scores.
 
-        allowed: [N] bool, which of them may be named; None for all.
+        allowed: [N] bool, the modules that may be found; None for all.
         """
         scores = self._words.scores(query)
         if allowed is not None:
@@ -59,7 +58,7 @@ class CollectionIndex:
     def search_dense(
         self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None
     ) -> Ranking:
-        """Modules by cosine similarity to a query vector [D]; none where there are no vectors.
+        """Modules by cosine similarity to a query vector [D]; empty without vectors.
 
         allowed: as in `search_sparse`.
         """
@@ -69,11 +68,11 @@ class CollectionIndex:
         if allowed is not None:
             selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
             parameters = faiss.SearchParameters()
-            parameters.sel = selector  # a pointer: the name keeps what it points to
+            parameters.sel = selector  # holds no reference: the local name keeps it alive
         scores, found = self._dense.search(
             _unit(vector[None]), min(limit, len(self.ids)), params=parameters
         )
-        cosines = np.clip(scores[0], -1.0, 1.0)  # rounding may take them beyond
+        cosines = np.clip(scores[0], -1.0, 1.0)  # rounding may exceed the range
         pairs = zip(found[0].tolist(), cosines.tolist(), strict=True)
         return [(number, score) for number, score in pairs if number >= 0]
 
@@ -86,7 +85,7 @@ class CollectionIndex:
 
 
 class _Words:
-    """BM25 over texts, made when a question first needs it. Threads that need it at once wait."""
+    """BM25 over texts, built at the first query; concurrent queries wait for it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
@@ -94,7 +93,7 @@ class _Words:
         self._making = threading.Lock()
 
     def scores(self, query: str) -> np.ndarray:
-        """Of every text, [N] float32; 0 where it shares no word with the query."""
+        """Scores [N] float32 of all texts; 0 where no word is shared with the query."""
         with self._making:
             if self._made is None:
                 self._made = _bm25(self._texts, terms), _bm25(self._texts, characters)
@@ -106,12 +105,12 @@ class _Words:
 
 
 def _bm25(texts: Sequence[str], spell: Callable[[str], list[str]]) -> bm25s.BM25 | None:
-    """None where no text has a word."""
+    """An index over the terms of texts; None if there are none."""
     corpus = [spell(text) for text in texts]
     if not any(corpus):
         return None
     index = bm25s.BM25()
-    spelled = [words or ["\0"] for words in corpus]  # bm25s needs a word in every text
+    spelled = [words or ["\0"] for words in corpus]  # bm25s requires a term in every text
     index.index(spelled, show_progress=False)
     return index
 
@@ -166,7 +165,7 @@ def characters(text: str) -> list[str]:
 
 
 def lone_characters(text: str) -> list[str]:
-    """Those that stand alone: a question of one character has no pair to be found by."""
+    """Such characters that form a word of their own, which no pair of characters can match."""
     return [w for w in _WORD.findall(text) if len(w) == 1 and _IDEOGRAPHS.match(w)]
 
 
@@ -175,11 +174,11 @@ def _pairs(word: str) -> list[str]:
 
 
 RANK_CONSTANT = 60
-"""Cormack, Clarke and Buettcher, SIGIR 2009."""
+"""k of reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
 
 
 def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
-    """(id, score) by descending sum of 1 / (60 + rank); ties by id, so the order is stable."""
+    """Fuses rankings: (id, sum of 1 / (RANK_CONSTANT + rank)), best first; ties by id."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, number in enumerate(ranking, start=1):

@@ -200,7 +200,7 @@ class RagCacheVectorStore(VectorStore):
             if isinstance(query, str):
                 selection = searching.retrieve(query, self.collection, params)
             else:
-                selection = searching.near(query, self.collection, params)
+                selection = searching.retrieve_by_vector(query, self.collection, params)
         except UnknownCollection:
             return []
         return self._documents(selection)

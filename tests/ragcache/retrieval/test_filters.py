@@ -49,7 +49,7 @@ def holds(filters: Any, attributes: dict[str, Any] = PLAN) -> bool:
         {"$not": {"$or": [{"year": 1}, {"team": "lab"}]}},
     ],
 )
-def test_what_is_wanted(filters: dict[str, Any]) -> None:
+def test_matching_filters(filters: dict[str, Any]) -> None:
     assert holds(filters)
     assert filters == {} or not holds({"$not": filters})
 
@@ -76,7 +76,7 @@ def test_what_is_wanted(filters: dict[str, Any]) -> None:
         {"year": {"$gte": 2024, "$lt": 2024}},
     ],
 )
-def test_what_is_not_wanted(filters: dict[str, Any]) -> None:
+def test_filters_that_do_not_match(filters: dict[str, Any]) -> None:
     assert not holds(filters)
 
 
@@ -107,10 +107,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"year": {"$not": 1}}, r"\$not of 'year' takes operators"),
         ({"year": {"$eq": object()}}, "metadata is kept as JSON"),
         ({"year": {"$in": [{}]}}, "metadata is kept as JSON"),
-        (nested(40), "32 deep at most"),
+        (nested(40), "more than 32 deep"),
     ],
 )
-def test_what_is_no_filter_is_named(filters: Any, said: str) -> None:
+def test_invalid_filters_are_refused(filters: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         compile_filters(filters)
 

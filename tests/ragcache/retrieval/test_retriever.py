@@ -1,7 +1,4 @@
-"""The retriever: words, meaning, and what other processes change."""
-
-# MERGED tests.ragcache.retrieval.test_retrievers: Retrievers by embedder.
-# MERGED tests.ragcache.retrieval.test_mmr: Maximal marginal relevance.
+"""The retriever: parameters, sparse, dense and hybrid search, MMR, changes by other processes."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +27,33 @@ from ragcache.retrieval import (
 )
 from ragcache.retrieval.retriever import cosines, overlaps, select_by_mmr
 from ragcache.states import KVKey
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"search": "fuzzy"}, "unknown search 'fuzzy'; searches: hybrid, sparse, dense"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"mmr": 1.5}, "between 0 and 1"),
+        ({"mmr": -0.1}, "between 0 and 1"),
+        ({"candidates": 0}, "candidates is 0"),
+        ({"filters": {"$xor": []}}, "unknown operator"),
+    ],
+)
+def test_unusable_search_params_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        SearchParams(3, **wrong)
+
+
+def test_k_must_be_positive() -> None:
+    with pytest.raises(ConfigurationError, match="k is 0"):
+        SearchParams(0)
+
+
+def test_depth_is_the_larger_of_k_and_candidates() -> None:
+    assert SearchParams(80).depth == 80
+    assert SearchParams(3, candidates=20).depth == 20
+
 
 TOPICS = ("boat", "ship", "vessel"), ("key", "lock"), ("leave", "holiday")
 TEXTS = {
@@ -81,7 +106,7 @@ def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
     return [hit.module.document for hit in selection.hits]
 
 
-def test_words_alone_find_modules_best_first(database: Database) -> None:
+def test_sparse_search_finds_modules_best_first(database: Database) -> None:
     catalogue = Catalog(database, "tokenizer", None)
     fill(catalogue)
     retriever = Retriever(catalogue)
@@ -92,10 +117,10 @@ def test_words_alone_find_modules_best_first(database: Database) -> None:
     assert selection.hits[0].score > selection.hits[1].score
     assert found(retriever, "spare key boat", k=1) == ["keys.md"]
     assert found(retriever, "Which vessel?") == [], "no word is shared, and there is no embedder"
-    assert retriever.embed(["anything"]) is None
+    assert retriever.embed_texts(["anything"]) is None
 
 
-def test_meaning_finds_what_shares_no_word(database: Database) -> None:
+def test_dense_search_finds_texts_without_common_words(database: Database) -> None:
     embedder = Topics()
     catalogue = Catalog(database, "tokenizer", "topics")
     fill(catalogue, embedder)
@@ -105,7 +130,7 @@ def test_meaning_finds_what_shares_no_word(database: Database) -> None:
     assert embedder.embedded == [], "stored vectors are used as they are"
 
 
-def test_words_and_meaning_are_fused(database: Database) -> None:
+def test_hybrid_search_fuses_both_rankings(database: Database) -> None:
     """keys.md is second by meaning and first by words; boats.md first by meaning only."""
     embedder = Topics()
     catalogue = Catalog(database, "tokenizer", "topics")
@@ -114,7 +139,7 @@ def test_words_and_meaning_are_fused(database: Database) -> None:
     assert found(retriever, "vessel ship lock cupboard")[:2] == ["keys.md", "boats.md"]
 
 
-def test_vectors_of_an_earlier_embedder_are_made_anew_once(database: Database) -> None:
+def test_vectors_of_an_earlier_embedder_are_computed_again_once(database: Database) -> None:
     fill(Catalog(database, "tokenizer", None))
     embedder = Topics()
     catalogue = Catalog(database, "tokenizer", "topics")
@@ -128,7 +153,7 @@ def test_vectors_of_an_earlier_embedder_are_made_anew_once(database: Database) -
     assert again.embedded == []
 
 
-def test_only_the_vectors_that_are_missing_are_made(database: Database) -> None:
+def test_only_missing_vectors_are_computed(database: Database) -> None:
     embedder = Topics()
     catalogue = Catalog(database, "tokenizer", "topics")
     fill(catalogue, embedder)
@@ -141,13 +166,13 @@ def test_only_the_vectors_that_are_missing_are_made(database: Database) -> None:
 def test_many_texts_are_embedded_in_order(database: Database) -> None:
     retriever = Retriever(Catalog(database, "tokenizer", "topics"), Topics())
     texts = [f"boat {'key ' * number}" for number in range(150)]
-    vectors = retriever.embed(texts)
+    vectors = retriever.embed_texts(texts)
     assert vectors is not None
     assert vectors.dtype == np.float32
     assert vectors[:, 1].round().tolist() == list(range(150))
 
 
-def test_changes_are_seen_whoever_makes_them(database: Database, tmp_path: Path) -> None:
+def test_changes_by_other_processes_are_seen(database: Database, tmp_path: Path) -> None:
     catalogue = Catalog(database, "tokenizer", None)
     fill(catalogue)
     retriever = Retriever(catalogue)
@@ -173,7 +198,7 @@ def test_collections_do_not_see_each_other(database: Database) -> None:
     assert [hit.module.text for hit in hits] == ["Another boat."]
 
 
-def test_an_unknown_collection_is_named_with_those_that_exist(database: Database) -> None:
+def test_unknown_collection_error_lists_the_known_ones(database: Database) -> None:
     catalogue = Catalog(database, "tokenizer", None)
     retriever = Retriever(catalogue)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
@@ -199,7 +224,7 @@ def names(selection: Selection) -> list[str]:
     return [hit.module.document for hit in selection.hits]
 
 
-def test_words_alone_and_meaning_alone(database: Database) -> None:
+def test_sparse_and_dense_search_rank_differently(database: Database) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
     fill(catalogue, embedder)
     words = retriever.retrieve("cupboard vessel", "notes", SearchParams(3, "sparse"))
@@ -207,28 +232,30 @@ def test_words_alone_and_meaning_alone(database: Database) -> None:
     meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "dense"))
     assert names(meaning) == ["boats.md"]
     assert 0.9 < meaning.hits[0].score <= 1.0, "a cosine"
-    near = retriever.near(embedder.embed_query("vessel"), "notes", SearchParams(1, "dense"))
+    near = retriever.retrieve_by_vector(
+        embedder.embed_query("vessel"), "notes", SearchParams(1, "dense")
+    )
     assert near.hits[0].module == meaning.hits[0].module
 
 
-def test_words_alone_embed_nothing(database: Database) -> None:
+def test_sparse_search_embeds_nothing(database: Database) -> None:
     fill(Catalog(database, "tokenizer", None))
     _, retriever = opened(database, embedder := Topics())
     assert names(retriever.retrieve("cupboard", "notes", SearchParams(1, "sparse"))) == ["keys.md"]
     assert embedder.embedded == []
 
 
-def test_meaning_without_an_embedder_is_named(database: Database) -> None:
+def test_dense_search_without_an_embedder_is_refused(database: Database) -> None:
     catalogue, retriever = opened(database)
     fill(catalogue)
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         retriever.retrieve("boat", "notes", SearchParams(1, "dense"))
     with pytest.raises(InvalidRequest, match="needs an embedder"):
-        retriever.near([1.0], "notes", SearchParams(1, "dense"))
+        retriever.retrieve_by_vector([1.0], "notes", SearchParams(1, "dense"))
 
 
 @pytest.mark.parametrize("search", ["sparse", "dense", "hybrid"])
-def test_a_filter_never_costs_hits(database: Database, search: SearchKind) -> None:
+def test_filters_apply_before_the_cut(database: Database, search: SearchKind) -> None:
     """The two that are wanted rank below sixty that are not, more than there are candidates."""
     catalogue, retriever = opened(database, Topics())
     better = [attributed(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
@@ -242,13 +269,13 @@ def test_a_filter_never_costs_hits(database: Database, search: SearchKind) -> No
     assert retriever.retrieve("boat", "notes", none).hits == ()
 
 
-def test_more_hits_than_candidates_may_be_asked_for(database: Database) -> None:
+def test_k_may_exceed_the_candidates(database: Database) -> None:
     catalogue, retriever = opened(database)
     catalogue.replace("notes", [document(f"d{n}", f"boat {n}") for n in range(70)])
     assert len(retriever.retrieve("boat", "notes", SearchParams(65)).hits) == 65
 
 
-def test_a_threshold_is_of_the_score(database: Database) -> None:
+def test_threshold_drops_lower_scores(database: Database) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
     fill(catalogue, embedder)
     for search in ("sparse", "dense", "hybrid"):
@@ -263,9 +290,7 @@ def test_a_threshold_is_of_the_score(database: Database) -> None:
 
 
 @pytest.mark.parametrize("embedder", [Topics(), None])
-def test_diversity_passes_over_what_says_the_same(
-    database: Database, embedder: Topics | None
-) -> None:
+def test_mmr_passes_over_duplicates(database: Database, embedder: Topics | None) -> None:
     catalogue, retriever = opened(database, embedder)
     texts = {"a": "boat boat ship", "b": "boat boat ship", "c": "boat key lock holiday"}
     catalogue.replace("notes", [document(name, text) for name, text in texts.items()])
@@ -283,7 +308,7 @@ class Wide(Topics):
         return [*super().embed_query(text), 0.5]
 
 
-def test_an_embedder_that_changed_under_its_name_embeds_again(database: Database) -> None:
+def test_changed_embedder_of_the_same_name_embeds_again(database: Database) -> None:
     catalogue, retriever = opened(database, before := Topics())
     fill(catalogue, before)
     assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
@@ -300,14 +325,14 @@ class Uneven(Topics):
         return [[1.0, 2.0] for _ in texts]
 
 
-def test_vectors_of_question_and_texts_must_be_of_one_length(database: Database) -> None:
+def test_vectors_of_different_lengths_are_refused(database: Database) -> None:
     catalogue, retriever = opened(database, Uneven())
     fill(catalogue)
     with pytest.raises(ConfigurationError, match="vector has 3 numbers, those of texts have 2"):
         retriever.retrieve("boat", "notes", SearchParams(1))
 
 
-def test_threads_that_ask_at_once_build_one_index(
+def test_concurrent_threads_build_one_index(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalogue, retriever = opened(database, embedder := Topics())
@@ -324,7 +349,7 @@ def test_threads_that_ask_at_once_build_one_index(
     assert len(embedder.embedded) == len(TEXTS)
 
 
-def test_building_one_collection_does_not_hold_up_another(database: Database) -> None:
+def test_building_one_index_does_not_block_another(database: Database) -> None:
     class Stuck(Topics):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             if "stop" in texts[0]:
@@ -344,7 +369,7 @@ def test_building_one_collection_does_not_hold_up_another(database: Database) ->
         assert names(slow.result()) == ["s"]
 
 
-def test_a_collection_that_was_deleted_and_made_anew_is_another(database: Database) -> None:
+def test_recreated_collection_gets_a_new_index(database: Database) -> None:
     catalogue, retriever = opened(database)
     catalogue.replace("notes", [document("old", "boat")])
     assert found(retriever, "boat") == ["old"]
@@ -358,32 +383,32 @@ class Other(DeterministicFakeEmbedding):
 
 
 @pytest.fixture
-def database_retrievers(tmp_path: Path) -> Iterator[Database]:
-    opened = Database.open(tmp_path / "ledger.sqlite")
-    catalogue = Catalog(opened, "tokenizer", None)
+def with_module(database: Database) -> Database:
+    """A database with the module `boat` in the collection `notes`."""
     module = NewModule("a#1", "boat", [1], KVKey("0" * 64))
-    catalogue.replace("notes", [NewDocument("a", "", "", [module])])
-    yield opened
-    opened.close()
+    Catalog(database, "tokenizer", None).replace("notes", [NewDocument("a", "", "", [module])])
+    return database
 
 
-def test_each_embedder_has_one(database_retrievers: Database) -> None:
-    catalogue = Catalog(database_retrievers, "tokenizer", None)
+def test_each_embedder_has_one_retriever(with_module: Database) -> None:
+    catalogue = Catalog(with_module, "tokenizer", None)
     first, other = DeterministicFakeEmbedding(size=4), Other(size=4)
-    retrievers = Retrievers(catalogue, database_retrievers, first)
-    assert retrievers.of() is retrievers.of(first)
-    assert retrievers.of(other) is retrievers.of(other) is not retrievers.of()
-    assert retrievers.of(other).embedder is other
-    assert Retrievers(catalogue, database_retrievers, None).of().embedder is None
+    retrievers = Retrievers(catalogue, with_module, first)
+    assert retrievers.retriever_for() is retrievers.retriever_for(first)
+    assert (
+        retrievers.retriever_for(other)
+        is retrievers.retriever_for(other)
+        is not retrievers.retriever_for()
+    )
+    assert retrievers.retriever_for(other).embedder is other
+    assert Retrievers(catalogue, with_module, None).retriever_for().embedder is None
 
 
 def test_embedders_of_one_name_share_the_index(
-    database_retrievers: Database, monkeypatch: pytest.MonkeyPatch
+    with_module: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs make a LangChain object with an embedder of its own for each request."""
-    retrievers = Retrievers(
-        Catalog(database_retrievers, "tokenizer", None), database_retrievers, None
-    )
+    retrievers = Retrievers(Catalog(with_module, "tokenizer", None), with_module, None)
     built: list[CollectionIndex] = []
     first = CollectionIndex.__init__
     monkeypatch.setattr(
@@ -391,32 +416,32 @@ def test_embedders_of_one_name_share_the_index(
     )
     for _ in range(3):
         embedder = Other(size=4)
-        retriever = retrievers.of(embedder)
+        retriever = retrievers.retriever_for(embedder)
         assert retriever.embedder is embedder
         [hit] = retriever.retrieve("boat", "notes", SearchParams(1, "dense")).hits
         assert hit.score == pytest.approx(1.0)
     assert len(built) == 1
 
 
-def test_vectors_of_a_namespace_are_found_again(database_retrievers: Database) -> None:
+def test_vectors_of_a_namespace_are_found_again(with_module: Database) -> None:
     class Counted(Other):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             embedded.extend(texts)
             return super().embed_documents(texts)
 
     embedded: list[str] = []
-    catalogue = Catalog(database_retrievers, "tokenizer", None, "tenant")
+    catalogue = Catalog(with_module, "tokenizer", None, "tenant")
     module = NewModule("b#1", "ship", [1], KVKey("1" * 64))
     catalogue.replace("notes", [NewDocument("b", "", "", [module])])
     for _ in range(2):
-        retriever = Retrievers(catalogue, database_retrievers, None).of(Counted(size=4))
+        retriever = Retrievers(catalogue, with_module, None).retriever_for(Counted(size=4))
         [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "dense")).hits
         assert hit.module.document == "b"
     assert embedded == ["ship"]
 
 
 @given(st.integers(0, 1000), st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]))
-def test_it_picks_what_langchain_picks(seed: int, k: int, mmr: float) -> None:
+def test_mmr_equals_langchain(seed: int, k: int, mmr: float) -> None:
     vectors = np.random.default_rng(seed).standard_normal((7, 4))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     relevance = vectors[1:] @ vectors[0]
@@ -425,21 +450,21 @@ def test_it_picks_what_langchain_picks(seed: int, k: int, mmr: float) -> None:
     assert picked == expected
 
 
-def test_without_diversity_relevance_alone_decides() -> None:
+def test_mmr_of_zero_sorts_by_relevance() -> None:
     relevance = np.array([0.1, 0.9, 0.5])
     assert select_by_mmr(relevance, np.ones((3, 3)), 2, 0.0) == [1, 2]
 
 
-def test_a_copy_of_a_hit_gives_way() -> None:
+def test_mmr_skips_a_copy() -> None:
     relevance = np.array([0.9, 0.9, 0.3])
-    likeness = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
-    assert select_by_mmr(relevance, likeness, 2, 0.5) == [0, 2]
+    similarity = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+    assert select_by_mmr(relevance, similarity, 2, 0.5) == [0, 2]
 
 
-def test_no_candidates_pick_none() -> None:
+def test_mmr_of_no_candidates_is_empty() -> None:
     assert select_by_mmr(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
 
 
-def test_overlap_is_the_share_of_common_words() -> None:
-    likeness = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
-    assert likeness == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))
+def test_overlaps_are_jaccard_indices() -> None:
+    similarity = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
+    assert similarity == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))

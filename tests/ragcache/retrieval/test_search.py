@@ -1,7 +1,4 @@
-"""The two indexes over one collection."""
-
-# MERGED tests.ragcache.retrieval.test_terms: Words as BM25 counts them.
-# MERGED tests.ragcache.retrieval.test_fusion: Reciprocal-rank fusion.
+"""The index over a collection: BM25, FAISS, terms, and rank fusion."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def index() -> CollectionIndex:
     return CollectionIndex(IDS, TEXTS, VECTORS)
 
 
-def test_modules_that_share_words_come_best_first(index: CollectionIndex) -> None:
+def test_sparse_search_ranks_by_shared_words(index: CollectionIndex) -> None:
     assert ids(index.search_sparse("Where does the key of the boat hang?", 10)) == [7, 40]
     assert ids(index.search_sparse("Where does the key of the boat hang?", 1)) == [7]
 
@@ -52,12 +49,12 @@ def test_words_unknown_to_the_collection_do_not_disturb_known_ones(index: Collec
     assert ids(index.search_sparse("zyxwv requests", 10)) == [19]
 
 
-def test_meaning_is_the_cosine_and_lengths_do_not_count(index: CollectionIndex) -> None:
+def test_dense_search_ignores_vector_lengths(index: CollectionIndex) -> None:
     assert ids(index.search_dense(np.array([1, 0.2, 0], dtype=np.float32), 10))[:3] == [40, 3, 7]
     assert ids(index.search_dense(np.array([0, 0, 9], dtype=np.float32), 1)) == [19]
 
 
-def test_no_more_is_found_than_there_is(index: CollectionIndex) -> None:
+def test_limit_beyond_the_collection_finds_all(index: CollectionIndex) -> None:
     found = ids(index.search_dense(np.array([1, 1, 1], dtype=np.float32), 50))
     assert sorted(found) == sorted(IDS.tolist())
 
@@ -66,12 +63,12 @@ def test_a_query_vector_of_zeros_finds_something_and_does_not_fail(index: Collec
     assert len(index.search_dense(np.zeros(3, dtype=np.float32), 2)) == 2
 
 
-def test_without_vectors_meaning_finds_nothing() -> None:
+def test_dense_search_without_vectors_is_empty() -> None:
     index = CollectionIndex(IDS, TEXTS)
     assert index.search_dense(np.array([1, 0, 0], dtype=np.float32), 5) == []
 
 
-def test_a_module_without_words_does_no_harm() -> None:
+def test_module_without_words_is_indexed() -> None:
     index = CollectionIndex(np.array([1, 2]), ["?!", "boats"])
     assert ids(index.search_sparse("boats", 5)) == [2]
     assert CollectionIndex(np.array([1]), ["the"]).search_sparse("boats", 5) == []
@@ -83,14 +80,14 @@ def test_an_empty_collection_finds_nothing() -> None:
     assert index.search_dense(np.ones(3, dtype=np.float32), 5) == []
 
 
-def test_a_character_that_stands_alone_is_found_wherever_it_stands(index: CollectionIndex) -> None:
+def test_lone_character_is_found_within_words(index: CollectionIndex) -> None:
     assert ids(index.search_sparse("船", 10)) == [3]
     assert ids(index.search_sparse("京", 10)) == [3], "within a word"
     assert set(ids(index.search_sparse("boat 船", 10))) == {3, 40}
     assert index.search_sparse("猫", 10) == []
 
 
-def test_the_characters_index_leaves_other_questions_as_they_were() -> None:
+def test_character_index_does_not_change_other_scores() -> None:
     """Lengths of texts are counted in words, so a text of ideographs is no longer for it."""
     texts = ["boats at the quay", "boats 船停在北京的码头上"]
     pairs = CollectionIndex(np.array([1, 2]), texts)
@@ -99,7 +96,7 @@ def test_the_characters_index_leaves_other_questions_as_they_were() -> None:
     assert scores == pytest.approx(dict(alone.search_sparse("boats", 5)))
 
 
-def test_what_is_not_allowed_takes_no_place(index: CollectionIndex) -> None:
+def test_disallowed_modules_do_not_count_to_the_limit(index: CollectionIndex) -> None:
     allowed = np.array([False, True, True, True])
     assert ids(index.search_sparse("boat key", 1, allowed)) == [7]
     query = np.array([1, 0.2, 0], dtype=np.float32)
@@ -110,12 +107,12 @@ def test_what_is_not_allowed_takes_no_place(index: CollectionIndex) -> None:
     )
 
 
-def test_meaning_scores_are_cosines(index: CollectionIndex) -> None:
+def test_dense_scores_are_cosines(index: CollectionIndex) -> None:
     scores = dict(index.search_dense(np.array([2, 0, 0], dtype=np.float32), 4))
     assert scores == pytest.approx({40: 1.0, 3: 0.5**0.5, 7: 0.0, 19: 0.0})
 
 
-def test_vectors_may_be_given_later_and_the_first_index_stays() -> None:
+def test_with_vectors_leaves_the_first_index_unchanged() -> None:
     words = CollectionIndex(IDS, TEXTS)
     both = words.with_vectors(VECTORS)
     assert (words.dimension, both.dimension) == (None, 3)
@@ -126,7 +123,7 @@ def test_vectors_may_be_given_later_and_the_first_index_stays() -> None:
     assert both.search_sparse("quay", 5) == words.search_sparse("quay", 5) != []
 
 
-def test_words_are_counted_when_a_question_first_needs_them(
+def test_bm25_is_built_at_the_first_sparse_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: list[str] = []
@@ -141,12 +138,12 @@ def test_words_are_counted_when_a_question_first_needs_them(
     assert sorted(counted) == sorted([*TEXTS, "quay.", "quay."])
 
 
-def test_words_are_stemmed_so_that_their_forms_meet() -> None:
+def test_terms_are_stemmed() -> None:
     assert terms("requests") == terms("Requested") == terms("REQUEST")
     assert terms("mooring boats") == terms("Moored: boat!")
 
 
-def test_words_of_the_question_itself_do_not_count() -> None:
+def test_stop_words_are_no_terms() -> None:
     assert terms("How many of the boats are there?") == terms("boats")
     assert terms(" ".join(STOP_WORDS)) == []
 
@@ -194,7 +191,7 @@ def test_scores_are_sums_of_reciprocal_ranks() -> None:
     assert fused[9] == pytest.approx(1 / 62)
 
 
-def test_what_both_rankings_know_comes_before_what_one_ranks_first() -> None:
+def test_modules_of_both_rankings_come_first() -> None:
     assert fuse([[1, 2, 3], [9, 2, 8]])[0][0] == 2
 
 
