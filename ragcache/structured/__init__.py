@@ -1,4 +1,4 @@
-"""Answers of a given form: grammars that decoding keeps to, and the tool calls of chat models."""
+"""Structured output: grammars that constrain decoding, and the tool calls of chat models."""
 
 from ragcache.structured.grammar import Grammar, compile_constraint
 from ragcache.structured.tool_calls import (

@@ -1,9 +1,8 @@
-"""The form of an answer, as a value: named by whoever asks, compiled where it is used."""
+"""Grammars of answers: as values, compiled for a model's vocabulary, and held to while decoding.
 
-# MERGED ragcache.structured.compiling: Grammars compiled for a model's vocabulary.
-# MERGED ragcache.structured.matching: A compiled grammar as the engine's constraint.
-# MERGED ragcache.structured.vocabulary: A model's vocabulary as bytes, for the grammar
-#   compiler.
+A `Grammar` is plain text in one of four languages. `compile_constraint` compiles it with the
+model's one compiler, and the engine takes a mask from its `GrammarConstraint` before each token.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +34,17 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer's text must be, from its first character to its last.
+    """The form of an answer's text, from its first character to its last.
 
-    Making one needs no extra; using one needs `structured`. Equal texts are equal grammars, of
-    which each model compiles one. text: in the language of `kind`.
+    Making one needs no extra; using one needs `structured`. Equal grammars are compiled once for
+    each model.
+
+    Args:
+        kind: The language of `text`.
+        text: A JSON schema, a regular expression, GBNF, or a structural tag as JSON.
+
+    Raises:
+        InvalidRequest: The text is empty.
     """
 
     kind: Kind
@@ -52,9 +58,14 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that a schema allows, on one line.
 
-        Properties come in the schema's order, and none that it does not name unless it says
-        `additionalProperties`. Raises `InvalidRequest` for what is no schema, and for a keyword
-        that decoding cannot hold to.
+        Properties come in the schema's order; others are allowed only by `additionalProperties`.
+
+        Raises:
+            InvalidRequest: It is no JSON schema, or has a keyword that decoding cannot enforce.
+
+        Example:
+            >>> Grammar.json_schema({"type": "integer"})
+            Grammar(kind='json_schema', text='{"type": "integer"}')
         """
         parsed = _parsed(schema)
         check_json_schema(parsed)
@@ -67,7 +78,11 @@ class Grammar:
 
     @classmethod
     def response_format(cls, wanted: Mapping[str, Any] | None) -> Grammar | None:
-        """OpenAI's `response_format`; None where any text will do. Raises `InvalidRequest`."""
+        """The grammar of OpenAI's `response_format`; None if any text is allowed.
+
+        Raises:
+            InvalidRequest: It is of an unknown type, or without a schema.
+        """
         if wanted is None:
             return None
         kind = wanted.get("type") if isinstance(wanted, Mapping) else None
@@ -87,8 +102,11 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """A text that the whole pattern matches: classes, groups, alternatives and repetition, no
-        look-around and no back references."""
+        """A text that the whole pattern matches.
+
+        Patterns have classes, groups, alternatives and repetition, but no look-around and no back
+        references.
+        """
         return cls("regex", pattern)
 
     @classmethod
@@ -98,7 +116,7 @@ class Grammar:
 
 
 def _parsed(schema: Mapping[str, Any] | str) -> object:
-    """The schema as JSON has it: no tuples, no keys that are not strings."""
+    """The schema as JSON values, without tuples and with strings for keys."""
     try:
         return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
     except (TypeError, ValueError, RecursionError) as error:
@@ -106,21 +124,20 @@ def _parsed(schema: Mapping[str, Any] | str) -> object:
 
 
 KEPT_BYTES = 2**26
-"""Compiled grammars that each model keeps, the least recently used going first."""
+"""The size of the compiled grammars that each model keeps (least recently used evicted)."""
 
-THREADS = 2
-"""Of one compilation, beside the model's own."""
+THREADS = 2  # of one compilation
 
-# The place in the compiler's source, which tells a caller nothing.
+# Places in the compiler's source, of no use to a caller.
 _ORIGIN = re.compile(
     r"^\[[\d:]+\] \S+: |Check failed: .*? is false: |Invalid structural tag error: "
 )
 
 
 class ModelGrammarCompiler:
-    """Compiles grammars for one model, for any number of threads.
+    """Compiles grammars for one model; thread-safe.
 
-    stop_ids: the tokens that end an answer; a grammar allows them where it is complete.
+    A grammar allows the tokens `stop_ids`, which end an answer, where it is complete.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -138,8 +155,8 @@ class ModelGrammarCompiler:
             info, max_threads=THREADS, cache_limit_bytes=KEPT_BYTES
         )
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiles it, or finds it compiled. Raises `InvalidRequest`."""
+    def compile_grammar(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a grammar, or takes it from the cache. Raises `InvalidRequest`."""
         try:
             return self._compile(grammar)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -173,8 +190,10 @@ _lock = threading.Lock()
 
 
 def grammar_compiler(model: LoadedModel) -> ModelGrammarCompiler:
-    """The model's compiler, made at the first call and dropped with the model. Raises
-    `MissingExtra`."""
+    """The model's compiler, made at the first call and dropped with the model.
+
+    Raises `MissingExtra`.
+    """
     with _lock:
         compiler = _compilers.get(model)
         if compiler is None:
@@ -193,12 +212,17 @@ def _library() -> Any:
 
 
 def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
-    """Compiles the grammar for the model's vocabulary.
+    """Compiles a grammar for a model's vocabulary.
 
-    Raises `InvalidRequest` where it cannot be compiled, `MissingExtra` without `structured`.
+    Returns:
+        Makes a constraint for each answer; see `engine.Request.constraint`.
+
+    Raises:
+        InvalidRequest: The grammar cannot be compiled.
+        MissingExtra: The extra `structured` is not installed.
     """
     compiler = grammar_compiler(model)
-    compiled = compiler.compile(grammar)
+    compiled = compiler.compile_grammar(grammar)
     stops = torch.zeros(1, compiler.width, dtype=torch.bool, device="cpu")
     stops[0, compiler.stop_ids] = True
     [packed] = pack(stops)
@@ -206,7 +230,7 @@ def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
 
 
 class GrammarConstraint:
-    """One answer's place in its grammar. stops: the stop tokens as a packed mask, int32 [W]."""
+    """The state of one answer in its grammar. stops: the stop tokens as a mask, int32 [W]."""
 
     def __init__(self, compiled: CompiledGrammar, stops: Tensor) -> None:
         from xgrammar import GrammarMatcher
@@ -238,13 +262,15 @@ class GrammarConstraint:
 
 
 TOOL_MARKERS = frozenset(("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"))
-"""Control tokens that a grammar may spell. No other control token stands in an answer of a given
-form: its text is left out of what the caller sees."""
+"""The control tokens that a grammar may use; the text of all others is hidden from callers."""
 
 
 def token_bytes(model: LoadedModel) -> list[bytes]:
-    """The bytes of every row of the model's logits, b"" for what no grammar may use: control
-    tokens, and rows beyond the tokenizer. Raises `InvalidRequest` for an unknown tokenizer."""
+    """The bytes of every row of the model's logits.
+
+    They are b"" for control tokens and for rows beyond the tokenizer, which no grammar may use.
+    Raises `InvalidRequest` for an unknown kind of tokenizer.
+    """
     from xgrammar import TokenizerInfo
 
     tokenizer, width = model.tokenizer, logits_width(model)
@@ -256,20 +282,15 @@ def token_bytes(model: LoadedModel) -> list[bytes]:
         ) from error
     decoded = [bytes(token) for token in info.decoded_vocab]
     decoded += [b""] * (width - len(decoded))
-    for token_id, added in _added(tokenizer).items():
+    for token_id, added in getattr(tokenizer, "added_tokens_decoder", {}).items():
         if token_id < width:
             hidden = added.special and added.content not in TOOL_MARKERS
             decoded[token_id] = b"" if hidden else added.content.encode()
     return decoded
 
 
-def _added(tokenizer: Any) -> dict[int, Any]:
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return added
-
-
 def logits_width(model: LoadedModel) -> int:
-    """V of the model's logits, which may be more than its tokenizer has tokens."""
+    """V of the model's logits; it may exceed the number of the tokenizer's tokens."""
     hugging_face = model.causal.model
     head = hugging_face.get_output_embeddings()
     if head is not None:

@@ -1,15 +1,11 @@
-"""Which JSON schemas decoding can hold to.
+"""JSON schemas for decoding: checked for keywords that it cannot enforce, and turned into rules.
 
-The compiler passes over keywords that it does not know, so an answer would be accepted that the
-schema refuses. Those are refused here, with the place where they stand.
+The compiler passes over keywords that it does not know, so an answer might break its schema;
+`check_json_schema` refuses those, with their place. Its own rules for strings with a length let
+control characters through, those for some patterns a bare quote, and where a schema leaves members
+open beside other keywords it allows no member at all. So `schema_rules` gives strings with a length
+or a pattern rules of its own, and writes open members out before the compiler reads the schema.
 """
-
-# MERGED ragcache.structured.schema_rules: JSON schemas as rules of a grammar, with strings
-#   that are JSON in every case. The compiler's own rules for strings with a length let control
-#   characters through, and those for some patterns a bare quote; where a schema leaves members
-#   open beside other keywords, they allow no member at all. So strings with a length or a
-#   pattern get rules from here, and what is left open is written out before the compiler reads
-#   the schema.
 
 from __future__ import annotations
 
@@ -19,10 +15,9 @@ from typing import Any, NoReturn
 
 from ragcache.errors import InvalidRequest
 
-DEEPEST = 64
-"""Levels of nested schemas."""
+DEEPEST = 64  # levels of nested schemas
 
-_NOT_HELD = frozenset(
+_UNENFORCED = frozenset(
     "contains dependencies dependentRequired dependentSchemas if not then else uniqueItems "
     "additionalItems $dynamicRef $recursiveRef".split()
 )
@@ -36,16 +31,20 @@ _ASSERTING = (
     | _LENGTHS
     | _NUMBERS
 )
-# Only the first of these is read; what else the same schema asks for is passed over.
+# The compiler reads the first of these and passes over all other keywords beside it.
 _JOINING = ("$ref", "anyOf", "oneOf", "allOf")
-# Where schemas stand within a schema: in an object by name, in a list, or alone.
+# Keywords whose value is an object of schemas, a list of schemas, or one schema.
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("items", "additionalProperties")
 
 
 def check_json_schema(schema: object) -> None:
-    """Raises `InvalidRequest` for what is no schema or asks for what decoding cannot hold to."""
+    """Checks that `schema` is a JSON schema that decoding can enforce.
+
+    Raises:
+        InvalidRequest: It is none, or has a keyword that decoding cannot enforce.
+    """
     if not isinstance(schema, dict):
         raise InvalidRequest(f"a JSON schema is an object, not {type(schema).__name__}")
     _check(schema, "#", 0)
@@ -58,7 +57,7 @@ def _check(schema: object, place: str, depth: int) -> None:
         raise InvalidRequest(f"the JSON schema has {schema!r:.60} at {place}, which is no schema")
     if depth > DEEPEST:
         raise InvalidRequest(f"the JSON schema nests deeper than {DEEPEST} levels at {place:.80}")
-    found = sorted(schema.keys() & _NOT_HELD)
+    found = sorted(schema.keys() & _UNENFORCED)
     if found and (found != ["uniqueItems"] or schema["uniqueItems"]):
         _refuse(found[0], "", place)
     _check_joined(schema, place)
@@ -69,7 +68,7 @@ def _check(schema: object, place: str, depth: int) -> None:
 
 
 def _check_joined(schema: dict[str, object], place: str) -> None:
-    """References and choices stand alone: no other keyword narrows them."""
+    """References and choices have no other keyword beside them to narrow them."""
     joining = [key for key in _JOINING if key in schema]
     if not joining:
         return
@@ -94,7 +93,7 @@ def _type(schema: object) -> object:
 
 
 def _check_combined(schema: dict[str, object], place: str) -> None:
-    """Keywords that are read only with a type, or only without one another."""
+    """Keywords that are enforced only with a type, or only without each other."""
     kinds = schema.keys()
     untyped = sorted(kinds & (_LENGTHS | _NUMBERS | {"pattern"}))
     if untyped and not kinds & {"type", "enum", "const"}:
@@ -117,7 +116,7 @@ def _check_combined(schema: dict[str, object], place: str) -> None:
 
 
 def _check_patterns(schema: dict[str, object], place: str) -> None:
-    """The compiler refuses what it cannot hold to in a pattern, but passes over look-ahead."""
+    """Patterns have no look-ahead: the one thing in them that the compiler passes over."""
     named = schema.get("patternProperties")
     for pattern in (schema.get("pattern", ""), *(named if isinstance(named, dict) else ())):
         if not isinstance(pattern, str):
@@ -152,7 +151,7 @@ def _inner(schema: dict[str, object], place: str) -> Iterator[tuple[str, object]
             yield key, schema[key]
 
 
-# No half of a surrogate pair, which is no character.
+# A JSON string's character; \uD800 to \uDFFF are halves of pairs and no characters.
 _CHARACTER = r"""
 ragcache_character ::= [^\0-\x1f"\\] | "\\" ragcache_escape
 ragcache_escape ::= ["\\/bfnrt] | "u" ragcache_plane ragcache_hex ragcache_hex
@@ -163,12 +162,15 @@ _MEMBERS = frozenset("properties patternProperties additionalProperties property
 
 
 def schema_rules(schema: dict[str, Any]) -> str:
-    """GBNF of the JSON that the schema allows, on one line. Raises what the compiler raises."""
+    """The GBNF rules of the JSON that a schema allows, on one line.
+
+    Errors are those of the compiler.
+    """
     from xgrammar import Grammar
 
     inner: list[str] = []
     prepared = _prepared(schema, inner)
-    # free white space would let a model write it for ever
+    # with free white space a model may write it without end
     rules = str(Grammar.from_json_schema(json.dumps(prepared), any_whitespace=False))
     for number, rule in enumerate(inner):
         mark, name = _mark(number), f"ragcache_text_{number}"
@@ -179,12 +181,12 @@ def schema_rules(schema: dict[str, Any]) -> str:
 
 
 def _mark(number: int) -> str:
-    """Stands for a string's inside while the compiler reads the schema."""
+    """A placeholder for the inside of a string while the compiler reads the schema."""
     return f"RAGCACHE{number}END"
 
 
 def _prepared(schema: Any, inner: list[str]) -> Any:
-    """The schema for the compiler. inner: takes the rules of what is within the quotes."""
+    """The schema for the compiler; rules for the inside of strings are added to `inner`."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
@@ -204,7 +206,7 @@ def _prepared(schema: Any, inner: list[str]) -> Any:
         made["additionalProperties"] = True
     low, high = made.pop("minLength", 0), made.pop("maxLength", None)
     if "pattern" in made:
-        # the whole string matches, which is less than the schema allows
+        # the pattern holds for the whole string, which is stricter than JSON Schema
         inner.append(f"Regex({json.dumps(made['pattern'])}, json_string=true)")
     elif low or high is not None:
         inner.append(f"ragcache_character{{{low},{'' if high is None else high}}}")

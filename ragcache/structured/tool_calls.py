@@ -1,9 +1,8 @@
-"""The JSON object of one tool call, read as it comes."""
+"""Reads tool calls from a model's text: whole (`parse_tool_calls`), or streamed (`ToolCallStream`).
 
-# MERGED ragcache.structured.call_reader: What the readers of every style share: text and
-#   calls, told as soon as they are certain.
-# MERGED ragcache.structured.tool_calls: Tool calls read from a model's text, whole or while it
-#   comes.
+A reader for each style separates text from calls and emits both as soon as they are certain. The
+JSON object of a call is scanned character by character for its end, its name and its arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model asks for."""
+    """A call of a tool."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -27,8 +26,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """What began as a call and is none. name: where it can be told. text: as the model wrote it,
-    without the markers around it. error: what is wrong with it."""
+    """A call that cannot be read.
+
+    Args:
+        name: The tool's name, if it could be read.
+        text: The call as the model wrote it, without the markers around it.
+        error: The reason.
+    """
 
     name: str | None
     text: str
@@ -36,9 +40,9 @@ class InvalidToolCall:
 
 
 class CallScanner:
-    """Reads `{"name": ..., "arguments": {...}}` up to its closing brace.
+    """Scans `{"name": ..., "arguments": {...}}` up to its closing brace.
 
-    It knows strings and brackets only: whether the text is JSON is told at its end.
+    It follows strings and brackets only; `parse_call` checks at the end that the text is JSON.
     """
 
     def __init__(self) -> None:
@@ -59,11 +63,11 @@ class CallScanner:
 
     @property
     def arguments(self) -> str:
-        """The text of the arguments as far as it was read; "" if they are no object."""
+        """The text of the arguments read so far; "" if they are no object."""
         return "" if self._begin is None else self.text[self._begin : self._end]
 
     def read(self, text: str) -> int:
-        """Takes text until the object ends. Returns how many characters were taken."""
+        """Reads text until the object ends. Returns the number of characters read."""
         begin = len(self.text)
         self.text += text
         for place in range(begin, len(self.text)):
@@ -97,7 +101,7 @@ class CallScanner:
                 self._end_string(_string(self.text[begin : place + 1]))
 
     def _end_string(self, value: str) -> None:
-        """A string of the object itself ended: a key, or a key's value."""
+        """Ends a string of the object itself: a key, or a key's value."""
         if not self._at_value:
             self.keys.append(value)
         elif self.keys and self.keys[-1] == "name" and self.name is None:
@@ -124,7 +128,7 @@ def _string(literal: str) -> str:
 
 
 def parse_call(scan: CallScanner, raw: str) -> ToolCall | InvalidToolCall:
-    """What was read. raw: as the model wrote it."""
+    """The call of a scanned object. raw: the text as the model wrote it."""
     try:
         fields = _loads(scan.text)
         if [key for key in scan.keys if key in ARGUMENTS][1:] or scan.keys.count("name") > 1:
@@ -152,15 +156,20 @@ def _refuse(constant: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that belongs to no call."""
+    """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of a call. index: its place among the calls. name: with its first delta. arguments: more
-    of their JSON text."""
+    """A part of a call.
+
+    Args:
+        index: The call's number, from 0.
+        name: The tool's name in the first delta of a call, then None.
+        arguments: More of the JSON text of the arguments.
+    """
 
     index: int
     name: str | None
@@ -172,22 +181,22 @@ AnyToolCall = ToolCall | InvalidToolCall
 
 
 class ToolCallReader:
-    """Takes text, and collects deltas and calls.
+    """Collects deltas and calls from text; the base of the styles' readers.
 
-    A style's `step` reads what it can of `rest` and returns whether to go on at once; `end` takes
-    what is left when no more text comes.
+    `step` reads as much of `rest` as is certain and returns whether to call it again; `end` reads
+    the rest when the text has ended.
     """
 
     def __init__(self) -> None:
         self.calls: list[AnyToolCall] = []
         self.deltas: list[AnyDelta] = []
         self.rest = ""  # not yet read
-        self.raw = ""  # the call under way, as it was written
+        self.raw = ""  # the current call, as it was written
         self.scan: CallScanner | None = None
-        self._blank = ""  # white space that text or a call may follow
-        self._spoken = False  # whether text came since the beginning or the last call
-        self._named = False
-        self._sent = 0  # characters of the arguments
+        self._blank = ""  # white space not emitted yet: text or a call may follow
+        self._text_emitted = False  # whether there was text since the beginning or the last call
+        self._name_emitted = False
+        self._emitted = 0  # characters of the arguments
 
     def step(self) -> bool:
         raise NotImplementedError
@@ -195,61 +204,60 @@ class ToolCallReader:
     def end(self) -> None:
         raise NotImplementedError
 
-    def say(self, text: str) -> None:
-        """Tells text; white space at the beginning and after a call only where text follows."""
+    def emit_text(self, text: str) -> None:
+        """Emits text; white space at the beginning and after a call only if text follows."""
         text = self._blank + text
         self._blank = ""
-        if not self._spoken and not text.strip():
+        if not self._text_emitted and not text.strip():
             self._blank = text
             return
-        if not self._spoken and self.calls:
+        if not self._text_emitted and self.calls:
             text = text.lstrip()
-        self._spoken = True
+        self._text_emitted = True
         self.deltas.append(TextDelta(text))
 
-    def say_before(self, marker: str) -> bool:
-        """Tells the text before a marker and takes both. Without one, tells what cannot be the
-        beginning of one. Returns whether it was there."""
+    def emit_text_before(self, marker: str) -> bool:
+        """Emits the text before a marker, or all that cannot begin one. Returns whether it came."""
         before, found, after = self.rest.partition(marker)
         kept = after if found else before[len(before) - overlap(before, marker) :]
-        said = before if found else before[: len(before) - len(kept)]
-        if said:
-            self.say(said)
+        text_before = before if found else before[: len(before) - len(kept)]
+        if text_before:
+            self.emit_text(text_before)
         self.rest = kept
         return bool(found)
 
-    def close_text(self) -> None:
-        """Text ends: white space alone is an answer only where no call is."""
+    def end_text(self) -> None:
+        """Ends the text; white space without other text is emitted only if there was no call."""
         if self._blank and not self.calls:
             self.deltas.append(TextDelta(self._blank))
         self._blank = ""
 
     def begin_call(self, scan: CallScanner | None = None) -> None:
-        self._blank, self._spoken = "", False
-        self._named, self._sent = False, 0
+        self._blank, self._text_emitted = "", False
+        self._name_emitted, self._emitted = False, 0
         self.raw, self.scan = "", scan
 
     def read_object(self) -> bool:
-        """Reads on in the call's object. Returns whether it ended."""
+        """Reads more of the call's object. Returns whether it ended."""
         assert self.scan is not None
         taken = self.scan.read(self.rest)
         self.raw += self.rest[:taken]
         self.rest = self.rest[taken:]
         return self.scan.done
 
-    def tell(self) -> None:
-        """Tells what is new of the call, once its name is known."""
+    def emit_call(self) -> None:
+        """Emits the new part of the call, once its name is known."""
         assert self.scan is not None
         if not self.scan.name:
             return
-        new = self.scan.arguments[self._sent :]
-        if new or not self._named:
-            name = None if self._named else self.scan.name
+        new = self.scan.arguments[self._emitted :]
+        if new or not self._name_emitted:
+            name = None if self._name_emitted else self.scan.name
             self.deltas.append(ToolCallDelta(len(self.calls), name, new))
-        self._named, self._sent = True, self._sent + len(new)
+        self._name_emitted, self._emitted = True, self._emitted + len(new)
 
     def end_call(self, junk: str = "") -> None:
-        """Takes the call. junk: what stands between it and its end."""
+        """Ends the call. junk: the text between its object and its end."""
         if self.scan is None or not self.scan.done or junk.strip():
             name = None if self.scan is None else self.scan.name or None
             wrong = "the call does not end" if self.scan is not None else "a call is a JSON object"
@@ -258,15 +266,15 @@ class ToolCallReader:
             self.calls.append(InvalidToolCall(name, self.raw + junk, wrong))
             return
         call = parse_call(self.scan, self.raw)
-        if isinstance(call, ToolCall) and not self._sent:
+        if isinstance(call, ToolCall) and not self._emitted:
             arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-            name = None if self._named else call.name
+            name = None if self._name_emitted else call.name
             self.deltas.append(ToolCallDelta(len(self.calls), name, arguments))
         self.calls.append(call)
 
 
 def overlap(text: str, marker: str) -> int:
-    """How many characters at the end of the text may begin the marker."""
+    """The number of characters at the end of the text that may begin the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
@@ -281,65 +289,65 @@ class HermesReader(ToolCallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = "text"  # then "open", "call", "close"
+        self._state = "text"  # then "open", "call", "close"
 
     def step(self) -> bool:
-        if self._place == "text":
-            if not self.say_before(self.OPEN):
+        if self._state == "text":
+            if not self.emit_text_before(self.OPEN):
                 return False
             self._open()
-        elif self._place == "open":
+        elif self._state == "open":
             body = self.rest.lstrip(SPACE)
             if not body:
                 return False
             if body[0] == "{":
                 self.rest, self.scan = body, CallScanner()
-            self._place = "close" if self.scan is None else "call"
-        elif self._place == "call":
+            self._state = "close" if self.scan is None else "call"
+        elif self._state == "call":
             ended = self.read_object()
-            self.tell()
+            self.emit_call()
             if not ended:
                 return False
-            self._place = "close"
+            self._state = "close"
         else:
             return self._close()
         return True
 
     def _open(self) -> None:
         self.begin_call()
-        self._place = "open"
+        self._state = "open"
 
     def _close(self) -> bool:
-        """To the marker that ends the call, or to the next call where it was left out."""
+        """Reads to the marker that ends the call, or to the next call if that marker is missing."""
         ends = [(self.rest.find(marker), marker) for marker in (self.CLOSE, self.OPEN)]
         place, marker = min((end for end in ends if end[0] >= 0), default=(-1, ""))
         if place < 0:
             return False
         self.end_call(self.rest[:place])
         self.rest = self.rest[place + len(marker) :]
-        self._place = "text"
+        self._state = "text"
         if marker == self.OPEN:
             self._open()
         return True
 
     def end(self) -> None:
-        if self._place == "call" and self.CLOSE in self.raw:
-            # a string that never ended took what came after the call for its own
+        if self._state == "call" and self.CLOSE in self.raw:
+            # a string without end swallowed the text after the call
             self.raw, _, self.rest = self.raw.partition(self.CLOSE)
             self.end_call()
-            self._place = "text"
+            self._state = "text"
             while self.step():
                 pass
             self.end()
             return
-        if self._place == "text":
+        if self._state == "text":
             if self.rest:
-                self.say(self.rest)
+                self.emit_text(self.rest)
         else:
             cut = self.rest[: len(self.rest) - overlap(self.rest, self.CLOSE)]
             self.end_call(cut if self.scan is not None else self.rest)
         self.rest = ""
-        self.close_text()
+        self.end_text()
 
 
 class LlamaReader(ToolCallReader):
@@ -350,16 +358,16 @@ class LlamaReader(ToolCallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = "start"  # then "call", "text"
-        self._before = ""  # what stands before the call, in case that it is text
+        self._state = "start"  # then "call", "text"
+        self._before = ""  # the text before the call, which may be text too
 
     def step(self) -> bool:
-        if self._place == "start":
+        if self._state == "start":
             return self._start()
-        if self._place == "call":
+        if self._state == "call":
             return self._call()
         if self.rest:
-            self.say(self.rest)
+            self.emit_text(self.rest)
         self.rest = ""
         return False
 
@@ -369,10 +377,10 @@ class LlamaReader(ToolCallReader):
         if not inner or self.TAG.startswith(body):
             return False
         if inner[0] != "{":
-            self._place, self.rest = "text", body if self.calls else self.rest
+            self._state, self.rest = "text", body if self.calls else self.rest
             return True
         self._before = self.rest[: len(self.rest) - len(inner)] if not self.calls else ""
-        self._place, self.rest = "call", inner
+        self._state, self.rest = "call", inner
         self.scan, self.raw = CallScanner(), ""
         self._called = False
         return True
@@ -385,25 +393,25 @@ class LlamaReader(ToolCallReader):
             self.begin_call(scan)
             self.raw, self._called = raw, True
         if self._called:
-            self.tell()
+            self.emit_call()
         if not ended:
             return False
         if self._called:
             self.end_call()
-            self._place = "start"
+            self._state = "start"
         else:
-            self._place, self.rest = "text", self._before + self.raw + self.rest
+            self._state, self.rest = "text", self._before + self.raw + self.rest
         return True
 
     def end(self) -> None:
-        if self._place == "call" and self._called:
+        if self._state == "call" and self._called:
             self.end_call()
-        elif self._place == "call":
-            self.say(self._before + self.raw)
+        elif self._state == "call":
+            self.emit_text(self._before + self.raw)
         elif left := self.rest.strip(SPACE + ";") if self.calls else self.rest:
-            self.say(left)
+            self.emit_text(left)
         self.rest = ""
-        self.close_text()
+        self.end_text()
 
 
 class MistralReader(ToolCallReader):
@@ -413,22 +421,22 @@ class MistralReader(ToolCallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = "text"  # then "open"; "list" and "call", or "name" and "arguments"; "junk"
+        self._state = "text"  # then "open"; "list" and "call", or "name" and "arguments"; "junk"
 
     def step(self) -> bool:
-        if self._place == "text":
-            if not self.say_before(self.OPEN):
+        if self._state == "text":
+            if not self.emit_text_before(self.OPEN):
                 return False
             self.begin_call()
-            self._place = "open"
+            self._state = "open"
             return True
-        if self._place == "open":
+        if self._state == "open":
             return self._open()
-        if self._place == "list":
+        if self._state == "list":
             return self._list()
-        if self._place == "name":
+        if self._state == "name":
             return self._name()
-        if self._place == "junk":
+        if self._state == "junk":
             return self._junk()
         return self._call()
 
@@ -436,7 +444,7 @@ class MistralReader(ToolCallReader):
         body = self.rest.lstrip(SPACE)
         if not body:
             return False
-        self._place = "list" if body[0] == "[" else "name"
+        self._state = "list" if body[0] == "[" else "name"
         self.rest = body[1:] if body[0] == "[" else body
         return True
 
@@ -446,18 +454,18 @@ class MistralReader(ToolCallReader):
             return False
         if self.rest[0] == "{":
             self.begin_call(CallScanner())
-            self._place = "call"
+            self._state = "call"
         elif self.rest[0] == "]":
-            self._place, self.rest = "text", self.rest[1:]
+            self._state, self.rest = "text", self.rest[1:]
         else:
             self.begin_call()
-            self._place = "junk"
+            self._state = "junk"
         return True
 
     def _name(self) -> bool:
         brace, marker = self.rest.find("{"), self.rest.find(self.OPEN)
         if marker >= 0 and not 0 <= brace < marker:
-            self._place = "junk"
+            self._state = "junk"
             return True
         if brace < 0:
             return False
@@ -466,21 +474,21 @@ class MistralReader(ToolCallReader):
         scan.read(f'{{"name": {json.dumps(name)}, "arguments": ')
         self.begin_call(scan)
         self.raw, self.rest = self.rest[:brace], self.rest[brace:]
-        self._place = "arguments"
+        self._state = "arguments"
         return True
 
     def _call(self) -> bool:
         assert self.scan is not None
-        in_list = self._place == "call"
+        in_list = self._state == "call"
         ended = self.read_object() if in_list else self._read_arguments()
-        self.tell()
+        self.emit_call()
         if ended:
             self.end_call()
-            self._place = "list" if in_list else "text"
+            self._state = "list" if in_list else "text"
         return ended
 
     def _read_arguments(self) -> bool:
-        """The object of arguments alone; the brace around it is ours."""
+        """Reads the object of arguments; the reader adds the brace around it."""
         scan = self.scan
         assert scan is not None
         for place, char in enumerate(self.rest):
@@ -498,17 +506,17 @@ class MistralReader(ToolCallReader):
             return False
         self.end_call(self.rest[:place])
         self.rest = self.rest[place:]
-        self._place = "text"
+        self._state = "text"
         return True
 
     def end(self) -> None:
-        if self._place == "text":
+        if self._state == "text":
             if self.rest:
-                self.say(self.rest)
-        elif self._place != "list":
+                self.emit_text(self.rest)
+        elif self._state != "list":
             self.end_call(self.rest)
         self.rest = ""
-        self.close_text()
+        self.end_text()
 
 
 _READERS: dict[ToolStyle, type[ToolCallReader]] = {
@@ -521,9 +529,12 @@ _READERS: dict[ToolStyle, type[ToolCallReader]] = {
 class ToolCallStream:
     """Separates text and calls while the model writes.
 
-    Half a marker is held back until it is known what it is. The deltas of a call come once its name
-    is known, which does not make it a valid one: `calls` tells that when it has ended. However the
-    text is cut into pieces, text and calls are the same. Raises `InvalidRequest` for the style.
+    A part of a marker is held back until it is complete or refuted. Deltas of a call begin once its
+    name is known; whether the call is valid shows in `calls` when it has ended. The result does not
+    depend on how the text is cut.
+
+    Raises:
+        InvalidRequest: The style is unknown.
     """
 
     def __init__(self, style: ToolStyle | str) -> None:
@@ -535,14 +546,14 @@ class ToolCallStream:
         return self._reader.calls
 
     def feed(self, text: str) -> list[AnyDelta]:
-        """Takes more text. Returns what is now certain."""
+        """Reads more text. Returns the deltas that are now certain."""
         self._reader.rest += text
         while self._reader.step():
             pass
         return self._take()
 
     def finish(self) -> list[AnyDelta]:
-        """Ends the text. Returns what was held back."""
+        """Ends the text. Returns the deltas that were held back."""
         self._reader.end()
         return self._take()
 
@@ -552,9 +563,20 @@ class ToolCallStream:
 
 
 def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyToolCall]]:
-    """The text without its calls, and the calls. White space around calls is left out; a call that
-    cannot be read is reported as an `InvalidToolCall`. Raises `InvalidRequest` for the style."""
+    """Separates a text from its tool calls.
+
+    Returns:
+        The text without calls and the white space around them, and the calls in order. A call that
+        cannot be read is an `InvalidToolCall`.
+
+    Raises:
+        InvalidRequest: The style is unknown.
+
+    Example:
+        >>> parse_tool_calls('Wait. <tool_call>{"name": "now"}</tool_call>', "hermes")
+        ('Wait. ', [ToolCall(name='now', arguments={})])
+    """
     stream = ToolCallStream(style)
     deltas = stream.feed(text) + stream.finish()
-    said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
-    return said, stream.calls
+    text_before = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    return text_before, stream.calls

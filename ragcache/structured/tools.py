@@ -1,4 +1,4 @@
-"""Tools in a chat model's own notation: which one its template has, and a grammar for the calls."""
+"""Tools of chat models: the style of a template, `tool_choice`, and grammars of tool calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ragcache.structured.grammar import Grammar
 from ragcache.structured.json_schema import check_json_schema
 
 Format = dict[str, Any]
-"""A part of a structural tag, the compiler's description of text with marked stretches."""
+"""A part of a structural tag, the compiler's description of text with marked passages."""
 
 
 class ToolStyle(StrEnum):
-    """How a model writes calls.
+    """The notation in which a model writes tool calls.
 
     hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen). llama: the
     whole answer is `{"name": ..., "parameters": {...}}` (Llama 3.x). mistral:
@@ -29,14 +29,19 @@ class ToolStyle(StrEnum):
 
     @property
     def special(self) -> bool:
-        """Whether its markers may be control tokens, so that its text is read with
-        `Generation(skip_special_tokens=False)`."""
+        """Whether its markers may be control tokens.
+
+        Answers then need `Generation(skip_special_tokens=False)`.
+        """
         return self is not ToolStyle.HERMES
 
 
 def tool_style(tokenizer: Any) -> ToolStyle | None:
-    """The style of the tokenizer's chat template; None where it takes no tools, or writes calls in
-    a way that is not read here."""
+    """The style of a tokenizer's chat template.
+
+    Returns:
+        None if the template takes no tools, or writes calls in an unknown notation.
+    """
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, Mapping):
         templates = templates.get("tool_use", templates.get("default"))
@@ -53,11 +58,18 @@ def tool_style(tokenizer: Any) -> ToolStyle | None:
 
 
 def resolve_tool_choice(wanted: object, tools: Sequence[Mapping[str, Any]]) -> str:
-    """`auto`, `none`, `required` or the name of a tool. Raises `InvalidRequest`.
+    """Normalizes a `tool_choice` of OpenAI or LangChain.
 
-    wanted: OpenAI's `tool_choice`, and what LangChain's programs give: those words, `any`, a
-    boolean, None, a name, or `{"type": "function", "function": {"name": ...}}`. Without tools it is
-    `none`, unless a call is wanted.
+    Args:
+        wanted: `auto`, `none`, `required`, `any`, a boolean, None, a tool's name, or
+            `{"type": "function", "function": {"name": ...}}`.
+        tools: The tools of the request.
+
+    Returns:
+        `auto`, `none`, `required` or the name of a tool; `none` without tools.
+
+    Raises:
+        InvalidRequest: It is none of these, names no tool, or requires a call without tools.
     """
     words: dict[object, str] = {None: "auto", False: "auto", True: "required", "any": "required"}
     words |= {word: word for word in ("auto", "none", "required")}
@@ -100,13 +112,19 @@ def tool_call_grammar(
     parallel: bool = True,
     form: Grammar | None = None,
 ) -> Grammar:
-    """A grammar in which every call names a tool and its arguments keep to the tool's schema.
+    """Makes a grammar in which every call names a tool and its arguments fit the tool's schema.
 
-    tools: `{"type": "function", "function": {"name", "parameters", ...}}` or that function alone.
-    choice: "auto": text, calls, or both (llama: one of them); "required": calls and nothing else;
-    a tool's name: one call of it and nothing else. parallel: whether several calls may come.
-    form: a JSON schema's grammar; with "auto" the answer is calls or else such JSON, and no other
-    text. Raises `InvalidRequest`.
+    Args:
+        tools: `{"type": "function", "function": {"name", "parameters", ...}}`, or only the inner
+            function.
+        choice: "auto" allows text, calls, or both (llama: one of them); "required" only calls; a
+            tool's name only one call of it.
+        style: The notation of the calls.
+        parallel: Whether several calls are allowed.
+        form: A JSON schema's grammar; with "auto" the answer is then calls or such JSON.
+
+    Raises:
+        InvalidRequest: A tool, the choice, the style or the form is invalid.
     """
     style, functions = known_style(style), _functions(tools)
     if choice not in ("auto", "required"):
@@ -127,14 +145,18 @@ def tool_call_grammar(
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    described = _calls_alone(style, calls)
+    described = _only_calls(style, calls)
     if choice == "auto":
-        described = _with_text(style, tags, calls) if form is None else _or_form(described, form)
+        described = (
+            _calls_with_text(style, tags, calls)
+            if form is None
+            else _calls_or_form(described, form)
+        )
     text = json.dumps({"type": "structural_tag", "format": described}, ensure_ascii=False)
     return Grammar("structural_tag", text)
 
 
-# What stands before and after each call, the name of its arguments, and what separates calls.
+# The text before and after each call, the key of its arguments, and the separator of calls.
 _NOTATION = {
     ToolStyle.HERMES: ("<tool_call>\n", "\n</tool_call>", "arguments", "\n"),
     ToolStyle.LLAMA: ("", "", "parameters", "; "),
@@ -142,22 +164,22 @@ _NOTATION = {
 }
 
 
-def _calls_alone(style: ToolStyle, calls: Format) -> Format:
+def _only_calls(style: ToolStyle, calls: Format) -> Format:
     if style is not ToolStyle.MISTRAL:
         return calls
     begin, end = ({"type": "const_string", "value": value} for value in ("[TOOL_CALLS][", "]"))
     return {"type": "sequence", "elements": [begin, calls, end]}
 
 
-def _or_form(calls: Format, form: Grammar) -> Format:
+def _calls_or_form(calls: Format, form: Grammar) -> Format:
     if form.kind != "json_schema":
         raise InvalidRequest(f"beside calls an answer keeps to a JSON schema, not to a {form.kind}")
     schema = {"type": "json_schema", "json_schema": json.loads(form.text)}
     return {"type": "or", "elements": [calls, schema]}
 
 
-def _with_text(style: ToolStyle, tags: list[Format], calls: Format) -> Format:
-    """Calls, or text, or where the style has markers text and then calls."""
+def _calls_with_text(style: ToolStyle, tags: list[Format], calls: Format) -> Format:
+    """Calls or text; in styles with markers also text and then calls."""
     if style is ToolStyle.LLAMA:
         text = {"type": "any_text", "excludes": ['{"name"']}
         return {"type": "or", "elements": [calls, text]}

@@ -17,7 +17,7 @@ from tests.ragcache.structured.byte_level_model import tiny
 def allows(schema: dict[str, Any], text: str) -> bool:
     from xgrammar import GrammarMatcher
 
-    matcher = GrammarMatcher(grammar_compiler(tiny()).compile(Grammar.json_schema(schema)))
+    matcher = GrammarMatcher(grammar_compiler(tiny()).compile_grammar(Grammar.json_schema(schema)))
     return bool(matcher.accept_string(text) and matcher.is_completed())
 
 

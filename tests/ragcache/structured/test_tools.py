@@ -51,7 +51,7 @@ styles = pytest.mark.parametrize("style", list(ToolStyle))
 def allows(grammar: Grammar, text: str) -> bool:
     from xgrammar import GrammarMatcher
 
-    matcher = GrammarMatcher(grammar_compiler(tiny()).compile(grammar))
+    matcher = GrammarMatcher(grammar_compiler(tiny()).compile_grammar(grammar))
     return matcher.accept_string(text) and matcher.is_completed()
 
 
