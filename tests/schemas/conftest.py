@@ -1,14 +1,11 @@
-"""What the tests of the language share: the reference files, and a token counter."""
+"""Fixtures of the language's tests."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for pml_trees
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for trees, and small tools for reading errors."""
+"""Hypothesis strategies for trees, and a token counter."""
 
 from __future__ import annotations
 

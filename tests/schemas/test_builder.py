@@ -1,7 +1,4 @@
-"""Schemas generated from collections."""
-
-# MERGED tests.schemas.test_traits: Schemas from tables of traits (Prompt Cache, §5.6.2).
-# MERGED tests.schemas.test_code: Schemas from source code (Prompt Cache, §5.6.1).
+"""Generated schemas: collections, tables of traits (Prompt Cache, §5.6.2), source code (§5.6.1)."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ from tests.schemas.pml_trees import count_words
 HANDBOOK = collection_schema("handbook", "Use the documents.", 2, "handbook", epilogue="Answer:")
 
 
-def test_a_collection_is_preamble_slots_and_question() -> None:
+def test_collection_schema_children() -> None:
     assert (
         Schema(
             "handbook",
@@ -59,11 +56,11 @@ def test_a_collection_is_preamble_slots_and_question() -> None:
     assert parse_schema(write_schema(HANDBOOK)) == HANDBOOK
 
 
-def test_the_size_of_a_collection_does_not_matter() -> None:
+def test_collection_schema_text_is_short() -> None:
     assert len(write_schema(collection_schema("h", "", 4, "c"))) < 400
 
 
-def test_a_document_is_a_module_of_modules() -> None:
+def test_document_module_nests_its_chunks() -> None:
     module = document_module("leave.md", ["one", ("part", "two"), Module("x")], heading="Leave\n")
     assert module == Module(
         "leave.md",
@@ -76,19 +73,19 @@ def test_a_document_is_a_module_of_modules() -> None:
     )
 
 
-def test_document_names_must_be_names() -> None:
+def test_document_module_refuses_invalid_and_duplicate_names() -> None:
     with pytest.raises(InvalidName, match="module_name"):
         document_module("my leave.md", [])
     with pytest.raises(PMLError):
         document_module("leave", ["a", ("c1", "b")])
 
 
-def test_slots_are_one_or_more() -> None:
+def test_collection_schema_needs_a_slot() -> None:
     with pytest.raises(InvalidAttribute):
         collection_schema("h", "", 0, "c")
 
 
-def test_expanding_writes_the_members_of_each_slot() -> None:
+def test_expand_slots_writes_the_members_of_each_slot() -> None:
     documents = (document_module("a", ["x"]), document_module("b", ["y", "z"]))
     expanded = expand_slots(HANDBOOK, {"handbook": documents})
     assert expanded.children[1:3] == (
@@ -98,7 +95,7 @@ def test_expanding_writes_the_members_of_each_slot() -> None:
     assert parse_schema(write_schema(expanded)) == expanded
 
 
-def test_expanding_reaches_slots_anywhere() -> None:
+def test_expand_slots_reaches_nested_slots() -> None:
     schema = parse_schema(
         '<schema name="s"><user><union><module name="m"><union slot="1" collection="c"/></module>'
         "</union></user></schema>"
@@ -108,12 +105,12 @@ def test_expanding_reaches_slots_anywhere() -> None:
     assert 'collection="c"' not in written
 
 
-def test_expanding_needs_every_collection() -> None:
+def test_expand_slots_needs_every_collection() -> None:
     with pytest.raises(UnknownName, match="'handbook'; the collections given are: other"):
         expand_slots(HANDBOOK, {"other": []})
 
 
-def test_slots_and_their_written_form_have_the_same_canonical_places() -> None:
+def test_expanded_slots_keep_canonical_positions() -> None:
     documents = (document_module("a", ["x y"]), document_module("b", ["z"]))
     slots = lay_out(HANDBOOK, count_words, "compact")
     written = lay_out(expand_slots(HANDBOOK, {"handbook": documents}), count_words, "compact")
@@ -126,7 +123,7 @@ CSV = "grade,level\nfirst year,low\nsecond year,high\nfirst year,\n,first year\n
 TABLE = TraitTable.from_rows("learner", csv.DictReader(io.StringIO(CSV)), preamble="Teach.\n")
 
 
-def test_a_union_per_column_and_a_module_per_value() -> None:
+def test_trait_schema_has_a_union_per_column_and_a_module_per_value() -> None:
     assert TABLE.schema == Schema(
         "learner",
         (
@@ -149,7 +146,7 @@ def test_a_union_per_column_and_a_module_per_value() -> None:
     assert parse_schema(write_schema(TABLE.schema)) == TABLE.schema
 
 
-def test_a_row_is_a_prompt() -> None:
+def test_trait_prompt_imports_one_module_per_column() -> None:
     prompt = TABLE.prompt({"level": "first year", "grade": "second year"}, "What next?")
     assert prompt.children == (
         Import("second-year"),
@@ -162,7 +159,7 @@ def test_a_row_is_a_prompt() -> None:
     assert TABLE.prompt({"grade": " ", "level": "low"}).children == (Import("low"),)
 
 
-def test_texts_may_be_given_and_are_never_markup() -> None:
+def test_trait_texts_never_become_markup() -> None:
     table = TraitTable("t", {"mood & <state>": {"</union>": "Glad <b>\f", "x": "Sad"}})
     assert table.schema.children == (
         Union((Module("_union", (Text("Glad <b>\n"),)), Module("x", (Text("Sad"),)))),
@@ -172,7 +169,7 @@ def test_texts_may_be_given_and_are_never_markup() -> None:
     assert odd.columns == {"{value}": {"{column}": "{value}: {column}\n"}}
 
 
-def test_errors() -> None:
+def test_trait_table_errors() -> None:
     with pytest.raises(UnknownName, match="no column 'age'; there are: grade, level"):
         TABLE.prompt({"age": "1"})
     with pytest.raises(UnknownName, match="no value in 'level' 'mid'; there are: low, high"):
@@ -196,7 +193,7 @@ class Map: pass
 class Map: again = "]]>"'''
 
 
-def test_every_file_is_a_module_in_its_order() -> None:
+def test_code_schema_has_a_module_per_file() -> None:
     schema = code_schema("s", {"b.c": "int b;\r\n", "a/b.py": "x = 1"}, preamble="Read.\n")
     assert schema.children == (
         Text("Read.\n"),
@@ -206,7 +203,7 @@ def test_every_file_is_a_module_in_its_order() -> None:
     assert parse_schema(write_schema(schema)) == schema
 
 
-def test_every_top_level_class_is_a_module_in_that_of_its_file() -> None:
+def test_code_schema_nests_top_level_classes() -> None:
     [module] = code_schema("s", [("game.py", GAME)], by="class").children
     assert isinstance(module, Module)
     head, game, between, first, second = module.children
@@ -218,7 +215,7 @@ def test_every_top_level_class_is_a_module_in_that_of_its_file() -> None:
     assert [first.name, second.name] == ["Map", "Map-2"]
 
 
-def test_no_text_is_lost_between_the_parts() -> None:
+def test_code_schema_keeps_all_text() -> None:
     folder = Path(ast.__file__).parent
     files = {name: (folder / name).read_text(encoding="utf-8") for name in ("ast.py", "enum.py")}
     for by in ("file", "class"):
@@ -237,12 +234,12 @@ def test_no_text_is_lost_between_the_parts() -> None:
 
 
 @pytest.mark.parametrize("text", ["class A(:", "class A: pass\n\0", "", "\f\n# form feed\f"])
-def test_what_is_no_python_stays_whole(text: str) -> None:
+def test_files_that_do_not_parse_stay_whole(text: str) -> None:
     schema = code_schema("s", {"a.py": text}, by="class")
     assert parse_schema(write_schema(schema)) == schema
 
 
-def test_paths_that_come_to_one_name_stay_apart() -> None:
+def test_paths_with_the_same_module_name_get_different_names() -> None:
     files = {"a/b.md": "1", "a-b.md": "2", "a b.md": "3"}
     names = [m.name for m in code_schema("s", files).children]
     assert names[1] == "a-b.md"
@@ -251,7 +248,7 @@ def test_paths_that_come_to_one_name_stay_apart() -> None:
     assert sorted(m.name for m in turned) == sorted(names)
 
 
-def test_errors_code() -> None:
+def test_code_schema_errors() -> None:
     with pytest.raises(InvalidAttribute, match='write "file" or "class"'):
         code_schema("s", {}, by="function")
     with pytest.raises(PMLError, match="name of a schema"):

@@ -1,4 +1,4 @@
-"""Chat turns in the words of a model's template (Prompt Cache, §3.2.3)."""
+"""Chat turns rendered by a model's template (Prompt Cache, §3.2.3)."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def spelled(schema: str, prompt: str, render: Render) -> str:
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_turns_become_what_the_template_writes(render: Render) -> None:
+def test_turns_are_rendered_like_the_whole_conversation(render: Render) -> None:
     prompt = '<prompt schema="s"><m/><user>Why?</user></prompt>'
     expected = render([*TURNS, ("user", "Why?")], generate=True)
     assert spelled(SCHEMA, prompt, render) == expected
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_no_turn_is_left_and_modules_stay(render: Render) -> None:
+def test_rendered_schema_has_no_turns_and_keeps_modules(render: Render) -> None:
     schema = render_schema_turns(parse_schema(SCHEMA), render)
     assert [type(node) for node in schema.children] == [Text, Module, Text]
 
@@ -99,14 +99,14 @@ def test_several_turns_in_a_prompt(render: Render) -> None:
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_a_system_turn_alone(render: Render) -> None:
+def test_schema_with_only_a_system_turn(render: Render) -> None:
     schema = '<schema name="s"><system>Be brief.</system></schema>'
     expected = render([("system", "Be brief."), ("user", "Hi")], generate=True)
     assert spelled(schema, '<prompt schema="s"><user>Hi</user></prompt>', render) == expected
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_the_generated_form_of_the_reference_implementation(render: Render) -> None:
+def test_unbalanced_turns_of_the_reference_implementation(render: Render) -> None:
     schema = '<schema name="s"><system/><user><module name="m">Read this.</module></schema>'
     prompt = "<prompt schema='s'><m/>Why?</user><assistant>Answer:</prompt>"
     whole = render([("user", "Read this.Why?"), ("assistant", "Answer:")], generate=False)
@@ -114,7 +114,7 @@ def test_the_generated_form_of_the_reference_implementation(render: Render) -> N
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_a_prompt_may_leave_its_last_user_turn_open(render: Render) -> None:
+def test_last_user_turn_of_a_prompt_may_stay_open(render: Render) -> None:
     whole = spelled(SCHEMA, '<prompt schema="s"><user closes="no">Why</user></prompt>', render)
     assert whole.endswith("Why")
 
@@ -129,7 +129,7 @@ def test_turns_inside_modules() -> None:
     )
 
 
-def test_without_turns_nothing_changes() -> None:
+def test_trees_without_turns_do_not_change() -> None:
     schema, prompt = Schema("s", (Text("x"),)), Prompt("s", (Text("y"),))
     assert render_schema_turns(schema, chatml) is schema
     assert render_prompt_turns(prompt, schema, chatml) is prompt
@@ -143,7 +143,7 @@ def test_without_turns_nothing_changes() -> None:
         ("<user>U</user>", "<user>V</user>", "refuses the turns user, user: .*alternate"),
     ],
 )
-def test_turns_that_do_not_fit(schema: str, prompt: str, match: str) -> None:
+def test_mismatched_turns_are_refused(schema: str, prompt: str, match: str) -> None:
     with pytest.raises(TurnMismatch, match=match) as caught:
         spelled(
             f'<schema name="s">{schema}</schema>', f'<prompt schema="s">{prompt}</prompt>', llama2
@@ -152,7 +152,7 @@ def test_turns_that_do_not_fit(schema: str, prompt: str, match: str) -> None:
     assert caught.value.line == 1
 
 
-def test_a_template_that_loses_turns() -> None:
+def test_template_that_drops_turns_is_refused() -> None:
     def no_system(messages: Messages, *, generate: bool) -> str:
         return chatml([m for m in messages if m[0] != "system"], generate=generate)
 
@@ -160,7 +160,7 @@ def test_a_template_that_loses_turns() -> None:
         render_schema_turns(parse_schema(SCHEMA), no_system)
 
 
-def test_a_turn_inside_a_member_of_a_union() -> None:
+def test_turn_inside_a_union_member_is_refused() -> None:
     schema = parse_schema(
         '<schema name="s"><union><module name="m"><user>U</user></module></union></schema>'
     )
@@ -169,7 +169,7 @@ def test_a_turn_inside_a_member_of_a_union() -> None:
 
 
 @pytest.mark.parametrize("render", TEMPLATES)
-def test_the_answer_starts_after_a_user_turn_that_the_schema_closes(render: Render) -> None:
+def test_answer_starts_after_the_user_turn_that_the_schema_closes(render: Render) -> None:
     schema = '<schema name="s"><system>S</system><user>Read</user></schema>'
     whole: list[tuple[Role, str]] = [("system", "S"), ("user", "Read")]
     assert spelled(schema, '<prompt schema="s"/>', render) == render(whole, generate=True)

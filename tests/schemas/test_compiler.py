@@ -1,4 +1,4 @@
-"""From Python to PML (Prompt Cache, §3.2.4)."""
+"""Prompt programs compiled to PML (Prompt Cache, §3.2.4)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weather_module() -> Module:
             return Module("weather", children)
 
 
-def test_section_3_2_4_every_construct_has_its_element() -> None:
+def test_every_construct_has_its_element_3_2_4() -> None:
     miami, rome, other = trip.schema.children[4].members
     assert trip.schema.children[:4] == (
         Text("Plan a trip of "),
@@ -77,7 +77,7 @@ def test_section_3_2_4_every_construct_has_its_element() -> None:
     )
 
 
-def test_a_call_is_the_prompt() -> None:
+def test_call_makes_a_prompt() -> None:
     prompt = trip("9", "florida", season=Season.WET, month="June", first=False)
     assert prompt == Prompt(
         "travel",
@@ -98,7 +98,7 @@ def test_a_call_is_the_prompt() -> None:
     )
 
 
-def test_no_branch_may_be_taken_and_the_wildcard_catches_the_rest() -> None:
+def test_branch_not_taken_and_wildcard_case() -> None:
     prompt = trip("two", "oslo", cheap=True)
     assert [node.name for node in prompt.children if isinstance(node, Import)] == [
         "cheap",
@@ -112,7 +112,7 @@ def test_no_branch_may_be_taken_and_the_wildcard_catches_the_rest() -> None:
     assert weather("neither", "May").children == ()
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_compiled_trees_survive_writing_and_parsing() -> None:
     for program, prompt in ((trip, trip("<5>", "rome")), (chat, chat("a&b", formal=True))):
         assert parse_schema(write_schema(program.schema)) == program.schema
         assert parse_prompt(write_prompt(prompt)) == prompt
@@ -148,7 +148,7 @@ def test_names_are_stable_across_runs() -> None:
     assert written == {write_schema(trip.schema) + "\n"}
 
 
-def test_one_argument_may_be_used_twice_and_a_program_called_twice() -> None:
+def test_repeated_arguments_and_calls_get_numbered_names() -> None:
     @prompt_program
     def part(text: Annotated[str, MaxTokens(2)]) -> Content:
         yield f"[{text}]"
@@ -215,7 +215,7 @@ def test_elif_guards_singletons_and_negations() -> None:
     assert said(program(0, True), program.schema) == "small, on"
 
 
-def test_white_space_of_triple_quotes_is_that_of_pml_and_other_strings_are_as_written() -> None:
+def test_only_triple_quoted_text_follows_the_white_space_rule() -> None:
     @prompt_program
     def program(x: Annotated[str, MaxTokens(2)]) -> Content:
         yield "\n  kept  \n\n"
@@ -280,7 +280,9 @@ def failing(body: str, tmp_path: Path) -> ProgramError:
         ("(yield 'x') if n else 2", 5, "Expr", "use yield text"),
     ],
 )
-def test_errors_teach(body: str, column: int, problem: str, expected: str, tmp_path: Path) -> None:
+def test_errors_name_place_and_remedy(
+    body: str, column: int, problem: str, expected: str, tmp_path: Path
+) -> None:
     error = failing(body, tmp_path)
     assert (error.line, error.column) in {(7, column), (6, column)}
     assert problem in error.problem
@@ -294,7 +296,7 @@ def test_patterns_that_bind_are_refused(tmp_path: Path) -> None:
     assert "'[a, b]'" in error.problem
 
 
-def test_an_error_of_a_called_program_is_its_own(tmp_path: Path) -> None:
+def test_error_of_a_called_program_has_its_place(tmp_path: Path) -> None:
     error = failing("yield inner2(n)\n@prompt_program\ndef inner2(a):\n    a = 1", tmp_path)
     assert (error.line, error.column, error.element) == (10, 5, "inner2")
 
@@ -308,7 +310,7 @@ def test_functions_without_source_and_lambdas() -> None:
         _ = prompt_program(lambda: iter(["x"])).schema
 
 
-def test_lengths_and_reserved_names() -> None:
+def test_invalid_lengths_and_reserved_names_are_refused() -> None:
     with pytest.raises(InvalidAttribute, match="1 token or more"):
         MaxTokens(0)
 

@@ -159,7 +159,7 @@ def test_prompt_errors(marked: str, error: type, match: str, element: str | None
     _check(parse_prompt, marked, error, match, element)
 
 
-def test_errors_travel_between_processes() -> None:
+def test_errors_survive_pickling() -> None:
     with pytest.raises(PMLError) as caught:
         parse_schema('<schema name="s"><module/></schema>')
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -182,7 +182,7 @@ def test_external_entities_are_not_read() -> None:
         )
 
 
-def test_an_entity_in_utf_16_is_seen_as_well() -> None:
+def test_entities_in_utf_16_are_refused() -> None:
     text = '<!DOCTYPE s [<!ENTITY x "y">]><schema name="s">&x;</schema>'
     with pytest.raises(ForbiddenMarkup):
         parse_schema(text.encode("utf-16"))
@@ -202,9 +202,13 @@ def test_depth_over_the_limit() -> None:
     assert caught.value.column == 18 + sum(len(f'<module name="m{n}">') for n in range(99))
 
 
-def test_the_deepest_that_is_allowed_parses() -> None:
+def test_depth_at_the_limit_parses() -> None:
     deep = '<module name="m">' * 199 + "</module>" * 199
-    parse_schema(f'<schema name="s">{deep}</schema>', limits=ScanLimits(depth=200))
+    schema = parse_schema(f'<schema name="s">{deep}</schema>', limits=ScanLimits(depth=200))
+    depth, nodes = 1, schema.children
+    while nodes:
+        depth, nodes = depth + 1, nodes[0].children
+    assert depth == 200
 
 
 def test_size_over_the_limit() -> None:
@@ -246,7 +250,7 @@ SOUP = st.lists(st.sampled_from([*FRAGMENTS, "\n", "\r", "\0", "\ufffe"]), max_s
 
 @settings(max_examples=400)
 @given(SOUP.map("".join) | st.text() | st.binary())
-def test_nothing_but_named_errors(text: str | bytes) -> None:
+def test_any_input_raises_only_named_errors(text: str | bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PMLWarning)
         for parse in (parse_schema, parse_prompt):

@@ -31,12 +31,12 @@ def words(number: int) -> Text:
     return Text("word " * number)
 
 
-def test_a_module_starts_at_its_absolute_location_3_3() -> None:
+def test_module_starts_at_its_absolute_location_3_3() -> None:
     schema = Schema("s", (Module("a", (words(50),)), Module("b", (words(60),)), Module("c")))
     assert lay_out(schema, count_words)["c"].start == 110  # the paper's own example
 
 
-def test_a_union_counts_with_its_largest_child_3_3() -> None:
+def test_union_is_as_long_as_its_largest_member_3_3() -> None:
     union = Union((Module("a", (words(3),)), Module("b", (words(7),)), Module("c", (words(5),))))
     layout = lay_out(Schema("s", (words(2), union, Module("d", (words(1),)))), count_words)
     assert spans(layout) == {
@@ -54,7 +54,7 @@ def test_a_union_counts_with_its_largest_child_3_3() -> None:
     assert layout.length == 10
 
 
-def test_a_parameter_takes_as_many_positions_as_its_length_3_3() -> None:
+def test_parameter_takes_as_many_positions_as_its_length_3_3() -> None:
     plan = Module("plan", (words(4), Parameter("days", 5), words(1)))
     assert spans(lay_out(Schema("s", (plan,)), count_words)) == {
         "plan": (0, 10),
@@ -64,7 +64,7 @@ def test_a_parameter_takes_as_many_positions_as_its_length_3_3() -> None:
     }
 
 
-def test_a_scaffold_text_stands_within_its_parameter() -> None:
+def test_scaffold_text_must_fit_its_parameter() -> None:
     def schema(text: str) -> Schema:
         return Schema("s", (Parameter("p", 3, text),))
 
@@ -90,7 +90,7 @@ def test_turns_do_not_show_in_paths() -> None:
     assert list(spans(lay_out(schema, count_words))) == ["#0", "#1", "m", "m/#0", "#2"]
 
 
-def test_slots_are_as_long_as_the_caller_says() -> None:
+def test_slot_length_sets_the_length_of_slots() -> None:
     schema = Schema("s", (words(2), Slot("1", "c"), Slot("2", "c"), words(1)))
     assert spans(lay_out(schema, count_words)) == {
         "#0": (0, 2),
@@ -104,7 +104,7 @@ def test_slots_are_as_long_as_the_caller_says() -> None:
     assert compact["#1"].start == 2
 
 
-def test_compact_gives_optional_modules_no_room() -> None:
+def test_compact_placement_gives_optional_modules_no_room() -> None:
     union = Union((Module("b", (words(5),)), Module("c", (words(7),))))
     module = Module("a", (words(3), Module("n", (words(2),)), words(1)))
     layout = lay_out(Schema("s", (words(2), module, union, words(4))), count_words, "compact")
@@ -117,7 +117,7 @@ def test_compact_gives_optional_modules_no_room() -> None:
     assert layout.placement == "compact"
 
 
-def test_tokens_are_counted_once_for_each_maximal_run_of_text() -> None:
+def test_tokens_are_counted_once_for_each_run_of_text() -> None:
     asked: list[str] = []
 
     def count(text: str) -> int:

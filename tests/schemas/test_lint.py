@@ -1,4 +1,4 @@
-"""Findings: all of them, in order, without stopping at the first."""
+"""Findings of the linter: all of them, in order, without stopping at the first."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_every_problem_of_a_schema_is_found() -> None:
     ]
 
 
-def test_what_is_not_well_formed_is_one_finding() -> None:
+def test_malformed_text_is_one_finding() -> None:
     (finding,) = lint_schema('<schema name="s">a < b</schema>')
     assert str(finding).startswith("<string>:1:20: error: a bare '<'")
     assert "CDATA" in finding.message
 
 
-def test_a_good_schema_has_no_findings() -> None:
+def test_correct_schema_has_no_findings() -> None:
     good = (
         '<schema name="s"><module name="m">for <param name="days" len="3"/> days</module></schema>'
     )
@@ -68,13 +68,13 @@ def test_advice(body: str, kind: str) -> None:
     assert (finding.severity, finding.kind) == ("advice", kind)
 
 
-def test_what_does_not_fit_is_found_by_counting() -> None:
+def test_scaffold_that_does_not_fit_is_found_by_counting() -> None:
     text = '<schema name="s"><param name="p" len="1" scaffold="a b"/></schema>'
     assert lint_schema(text) == []
     assert [f.kind for f in lint_schema(text, count_tokens=count_words)] == ["SpanTooLong"]
 
 
-def test_prompts() -> None:
+def test_findings_of_prompts() -> None:
     schema = '<schema name="s"><module name="a">x</module><module name="b">y</module></schema>'
     index = SchemaIndex.build(parse_schema(schema), count_words)
     unknown = '<prompt schema="s"><c/></prompt>'
@@ -92,7 +92,7 @@ def test_prompts() -> None:
     assert finding.location.column == 24
 
 
-def test_the_reference_files_have_no_errors(reference_files: list[Path]) -> None:
+def test_reference_files_have_no_errors(reference_files: list[Path]) -> None:
     for file in reference_files:
         findings = lint_schema(file.read_bytes(), count_tokens=count_words)
         assert {finding.severity for finding in findings} <= {"advice"}

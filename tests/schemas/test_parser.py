@@ -51,7 +51,7 @@ def test_prompt_3_2_1_imports_and_new_text() -> None:
     assert prompt == Prompt("cities", (Import("miami"), Text("Highlight the surf spots.")))
 
 
-def test_prompt_3_4_new_text_stands_anywhere_and_none_is_dropped() -> None:
+def test_new_text_anywhere_is_kept_3_4() -> None:
     prompt = parse_prompt('<prompt schema="s">a<x>b<y/>c</x>d<z/>e</prompt>')
     inner = Import("x", (), (Text("b"), Import("y"), Text("c")))
     assert prompt.children == (Text("a"), inner, Text("d"), Import("z"), Text("e"))
@@ -136,7 +136,7 @@ def test_names_of_any_script_with_dots_and_dashes(name: str) -> None:
 # XML
 
 
-def test_comments_are_passed_over_and_do_not_cut_text() -> None:
+def test_comments_do_not_cut_text() -> None:
     assert children("a<!-- <module> & -->b<!-- c -->") == (Text("ab"),)
 
 
@@ -162,12 +162,12 @@ def test_bytes_in_their_encoding(data: bytes) -> None:
     assert parse_schema(data) == Schema("s", (Text("é"),))
 
 
-def test_a_declared_encoding_does_not_matter_in_a_string() -> None:
+def test_declared_encoding_is_ignored_in_a_string() -> None:
     text = '<?xml version="1.0" encoding="utf-8"?><schema name="s">é</schema>'
     assert parse_schema(text).children == (Text("é"),)
 
 
-def test_editors_may_point_at_the_xml_schema() -> None:
+def test_xml_schema_attributes_are_ignored() -> None:
     text = (
         '<schema xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance" '
         'xsi:noNamespaceSchemaLocation="pml.xsd" name="s"/>'
@@ -178,7 +178,7 @@ def test_editors_may_point_at_the_xml_schema() -> None:
 # Places
 
 
-def test_every_node_knows_its_place() -> None:
+def test_every_node_has_its_location() -> None:
     schema = parse_schema(
         '<schema name="s">\n  名字 <module\n name="a">\r\n\r\n'
         '  x<param name="p" len="1"/> y</module>\n'
@@ -218,11 +218,11 @@ def test_every_node_knows_its_place() -> None:
         ("\u3000a\u00a0", ["\u3000a\u00a0"]),
     ],
 )
-def test_white_space_that_lays_out_the_file_is_not_text(body: str, texts: list[str]) -> None:
+def test_layout_white_space_is_dropped(body: str, texts: list[str]) -> None:
     assert children(body) == tuple(Text(text) for text in texts)
 
 
-def test_white_space_around_a_parameter_is_that_of_a_word() -> None:
+def test_parameter_counts_as_a_word_for_white_space() -> None:
     body = '<module name="m">\n  of\n  <param name="p" len="1"/>. And\n  so on\n</module>'
     assert children(body) == (
         Module("m", (Text("of\n"), Parameter("p", 1), Text(". And\nso on\n"))),
@@ -234,7 +234,7 @@ def test_xml_space_keeps_every_character() -> None:
     assert children(body) == (Module("m", (Text("\n a "), Module("n", (Text(" "),)))),)
 
 
-def test_code_keeps_its_indentation() -> None:
+def test_code_on_the_line_of_the_tag_keeps_its_indentation() -> None:
     body = '<module name="a.py">def f():\n    return 1\n</module>'
     assert children(body) == (Module("a.py", (Text("def f():\n    return 1\n"),)),)
 
@@ -242,7 +242,7 @@ def test_code_keeps_its_indentation() -> None:
 # Turns as the reference generators leave them
 
 
-def test_a_turn_that_a_schema_leaves_open() -> None:
+def test_unclosed_turn_of_a_schema() -> None:
     text = '\n<schema name="s">\n<system/>\n<user><module name="context">\nx\n</module>\n</schema>'
     with pytest.warns(PMLWarning, match="<user> is never closed") as caught:
         schema = parse_schema(text, source="gen.xml")
@@ -256,7 +256,7 @@ def test_a_turn_that_a_schema_leaves_open() -> None:
     assert parse_schema(write_schema(schema)) == schema  # without a warning
 
 
-def test_a_turn_that_a_prompt_goes_on_in() -> None:
+def test_unopened_turn_of_a_prompt() -> None:
     text = "<prompt schema='s'>\n<context/>\nWhy?</user><assistant>Answer:</prompt>"
     with pytest.warns(PMLWarning) as caught:
         prompt = parse_prompt(text)
@@ -269,7 +269,7 @@ def test_a_turn_that_a_prompt_goes_on_in() -> None:
     assert prompt.children[1].location == Location(3, 12)
 
 
-def test_a_turn_begun_before_the_last_one_ended() -> None:
+def test_turn_begun_inside_another_ends_it() -> None:
     with pytest.warns(PMLWarning, match="never closed"):
         schema = parse_schema('<schema name="s"><user>a<assistant>b</assistant>c</schema>')
     assert schema.children == (
@@ -279,7 +279,7 @@ def test_a_turn_begun_before_the_last_one_ended() -> None:
     )
 
 
-def test_a_scaffold_member_that_is_missing() -> None:
+def test_unknown_scaffold_member_warns() -> None:
     text = '<schema name="s"><union scaffold="DOC"><module name="a"/></union></schema>'
     with pytest.warns(PMLWarning, match="'DOC' names no member"):
         assert parse_schema(text).children == (Union((Module("a"),)),)
@@ -288,7 +288,7 @@ def test_a_scaffold_member_that_is_missing() -> None:
 # The reference implementation's files
 
 
-def test_the_reference_files_load_unchanged(reference_files: list[Path]) -> None:
+def test_reference_files_parse(reference_files: list[Path]) -> None:
     for file in reference_files:
         schema = parse_schema(file.read_bytes(), source=file.name)
         assert parse_schema(write_schema(schema)) == schema
@@ -299,7 +299,7 @@ def test_the_reference_files_load_unchanged(reference_files: list[Path]) -> None
 
 
 @pytest.mark.parametrize("between", ["", "\n  "])
-def test_ten_thousand_modules_of_five_million_characters(between: str) -> None:
+def test_parsing_ten_thousand_modules_is_fast(between: str) -> None:
     text = "words &amp; more " * 32
     modules = (f'<module name="m{n}">{text}</module>' for n in range(10_000))
     pml = f'<schema name="s">{between.join(modules)}</schema>'
@@ -310,7 +310,8 @@ def test_ten_thousand_modules_of_five_million_characters(between: str) -> None:
     assert len(layout.spans) == 20_000
 
 
-def test_limits_may_be_set() -> None:
-    parse_schema('<schema name="s"/>', limits=ScanLimits(size=18, depth=1, elements=1))
+def test_custom_limits() -> None:
+    limits = ScanLimits(size=18, depth=1, elements=1)
+    assert parse_schema('<schema name="s"/>', limits=limits) == Schema("s")
     with pytest.raises(ValueError, match="depth limit"):
         ScanLimits(depth=0)

@@ -1,7 +1,4 @@
-"""The white space rule; its effects on PML are in test_parser.py."""
-
-# MERGED tests.schemas.test_characters: What XML cannot carry.
-# MERGED tests.schemas.test_names: Names: what may be called what.
+"""White space, characters and names; the effect of white space on PML is in test_parser.py."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from ragcache_schemas.text import PARAMETER, name_problem, tidy, title_problem
 
 
 @given(st.text(st.sampled_from(" \t\nab\r\u3000" + PARAMETER)))
-def test_the_rule_is_idempotent_and_keeps_every_word(flow: str) -> None:
+def test_tidy_is_idempotent_and_keeps_every_word(flow: str) -> None:
     once = tidy(flow)
     assert tidy(once) == once
     assert once.split() == flow.split()
@@ -33,7 +30,7 @@ def test_the_rule_is_idempotent_and_keeps_every_word(flow: str) -> None:
 
 
 @given(st.text(st.sampled_from(" ab")))
-def test_one_line_is_kept_as_it_is(flow: str) -> None:
+def test_tidy_keeps_one_line(flow: str) -> None:
     assert tidy(flow) == (flow if flow.strip() else "")
 
 
@@ -47,35 +44,35 @@ def test_one_line_is_kept_as_it_is(flow: str) -> None:
         ("a\ud800b\ufffe", "a\ufffdb"),
     ],
 )
-def test_what_becomes_of_it(text: str, carried: str) -> None:
+def test_sanitize_text(text: str, carried: str) -> None:
     assert sanitize_text(text) == carried
 
 
 @given(st.text(st.characters(exclude_categories=[])))
-def test_any_text_can_then_be_written_and_read(text: str) -> None:
+def test_sanitized_text_survives_writing_and_parsing(text: str) -> None:
     schema = Schema("s", (Module("m", (Text(sanitize_text(text)),)),))
     assert parse_schema(write_schema(schema)) == schema
     assert sanitize_text(sanitize_text(text)) == sanitize_text(text)
 
 
 @pytest.mark.parametrize("name", ["a", "_a", "a.b", "a-b", "a1", "名字", "ñ", "unit.py", "😀"])
-def test_names(name: str) -> None:
+def test_valid_names(name: str) -> None:
     assert is_name(name)
     assert name_problem(name, "module") is None
 
 
 @pytest.mark.parametrize("name", ["", "1a", "-a", ".a", "a b", "a/b", "a:b", "a@b", "a\n", "a×b"])
-def test_what_is_no_name(name: str) -> None:
+def test_invalid_names(name: str) -> None:
     assert not is_name(name)
     assert type(name_problem(name, "module")) is InvalidName
 
 
 @pytest.mark.parametrize("name", ["system", "user", "assistant", "module", "union", "xml-a", "XmL"])
-def test_reserved_names_of_modules(name: str) -> None:
+def test_reserved_module_names(name: str) -> None:
     assert type(name_problem(name, "module")) is ReservedName
 
 
-def test_parameters_reserve_less() -> None:
+def test_reserved_parameter_names() -> None:
     assert name_problem("user", "parameter") is None
     assert type(name_problem("schema", "parameter")) is ReservedName
 
@@ -98,10 +95,10 @@ def test_titles_are_one_line() -> None:
         (".hidden", "_.hidden"),
     ],
 )
-def test_a_name_near_to_a_title(text: str, name: str) -> None:
+def test_module_name(text: str, name: str) -> None:
     assert module_name(text) == name
 
 
 @given(st.text())
-def test_a_title_always_gives_a_valid_name(text: str) -> None:
+def test_module_name_is_always_valid(text: str) -> None:
     assert name_problem(module_name(text), "module") is None

@@ -1,7 +1,4 @@
-"""Writing: parse(write(tree)) == tree, and writing again gives the same text."""
-
-# MERGED tests.schemas.test_xsd: pml.xsd accepts what the parser accepts, and refuses what an
-#   editor can see to be wrong.
+"""Trees survive writing and parsing; pml.xsd accepts what the parser accepts."""
 
 from __future__ import annotations
 
@@ -38,20 +35,20 @@ from tests.schemas.pml_trees import prompts, schemas
 
 
 @given(schemas())
-def test_writing_and_parsing_a_schema_gives_the_same_tree(schema: Schema) -> None:
+def test_schema_survives_writing_and_parsing(schema: Schema) -> None:
     written = write_schema(schema)
     assert parse_schema(written) == schema
     assert write_schema(parse_schema(written)) == written
 
 
 @given(prompts())
-def test_writing_and_parsing_a_prompt_gives_the_same_tree(prompt: Prompt) -> None:
+def test_prompt_survives_writing_and_parsing(prompt: Prompt) -> None:
     written = write_prompt(prompt)
     assert parse_prompt(written) == prompt
     assert write_prompt(parse_prompt(written)) == written
 
 
-def test_the_written_form_is_laid_out() -> None:
+def test_written_form_is_indented() -> None:
     schema = Schema(
         "trip",
         (
@@ -86,14 +83,14 @@ def test_text_never_becomes_markup() -> None:
     assert parse_prompt(write_prompt(prompt)) == prompt
 
 
-def test_text_that_the_white_space_rule_would_change_is_kept_with_xml_space() -> None:
+def test_text_with_layout_white_space_gets_xml_space() -> None:
     schema = Schema("s", (Module("m", (Text("\n  x\n\n"), Module("n", (Text(" "),)))),))
     written = write_schema(schema)
     assert '<module name="m" xml:space="preserve">' in written
     assert parse_schema(written) == schema
 
 
-def test_what_xml_cannot_carry_is_refused() -> None:
+def test_characters_that_xml_cannot_carry_are_refused() -> None:
     with pytest.raises(PMLSyntaxError, match=r"U\+0000 cannot be written"):
         write_schema(Schema("s", (Text("a\0b"),)))
 
@@ -107,12 +104,12 @@ def test_what_xml_cannot_carry_is_refused() -> None:
         (Schema(""), InvalidName),
     ],
 )
-def test_a_tree_that_would_not_parse_is_not_written(schema: Schema, error: type) -> None:
+def test_invalid_schema_is_not_written(schema: Schema, error: type) -> None:
     with pytest.raises(error):
         write_schema(schema)
 
 
-def test_a_prompt_that_would_not_parse_is_not_written() -> None:
+def test_invalid_prompt_is_not_written() -> None:
     with pytest.raises(InvalidName):
         write_prompt(Prompt("s", (Import("1a"),)))
     with pytest.raises(ReservedName):
@@ -131,24 +128,24 @@ def problem(text: str) -> str | None:
 
 @settings(max_examples=60)
 @given(schemas())
-def test_every_schema_that_is_written_is_valid(schema: Schema) -> None:
+def test_written_schemas_fit_the_xsd(schema: Schema) -> None:
     assert problem(write_schema(schema)) is None
 
 
 @settings(max_examples=60)
 @given(prompts())
-def test_every_prompt_that_is_written_is_valid(prompt: Prompt) -> None:
+def test_written_prompts_fit_the_xsd(prompt: Prompt) -> None:
     assert problem(write_prompt(prompt)) is None
 
 
-def test_the_reference_files_are_valid(reference_files: list[Path]) -> None:
+def test_reference_files_fit_the_xsd(reference_files: list[Path]) -> None:
     assert [problem(file.read_text(encoding="utf-8")) for file in reference_files] == [None] * 3
 
 
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "examples/pml").rglob("*.xml")), ids=lambda f: f.name
 )
-def test_the_examples_are_valid(file: Path) -> None:
+def test_example_files_fit_the_xsd(file: Path) -> None:
     assert problem(file.read_text(encoding="utf-8")) is None
 
 
@@ -191,14 +188,14 @@ def test_the_examples_are_valid(file: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_what_is_wrong_is_refused_as_the_parser_does(text: str) -> None:
+def test_xsd_and_parser_refuse_the_same_text(text: str) -> None:
     assert problem(text) is not None
     parse = parse_prompt if text.startswith("<prompt") else parse_schema
     with pytest.raises((PMLError, PMLWarning)):
         parse(text)
 
 
-def test_names_may_come_again_in_other_scopes() -> None:
+def test_xsd_allows_names_again_in_other_scopes() -> None:
     text = (
         "<schema name='s'><module name='m'><module name='m'/><param name='m' len='1'/></module>"
         "<union><module name='n'><module name='m'/></module></union></schema>"

@@ -1,4 +1,4 @@
-"""A tiny random model with a small byte-level tokenizer, for grammars to hold."""
+"""A tiny random model with a small byte-level tokenizer, to run under grammars."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Grammars as values."""
-
-# MERGED tests.ragcache.structured.test_compiling: Compilers: one for each model, errors that
-#   name what is wrong, and vocabularies as bytes.
-# MERGED tests.ragcache.structured.test_matching: Answers of a random model under a grammar,
-#   from the engine: joined, left, pre-empted.
+"""Grammars as values, their compilers, and answers of a random model under a grammar."""
 
 from __future__ import annotations
 
@@ -55,19 +50,19 @@ def test_equal_texts_are_equal_grammars() -> None:
 
 
 @pytest.mark.parametrize("schema", ["{", "[]", "3", {"type": {1, 2}}, {"enum": [object()]}])
-def test_what_is_no_schema_is_refused(schema: object) -> None:
+def test_invalid_json_schema_is_refused(schema: object) -> None:
     with pytest.raises(InvalidRequest, match="JSON schema"):
         Grammar.json_schema(schema)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "  ", None])
-def test_a_grammar_needs_a_text(text: str) -> None:
+def test_empty_grammar_is_refused(text: str) -> None:
     for make in (Grammar.regex, Grammar.ebnf):
         with pytest.raises(InvalidRequest, match="needs a text"):
             make(text)
 
 
-def test_openais_response_format_becomes_a_grammar() -> None:
+def test_response_format_becomes_a_grammar() -> None:
     schema = {"type": "object", "properties": {"a": {"const": None}}}
     described = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     assert Grammar.response_format(described) == Grammar.json_schema(schema)
@@ -78,7 +73,7 @@ def test_openais_response_format_becomes_a_grammar() -> None:
 @pytest.mark.parametrize(
     "wanted", ["json_object", {}, {"type": "xml"}, {"type": "json_schema", "json_schema": {}}]
 )
-def test_another_response_format_is_refused(wanted: object) -> None:
+def test_invalid_response_format_is_refused(wanted: object) -> None:
     with pytest.raises(InvalidRequest, match="response_format"):
         Grammar.response_format(wanted)  # type: ignore[arg-type]
 
@@ -100,19 +95,19 @@ def test_another_response_format_is_refused(wanted: object) -> None:
         (Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "range"),
     ],
 )
-def test_a_grammar_that_cannot_be_compiled_is_refused(grammar: Grammar, reason: str) -> None:
+def test_grammar_that_does_not_compile_is_refused(grammar: Grammar, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
         compile_constraint(grammar, tiny())
     assert ".cc:" not in str(caught.value)
 
 
-def test_without_the_extra_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[structured\]'"):
         ModelGrammarCompiler(tiny())
 
 
-def test_a_model_has_one_compiler_as_long_as_it_lives() -> None:
+def test_model_has_one_compiler_until_it_is_dropped() -> None:
     model = LoadedModel("other", tiny().causal, tokenizer())
     made = weakref.ref(grammar_compiler(model))
     assert grammar_compiler(model) is made()
@@ -122,7 +117,7 @@ def test_a_model_has_one_compiler_as_long_as_it_lives() -> None:
     assert made() is None
 
 
-def test_threads_compile_beside_each_other() -> None:
+def test_threads_compile_concurrently() -> None:
     grammars = [Grammar.regex(f"[a-c]{{{n}}}") for n in range(1, 9)] * 4
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda grammar: compile_constraint(grammar, tiny()), grammars))
@@ -134,7 +129,7 @@ def test_threads_compile_beside_each_other() -> None:
         assert constraint.finished
 
 
-def test_byte_level_tokens_are_the_bytes_of_their_text() -> None:
+def test_bytes_of_byte_level_tokens() -> None:
     table = token_bytes(tiny())
     assert len(table) == logits_width(tiny()) == VOCABULARY
     for text in TEXTS:
@@ -142,7 +137,7 @@ def test_byte_level_tokens_are_the_bytes_of_their_text() -> None:
         assert b"".join(table[token] for token in ids) == text.encode()
 
 
-def test_control_tokens_are_in_no_grammar_unless_they_mark_tool_calls() -> None:
+def test_control_tokens_are_empty_except_tool_markers() -> None:
     table = token_bytes(tiny())
     ids = [tokenizer().convert_tokens_to_ids(each) for each in SPECIAL]
     assert [table[token] for token in ids] == [b"", b"", b"[TOOL_CALLS]"]
@@ -151,7 +146,7 @@ def test_control_tokens_are_in_no_grammar_unless_they_mark_tool_calls() -> None:
     assert set(table[len(tokenizer()) :]) == {b""}
 
 
-def test_the_embedded_reader(reader: LoadedModel) -> None:
+def test_token_bytes_of_the_embedded_reader(reader: LoadedModel) -> None:
     table = token_bytes(reader)
     text = "Naïve – 12 € ☕\n{}"
     assert b"".join(table[token] for token in reader.encode(text)) == text.encode()
@@ -159,7 +154,7 @@ def test_the_embedded_reader(reader: LoadedModel) -> None:
     assert compile_constraint(Grammar.json_object(), reader)().mask() is not None
 
 
-def test_tokens_of_a_byte_fallback_tokenizer() -> None:
+def test_bytes_of_byte_fallback_tokens() -> None:
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "é"]
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
@@ -213,7 +208,7 @@ def check_person(completion: RequestOutput) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_answer_is_what_the_schema_says(seed: int) -> None:
+def test_answers_fit_the_json_schema(seed: int) -> None:
     core = core_of(tiny().causal, settings_of(tiny().causal, chunks=256))
     [completion] = run(core, asked(seed, n=3))
     check_person(completion)
@@ -221,7 +216,7 @@ def test_an_answer_is_what_the_schema_says(seed: int) -> None:
     check_whole(core)
 
 
-def test_answers_that_join_leave_and_are_pre_empted_are_those_that_run_alone() -> None:
+def test_batched_and_preempted_answers_equal_single_ones() -> None:
     causal = tiny().causal
     alone = [run(core_of(causal, settings_of(causal, 256)), asked(n, n=3))[0] for n in range(3)]
     core = core_of(causal, settings_of(causal, chunks=60, step_tokens=16))
@@ -242,7 +237,7 @@ def test_answers_that_join_leave_and_are_pre_empted_are_those_that_run_alone() -
     check_whole(core)
 
 
-def test_a_greedy_answer_is_the_first_of_its_grammar_that_the_model_likes() -> None:
+def test_greedy_answer_is_deterministic() -> None:
     generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_new_tokens=30)
     request = generation.request_maker(tiny(), 30, "local")(plain([1, 2, 3]))
     [first], [second] = (run(core_of(tiny().causal), request)[0].choices for _ in range(2))
@@ -258,7 +253,7 @@ def test_a_greedy_answer_is_the_first_of_its_grammar_that_the_model_likes() -> N
         (Grammar.regex("(é|☕){2}"), "(é|☕){2}"),
     ],
 )
-def test_regular_expressions_and_rules(grammar: Grammar, form: str) -> None:
+def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
     requests = [asked(seed, grammar, n=2) for seed in range(4)]
     for completion in run(core_of(tiny().causal), *requests):
         for choice in completion.choices:
@@ -266,7 +261,7 @@ def test_regular_expressions_and_rules(grammar: Grammar, form: str) -> None:
             assert (choice.finish_reason, choice.stopped_by) == ("stop", None)
 
 
-def test_a_grammar_that_may_go_on_ends_with_a_stop_token() -> None:
+def test_open_ended_grammar_ends_with_a_stop_token() -> None:
     request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_new_tokens=2)
     [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 512)), request)
     ended = [choice for choice in completion.choices if choice.finish_reason == "stop"]
@@ -277,7 +272,7 @@ def test_a_grammar_that_may_go_on_ends_with_a_stop_token() -> None:
     assert {choice.stopped_by for choice in ended} == set(tiny().stop_ids)
 
 
-def test_an_answer_that_is_cut_is_the_beginning_of_one() -> None:
+def test_truncated_answer_is_a_prefix() -> None:
     [completion] = run(core_of(tiny().causal), asked(1, tokens=7))
     [choice] = completion.choices
     assert choice.finish_reason == "length"
@@ -286,7 +281,7 @@ def test_an_answer_that_is_cut_is_the_beginning_of_one() -> None:
         json.loads(choice.text)
 
 
-def test_a_model_without_stop_tokens_ends_where_the_grammar_does() -> None:
+def test_grammar_ends_an_answer_without_stop_tokens() -> None:
     grammar = Grammar.regex("[ab]{4}")
     make = compile_constraint(grammar, tiny())
     request = Request(plain([1, 2]), 20, constraint=make)
@@ -295,7 +290,7 @@ def test_a_model_without_stop_tokens_ends_where_the_grammar_does() -> None:
     assert completion.finish_reason == "stop"
 
 
-def test_rows_beyond_the_tokenizer_are_never_chosen() -> None:
+def test_rows_beyond_the_tokenizer_are_masked() -> None:
     mask = compile_constraint(Grammar.regex("(.|\n)*"), tiny())().mask()
     assert mask is not None
     assert len(mask) == VOCABULARY // 32
@@ -304,7 +299,7 @@ def test_rows_beyond_the_tokenizer_are_never_chosen() -> None:
         constraint.accept(VOCABULARY - 1)
 
 
-def test_threads_ask_one_engine(reader: Any) -> None:
+def test_concurrent_requests_with_one_grammar(reader: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
     generation = Generation.of(json_schema=schema, temperature=1.0, seed=1, n=2)
     prompt = reader.encode("How many boats?")
@@ -318,7 +313,7 @@ def test_threads_ask_one_engine(reader: Any) -> None:
     assert all(answer["n"] in (1, 2, 3) for answer in answers)
 
 
-def test_a_bad_grammar_is_refused_before_anything_is_queued() -> None:
+def test_grammar_errors_come_before_queueing() -> None:
     with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
         asked(1, Grammar.regex("[a"))
     with pytest.raises(PromptTooLong):

@@ -1,4 +1,4 @@
-"""Text and calls told apart, in every style, however the text is cut."""
+"""Text and tool calls separated in every style, however the text is cut."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def streamed(style: ToolStyle, pieces: Sequence[str]) -> tuple[str, dict[int, st
 
 
 @given(styles, st.lists(calls, min_size=1, max_size=3), st.lists(st.integers(0), max_size=6))
-def test_calls_are_read_as_they_were_written(
+def test_written_calls_are_parsed_back(
     style: ToolStyle, made: list[ToolCall], places: list[int]
 ) -> None:
     before = "" if style is ToolStyle.LLAMA else "Let me see. "
@@ -80,9 +80,7 @@ def test_calls_are_read_as_they_were_written(
 
 
 @given(styles, awkward, st.lists(st.integers(0), max_size=8))
-def test_text_and_calls_are_the_same_however_the_text_is_cut(
-    style: ToolStyle, text: str, places: list[int]
-) -> None:
+def test_result_does_not_depend_on_chunking(style: ToolStyle, text: str, places: list[int]) -> None:
     said, arguments, stream = streamed(style, cut(text, places))
     assert (said, stream.calls) == parse_tool_calls(text, style)
     for index, call in enumerate(stream.calls):
@@ -97,7 +95,7 @@ def test_one_character_at_a_time(style: ToolStyle, text: str) -> None:
 
 
 @given(styles, st.text(st.sampled_from("ab <|[]{}\n_tool"), max_size=30))
-def test_a_text_without_calls_stays_as_it_is(style: ToolStyle, text: str) -> None:
+def test_text_without_calls_is_unchanged(style: ToolStyle, text: str) -> None:
     assert parse_tool_calls(text, style) == (text, [])
 
 
@@ -116,7 +114,7 @@ def test_every_opened_call_is_reported(text: str) -> None:
         ("llama", '<|python_tag|>{"name": "f", "parameters": {"a": "<|python_tag|>"}}'),
     ],
 )
-def test_no_part_of_a_marker_is_told(style: str, text: str) -> None:
+def test_no_part_of_a_marker_is_emitted(style: str, text: str) -> None:
     stream, told = ToolCallStream(style), ""
     for character in text:
         for delta in stream.feed(character):
@@ -128,7 +126,7 @@ def test_no_part_of_a_marker_is_told(style: str, text: str) -> None:
     assert call.name == "f"
 
 
-def test_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     stream = ToolCallStream("hermes")
     assert stream.feed('<tool_call>{"name": "f", "arg') == [ToolCallDelta(0, "f", "")]
     assert stream.feed('uments": {"a"') == [ToolCallDelta(0, None, '{"a"')]
@@ -161,7 +159,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("style", "text", "name", "raw", "error"), BROKEN)
-def test_a_malformed_call_is_reported(
+def test_malformed_call_is_reported(
     style: str, text: str, name: str | None, raw: str | None, error: str
 ) -> None:
     said, [call] = parse_tool_calls(text, style)
@@ -173,7 +171,7 @@ def test_a_malformed_call_is_reported(
     assert call.text in text
 
 
-def test_a_broken_call_takes_none_of_the_others_along() -> None:
+def test_broken_call_leaves_others_intact() -> None:
     fine = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     unclosed = '<tool_call>{"name": "g", "arguments": {"a": "1}}</tool_call>'
     unmarked = '<tool_call>{"name": "h", "arguments": {}}\n'
@@ -184,12 +182,12 @@ def test_a_broken_call_takes_none_of_the_others_along() -> None:
     ]
 
 
-def test_an_object_that_is_no_call_is_text() -> None:
+def test_json_that_is_no_call_is_text() -> None:
     for text in ('{"answer": 3}', '{"name": "Ada", "age": 36}', ' <|python_tag|>print("x")', "{"):
         assert parse_tool_calls(text, "llama") == (text, [])
 
 
-def test_calls_in_the_words_of_templates() -> None:
+def test_calls_in_notations_of_real_templates() -> None:
     add = ToolCall("add", {"a": 1})
     assert parse_tool_calls('[TOOL_CALLS] add{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', "mistral") == (
         "",

@@ -56,7 +56,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 
 
 @styles
-def test_required_calls_and_nothing_else(style: ToolStyle) -> None:
+def test_required_allows_only_calls(style: ToolStyle) -> None:
     grammar = tool_call_grammar(TOOLS, "required", style=style)
     assert allows(grammar, CALL[style])
     assert allows(grammar, TWO[style])
@@ -68,7 +68,7 @@ def test_required_calls_and_nothing_else(style: ToolStyle) -> None:
 
 
 @styles
-def test_calls_or_an_answer_of_a_form(style: ToolStyle) -> None:
+def test_auto_with_a_form_allows_calls_or_the_form(style: ToolStyle) -> None:
     form = Grammar.json_schema({"type": "object", "properties": {"boat": {"type": "string"}}})
     either = tool_call_grammar(TOOLS, style=style, form=form)
     assert allows(either, CALL[style])
@@ -83,14 +83,14 @@ def test_calls_or_an_answer_of_a_form(style: ToolStyle) -> None:
 
 
 @styles
-def test_a_tool_by_its_name(style: ToolStyle) -> None:
+def test_named_tool_allows_one_call_of_it(style: ToolStyle) -> None:
     assert allows(tool_call_grammar(TOOLS, "add", style=style), CALL[style])
     assert not allows(tool_call_grammar(TOOLS, "add", style=style), TWO[style])
     assert not allows(tool_call_grammar(TOOLS, "now", style=style), CALL[style])
 
 
 @styles
-def test_text_or_calls_as_the_model_likes(style: ToolStyle) -> None:
+def test_auto_allows_text_and_calls(style: ToolStyle) -> None:
     grammar = tool_call_grammar(TOOLS, style=style)
     for text in ("Hello {you} <b>.", CALL[style], TWO[style]):
         assert allows(grammar, text)
@@ -101,7 +101,7 @@ def test_text_or_calls_as_the_model_likes(style: ToolStyle) -> None:
 
 @styles
 @pytest.mark.parametrize("choice", ["required", "add"])
-def test_a_random_model_calls_tools(style: ToolStyle, choice: str) -> None:
+def test_random_model_under_the_grammar_calls_tools(style: ToolStyle, choice: str) -> None:
     grammar = tool_call_grammar(TOOLS, choice, style=style, parallel=False)
     generation = Generation(
         SamplingParams(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
@@ -129,7 +129,7 @@ def test_a_random_model_calls_tools(style: ToolStyle, choice: str) -> None:
         ([{"name": "a", "parameters": [1]}], "auto", "the parameters of tool 'a'"),
     ],
 )
-def test_tools_that_cannot_be_used_are_refused(tools: Any, choice: str, reason: str) -> None:
+def test_invalid_tools_are_refused(tools: Any, choice: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         tool_call_grammar(tools, choice)
 
@@ -142,24 +142,24 @@ def test_tools_that_cannot_be_used_are_refused(tools: Any, choice: str, reason: 
         ({"type": "function", "function": {"name": "add"}}, "add"), ({"name": "now"}, "now"),
     ],
 )  # fmt: skip
-def test_a_choice_is_taken_as_openai_and_langchain_write_it(wanted: Any, choice: str) -> None:
+def test_resolve_tool_choice(wanted: Any, choice: str) -> None:
     assert resolve_tool_choice(wanted, TOOLS) == choice
 
 
 @pytest.mark.parametrize("wanted", ["lose", {"name": "any"}, {"name": 1}, 2, ["add"]])
-def test_other_choices_are_refused(wanted: Any) -> None:
+def test_invalid_tool_choice_is_refused(wanted: Any) -> None:
     with pytest.raises(InvalidRequest, match="tool_choice"):
         resolve_tool_choice(wanted, TOOLS)
 
 
-def test_without_tools_no_call_can_be_required() -> None:
+def test_tool_choice_without_tools() -> None:
     assert {resolve_tool_choice(each, []) for each in (None, False, "auto", "none")} == {"none"}
     for wanted in ("required", "any", True, "add", {"name": "add"}):
         with pytest.raises(InvalidRequest, match="there are no tools"):
             resolve_tool_choice(wanted, [])
 
 
-def test_an_unknown_style_is_refused() -> None:
+def test_unknown_style_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="styles: hermes, llama, mistral"):
         tool_call_grammar(TOOLS, style="smoke")
     with pytest.raises(InvalidRequest, match="'smoke' is no style"):
@@ -184,10 +184,10 @@ LLAMA = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif
         (None, None),
     ],
 )
-def test_the_style_of_a_template(template: Any, style: ToolStyle | None) -> None:
+def test_tool_style_of_templates(template: Any, style: ToolStyle | None) -> None:
     assert tool_style(SimpleNamespace(chat_template=template)) is style
 
 
-def test_the_embedded_reader_takes_no_tools(reader: LoadedModel) -> None:
+def test_embedded_reader_has_no_tool_style(reader: LoadedModel) -> None:
     assert tool_style(reader.tokenizer) is None
     assert [style.special for style in ToolStyle] == [False, True, True]
