@@ -32,7 +32,6 @@ from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
 from ragcache.models import LanguageModel, wrap_causal
 from ragcache.planning import (
-    break_even_bandwidth,
     break_even_tokens,
     drop_pages,
     fill_pages,
@@ -278,7 +277,7 @@ class _FilledTiers:
             row["computed"] = computing[key]
             for tier in self.tiers:
                 row[tier] = statistics.median(self._ready(tier, key) for _ in range(self.runs))
-            row["break_even_bandwidth"] = break_even_bandwidth(row["nbytes"], row["computed"])
+            row["break_even_bandwidth"] = row["nbytes"] / row["computed"]
             rows.append(row)
         lengths = [row["tokens"] for row in rows]
         compute = [row["computed"] for row in rows]

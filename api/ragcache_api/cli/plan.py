@@ -72,7 +72,7 @@ def plan(
         made = make_plan(loaded, corpus, budgets, state, sample=sample, progress=status.update)
     advice = advise(made, psutil.virtual_memory().total)
     if as_json:
-        print_json(made.facts() | {"advice": advice})
+        print_json(made.to_dict() | {"advice": advice})
     else:
         _show(made, advice)
 

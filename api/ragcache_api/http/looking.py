@@ -111,7 +111,7 @@ class Looking:
         corpus = self._corpus(namespace, wanted, module_tokens)
         budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
         made = make_plan(self.model, corpus, budgets, self.folder(), sample=wanted.sample)
-        return made.facts() | {"advice": advise(made, psutil.virtual_memory().total)}
+        return made.to_dict() | {"advice": advise(made, psutil.virtual_memory().total)}
 
     def _corpus(self, namespace: str, wanted: PlanSent, module_tokens: int) -> Corpus:
         if (wanted.texts is None) == (wanted.collection is None):

@@ -1,9 +1,19 @@
-"""What caching a corpus takes and brings: sizes in every tier, break-even of loading, advice."""
+"""Planning a cache: what a corpus takes in every tier, and when loading beats computing.
+
+`make_plan` computes sizes for the whole corpus, and times encoding and loading on a sample of its
+modules. `break_even_tokens` is the length from which on a module is loaded sooner than computed;
+`advise` puts the plan into sentences.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import shutil
+import statistics
+import tempfile
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,23 +27,29 @@ from ragcache.config import parse_bytes, parse_optional_bytes
 from ragcache.db import Catalog
 from ragcache.documents import load_sources, split_document
 from ragcache.documents.source import DocumentSource
-from ragcache.errors import ConfigurationError, NoDocuments
+from ragcache.engine import EncodeJob, Segment, encode
+from ragcache.errors import ConfigurationError, NoDocuments, StoreError
 from ragcache.models import LanguageModel, LoadedModel, prompt_frame
-from ragcache.planning.measure import SampleTimes, choose_sample, measure_sample
-from ragcache.states import KVStates
-from ragcache.states.quantization import KV_DTYPES, check_kv_dtype
+from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
 from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
+from ragcache.store.tiers.base import named_os_error
 
 Progress = Callable[[int, int], None]
 
-SAMPLE = 6  # modules that are encoded for the times
+SAMPLE = 6
+"""Modules that are encoded to measure times."""
+
 _ROWS = 500  # modules whose token ids are read at once
-_SPARE = 0.75  # of the machine's memory that a host tier should take at most
+_SPARE = 0.75  # the largest share of the machine's memory that a host tier should take
+_SHARES = (8, 4, 2, 1)  # the longest module of the sample is cut to these parts of it
+_RUNS, _MAX_SECONDS = 3, 4.0  # repetitions of a measurement, and the time after which none starts
+_DROPPED = 1.25  # a cold read takes at least this many times as long as one from the page cache
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """documents: how many. modules: the token ids of each."""
+    """documents: their number. modules: the token ids of each."""
 
     documents: int
     modules: tuple[Sequence[int], ...]
@@ -49,7 +65,7 @@ def corpus_of_sources(
     module_tokens: int,
     progress: Progress = lambda *_: None,
 ) -> Corpus:
-    """Documents, split as ingestion splits them. Raises `DocumentError`."""
+    """The corpus of documents, split as ingestion splits them. Raises `DocumentError`."""
     documents = load_sources(sources).documents
     modules: list[array[int]] = []
     for number, document in enumerate(documents, start=1):
@@ -65,7 +81,7 @@ def corpus_of_collection(
     collection: str,
     progress: Progress = lambda *_: None,
 ) -> Corpus:
-    """A stored collection, in this model's tokens. Raises `UnknownCollection`."""
+    """The corpus of a stored collection, in tokens of the model. Raises `UnknownCollection`."""
     rows = catalogue.modules(collection)
     modules: list[array[int]] = []
     for start in range(0, len(rows), _ROWS):
@@ -80,8 +96,8 @@ def corpus_of_collection(
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """A corpus in one tier. nbytes: as the tier would allocate them, at most. budget_bytes: None
-    for no limit. share: of the corpus that fits, 0 to 1."""
+    """The size of a corpus in one tier. nbytes: upper bound of what the tier allocates.
+    budget_bytes: None for no limit."""
 
     tier: str
     kv_dtype: str
@@ -90,20 +106,21 @@ class TierSize:
 
     @property
     def share(self) -> float:
+        """The share of the corpus that fits, 0 to 1."""
         if self.budget_bytes is None or self.nbytes <= self.budget_bytes:
             return 1.0
         return self.budget_bytes / self.nbytes
 
 
 def shape_of(model: LanguageModel, tokens: int) -> KVStates:
-    """States of so many tokens that take no memory."""
+    """States of `tokens` tokens on the meta device: a shape without memory."""
     size = (model.num_layers, model.num_kv_heads, tokens, model.head_dim)
     empty = torch.empty(size, dtype=model.dtype, device="meta")
     return KVStates(empty, empty, 0)
 
 
 def bytes_per_token(model: LanguageModel) -> dict[str, int]:
-    """Bytes of one more token of a module, by `kv_dtype`; scales included."""
+    """Bytes of a token by `kv_dtype`, scales included."""
     elements = model.num_layers * model.num_kv_heads * model.head_dim
     eight = 2 * elements + model.num_layers * model.num_kv_heads * torch.float32.itemsize
     return {kind: model.bytes_per_token if kind == "model" else eight for kind in KV_DTYPES}
@@ -112,7 +129,7 @@ def bytes_per_token(model: LanguageModel) -> dict[str, int]:
 def tier_sizes(
     model: LanguageModel, lengths: Sequence[int], budgets: dict[str, int | None]
 ) -> tuple[TierSize, ...]:
-    """Modules of these lengths in every tier that has a budget, in every way of keeping them."""
+    """Sizes of modules of these lengths, by `kv_dtype`, in every tier that has a budget."""
     counted = Counter(lengths)
     sizes = []
     for tier in _tiers(model):
@@ -123,7 +140,7 @@ def tier_sizes(
 
 
 def _tiers(model: LanguageModel) -> list[Tier]:
-    """Empty tiers, for their arithmetic: memory is pinned where the model runs on a GPU."""
+    """Empty tiers, whose `size_of` is used. Memory is pinned if the model runs on a GPU."""
     kinds = [check_kv_dtype(kind) for kind in KV_DTYPES]
     pinned = model.device.type == "cuda"
     return [
@@ -136,11 +153,20 @@ def _tiers(model: LanguageModel) -> list[Tier]:
 def break_even_tokens(
     tokens: Sequence[int], compute_s: Sequence[float], load_s: Sequence[float]
 ) -> float | None:
-    """The length of a module from which on loading is quicker, in tokens.
+    """The length in tokens from which on a module is loaded faster than computed.
 
-    tokens: lengths that were measured, ascending, with the seconds of either way. Between two of
-    them the difference of the ways is taken as linear. None where loading is slower at the longest;
-    the shortest where loading is quicker at all.
+    Args:
+        tokens: Measured lengths, ascending; the gain of loading is linear between two of them.
+        compute_s: Seconds to compute a module of each length.
+        load_s: Seconds to load a module of each length.
+
+    Returns:
+        The length; the shortest one if loading is faster at every length, None if it is slower at
+        the longest.
+
+    Example:
+        >>> break_even_tokens([10, 20], compute_s=[1.0, 2.0], load_s=[1.5, 1.5])
+        15.0
     """
     gains = [compute - load for compute, load in zip(compute_s, load_s, strict=True)]
     if not gains or gains[-1] <= 0:
@@ -153,15 +179,10 @@ def break_even_tokens(
     return float(tokens[0])
 
 
-def break_even_bandwidth(nbytes: int, compute_s: float) -> float:
-    """Bytes a second below which a module of `nbytes` is computed sooner than loaded."""
-    return nbytes / compute_s
-
-
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes of each tier. device_bytes: None without such a tier. disk_bytes: None for what is
-    free on the disk."""
+    """Bytes of each tier. device_bytes: None without a device tier. disk_bytes: None for the free
+    space of the disk."""
 
     host_bytes: int
     device_bytes: int | None = None
@@ -171,15 +192,44 @@ class Budgets:
     def parse(
         cls, host: int | str, device: int | str | None = None, disk: int | str | None = None
     ) -> Budgets:
-        """From sizes such as `8GiB`. Raises `ConfigurationError`."""
+        """Budgets from sizes such as `8GiB`. Raises `ConfigurationError`."""
         return cls(parse_bytes(host), *map(parse_optional_bytes, (device, disk)))
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Times of a module's first `tokens`. compute_s: seconds to encode them after the preamble.
+    nbytes, load_s: by `kv_dtype`, the size of their blob, and the seconds to load it, restore it
+    and copy it to the model's device."""
+
+    tokens: int
+    compute_s: float
+    nbytes: dict[str, int]
+    load_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTimes:
+    """Times of a sample. encode_s: seconds to encode all its modules in one call. cold: whether
+    loading was timed from the disk and not from the system's page cache."""
+
+    modules: int
+    tokens: int
+    encode_s: float
+    cuts: tuple[Cut, ...]
+    cold: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.encode_s
+
+
+@dataclass(frozen=True, slots=True)
 class CachePlan:
-    """bytes_per_token, break_even_tokens: by `kv_dtype`. tokens: of all modules, without the
-    preamble's. encode_s: extrapolated from the sample by tokens. break_even_bandwidth: bytes a
-    second that loading a module as the model computed it must reach."""
+    """The plan of a corpus. bytes_per_token, break_even_tokens: by `kv_dtype`. tokens: of all
+    modules, without the preamble. encode_s: extrapolated from the sample by tokens.
+    break_even_bandwidth: bytes per second below which a module in the model's dtype is computed
+    faster than loaded."""
 
     model: str
     dtype: str
@@ -196,12 +246,12 @@ class CachePlan:
     break_even_bandwidth: float
 
     def size(self, tier: str, kv_dtype: str) -> TierSize | None:
-        """The corpus in a tier; None where the plan has no such tier."""
+        """The size of the corpus in a tier; None if the plan has no such tier."""
         found = (t for t in self.tiers if (t.tier, t.kv_dtype) == (tier, kv_dtype))
         return next(found, None)
 
-    def facts(self) -> dict[str, Any]:
-        """All of it for a program: what was measured, and what is extrapolated, under its name."""
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values, with measured and extrapolated figures apart."""
         plain = asdict(self)
         plain["tiers"] = [asdict(size) | {"share": size.share} for size in self.tiers]
         plain["measured"]["tokens_per_second"] = self.measured.tokens_per_second
@@ -213,10 +263,21 @@ def make_plan(
     model: LoadedModel, corpus: Corpus, budgets: Budgets, folder: Path, *, sample: int = SAMPLE,
     progress: Callable[[str], None] = lambda _: None,
 ) -> CachePlan:  # fmt: skip
-    """Measures a sample of a corpus and draws the plan of all of it.
+    """Plans the caching of a corpus.
 
-    folder: where the states would be kept; it may not exist yet. Raises `NoDocuments`,
-    `ConfigurationError`, `StoreFull` or `StoreUnwritable`.
+    Args:
+        model: The model whose states are cached.
+        corpus: Its modules.
+        budgets: Bytes of the tiers.
+        folder: The future state folder, which decides the disk to measure; it need not exist.
+        sample: The number of modules to measure.
+        progress: Called with the name of each step.
+
+    Raises:
+        NoDocuments: The corpus contains no text.
+        ConfigurationError: A module does not fit the model's window.
+        StoreFull: The disk has no space for the measurement.
+        StoreUnwritable: The disk cannot be written.
     """
     lengths = [len(ids) for ids in corpus.modules]
     if not any(lengths):
@@ -244,12 +305,12 @@ def make_plan(
             kind: break_even_tokens(tokens, computing, [cut.load_s[kind] for cut in cuts])
             for kind in KV_DTYPES
         },
-        break_even_bandwidth=break_even_bandwidth(cuts[-1].nbytes["model"], cuts[-1].compute_s),
+        break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
     )
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
+    """The folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
@@ -273,12 +334,114 @@ def _check_window(tokens: int, window: int) -> None:
         )
 
 
+def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
+    """Indices of `count` modules, evenly spaced in the order of their lengths."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    count = min(count, len(order))
+    return [order[(2 * n + 1) * len(order) // (2 * count)] for n in range(count)]
+
+
+def measure_sample(
+    model: LanguageModel, preamble: Sequence[int], sample: Sequence[Sequence[int]], folder: Path,
+    progress: Callable[[str], None],
+) -> SampleTimes:  # fmt: skip
+    """Times encoding and loading of a sample, in a temporary folder on the disk of `folder`. Raises
+    `StoreFull` or `StoreUnwritable`."""
+    progress("encoding the preamble")
+    [root] = encode(model, [EncodeJob(preamble)])
+    longest = max(sample, key=len)
+    median_seconds(model, lambda: _encoded(model, root, [longest[:16]]))  # warm-up
+    progress(f"encoding {len(sample)} modules of the corpus")
+    encode_s = median_seconds(model, lambda: _encoded(model, root, sample))
+    lengths = sorted({max(1, len(longest) // share) for share in _SHARES})
+    host_bytes = 2 * len(longest) * model.bytes_per_token + 2**20
+    host = HostTier(host_bytes, pinned=model.device.type == "cuda")
+    cuts: list[Cut] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="ragcache-plan-", dir=folder) as place:
+            disks = {k: DiskTier(Path(place) / k, kv_dtype=check_kv_dtype(k)) for k in KV_DTYPES}
+            for tokens in lengths:
+                progress(f"computing and loading a module of {tokens} tokens")
+                cut, cold = _measure_cut(model, root, longest[:tokens], disks, host)
+                cuts.append(cut)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise named_os_error(error, folder) from error
+    return SampleTimes(len(sample), sum(map(len, sample)), encode_s, tuple(cuts), cold)
+
+
+def _measure_cut(
+    model: LanguageModel, root: KVStates, tokens: Sequence[int],
+    disks: dict[str, DiskTier], host: HostTier,
+) -> tuple[Cut, bool]:  # fmt: skip
+    """Times of a module, and whether it was loaded from the disk and not from the page cache."""
+    compute_s = median_seconds(model, lambda: _encoded(model, root, [tokens]))
+    [states] = _encoded(model, root, [tokens])
+    key = KVKey(hashlib.sha256(str(len(tokens)).encode()).hexdigest())
+
+    def load_seconds(disk: DiskTier, prepare: Callable[[Path], None]) -> float:
+        times = []
+        for _ in range(_RUNS):
+            prepare(disk.path(key))
+            begin = time.perf_counter()
+            loaded = restored(disk.load(key, host.allocate))
+            loaded.keys.to(model.device), loaded.values.to(model.device)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    nbytes = {kind: disk.put(key, states) for kind, disk in disks.items()}
+    load_s = {kind: load_seconds(disk, drop_pages) for kind, disk in disks.items()}
+    warm = load_seconds(disks["model"], fill_pages)
+    return Cut(len(tokens), compute_s, nbytes, load_s), load_s["model"] > _DROPPED * warm
+
+
+def _encoded(
+    model: LanguageModel, root: KVStates, modules: Sequence[Sequence[int]]
+) -> list[KVStates]:
+    jobs = [EncodeJob(list(ids), root.length, Segment(root, 0)) for ids in modules]
+    return list(encode(model, jobs))
+
+
+def median_seconds(model: LanguageModel, run: Callable[[], object]) -> float:
+    """Median seconds of three runs, or of fewer if they take long."""
+    times: list[float] = []
+    while len(times) < _RUNS and sum(times) < _MAX_SECONDS:
+        begin = time.perf_counter()
+        run()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def drop_pages(path: Path) -> None:
+    """Drops a file from the page cache, if the operating system and the file system support it."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def fill_pages(path: Path) -> None:
+    """Reads a file into the page cache."""
+    with path.open("rb") as file:
+        file.read()
+
+
 def advise(plan: CachePlan, memory_bytes: int | None = None) -> list[str]:
-    """Sentences, the most important first. memory_bytes: the machine's, None where unknown."""
-    return [*_whether(plan), *_length(plan), *_host(plan, memory_bytes), *_disk(plan), *_time(plan)]
+    """Advice on a plan in sentences, the most important first. memory_bytes: the machine's memory,
+    None if unknown."""
+    return [
+        *_advise_caching(plan),
+        *_advise_host(plan, memory_bytes),
+        *_advise_disk(plan),
+        f"Ingestion will encode for about {format_seconds(plan.encode_s)}, once: "
+        f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
+        f"{plan.modules:,} modules took.",
+    ]
 
 
-def _whether(plan: CachePlan) -> Iterator[str]:
+def _advise_caching(plan: CachePlan) -> Iterator[str]:
     longest = plan.measured.cuts[-1]
     load, compute = longest.load_s["model"], longest.compute_s
     module = f"a module of {longest.tokens} tokens"
@@ -291,15 +454,12 @@ def _whether(plan: CachePlan) -> Iterator[str]:
             f"{compute / load:.1f} times as long. A module that is used {uses} times has earned "
             "its encoding."
         )
-        return
-    yield (
-        f"Caching on this disk does not pay: {module} is loaded in {loaded} and computed in "
-        f"{computed}. Loading must reach {format_bandwidth(plan.break_even_bandwidth)}; keep "
-        "what is used in memory, by host_bytes, or take a quicker disk."
-    )
-
-
-def _length(plan: CachePlan) -> Iterator[str]:
+    else:
+        yield (
+            f"Caching on this disk does not pay: {module} is loaded in {loaded} and computed in "
+            f"{computed}. Loading must reach {format_bandwidth(plan.break_even_bandwidth)}; keep "
+            "what is used in memory, by host_bytes, or take a quicker disk."
+        )
     tokens, shortest = plan.break_even_tokens["model"], plan.measured.cuts[0].tokens
     if tokens is not None and tokens > shortest:
         yield (
@@ -308,7 +468,7 @@ def _length(plan: CachePlan) -> Iterator[str]:
         )
 
 
-def _host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
+def _advise_host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
     plain, eight = plan.size("host", "model"), plan.size("host", "int8")
     assert plain is not None
     assert eight is not None
@@ -336,7 +496,7 @@ def _host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
         )
 
 
-def _disk(plan: CachePlan) -> Iterator[str]:
+def _advise_disk(plan: CachePlan) -> Iterator[str]:
     plain, eight = plan.size("disk", "model"), plan.size("disk", "int8")
     assert plain is not None
     assert eight is not None
@@ -352,16 +512,8 @@ def _disk(plan: CachePlan) -> Iterator[str]:
         )
 
 
-def _time(plan: CachePlan) -> Iterator[str]:
-    yield (
-        f"Ingestion will encode for about {format_seconds(plan.encode_s)}, once: "
-        f"{plan.measured.tokens_per_second:,.0f} tokens a second, as {plan.measured.modules} of "
-        f"{plan.modules:,} modules took."
-    )
-
-
 def format_seconds(seconds: float) -> str:
-    """A time in the unit that reads best."""
+    """A time in a readable unit."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1:
@@ -372,17 +524,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Megabytes a second."""
+    """A bandwidth in megabytes per second."""
     rate = bytes_per_second / 1e6
     return f"{rate:,.0f} MB/s" if rate >= 10 else f"{rate:.2g} MB/s"
 
 
 def format_share(share: float) -> str:
-    """A share of one, to a whole hundredth unless it is smaller."""
+    """A share as a percentage, with decimals only below one percent."""
     return f"{100 * share:.0f}%" if share >= 0.01 or share == 0 else f"{100 * share:.2f}%"
 
 
 def format_budget(nbytes: int) -> str:
-    """Bytes as settings spell them, rounded up."""
+    """Bytes in the notation of `parse_bytes`, rounded up."""
     unit, size = ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", 2**20)
     return f"{math.ceil(10 * nbytes / size) / 10:g}{unit}"

@@ -22,8 +22,9 @@ from ragcache.planning import (
     SampleTimes,
     TierSize,
     advise,
-    break_even_bandwidth,
     break_even_tokens,
+    bytes_per_token,
+    choose_sample,
     corpus_of_collection,
     corpus_of_sources,
     format_bandwidth,
@@ -31,8 +32,9 @@ from ragcache.planning import (
     format_seconds,
     format_share,
     make_plan,
+    shape_of,
+    tier_sizes,
 )
-from ragcache.planning.plan import bytes_per_token, shape_of, tier_sizes
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, quantize, quantized_nbytes
 from ragcache.store import DiskTier, HostTier
@@ -41,7 +43,7 @@ LENGTHS = [10, 20, 40]
 GIB = 2**30
 
 
-def test_files_are_split_as_ingestion_splits_them(
+def test_corpus_is_split_as_ingestion_splits_it(
     reader: LoadedModel, notes: Path, tmp_path: Path
 ) -> None:
     done: list[tuple[int, int]] = []
@@ -64,9 +66,7 @@ def test_files_are_split_as_ingestion_splits_them(
     assert stored.documents == 3
 
 
-def test_a_plan_says_what_was_measured_and_what_is_extrapolated(
-    reader: LoadedModel, tmp_path: Path
-) -> None:
+def test_plan_separates_measured_and_extrapolated(reader: LoadedModel, tmp_path: Path) -> None:
     corpus = Corpus(2, tuple([7] * n for n in (8, 16, 24, 40)))
     folder = tmp_path / "not" / "there"
     said: list[str] = []
@@ -80,19 +80,19 @@ def test_a_plan_says_what_was_measured_and_what_is_extrapolated(
     assert not folder.exists()
     assert not list(tmp_path.iterdir()), "nothing is left behind"
     assert said
-    facts = json.loads(json.dumps(plan.facts()))
+    facts = json.loads(json.dumps(plan.to_dict()))
     assert facts["extrapolated"] == {"encode_s": plan.encode_s}
     assert "encode_s" not in facts
     assert facts["measured"]["encode_s"] == plan.measured.encode_s
+    longest = plan.measured.cuts[-1]
+    assert plan.break_even_bandwidth == longest.nbytes["model"] / longest.compute_s
     disk = plan.size("disk", "model")
     assert disk is not None
     assert 0 < disk.share < 0.01
     assert plan.size("device", "model") is None
 
 
-def test_a_corpus_without_text_or_with_long_modules_is_named(
-    reader: LoadedModel, tmp_path: Path
-) -> None:
+def test_empty_corpus_and_long_modules_are_refused(reader: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(NoDocuments):
         make_plan(reader, Corpus(1, ()), Budgets(1), tmp_path)
     long = Corpus(1, ([7] * reader.causal.window,))
@@ -100,7 +100,7 @@ def test_a_corpus_without_text_or_with_long_modules_is_named(
         make_plan(reader, long, Budgets(1), tmp_path)
 
 
-def test_parts_of_a_document_are_split_by_themselves(reader: LoadedModel) -> None:
+def test_parts_of_a_document_are_split_separately(reader: LoadedModel) -> None:
     whole = SourceDocument("pages", "One page. Another page.")
     pages = replace(whole, parts=("One page.", "Another page."))
     assert len(corpus_of_sources(reader, whole, 32).modules) == 1
@@ -115,14 +115,14 @@ def drawn(causal: CausalLM, tokens: int) -> KVStates:
 
 
 @pytest.mark.parametrize("kind", KV_DTYPES)
-def test_a_token_takes_what_another_one_adds(causal: CausalLM, kind: str) -> None:
+def test_bytes_per_token_equal_the_size_of_one_more_token(causal: CausalLM, kind: str) -> None:
     kv_dtype = check_kv_dtype(kind)
     one, two = (quantize(drawn(causal, n), kv_dtype).nbytes for n in (40, 41))
     assert bytes_per_token(causal)[kind] == two - one
 
 
 @pytest.mark.parametrize("kind", KV_DTYPES)
-def test_tiers_allocate_no_more_than_is_planned(
+def test_tiers_allocate_at_most_the_planned_bytes(
     causal: CausalLM, kind: str, tmp_path: Path
 ) -> None:
     lengths, kv_dtype = [7, 7, 33], check_kv_dtype(kind)
@@ -146,7 +146,7 @@ def test_only_tiers_with_a_budget_are_planned(causal: CausalLM) -> None:
     ]  # fmt: skip
 
 
-def test_what_fits_is_a_share_of_bytes() -> None:
+def test_share_is_budget_over_bytes() -> None:
     assert TierSize("host", "model", 100, 25).share == 0.25
     assert TierSize("host", "model", 100, 100).share == 1.0
     assert TierSize("disk", "model", 100, None).share == 1.0
@@ -164,18 +164,14 @@ def test_what_fits_is_a_share_of_bytes() -> None:
         ([1.0, 2.0, 4.0], [1.0, 1.0, 1.0], 10.0),
     ],
 )
-def test_the_crossing_is_found_from_the_longest_module_down(
+def test_break_even_is_found_from_the_longest_module_down(
     compute: list[float], load: list[float], tokens: float | None
 ) -> None:
     assert break_even_tokens(LENGTHS, compute, load) == tokens
 
 
-def test_nothing_measured_is_no_break_even() -> None:
+def test_no_measurement_has_no_break_even() -> None:
     assert break_even_tokens([], [], []) is None
-
-
-def test_bandwidth_is_bytes_over_the_time_of_computing_them() -> None:
-    assert break_even_bandwidth(3_000_000, 0.5) == 6_000_000
 
 
 def sizes(host: int, disk: int) -> tuple[TierSize, ...]:
@@ -217,12 +213,12 @@ def test_caching_does_not_pay_where_computing_is_quicker() -> None:
     assert "must reach 2.5 MB/s" in said
 
 
-def test_short_modules_are_warned_of_only_where_they_lose() -> None:
+def test_short_modules_are_mentioned_only_if_computing_wins() -> None:
     assert "Modules of less than" not in advice(known_plan())
     assert "less than about 120 tokens" in advice(known_plan(even=120.0))
 
 
-def test_the_host_is_advised_by_what_fits() -> None:
+def test_host_advice_depends_on_what_fits() -> None:
     assert "Leave kv_dtype at model" in advice(known_plan())
     tight = replace(known_plan(), tiers=sizes(6 * GIB, 20 * GIB))
     assert "Take kv_dtype int8" in advice(tight)
@@ -233,7 +229,7 @@ def test_the_host_is_advised_by_what_fits() -> None:
     assert "this machine has 8.0 GiB" in advice(small, 8 * GIB)
 
 
-def test_the_disk_is_spoken_of_where_it_is_too_small() -> None:
+def test_disk_advice_only_if_it_is_too_small() -> None:
     assert "The disk" not in advice(known_plan())
     assert "all of it with kv_dtype int8" in advice(
         replace(known_plan(), tiers=sizes(GIB, 6 * GIB))
@@ -245,11 +241,11 @@ def test_the_disk_is_spoken_of_where_it_is_too_small() -> None:
     ("seconds", "said"),
     [(2e-5, "20 µs"), (0.0123, "12.3 ms"), (5, "5.0 s"), (600, "10 min"), (9000, "2.5 h")],
 )
-def test_times_are_said_in_their_unit(seconds: float, said: str) -> None:
+def test_format_seconds_chooses_the_unit(seconds: float, said: str) -> None:
     assert format_seconds(seconds) == said
 
 
-def test_rates_and_shares_keep_what_matters() -> None:
+def test_format_of_bandwidths_and_shares() -> None:
     assert [format_bandwidth(b) for b in (1.234e9, 1.2e7, 7.2e5)] == [
         "1,234 MB/s",
         "12 MB/s",
@@ -259,5 +255,12 @@ def test_rates_and_shares_keep_what_matters() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [3, 1_500_000, 2**30, 10**11])
-def test_a_setting_holds_what_it_is_for(nbytes: int) -> None:
+def test_format_budget_rounds_up(nbytes: int) -> None:
     assert nbytes <= parse_bytes(format_budget(nbytes)) <= nbytes * 1.1 + 2**20
+
+
+def test_sample_is_spread_over_the_lengths() -> None:
+    assert choose_sample([30, 10, 20], 3) == [1, 2, 0]
+    assert choose_sample([30, 10, 20], 9) == [1, 2, 0]
+    assert choose_sample([5, 1, 4, 2, 3, 6], 2) == [3, 0]
+    assert choose_sample(list(range(100)), 4) == [12, 37, 62, 87]
