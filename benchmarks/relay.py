@@ -15,7 +15,7 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from ragcache.attention import AttentionMetadata, PageRows, RunRows, SharedQueries, backend_for
+from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
 from ragcache.bench.harness import describe_machine, new_figure, save_figure, seconds
 from ragcache_api.cli.bench import DeviceOption, JsonFile, PlotFile, report
 from ragcache_api.cli.console import plain_table
@@ -40,8 +40,8 @@ def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, An
     rows = []
     for batch in setting.batches:
         for shared in setting.shared:
-            plan, copies = _plan(setting, batch, shared, device)
-            ours, own = _times(setting, plan, copies, batch, device)
+            metadata, copies = _plan(setting, batch, shared, device)
+            ours, own = _times(setting, metadata, copies, batch, device)
             theory = (shared + setting.own + 2) / (shared / batch + setting.own + 7)
             rows.append(
                 {
@@ -59,7 +59,7 @@ def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, An
 def _plan(
     setting: RelaySetting, batch: int, shared: int, device: str
 ) -> tuple[AttentionMetadata, tuple[Tensor, Tensor]]:
-    """The plan of a decoding step over one run, and [B, Hkv, S, D] copies for the other side."""
+    """Metadata of a decoding step over shared states, and [B, Hkv, S, D] copies of them."""
     torch.manual_seed(0)
     heads, dim, own = setting.num_kv_heads, setting.head_dim, setting.own
 
@@ -69,7 +69,7 @@ def _plan(
     run, pool = (random(1, heads, shared, dim) for _ in range(2)), batch * own
     keys, values = run
     rows = torch.arange(batch, device=device)
-    pages = PageRows(
+    pages = PagedQueries(
         random(1, heads, pool, dim),
         random(1, heads, pool, dim),
         own,
@@ -77,21 +77,21 @@ def _plan(
         rows[:, None],
         torch.zeros(batch, own, dtype=torch.bfloat16, device=device),
     )
-    plan = AttentionMetadata(
-        SharedQueries(rows), (RunRows(keys, values, 0, batch),), (), pages, (), rows[None]
+    metadata = AttentionMetadata(
+        SharedQueries(rows), (SharedKV(keys, values, 0, batch),), (), pages, (), rows[None]
     )
     whole = (batch, heads, shared + own, dim)
-    return plan, (random(*whole), random(*whole))
+    return metadata, (random(*whole), random(*whole))
 
 
 def _times(
     setting: RelaySetting,
-    plan: AttentionMetadata,
+    metadata: AttentionMetadata,
     copies: tuple[Tensor, Tensor],
     batch: int,
     device: str,
 ) -> tuple[float, float]:
-    """Median seconds of the plan and of attention over copies, in turn."""
+    """Median seconds of the metadata and of attention over copies, in turn."""
     torch.manual_seed(1)
     heads, dim = setting.num_heads, setting.head_dim
     query = torch.randn(heads, batch, dim, device=device).to(torch.bfloat16)
@@ -100,7 +100,7 @@ def _times(
     scale = dim**-0.5
 
     def ours() -> None:
-        backend.attend(plan, 0, query, new, new, scale=scale)
+        backend.attend(metadata, 0, query, new, new, scale=scale)
 
     def own() -> None:
         F.scaled_dot_product_attention(

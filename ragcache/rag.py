@@ -591,7 +591,7 @@ class RagCache:
     def batch(self) -> Batch:
         """What the engine computes now."""
         shared = self._internals.shared
-        return batch_of(shared.engine.core.view, shared.database, self.namespace)
+        return batch_of(shared.engine.core.snapshot, shared.database, self.namespace)
 
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
         """A page of the states that left a tier, the newest first; those of the last second may be

@@ -1,4 +1,4 @@
-"""The seam between a step and the hardware: who computes a plan."""
+"""The attention backend: the seam between a forward pass and the hardware."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ragcache.attention.reference import ReferenceAttentionBackend
 
 
 class AttentionBackend(Protocol):
-    """Computes a plan. What stands above it does not change with the hardware."""
+    """Computes attention from its metadata. The code above it is the same on every device."""
 
     def attend(
         self,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -25,13 +25,24 @@ class AttentionBackend(Protocol):
         *,
         scale: float,
     ) -> Tensor:
-        """query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's
-        own, which stand where the plan writes them already. Returns [T, Hq, D]."""
+        """Attention of one layer over shared states, blocks and the step's own tokens.
+
+        Args:
+            metadata: What each row attends to.
+            layer: Which layer's states to read.
+            query: [Hq, T, D], rotated to the rows' positions.
+            key: [Hkv, T, D], the step's own, already written where the metadata wants them.
+            value: Like `key`.
+            scale: Of the scores.
+
+        Returns:
+            [T, Hq, D].
+        """
         ...
 
 
 def backend_for(device: torch.device) -> AttentionBackend:
-    """The fastest backend that this device offers."""
+    """The fastest backend for this device."""
     if device.type == "cpu" and CpuAttentionBackend.available():
         return CpuAttentionBackend()
     return ReferenceAttentionBackend()

@@ -1,8 +1,9 @@
 """What one forward pass attends to, as flat tensors.
 
-A step flattens the new tokens of all requests to rows 0..T-1. The plan says which rows ask each run
-of states, and how their queries turn for it, so that a run is read once however many requests share
-it (RelayAttention, Hydragen), in whatever order they hold it. A backend needs nothing else.
+A step flattens the new tokens of all requests to rows 0..T-1. The metadata says which rows read
+which shared states, and how their queries turn for them, so that states are read once however many
+requests share them (RelayAttention, Hydragen), in whatever order the prompts hold them. A backend
+needs nothing else.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from ragcache.attention.ops import Rotation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedQueries:
-    """The rows that ask the runs, one run after another.
+    """The query rows that read shared states, in the order of `AttentionMetadata.shared_kv`. A row
+    appears once for each of the states that it reads; M entries in all.
 
-    rows: [M] int64. rotation: how each query turns, cos and sin [M, 1, R/2]; None where no run was
-    moved. distance: [M] float32, from the row's position to the run's first key, where the
-    position scheme is a bias (ALiBi).
+    rows: [M] int64. rotation: how each query turns, cos and sin [M, 1, R/2]; None where no states
+    were moved. distance: [M] float32, from the row's position to the first key that it reads, where
+    the position scheme is a bias (ALiBi).
     """
 
     rows: Tensor
@@ -30,8 +32,8 @@ class SharedQueries:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunRows:
-    """A contiguous run of states that the asking rows begin:end attend to, all of it.
+class SharedKV:
+    """Contiguous states that entries begin:end of the `SharedQueries` attend to, all of them.
 
     keys, values: [L, Hkv, S, D].
     """
@@ -44,64 +46,65 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class CausalBlock:
-    """New tokens of one request: the step's rows begin:end see each other causally."""
+    """New tokens of one request: rows begin:end see each other causally."""
 
     begin: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PageRows:
-    """Rows that each attend to pages of their own, all in one product.
+class PagedQueries:
+    """Rows that each attend to blocks of their own, all in one product (paged attention).
 
-    keys, values: [L, Hkv, pages * chunk, D], the pool; rows: [B] int64; pages: [B, P] int64, one
-    of its own again where a row has fewer; mask: [B, P * chunk], 0 or minus infinity, in the dtype
-    of the states; distance: [B, P * chunk] float32, from the row's position to the key, for ALiBi.
+    keys, values: [L, Hkv, num_blocks * block_size, D], the block pool; rows: [B] int64; blocks:
+    [B, P] int64, where a row has fewer one of its own is repeated; mask: [B, P * block_size], 0 or
+    minus infinity, in the dtype of the states; distance: [B, P * block_size] float32, from the
+    row's position to the key, for ALiBi.
     """
 
     keys: Tensor
     values: Tensor
-    chunk: int
+    block_size: int
     rows: Tensor
-    pages: Tensor
+    blocks: Tensor
     mask: Tensor
     distance: Tensor | None = None
 
-    def gather(self, states: Tensor) -> Tensor:
-        """The pages of one layer's states, row by row: [Hkv, B, P * chunk, D]."""
+    def gather_blocks(self, states: Tensor) -> Tensor:
+        """The blocks of one layer's states, row by row: [Hkv, B, P * block_size, D]."""
         heads, tokens, dim = states.shape
-        pages = states.view(heads, tokens // self.chunk, self.chunk * dim)
-        picked = pages.index_select(1, self.pages.flatten())
+        blocks = states.view(heads, tokens // self.block_size, self.block_size * dim)
+        picked = blocks.index_select(1, self.blocks.flatten())
         return picked.view(heads, len(self.rows), -1, dim)
 
 
-class Write(Protocol):
+class KVWrite(Protocol):
     """Where new keys and values go."""
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         """key, value: [Hkv, T, D], of all rows of the step."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PageWrite:
-    """Into pages: row rows[i] goes to token index[i] of the pool. `rows` is None for all rows."""
+class PagedWrite:
+    """Into blocks: row rows[i] goes to token slots[i] of the pool. `rows` is None for all rows."""
 
     keys: Tensor
     values: Tensor
-    index: Tensor
+    slots: Tensor
     rows: Tensor | None = None
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self.rows is not None:
             key, value = key.index_select(1, self.rows), value.index_select(1, self.rows)
-        self.keys[layer].index_copy_(1, self.index, key)
-        self.values[layer].index_copy_(1, self.index, value)
+        self.keys[layer].index_copy_(1, self.slots, key)
+        self.values[layer].index_copy_(1, self.slots, value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunWrite:
-    """Into a contiguous run: rows begin:end go to the tokens from `past` on."""
+class ContiguousWrite:
+    """Into contiguous memory: rows begin:end go to the tokens from `past` on."""
 
     keys: Tensor
     values: Tensor
@@ -109,7 +112,7 @@ class RunWrite:
     begin: int
     end: int
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         until = self.past + self.end - self.begin
         self.keys[layer, :, self.past : until] = key[:, self.begin : self.end]
         self.values[layer, :, self.past : until] = value[:, self.begin : self.end]
@@ -119,24 +122,24 @@ class RunWrite:
 class AttentionMetadata:
     """All that attention needs for one step over T rows.
 
-    Every row has one partial result over its request's own tokens, from a square or from the
-    pages; `own` ([T] int64) says where it stands among those of the squares and then the pages,
-    None where that is the order of the rows. table: [slots, T] int64, where the row's partial
-    results over runs stand among the M asking rows, M for none. slopes: [Hq] float32 and positions:
-    [T] float32 where the position scheme is a bias (ALiBi).
+    Every row has one partial result over its request's own tokens, from a causal block or a paged
+    query. own_index: [T] int64, its place among the results of the causal blocks and then of the
+    paged queries; None where that is the order of the rows. shared_index: [slots, T] int64, the
+    row's entries in the `SharedQueries`, M where it has no more. slopes: [Hq] float32 and
+    positions: [T] float32 where the position scheme is a bias (ALiBi).
     """
 
-    asking: SharedQueries | None
-    runs: tuple[RunRows, ...]
-    squares: tuple[CausalBlock, ...]
-    pages: PageRows | None
-    writes: tuple[Write, ...]
-    table: Tensor
-    own: Tensor | None = None
+    shared_queries: SharedQueries | None
+    shared_kv: tuple[SharedKV, ...]
+    causal_blocks: tuple[CausalBlock, ...]
+    paged_queries: PagedQueries | None
+    writes: tuple[KVWrite, ...]
+    shared_index: Tensor
+    own_index: Tensor | None = None
     slopes: Tensor | None = None
     positions: Tensor | None = None
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keeps the step's own states of a layer. key, value: [Hkv, T, D]."""
+    def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Writes the step's own states of a layer. key, value: [Hkv, T, D]."""
         for write in self.writes:
-            write.write(layer, key, value)
+            write.write_states(layer, key, value)

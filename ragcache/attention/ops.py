@@ -7,18 +7,17 @@ Every partial result therefore carries the natural logarithm of its denominator,
 Query heads are grouped: [Hkv, N, G, D] holds, for each key head, N query rows of the G heads that
 read it (Hq = Hkv * G). The rows and heads of a group are rows of one product over the same keys, so
 that no key is ever repeated.
-"""
 
-# MERGED ragcache.attention.rotary: Relocation of rotary keys by turning the query. Keys carry
-#   their rotation at the position where they were encoded. Moving a segment by `delta`
-#   multiplies its keys by R(delta), and q·R(delta)k = (R(-delta)q)·k: the query turns back,
-#   the shared keys stay untouched. Rotations compose by adding angles (RoFormer eq. 16), so
-#   this is exact.
-# MERGED ragcache.attention.alibi: ALiBi: a bias of slope times distance, head by head (Press
-#   et al., 2022, §3). A score is q·k*scale + slope*(key position - query position). Over a run
-#   whose keys stand at i = 0.. from its first key on, slope*i belongs to the run wherever it
-#   stands, and what is left, slope*(first key's position - query position), is one constant
-#   for the whole run. Moving a run therefore only shifts `lse`.
+Segments are moved without touching their keys. Rotary keys carry their rotation at the position
+where they were encoded. Moving a segment by `delta` multiplies its keys by R(delta), and
+q·R(delta)k = (R(-delta)q)·k: the query turns back. Rotations compose by adding angles (RoFormer
+eq. 16), so this is exact.
+
+ALiBi adds slope*(key position - query position) to a score, head by head (Press et al., 2022, §3).
+For keys at i = 0.. from the segment's first key on, slope*i belongs to the segment wherever it
+stands; the rest, slope*(first key's position - query position), is one constant for the whole
+segment. Moving it therefore only shifts `lse`.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +49,10 @@ def grouped(query: Tensor, num_kv_heads: int) -> Tensor:
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, bias: Tensor | None = None
 ) -> Partial:
-    """The definition: plain products and a softmax in float32, on any device and dtype.
+    """Attention by definition: plain products and a softmax in float32, on any device and dtype.
 
-    query: [Hkv, N, G, D]; key, value: [Hkv, S, D], or [Hkv, N, S, D] where every row has keys of
-    its own; bias: added to the scores, broadcast to [Hkv, N, G, S]; minus infinity hides a key, and
+    query: [Hkv, N, G, D]; key, value: [Hkv, S, D], or [Hkv, N, S, D] where every row has its own
+    keys; bias: added to the scores, broadcast to [Hkv, N, G, S]; minus infinity hides a key, and
     every row sees at least one.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -81,25 +80,24 @@ def merge_state(a: Partial, b: Partial) -> Partial:
     return Partial(out.to(a.out.dtype), lse)
 
 
-def merge_states(own: Partial, asked: Sequence[Partial], table: Tensor) -> Partial:
-    """Joins, for every row, its own partial result with those over the runs that it asks.
+def merge_states(own: Partial, shared: Sequence[Partial], shared_index: Tensor) -> Partial:
+    """Joins every row's partial result over its own tokens with those over shared states.
 
-    own: of all T rows; asked: together of M rows. table: [slots, T] int64, where the results of row
-    t stand among the M, M for none.
+    own: of all T rows; shared: M rows in all. shared_index: [slots, T] int64, the places of a row's
+    results among the M, M for an empty slot.
     """
-    out = torch.cat([part.out for part in asked])  # [M, Hkv, G, D]
-    lse = torch.cat([*(part.lse for part in asked), _nothing(own.lse)])  # [M + 1, Hkv, G]
-    every = torch.cat([own.lse[None], lse[table]])  # [1 + slots, T, Hkv, G]
+    out = torch.cat([part.out for part in shared])  # [M, Hkv, G, D]
+    empty = own.lse.new_full((1, *own.lse.shape[1:]), -torch.inf)
+    lse = torch.cat([*(part.lse for part in shared), empty])  # [M + 1, Hkv, G]
+    every = torch.cat([own.lse[None], lse[shared_index]])  # [1 + slots, T, Hkv, G]
     weights = every.softmax(dim=0)[..., None]
-    rows = table.clamp(max=len(out) - 1)  # an empty slot weighs nothing, whatever it points to
+    rows = shared_index.clamp(
+        max=len(out) - 1
+    )  # an empty slot weighs nothing, whatever it points to
     joined = own.out * weights[0]
     for row, weight in zip(rows, weights[1:], strict=True):
         joined.addcmul_(out[row].to(weight.dtype), weight)
     return Partial(joined.to(own.out.dtype), every.logsumexp(dim=0))
-
-
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_full((1, *like.shape[1:]), -torch.inf)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,25 +140,25 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return turned
 
 
-def run_bias(slopes: Tensor, key: Tensor) -> Tensor:
-    """[Hkv, 1, G, S]: slope*i for a run's keys. slopes: [Hq]; key: [Hkv, S, D]."""
+def alibi_segment_bias(slopes: Tensor, key: Tensor) -> Tensor:
+    """[Hkv, 1, G, S]: slope*i for a segment's keys. slopes: [Hq]; key: [Hkv, S, D]."""
     steps = torch.arange(key.shape[1], dtype=torch.float32, device=key.device)
     return slopes.view(key.shape[0], 1, -1, 1) * steps
 
 
-def starting_at(part: Partial, slopes: Tensor, distance: Tensor) -> Partial:
-    """The partial result where the run's first key stands `distance` ([N]) from each row."""
+def alibi_shift(part: Partial, slopes: Tensor, distance: Tensor) -> Partial:
+    """The partial result for a segment whose first key is at `distance` ([N]) from each row."""
     _, kv_heads, group = part.lse.shape
     shift = distance[:, None, None] * slopes.view(kv_heads, group)
     return Partial(part.out, part.lse + shift)
 
 
-def square_bias(slopes: Tensor, positions: Tensor, kv_heads: int) -> Tensor:
-    """[Hkv, N, G, N] for new tokens at positions [N] that see each other."""
+def alibi_causal_bias(slopes: Tensor, positions: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, N, G, N] for new tokens at positions [N]."""
     distance = positions[None, :] - positions[:, None]  # [N, N], key less query
     return slopes.view(kv_heads, 1, -1, 1) * distance[:, None]
 
 
-def page_bias(slopes: Tensor, distance: Tensor, kv_heads: int) -> Tensor:
-    """[Hkv, B, G, S] for rows whose keys stand at the distances [B, S]."""
+def alibi_paged_bias(slopes: Tensor, distance: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, B, G, S] for rows whose keys are at the distances [B, S]."""
     return slopes.view(kv_heads, 1, -1, 1) * distance[:, None]

@@ -1,6 +1,6 @@
-"""Attention of one layer in one step, as it is defined; on any device and dtype.
+"""Attention of one layer in one step by its definition, on any device and dtype.
 
-    merge( partial(q, run_1), ..., partial(q, run_n), partial(q, own tokens) )
+    merge( partial(q, segment 1), ..., partial(q, segment n), partial(q, own tokens) )
 
 Other backends compute the same, faster.
 """
@@ -10,27 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PageRows, SharedQueries
+from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PagedQueries, SharedQueries
 from ragcache.attention.ops import (
     Partial,
+    alibi_causal_bias,
+    alibi_paged_bias,
+    alibi_segment_bias,
+    alibi_shift,
     causal_bias,
     grouped,
     merge_states,
-    page_bias,
     partial_attention,
     rotate,
-    run_bias,
-    square_bias,
-    starting_at,
 )
 
 
 class ReferenceAttentionBackend:
-    """One product a run, for all rows that ask it (Hydragen §3.2)."""
+    """One product for all rows that read the same states (Hydragen §3.2)."""
 
     def attend(
         self,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -40,70 +40,85 @@ class ReferenceAttentionBackend:
     ) -> Tensor:
         """See `AttentionBackend.attend`."""
         rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
-        joined = self._own(plan, layer, rows, key, value, scale)
-        if plan.asking is not None:
-            asked = self._runs(plan, plan.asking, layer, rows, scale)
-            joined = merge_states(joined, asked, plan.table)
+        joined = self._own(metadata, layer, rows, key, value, scale)
+        if metadata.shared_queries is not None:
+            shared = self._shared(metadata, metadata.shared_queries, layer, rows, scale)
+            joined = merge_states(joined, shared, metadata.shared_index)
         return joined.out.flatten(1, 2)
 
     def _own(
         self,
-        plan: AttentionMetadata,
+        metadata: AttentionMetadata,
         layer: int,
         rows: Tensor,
         key: Tensor,
         value: Tensor,
         scale: float,
     ) -> Partial:
-        parts = [self._square(plan, s, rows, key, value, scale) for s in plan.squares]
-        if plan.pages is not None:
-            parts.append(self._pages(plan, plan.pages, layer, rows, scale))
+        blocks = metadata.causal_blocks
+        parts = [self._causal(metadata, block, rows, key, value, scale) for block in blocks]
+        if metadata.paged_queries is not None:
+            parts.append(self._paged(metadata, metadata.paged_queries, layer, rows, scale))
         out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
-        return Partial(out, lse) if plan.own is None else Partial(out[plan.own], lse[plan.own])
+        index = metadata.own_index
+        return Partial(out, lse) if index is None else Partial(out[index], lse[index])
 
-    def _runs(
-        self, plan: AttentionMetadata, asking: SharedQueries, layer: int, rows: Tensor, scale: float
+    def _shared(
+        self,
+        metadata: AttentionMetadata,
+        queries: SharedQueries,
+        layer: int,
+        rows: Tensor,
+        scale: float,
     ) -> list[Partial]:
-        turned = rows.index_select(1, asking.rows)  # [Hkv, M, G, D]
-        if asking.rotation is not None:
-            turned = rotate(turned, asking.rotation)
+        turned = rows.index_select(1, queries.rows)  # [Hkv, M, G, D]
+        if queries.rotation is not None:
+            turned = rotate(turned, queries.rotation)
         parts = []
-        for run in plan.runs:
-            query, keys, values = turned[:, run.begin : run.end], run.keys[layer], run.values[layer]
-            if plan.slopes is None:
+        for kv in metadata.shared_kv:
+            query, keys, values = turned[:, kv.begin : kv.end], kv.keys[layer], kv.values[layer]
+            if metadata.slopes is None:
                 parts.append(partial_attention(query, keys, values, scale=scale))
                 continue
-            assert asking.distance is not None
-            bias = run_bias(plan.slopes, keys)
+            assert queries.distance is not None
+            bias = alibi_segment_bias(metadata.slopes, keys)
             part = partial_attention(query, keys, values, scale=scale, bias=bias)
-            parts.append(starting_at(part, plan.slopes, asking.distance[run.begin : run.end]))
+            distance = queries.distance[kv.begin : kv.end]
+            parts.append(alibi_shift(part, metadata.slopes, distance))
         return parts
 
-    def _square(
+    def _causal(
         self,
-        plan: AttentionMetadata,
-        square: CausalBlock,
+        metadata: AttentionMetadata,
+        block: CausalBlock,
         rows: Tensor,
         key: Tensor,
         value: Tensor,
         scale: float,
     ) -> Partial:
-        """New tokens of one request over themselves, causally."""
-        own = slice(square.begin, square.end)
-        bias = causal_bias(square.end - square.begin, key.device)
-        if plan.slopes is not None:
-            assert plan.positions is not None
-            bias = bias + square_bias(plan.slopes, plan.positions[own], key.shape[0])
+        """New tokens of one request over themselves."""
+        own = slice(block.begin, block.end)
+        bias = causal_bias(block.end - block.begin, key.device)
+        if metadata.slopes is not None:
+            assert metadata.positions is not None
+            positions = metadata.positions[own]
+            bias = bias + alibi_causal_bias(metadata.slopes, positions, key.shape[0])
         return partial_attention(rows[:, own], key[:, own], value[:, own], scale=scale, bias=bias)
 
-    def _pages(
-        self, plan: AttentionMetadata, pages: PageRows, layer: int, rows: Tensor, scale: float
+    def _paged(
+        self,
+        metadata: AttentionMetadata,
+        paged: PagedQueries,
+        layer: int,
+        rows: Tensor,
+        scale: float,
     ) -> Partial:
-        """Every row over the pages of its own."""
-        keys, values = pages.gather(pages.keys[layer]), pages.gather(pages.values[layer])
-        bias = pages.mask[:, None].float()  # [B, 1, S]
-        if plan.slopes is not None:
-            assert pages.distance is not None
-            bias = bias + page_bias(plan.slopes, pages.distance, len(keys))
-        query = rows.index_select(1, pages.rows)
+        """Every row over its own blocks."""
+        keys = paged.gather_blocks(paged.keys[layer])
+        values = paged.gather_blocks(paged.values[layer])
+        bias = paged.mask[:, None].float()  # [B, 1, S]
+        if metadata.slopes is not None:
+            assert paged.distance is not None
+            bias = bias + alibi_paged_bias(metadata.slopes, paged.distance, len(keys))
+        query = rows.index_select(1, paged.rows)
         return partial_attention(query, keys, values, scale=scale, bias=bias)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ragcache.attention import AttentionMetadata
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure, save_figure
 from ragcache.engine import Context, EngineConfig, EngineStats, Request, RequestHandle, assemble
-from ragcache.engine.core import Answers, EngineCore
+from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
@@ -45,7 +45,7 @@ class _NoAttention:
 
     def attend(
         self,
-        plan: AttentionMetadata,  # noqa: ARG002
+        metadata: AttentionMetadata,  # noqa: ARG002
         layer: int,  # noqa: ARG002
         query: Tensor,
         key: Tensor,  # noqa: ARG002
@@ -58,10 +58,10 @@ class _NoAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """Seconds of each step that only decoded; what the engine did; bytes of chunks at the most."""
+    """Seconds of each step that only decoded; what the engine did; bytes of blocks at the most."""
 
     steps: list[float]
-    tally: EngineStats
+    stats: EngineStats
     pool_bytes: int
 
     @property
@@ -124,14 +124,14 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     own = setting.question_tokens + setting.new_tokens
     private = setting.requests * own * causal.bytes_per_token
     copied = setting.requests * (one_copy + own * causal.bytes_per_token)
-    total = ours.tally.planning + ours.tally.forward + ours.tally.sampling
+    total = ours.stats.planning + ours.stats.forward + ours.stats.sampling
     return {
         "ratio_to_copies": statistics.median(copies) / step,
         "share_of_ceiling": ceiling.step / step,
         "kv_bytes_ratio": (one_copy + ours.pool_bytes) / (one_copy + private),
         "kv_bytes_ratio_to_copies": (one_copy + ours.pool_bytes) / copied,
-        "scheduler_share": ours.tally.planning / total,
-        "sampling_share": ours.tally.sampling / total,
+        "scheduler_share": ours.stats.planning / total,
+        "sampling_share": ours.stats.sampling / total,
         "tokens_per_second": setting.requests / step,
         "step_s": {"segments": step, "ceiling": ceiling.step, "copies": statistics.median(copies)},
         "runs": {
@@ -212,11 +212,11 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))
     handles = []
     for request in requests:
-        channel = Answers(lambda: None)
-        core.add(request, channel, time.perf_counter())
+        channel = AnswerChannel(lambda: None)
+        core.add_request(request, channel, time.perf_counter())
         handles.append(RequestHandle(channel))
     core.step()  # the questions
-    core.tally = EngineStats()
+    core.stats = EngineStats()
     steps: list[float] = []
     used = 0
     while core.busy:
@@ -226,7 +226,7 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
         steps.append(time.perf_counter() - begin)
     for handle in handles:
         handle.result()
-    return _Decoded(steps, core.tally, used * core.pool.bytes_per_chunk)
+    return _Decoded(steps, core.stats, used * core.pool.bytes_per_block)
 
 
 class _Times:

@@ -137,7 +137,7 @@ def _request(
 def _alone(engine: LLMEngine, prompts: Sequence[_Prompt], mode: str) -> float:
     """Normalized latency of a request that runs alone: the median of three."""
     return statistics.median(
-        _normalized(engine.submit(getattr(prompt, mode)).result()) for prompt in prompts[:3]
+        _normalized(engine.submit_request(getattr(prompt, mode)).result()) for prompt in prompts[:3]
     )
 
 
@@ -173,7 +173,7 @@ def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> LoadP
     for request in requests:
         due += rng.expovariate(rate)
         time.sleep(max(0.0, due - time.perf_counter()))
-        handles.append(engine.submit(request))
+        handles.append(engine.submit_request(request))
     done = [handle.result() for handle in handles]
     first = [completion.first_token_at - completion.submitted_at for completion in done]
     last = max(completion.finished_at for completion in done)

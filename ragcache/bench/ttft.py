@@ -140,4 +140,4 @@ def _cached(
     engine: LLMEngine, window: int, states: Sequence[KVStates], question: Sequence[int]
 ) -> int:
     context = assemble(states, question, window=window, max_new_tokens=1)
-    return engine.submit(Request(context, 1)).result().token_ids[0]
+    return engine.submit_request(Request(context, 1)).result().token_ids[0]

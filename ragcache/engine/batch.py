@@ -1,12 +1,13 @@
-"""Ragged batches: the new tokens of all requests in one row of tokens, and the plan over them."""
+"""Ragged batches: the new tokens of all requests in one row of tokens, and what each row reads.
 
-# MERGED ragcache.engine.layout: Who reads what in a step: runs that are read once for all
-#   their readers, and pages. A run is a segment, or a stretch of private chunks that the same
-#   requests share (the tree of Hydragen §3.3 and of ChunkAttention §3.1 falls out), or a long
-#   stretch of one request. What is left of a request that decodes, its last chunks, is read
-#   page by page in one product with those of all others. The layout stays as it is until a
-#   request joins or leaves or a chunk fills, which is ChunkAttention's lazy context copy
-#   (§3.3).
+`lay_out_batch` groups the rows of a step by the states that they read. A group shares a segment, or
+private blocks that the same requests hold (the tree of Hydragen §3.3 and of ChunkAttention §3.1
+falls out), or is one request with a long span of blocks. The last blocks of a request that decodes
+are read in one product with those of all others, as in paged attention.
+
+`BatchBuilder` turns that layout into a `ForwardBatch`. The layout stays as it is until a request
+joins or leaves or a block fills, which is ChunkAttention's lazy context copy (§3.3).
+"""
 
 from __future__ import annotations
 
@@ -23,229 +24,22 @@ from torch import Tensor
 from ragcache.attention import (
     AttentionMetadata,
     CausalBlock,
-    PageRows,
-    PageWrite,
-    RunRows,
+    KVWrite,
+    PagedQueries,
+    PagedWrite,
+    SharedKV,
     SharedQueries,
-    Write,
 )
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
 from ragcache.engine.request import Segment
-from ragcache.models import CausalLM, Step
+from ragcache.models import CausalLM, ForwardBatch
 
 Ints = NDArray[np.int64]
+Rows = tuple[int, int]
+"""Rows begin:end of a step."""
 
-
-class StepBuilder:
-    """Builds steps, and keeps what does not change while the same requests decode."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self.model = model
-        self.rebuilt = 0
-        self._signature: object = None
-        self._frame: _Frame | None = None
-
-    def build(self, works: Sequence[ScheduledChunk]) -> Step:
-        """Flattens the works to rows 0..T-1. Logits are wanted of the last row of each that
-        asks."""
-        signature = tuple(_shape(work) for work in works)
-        if self._frame is None or None in signature or signature != self._signature:
-            self._frame = _Frame.of(self.model, works)
-            self._signature = signature
-            self.rebuilt += 1
-        return self._frame.step(works)
-
-    def forget(self) -> None:
-        """Lets go of the states that the last step read."""
-        self._frame = None
-
-
-def _shape(work: ScheduledChunk) -> object:
-    """Equal for two steps of a request between which its reading does not change; None where it
-    always does."""
-    private = work.private
-    if len(work.token_ids) != 1 or not isinstance(private, BlockTable):
-        return None
-    seen = sum(segment.start <= work.position_ids[0] for segment in work.segments)
-    return (private, work.wants_logits, private.length // private.pool.chunk, seen)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Frame:
-    """The part of a plan that stays while its requests decode."""
-
-    model: CausalLM
-    layout: Layout
-    plan: AttentionMetadata  # with the pages and writes of the first step
-    starts: Ints  # [M]: where each asking row's run begins
-    logit_rows: Tensor
-
-    @classmethod
-    def of(cls, model: CausalLM, works: Sequence[ScheduledChunk]) -> _Frame:
-        layout = lay_out(works, gapless=model.scheme.slopes is not None)
-        asking, starts = _asking(model, layout)
-        own = _own(layout)
-        plan = AttentionMetadata(
-            asking=asking,
-            runs=_run_rows(layout),
-            squares=tuple(CausalBlock(begin, end) for begin, end in layout.squares),
-            pages=_pages(model, layout.tails),
-            writes=(),
-            table=_device(model, _table(layout)),
-            own=None if own is None else _device(model, own),
-            slopes=model.scheme.slopes,
-        )
-        wanted = [
-            end - 1 for work, (_, end) in zip(works, layout.rows, strict=True) if work.wants_logits
-        ]
-        return cls(model, layout, plan, starts, _device(model, _ints(wanted)))
-
-    def step(self, works: Sequence[ScheduledChunk]) -> Step:
-        tokens = _ints([token for work in works for token in work.token_ids])
-        positions = _ints([position for work in works for position in work.position_ids])
-        plan = replace(self.plan, writes=self._writes(works), pages=self._filled_pages())
-        if self.model.scheme.slopes is not None:
-            plan = self._with_distances(plan, positions)
-        return Step(
-            _device(self.model, tokens), _device(self.model, positions), self.logit_rows, plan
-        )
-
-    def _writes(self, works: Sequence[ScheduledChunk]) -> tuple[Write, ...]:
-        """All rows of paged requests in one write, each room in its own."""
-        writes: list[Write] = []
-        index: list[int] = []
-        rows: list[int] = []
-        pool = None
-        for work, (begin, end) in zip(works, self.layout.rows, strict=True):
-            if isinstance(work.private, BlockTable):
-                pool = work.private.pool
-                index += work.private.slots(end - begin)
-                rows += range(begin, end)
-            else:
-                writes.append(work.private.write(begin, end))
-        if pool is not None:
-            everyone = not writes
-            writes.append(
-                PageWrite(
-                    pool.keys,
-                    pool.values,
-                    _device(self.model, _ints(index)),
-                    None if everyone else _device(self.model, _ints(rows)),
-                )
-            )
-        return tuple(writes)
-
-    def _filled_pages(self) -> PageRows | None:
-        """The pages with a mask over what this step fills."""
-        pages = self.plan.pages
-        if pages is None:
-            return None
-        mask = np.full(pages.mask.shape, -np.inf, dtype=np.float32)
-        chunk = pages.chunk
-        for row, tail in enumerate(self.layout.tails):
-            length = tail.private.length + 1
-            filled = sum(min(chunk, length - number * chunk) for number in tail.chunks)
-            mask[row, :filled] = 0
-        return replace(pages, mask=_device(self.model, mask).to(pages.mask.dtype))
-
-    def _with_distances(self, plan: AttentionMetadata, positions: Ints) -> AttentionMetadata:
-        """ALiBi: how far each row is from what it reads."""
-        asking, pages = plan.asking, plan.pages
-        if asking is not None:
-            away = self.starts - positions[asking.rows.cpu().numpy()]
-            asking = replace(asking, distance=_floats(self.model, away))
-        if pages is not None:
-            away = np.zeros(pages.mask.shape, dtype=np.int64)
-            for row, tail in enumerate(self.layout.tails):
-                now = positions[tail.row]
-                own = (*tail.private.positions, now)
-                chunk = pages.chunk
-                seen = [p for n in tail.chunks for p in own[n * chunk : (n + 1) * chunk]]
-                away[row, : len(seen)] = np.asarray(seen) - now
-            pages = replace(pages, distance=_floats(self.model, away))
-        return replace(plan, asking=asking, pages=pages, positions=_floats(self.model, positions))
-
-
-def _asking(model: CausalLM, layout: Layout) -> tuple[SharedQueries | None, Ints]:
-    rows: list[int] = []
-    deltas: list[int] = []
-    starts: list[int] = []
-    for run in layout.runs:
-        for (first, end), delta, start in zip(run.readers, run.deltas, run.starts, strict=True):
-            rows += range(first, end)
-            deltas += [delta] * (end - first)
-            starts += [start] * (end - first)
-    if not rows:
-        return None, _ints([])
-    rotation = None
-    if any(deltas):
-        rotation = model.scheme.relocation(_device(model, _ints(deltas)))
-    if rotation is not None:
-        cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [M, 1, R/2]
-        rotation = replace(rotation, cos=cos, sin=sin)
-    return SharedQueries(_device(model, _ints(rows)), rotation), _ints(starts)
-
-
-def _run_rows(layout: Layout) -> tuple[RunRows, ...]:
-    found, begin = [], 0
-    for run in layout.runs:
-        end = begin + sum(until - first for first, until in run.readers)
-        found.append(RunRows(run.keys, run.values, begin, end))
-        begin = end
-    return tuple(found)
-
-
-def _pages(model: CausalLM, tails: Sequence[DecodeTail]) -> PageRows | None:
-    if not tails:
-        return None
-    pool = tails[0].private.pool
-    pages = np.zeros((len(tails), max(len(tail.chunks) for tail in tails)), dtype=np.int64)
-    for row, tail in enumerate(tails):
-        own = [tail.private.chunk_ids[n] for n in tail.chunks]
-        pages[row] = own[0]  # where a row has fewer, nothing of another request is read
-        pages[row, : len(own)] = own
-    mask = pool.keys.new_zeros(len(tails), pages.shape[1] * pool.chunk)
-    rows = _device(model, _ints([tail.row for tail in tails]))
-    return PageRows(pool.keys, pool.values, pool.chunk, rows, _device(model, pages), mask)
-
-
-def _table(layout: Layout) -> Ints:
-    """Where each row's partial results over runs stand: [slots, T], M for none."""
-    found: list[list[int]] = [[] for _ in range(layout.rows[-1][1])]
-    at = 0
-    for run in layout.runs:
-        for first, end in run.readers:
-            for row in range(first, end):
-                found[row].append(at)
-                at += 1
-    table = np.full((max(map(len, found)), len(found)), at, dtype=np.int64)
-    for row, places in enumerate(found):
-        table[: len(places), row] = places
-    return table
-
-
-def _own(layout: Layout) -> Ints | None:
-    """Where each row's result over its own tokens stands, None where in the order of the rows."""
-    order = [row for begin, end in layout.squares for row in range(begin, end)]
-    order += [tail.row for tail in layout.tails]
-    if order == sorted(order):
-        return None
-    return np.argsort(_ints(order))
-
-
-def _ints(values: Sequence[int]) -> Ints:
-    return np.asarray(values, dtype=np.int64)
-
-
-def _floats(model: CausalLM, values: Ints) -> Tensor:
-    return _device(model, values.astype(np.float32))
-
-
-def _device(model: CausalLM, values: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(values).to(model.device)
-
-
-LONG = 4  # chunks in a row from which a single reader's stretch is a run of its own
+LONG_SPAN = 4
+"""Consecutive blocks from which a single reader's span is a group of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,16 +58,16 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class SharedPrefixGroup:
-    """A contiguous run and its readers: rows first:end of the step, and for each reader how far
-    the run was moved and where its first key stands."""
+    """Contiguous states and their readers: rows of the step, and for each reader how far the states
+    were moved and where their first key stands. keys, values: [L, Hkv, S, D]."""
 
     keys: Tensor
     values: Tensor
-    readers: list[tuple[int, int]] = field(default_factory=list)
+    readers: list[Rows] = field(default_factory=list)
     deltas: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
-    def add(self, first: int, end: int, delta: int, start: int) -> None:
+    def add_reader(self, first: int, end: int, delta: int, start: int) -> None:
         if first < end and self.keys.shape[2]:
             self.readers.append((first, end))
             self.deltas.append(delta)
@@ -282,150 +76,356 @@ class SharedPrefixGroup:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTail:
-    """The last chunks of a request that decodes: its row, its private states, and the index of
-    each of the chunks among the request's."""
+    """The last blocks of a request that decodes: its row, its private states, and the index of
+    each of the blocks among the request's."""
 
     row: int
     private: BlockTable
-    chunks: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """rows: begin and end of each work's rows; squares: those of works with several new tokens."""
+class BatchLayout:
+    """rows: those of each chunk; causal_blocks: those of chunks with several new tokens."""
 
-    rows: tuple[tuple[int, int], ...]
-    runs: tuple[SharedPrefixGroup, ...]
-    squares: tuple[tuple[int, int], ...]
+    rows: tuple[Rows, ...]
+    groups: tuple[SharedPrefixGroup, ...]
+    causal_blocks: tuple[Rows, ...]
     tails: tuple[DecodeTail, ...]
 
 
-def lay_out(works: Sequence[ScheduledChunk], *, gapless: bool = False) -> Layout:
-    """Groups the works' reading. gapless: a run must stand at consecutive positions, as ALiBi
-    needs, whose bias follows the position."""
+def lay_out_batch(chunks: Sequence[ScheduledChunk], *, gapless: bool = False) -> BatchLayout:
+    """Groups the rows of the chunks by what they read. gapless: states of a group must be at
+    consecutive positions, as ALiBi needs, whose bias follows the position."""
     rows, begin = [], 0
-    for work in works:
-        rows.append((begin, begin + len(work.token_ids)))
+    for chunk in chunks:
+        rows.append((begin, begin + len(chunk.token_ids)))
         begin = rows[-1][1]
-    runs = _segment_runs(works, rows)
+    groups = _segment_groups(chunks, rows)
     tails = []
-    owned = _owned(works)
-    for index, work in enumerate(works):
-        decodes = len(work.token_ids) == 1 and isinstance(work.private, BlockTable)
+    readers_of = _span_readers(chunks)
+    for index, chunk in enumerate(chunks):
+        decodes = len(chunk.token_ids) == 1 and isinstance(chunk.private, BlockTable)
         short: list[int] = []
-        for stretch in _joined(work.private, owned, gapless, full_only=decodes):
-            readers = stretch.readers
-            if decodes and len(readers) == 1 and (gapless or len(stretch.chunks) < LONG):
-                short += stretch.chunks
+        for joined in _joined_spans(chunk.private, readers_of, gapless, full_only=decodes):
+            readers = joined.readers
+            if decodes and len(readers) == 1 and (gapless or len(joined.blocks) < LONG_SPAN):
+                short += joined.blocks
             elif readers[0] == index:
-                runs.append(_private_run(stretch, [rows[reader] for reader in readers]))
+                groups.append(_private_group(joined, [rows[reader] for reader in readers]))
         if decodes:
-            assert isinstance(work.private, BlockTable)
-            chunks = _with_next(work.private, short)
-            tails.append(DecodeTail(rows[index][0], work.private, chunks))
-    squares = tuple(
+            assert isinstance(chunk.private, BlockTable)
+            # the last is the block that the step writes to
+            last = chunk.private.length // chunk.private.pool.block_size
+            blocks = tuple(dict.fromkeys((*short, last)))
+            tails.append(DecodeTail(rows[index][0], chunk.private, blocks))
+    causal = tuple(
         rows[index]
-        for index, work in enumerate(works)
-        if len(work.token_ids) > 1 or not isinstance(work.private, BlockTable)
+        for index, chunk in enumerate(chunks)
+        if len(chunk.token_ids) > 1 or not isinstance(chunk.private, BlockTable)
     )
-    return Layout(tuple(rows), tuple(run for run in runs if run.readers), squares, tuple(tails))
+    kept = tuple(group for group in groups if group.readers)
+    return BatchLayout(tuple(rows), kept, causal, tuple(tails))
 
 
-def _segment_runs(
-    works: Sequence[ScheduledChunk], rows: Sequence[tuple[int, int]]
+def _segment_groups(
+    chunks: Sequence[ScheduledChunk], rows: Sequence[Rows]
 ) -> list[SharedPrefixGroup]:
-    """Segments by the memory that they read, so that views of one module are one run."""
-    runs: dict[tuple[int, int], SharedPrefixGroup] = {}
-    for work, (begin, end) in zip(works, rows, strict=True):
-        for segment in work.segments:
+    """Segments by the memory that they read, so that views of one module are one group."""
+    groups: dict[tuple[int, int], SharedPrefixGroup] = {}
+    for chunk, (begin, end) in zip(chunks, rows, strict=True):
+        for segment in chunk.segments:
             states = segment.states
-            place = (states.keys.data_ptr(), states.length)
-            run = runs.setdefault(place, SharedPrefixGroup(states.keys, states.values))
-            first = begin + bisect_left(work.position_ids, segment.start)
-            run.add(first, end, segment.delta, segment.start)
-    return list(runs.values())
+            memory = (states.keys.data_ptr(), states.length)
+            group = groups.setdefault(memory, SharedPrefixGroup(states.keys, states.values))
+            first = begin + bisect_left(chunk.position_ids, segment.start)
+            group.add_reader(first, end, segment.delta, segment.start)
+    return list(groups.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Neighboring stretches of one request with the same readers, as one. chunks: their indexes
-    among the request's."""
-
-    stretch: KVSpan
-    chunks: tuple[int, ...]
-    readers: tuple[int, ...]
-    start: int
-
-
-def _owned(works: Sequence[ScheduledChunk]) -> dict[tuple[int, int, int], list[int]]:
-    """The works that read each stretch of private memory."""
+def _span_readers(chunks: Sequence[ScheduledChunk]) -> dict[tuple[int, int, int], list[int]]:
+    """The indices of the chunks that read each span of private memory."""
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for index, work in enumerate(works):
-        for stretch in work.private.stretches():
-            readers[stretch.place].append(index)
+    for index, chunk in enumerate(chunks):
+        for span in chunk.private.spans():
+            readers[span.memory].append(index)
     return readers
 
 
-def _joined(
+@dataclass(frozen=True, slots=True)
+class _JoinedSpan:
+    """Adjacent spans of one request with the same readers. blocks: their indices among the
+    request's. start: the position of the first token."""
+
+    span: KVSpan
+    blocks: tuple[int, ...]
+    readers: tuple[int, ...]
+    start: int
+
+    def continues_with(
+        self, part: KVSpan, readers: tuple[int, ...], start: int, gapless: bool
+    ) -> bool:
+        adjacent = self.span.end == part.begin and self.readers == readers
+        return adjacent and (not gapless or self.start + self.span.length == start)
+
+
+def _joined_spans(
     private: RequestKV,
-    readers: dict[tuple[int, int, int], list[int]],
+    readers_of: dict[tuple[int, int, int], list[int]],
     gapless: bool,
     *,
     full_only: bool,
-) -> Iterator[_Joined]:
-    """full_only: without the last chunk, while it still fills."""
-    current: _Joined | None = None
-    at = 0  # tokens before the stretch
-    for number, stretch in enumerate(private.stretches()):
-        who = tuple(readers[stretch.place])
-        length = stretch.end - stretch.begin
-        if full_only and isinstance(private, BlockTable) and length < private.pool.chunk:
+) -> Iterator[_JoinedSpan]:
+    """full_only: without the last block, while it still fills."""
+    current: _JoinedSpan | None = None
+    at = 0  # tokens before the span
+    for number, span in enumerate(private.spans()):
+        readers = tuple(readers_of[span.memory])
+        if full_only and isinstance(private, BlockTable) and span.length < private.pool.block_size:
             break
-        pieces = _pieces(stretch, private.positions[at : at + length]) if gapless else [stretch]
-        for piece in pieces:
-            start = private.positions[at + piece.begin - stretch.begin]
-            if current is not None and _follows(current, piece, who, start, gapless):
-                whole = KVSpan(piece.keys, piece.values, current.stretch.begin, piece.end)
-                chunks = tuple(dict.fromkeys((*current.chunks, number)))
-                current = _Joined(whole, chunks, who, current.start)
+        positions = private.positions[at : at + span.length]
+        for part in _gapless_parts(span, positions) if gapless else [span]:
+            start = positions[part.begin - span.begin]
+            if current is not None and current.continues_with(part, readers, start, gapless):
+                whole = KVSpan(part.keys, part.values, current.span.begin, part.end)
+                blocks = tuple(dict.fromkeys((*current.blocks, number)))
+                current = _JoinedSpan(whole, blocks, readers, current.start)
                 continue
             if current is not None:
                 yield current
-            current = _Joined(piece, (number,), who, start)
-        at += length
+            current = _JoinedSpan(part, (number,), readers, start)
+        at += span.length
     if current is not None:
         yield current
 
 
-def _follows(
-    current: _Joined, piece: KVSpan, who: tuple[int, ...], start: int, gapless: bool
-) -> bool:
-    length = current.stretch.end - current.stretch.begin
-    in_place = current.stretch.end == piece.begin and current.readers == who
-    return in_place and (not gapless or current.start + length == start)
-
-
-def _pieces(stretch: KVSpan, positions: Sequence[int]) -> Iterator[KVSpan]:
-    """The stretch, cut where its positions leave a gap."""
+def _gapless_parts(span: KVSpan, positions: Sequence[int]) -> Iterator[KVSpan]:
+    """The span, cut where its positions leave a gap."""
     begin = 0
     for at in range(1, len(positions) + 1):
         if at == len(positions) or positions[at] != positions[at - 1] + 1:
-            offset = stretch.begin
-            yield KVSpan(stretch.keys, stretch.values, offset + begin, offset + at)
+            yield KVSpan(span.keys, span.values, span.begin + begin, span.begin + at)
             begin = at
 
 
-def _private_run(joined: _Joined, readers: Sequence[tuple[int, int]]) -> SharedPrefixGroup:
-    stretch = joined.stretch
-    run = SharedPrefixGroup(
-        stretch.keys[:, :, stretch.begin : stretch.end],
-        stretch.values[:, :, stretch.begin : stretch.end],
-    )
+def _private_group(joined: _JoinedSpan, readers: Sequence[Rows]) -> SharedPrefixGroup:
+    span = joined.span
+    here = slice(span.begin, span.end)
+    group = SharedPrefixGroup(span.keys[:, :, here], span.values[:, :, here])
     for first, end in readers:
-        run.add(first, end, 0, joined.start)
-    return run
+        group.add_reader(first, end, 0, joined.start)
+    return group
 
 
-def _with_next(private: BlockTable, chunks: Sequence[int]) -> tuple[int, ...]:
-    """The chunks and the one that the step writes to."""
-    return tuple(dict.fromkeys((*chunks, private.length // private.pool.chunk)))
+class BatchBuilder:
+    """Builds forward batches, and keeps what does not change while the same requests decode.
+
+    rebuilt: how often the layout was made anew.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.rebuilt = 0
+        self._signature: object = None
+        self._frame: _Frame | None = None
+
+    def build_batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        """Flattens the chunks to rows 0..T-1. Logits are wanted of the last row of each chunk with
+        `wants_logits`."""
+        signature = tuple(_signature(chunk) for chunk in chunks)
+        if self._frame is None or None in signature or signature != self._signature:
+            self._frame = _Frame.of(self.model, chunks)
+            self._signature = signature
+            self.rebuilt += 1
+        return self._frame.batch(chunks)
+
+    def forget(self) -> None:
+        """Releases the states that the last batch read."""
+        self._frame = None
+
+
+def _signature(chunk: ScheduledChunk) -> object:
+    """Equal for two steps of a request between which it reads the same; None where two steps never
+    do."""
+    private = chunk.private
+    if len(chunk.token_ids) != 1 or not isinstance(private, BlockTable):
+        return None
+    seen = sum(segment.start <= chunk.position_ids[0] for segment in chunk.segments)
+    return (private, chunk.wants_logits, private.length // private.pool.block_size, seen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Frame:
+    """The part of a batch that stays while its requests decode.
+
+    metadata: with the mask and writes of the first step. starts: [M], where the states that each
+    shared query reads begin.
+    """
+
+    model: CausalLM
+    layout: BatchLayout
+    metadata: AttentionMetadata
+    starts: Ints
+    logit_rows: Tensor
+
+    @classmethod
+    def of(cls, model: CausalLM, chunks: Sequence[ScheduledChunk]) -> _Frame:
+        layout = lay_out_batch(chunks, gapless=model.scheme.slopes is not None)
+        queries, starts = _shared_queries(model, layout)
+        own = _own_index(layout)
+        metadata = AttentionMetadata(
+            shared_queries=queries,
+            shared_kv=_shared_kv(layout),
+            causal_blocks=tuple(CausalBlock(begin, end) for begin, end in layout.causal_blocks),
+            paged_queries=_paged_queries(model, layout.tails),
+            writes=(),
+            shared_index=_device(model, _shared_index(layout)),
+            own_index=None if own is None else _device(model, own),
+            slopes=model.scheme.slopes,
+        )
+        ends = [end for _, end in layout.rows]
+        wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+        return cls(model, layout, metadata, starts, _device(model, _ints(wanted)))
+
+    def batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        tokens = _ints([token for chunk in chunks for token in chunk.token_ids])
+        positions = _ints([position for chunk in chunks for position in chunk.position_ids])
+        metadata = replace(
+            self.metadata, writes=self._writes(chunks), paged_queries=self._masked_queries()
+        )
+        if self.model.scheme.slopes is not None:
+            metadata = self._with_distances(metadata, positions)
+        return ForwardBatch(
+            _device(self.model, tokens), _device(self.model, positions), self.logit_rows, metadata
+        )
+
+    def _writes(self, chunks: Sequence[ScheduledChunk]) -> tuple[KVWrite, ...]:
+        """One write for the rows of all requests with blocks, and one for each of the others."""
+        writes: list[KVWrite] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        pool = None
+        for chunk, (begin, end) in zip(chunks, self.layout.rows, strict=True):
+            if isinstance(chunk.private, BlockTable):
+                pool = chunk.private.pool
+                slots += chunk.private.slots(end - begin)
+                rows += range(begin, end)
+            else:
+                writes.append(chunk.private.write_rows(begin, end))
+        if pool is not None:
+            some = _device(self.model, _ints(rows)) if writes else None
+            into = _device(self.model, _ints(slots))
+            writes.append(PagedWrite(pool.keys, pool.values, into, some))
+        return tuple(writes)
+
+    def _masked_queries(self) -> PagedQueries | None:
+        """The paged queries with a mask over the tokens that are filled after this step."""
+        paged = self.metadata.paged_queries
+        if paged is None:
+            return None
+        mask = np.full(paged.mask.shape, -np.inf, dtype=np.float32)
+        size = paged.block_size
+        for row, tail in enumerate(self.layout.tails):
+            length = tail.private.length + 1
+            filled = sum(min(size, length - number * size) for number in tail.blocks)
+            mask[row, :filled] = 0
+        return replace(paged, mask=_device(self.model, mask).to(paged.mask.dtype))
+
+    def _with_distances(self, metadata: AttentionMetadata, positions: Ints) -> AttentionMetadata:
+        """ALiBi: how far each row is from what it reads."""
+        queries, paged = metadata.shared_queries, metadata.paged_queries
+        if queries is not None:
+            away = self.starts - positions[queries.rows.cpu().numpy()]
+            queries = replace(queries, distance=_floats(self.model, away))
+        if paged is not None:
+            away = np.zeros(paged.mask.shape, dtype=np.int64)
+            size = paged.block_size
+            for row, tail in enumerate(self.layout.tails):
+                now = positions[tail.row]
+                own = (*tail.private.positions, now)
+                seen = [p for n in tail.blocks for p in own[n * size : (n + 1) * size]]
+                away[row, : len(seen)] = np.asarray(seen) - now
+            paged = replace(paged, distance=_floats(self.model, away))
+        at = _floats(self.model, positions)
+        return replace(metadata, shared_queries=queries, paged_queries=paged, positions=at)
+
+
+def _shared_queries(model: CausalLM, layout: BatchLayout) -> tuple[SharedQueries | None, Ints]:
+    rows: list[int] = []
+    deltas: list[int] = []
+    starts: list[int] = []
+    for group in layout.groups:
+        for (first, end), delta, start in zip(
+            group.readers, group.deltas, group.starts, strict=True
+        ):
+            rows += range(first, end)
+            deltas += [delta] * (end - first)
+            starts += [start] * (end - first)
+    if not rows:
+        return None, _ints([])
+    rotation = None
+    if any(deltas):
+        rotation = model.scheme.relocation(_device(model, _ints(deltas)))
+    if rotation is not None:
+        cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [M, 1, R/2]
+        rotation = replace(rotation, cos=cos, sin=sin)
+    return SharedQueries(_device(model, _ints(rows)), rotation), _ints(starts)
+
+
+def _shared_kv(layout: BatchLayout) -> tuple[SharedKV, ...]:
+    found, begin = [], 0
+    for group in layout.groups:
+        end = begin + sum(until - first for first, until in group.readers)
+        found.append(SharedKV(group.keys, group.values, begin, end))
+        begin = end
+    return tuple(found)
+
+
+def _paged_queries(model: CausalLM, tails: Sequence[DecodeTail]) -> PagedQueries | None:
+    if not tails:
+        return None
+    pool = tails[0].private.pool
+    blocks = np.zeros((len(tails), max(len(tail.blocks) for tail in tails)), dtype=np.int64)
+    for row, tail in enumerate(tails):
+        own = [tail.private.block_ids[n] for n in tail.blocks]
+        blocks[row] = own[0]  # where a row has fewer, nothing of another request is read
+        blocks[row, : len(own)] = own
+    mask = pool.keys.new_zeros(len(tails), blocks.shape[1] * pool.block_size)
+    rows = _device(model, _ints([tail.row for tail in tails]))
+    return PagedQueries(pool.keys, pool.values, pool.block_size, rows, _device(model, blocks), mask)
+
+
+def _shared_index(layout: BatchLayout) -> Ints:
+    """See `AttentionMetadata.shared_index`."""
+    found: list[list[int]] = [[] for _ in range(layout.rows[-1][1])]
+    at = 0
+    for group in layout.groups:
+        for first, end in group.readers:
+            for row in range(first, end):
+                found[row].append(at)
+                at += 1
+    index = np.full((max(map(len, found)), len(found)), at, dtype=np.int64)
+    for row, places in enumerate(found):
+        index[: len(places), row] = places
+    return index
+
+
+def _own_index(layout: BatchLayout) -> Ints | None:
+    """See `AttentionMetadata.own_index`."""
+    order = [row for begin, end in layout.causal_blocks for row in range(begin, end)]
+    order += [tail.row for tail in layout.tails]
+    if order == sorted(order):
+        return None
+    return np.argsort(_ints(order))
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _floats(model: CausalLM, values: Ints) -> Tensor:
+    return _device(model, values.astype(np.float32))
+
+
+def _device(model: CausalLM, values: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(values).to(model.device)

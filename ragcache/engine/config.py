@@ -1,4 +1,4 @@
-"""What an engine may use, and what it did."""
+"""The limits of an engine, and its counters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """pool_bytes: room for requests' own states. step_tokens: the most rows of a step in which
-    something decodes, so that long new text stalls nobody; prefill_tokens: of one in which nothing
-    does. running: the most requests at once. queue: the most that wait; one more is refused.
-    retained: the share of the pool that may hold states of requests that have ended."""
+    """Memory and limits of an engine.
+
+    Args:
+        pool_bytes: Memory for the states of requests' own tokens.
+        step_tokens: The most rows of a step in which something decodes, so that long new text
+            stalls no answer.
+        prefill_tokens: The most rows of a step in which nothing decodes.
+        running: The most requests at once.
+        queue: The most requests that wait; one more is refused.
+        retained: The share of the pool that may hold states of requests that have ended.
+    """
 
     pool_bytes: int = 2**29
     step_tokens: int = 256
@@ -22,10 +29,10 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class EngineStats:
-    """What the engine did. Tokens are rows of steps; seconds are of its thread.
+    """Counters of an engine. Tokens are rows of steps; seconds are of its thread.
 
-    planning: building plans and choosing who runs; forward: the model; sampling: choosing tokens
-    and telling callers. queued: the sum of the seconds that admitted requests waited.
+    planning: scheduling and building batches; forward: the model; sampling: choosing tokens and
+    handing them to callers. queued: the sum of the seconds that admitted requests waited.
     """
 
     steps: int = 0

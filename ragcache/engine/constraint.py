@@ -49,7 +49,7 @@ MakeConstraint = Callable[[], Constraint]
 """Makes the constraint of one answer in its first state."""
 
 
-class Guarded:
+class GuardedConstraint:
     """A constraint whose errors fail its own request.
 
     failure: what went wrong; from then on it allows nothing. The state lives as long as the answer,

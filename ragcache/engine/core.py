@@ -1,7 +1,7 @@
-"""The engine without its thread: takes requests, and runs one step at a time."""
+"""The engine without its thread: takes requests, and runs one step at a time.
 
-# MERGED ragcache.engine.view: What the engine computes now, for whoever watches: a value that
-#   its thread leaves behind.
+Iteration-level batching: requests join and leave between steps (Orca §3.1).
+"""
 
 from __future__ import annotations
 
@@ -14,55 +14,58 @@ from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.config import EngineConfig, EngineStats
-from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, States
+from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request, RequestOutput, TokenDelta, check_window
-from ragcache.engine.runner import Runner
-from ragcache.engine.sampler import choose
+from ragcache.engine.runner import ModelRunner
+from ragcache.engine.sampler import sample_tokens
 from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnsupportedModel, UnusableLogits
 
 Clock = Callable[[], float]
-Answers = RequestChannel[TokenDelta, RequestOutput]
+AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
     """A sequence or an encoding with the tokens that it computes in this step."""
 
-    runs: Sequence | Encoding
+    owner: Sequence | Encoding
     count: int
-    work: ScheduledChunk
+    chunk: ScheduledChunk
 
 
 class EngineCore:
-    """Iteration-level batching: requests join and leave between steps (Orca §3.1)."""
+    """Schedules requests and encodings, runs the model, and samples the next tokens.
+
+    snapshot: the step that runs now, for monitoring from other threads.
+    """
 
     def __init__(
-        self, runner: Runner, settings: EngineConfig, clock: Clock = time.perf_counter
+        self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter
     ) -> None:
-        self.runner, self.settings, self.clock = runner, settings, clock
-        pool = runner.pool(settings.pool_bytes)
-        self.memory = KVCacheManager(
-            pool, RadixCache(pool.chunk, int(settings.retained * pool.total))
+        self.runner, self.config, self.clock = runner, config, clock
+        pool = runner.create_pool(config.pool_bytes)
+        self.kv_manager = KVCacheManager(
+            pool, RadixCache(pool.block_size, int(config.retained * pool.num_blocks))
         )
-        self.tally = EngineStats()
-        self.view = IDLE
+        self.stats = EngineStats()
+        self.snapshot = IDLE
         self._seen: object = None
-        self._limits = SchedulerConfig(
-            pool.chunk, settings.step_tokens, settings.prefill_tokens, settings.running
+        self._scheduler_config = SchedulerConfig(
+            pool.block_size, config.step_tokens, config.prefill_tokens, config.running
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._encodings = EncodeQueue(runner.model)
-        self._numbers = 0
+        self._encode_queue = EncodeQueue(runner.model)
+        self._last_number = 0
 
     @property
     def pool(self) -> BlockPool:
-        return self.memory.pool
+        return self.kv_manager.pool
 
     @property
     def waiting(self) -> int:
@@ -74,9 +77,9 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running or self._encodings)
+        return bool(self._waiting or self._running or self._encode_queue)
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Raises `PromptTooLong` or `UnsupportedModel` for a request that could never run."""
         context = request.context
         if not self.runner.model.scheme.movable and any(each.delta for each in context.segments):
@@ -108,114 +111,120 @@ class EngineCore:
                 f"{max_new_tokens} more, but the model's window holds {window}"
             )
         tokens = own + recomputed + max_new_tokens
-        if not self.memory.holds(tokens):
+        if not self.kv_manager.can_hold(tokens):
             raise PromptTooLong(
                 f"the request may need {tokens} tokens of its own, but the pool holds "
-                f"{self.pool.total * self.pool.chunk}; give the engine more pool bytes"
+                f"{self.pool.num_blocks * self.pool.block_size}; give the engine more pool bytes"
             )
 
-    def room(self, computed: int, end: int) -> int:
+    def max_answer_tokens(self, computed: int, end: int) -> int:
         """The most tokens that an answer can have after a prompt of so many computed tokens that
-        ends at `end`; one where there is no room, so that `check_sizes` refuses it."""
-        left = self.pool.total * self.pool.chunk - computed
+        ends at `end`; one where nothing fits, so that `check_sizes` refuses it."""
+        left = self.pool.num_blocks * self.pool.block_size - computed
         return max(1, min(left, self.runner.window - end))
 
-    def add(self, request: Request, channel: Answers, submitted_at: float) -> None:
-        """Puts a request that was checked in the queue, unless it was given up meanwhile."""
+    def add_request(self, request: Request, channel: AnswerChannel, submitted_at: float) -> None:
+        """Queues a checked request, unless it was cancelled meanwhile."""
         if channel.cancelled:
             return
         try:
-            group = SequenceGroup(request, channel, submitted_at, shares=self.runner.shares)
+            group = SequenceGroup(
+                request, channel, submitted_at, shares_prefixes=self.runner.shares_prefixes
+            )
             sequence = self._sequence(group, 0)
-        except Exception as error:  # its `text` cannot be made: nobody else may suffer from that
+        except Exception as error:  # its `text` cannot be made: the others go on
             channel.fail(error)
         else:
             self._enqueue(sequence)
 
-    def add_encoding(self, jobs: list[EncodeJob], channel: States) -> None:
-        """Puts jobs in the queue of what is encoded beside the requests."""
-        self._encodings.add(jobs, channel)
+    def add_encoding(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
+        """Queues modules to encode beside the requests."""
+        self._encode_queue.add_jobs(jobs, channel)
 
     def step(self) -> None:
-        """Runs one step: whoever joins, leaves or goes on is decided first."""
+        """Runs one step: cancelled requests leave, the scheduler decides, the model computes."""
         begin = self.clock()
         self._drop_gone(begin)
         shares = self._plan(begin)
         if shares:
             self._run(shares, begin)
         else:
-            self._encodings.hand_over()
+            self._encode_queue.hand_over()
         if not self.busy:
-            self.runner.idle()
-            self.view, self._seen = IDLE, None
+            self.runner.release_batch()
+            self.snapshot, self._seen = IDLE, None
 
     def _run(self, shares: list[_Share], begin: float) -> None:
-        step = self.runner.prepare([share.work for share in shares])
+        step = self.runner.prepare_batch([share.chunk for share in shares])
         self._publish(shares)
         planned = self.clock()
         logits = step()
         computed = self.clock()
         self._account(shares)
-        with coalesced_wakeups():  # one wake-up tells a loop of all that the step brought
+        with coalesced_wakeups():
             self._sample(shares, logits, computed)
-        tally = self.tally
-        tally.steps += 1
-        tally.planning += planned - begin
-        tally.forward += computed - planned
-        tally.sampling += self.clock() - computed
+        stats = self.stats
+        stats.steps += 1
+        stats.planning += planned - begin
+        stats.forward += computed - planned
+        stats.sampling += self.clock() - computed
 
     def _publish(self, shares: list[_Share]) -> None:
-        """Leaves a view of the step for whoever watches, unless it is as the last one was."""
-        seen = [(id(share.runs), share.count) for share in shares]
+        """Replaces the snapshot, unless the step is like the last one."""
+        seen = [(id(share.owner), share.count) for share in shares]
         if seen != self._seen:
-            works = ((share.work, isinstance(share.runs, Encoding)) for share in shares)
-            self.view, self._seen = BatchSnapshot.of(works), seen
+            chunks = ((share.chunk, isinstance(share.owner, Encoding)) for share in shares)
+            self.snapshot, self._seen = BatchSnapshot.of(chunks), seen
 
     def fail_all(self, error: BaseException) -> None:
-        """Ends every request with `error`, and takes all memory back."""
+        """Ends every request with `error`, and frees all memory."""
         for sequence in (*self._running, *self._waiting):
             self._release(sequence)
             sequence.group.channel.fail(error)
-        self._encodings.fail_all(error)
+        self._encode_queue.fail_all(error)
         self._running, self._waiting = [], []
-        self.runner.idle()
-        self.view, self._seen = IDLE, None
+        self.runner.release_batch()
+        self.snapshot, self._seen = IDLE, None
 
     def _plan(self, now: float) -> list[_Share]:
-        """Who computes what in this step; preempted requests have left, admitted ones entered."""
-        decision = schedule(
-            [sequence.candidate() for sequence in self._running],
-            (sequence.candidate() for sequence in self._waiting),
-            self._limits,
-            free_chunks=self.memory.available,
+        """What each request computes in this step, after preemption and admission."""
+        output = schedule(
+            [sequence.schedulable() for sequence in self._running],
+            (sequence.schedulable() for sequence in self._waiting),
+            self._scheduler_config,
+            free_blocks=self.kv_manager.available_blocks,
             now=now,
         )
-        self._preempt(decision)
-        self._admit(decision, now)
+        self._preempt(output)
+        self._admit(output, now)
         shares = []
         for sequence in self._running:
-            count = decision.tokens.get(sequence.number, 0)
+            count = output.tokens.get(sequence.number, 0)
             count = min(count, len(sequence.tokens) - sequence.computed)
             if count:
-                self.memory.make_room(sequence, count)
-                shares.append(_Share(sequence, count, sequence.work(count)))
+                self.kv_manager.allocate_slots(sequence, count)
+                shares.append(_Share(sequence, count, sequence.next_chunk(count)))
         decoding = any(share.count == 1 for share in shares)
-        most = self._limits.step_tokens if decoding else self._limits.prefill_tokens
+        most = (
+            self._scheduler_config.step_tokens
+            if decoding
+            else self._scheduler_config.prefill_tokens
+        )
         left = most - sum(share.count for share in shares)
-        for encoding, count in self._encodings.portions(left):
-            shares.append(_Share(encoding, count, encoding.work(count)))
+        for encoding, count in self._encode_queue.portions(left):
+            shares.append(_Share(encoding, count, encoding.next_chunk(count)))
         return shares
 
-    def _preempt(self, decision: SchedulerOutput) -> None:
-        for number in decision.preempted:
+    def _preempt(self, output: SchedulerOutput) -> None:
+        for number in output.preempted:
             sequence = next(each for each in self._running if each.number == number)
             self._running.remove(sequence)
             self._release(sequence)
             self._enqueue(sequence)
-            self.tally.preempted += 1
+            self.stats.preempted += 1
 
-    def _admit(self, decision: SchedulerOutput, now: float) -> None:
-        entering = set(decision.admitted)
+    def _admit(self, output: SchedulerOutput, now: float) -> None:
+        entering = set(output.admitted)
         if not entering:
             return
         admitted = [each for each in self._waiting if each.number in entering]
@@ -223,49 +232,51 @@ class EngineCore:
         for sequence in admitted:
             insort(self._running, sequence, key=_order)
         for sequence in admitted:
-            found = self.memory.enter(sequence)
+            found = self.kv_manager.admit_sequence(sequence)
             group = sequence.group
             group.channel.started = True
             if not group.admitted_at:
                 group.admitted_at = now
                 group.shared_tokens = found
-                self.tally.admitted += 1
-                self.tally.queued += now - group.submitted_at
-            self.tally.shared_tokens += found
+                self.stats.admitted += 1
+                self.stats.queued += now - group.submitted_at
+            self.stats.shared_tokens += found
 
     def _account(self, shares: list[_Share]) -> None:
-        """The step's states stand now."""
+        """Counts the tokens whose states the step has written."""
         for share in shares:
-            if isinstance(share.runs, Encoding):
-                share.runs.computed(share.count)
-                self.tally.encoded_tokens += share.count
+            if isinstance(share.owner, Encoding):
+                share.owner.computed(share.count)
+                self.stats.encoded_tokens += share.count
                 continue
-            self.memory.computed(share.runs, share.count)
-            if share.runs.generated:
-                self.tally.decoded_tokens += share.count
+            self.kv_manager.commit_tokens(share.owner, share.count)
+            if share.owner.generated:
+                self.stats.decoded_tokens += share.count
             else:
-                self.tally.prompt_tokens += share.count
-        self._encodings.hand_over()
+                self.stats.prompt_tokens += share.count
+        self._encode_queue.hand_over()
 
     def _sample(self, shares: list[_Share], logits: Tensor, now: float) -> None:
         """The next token of every sequence whose last token was computed."""
-        asked = [
-            share.runs
+        sampling = [
+            share.owner
             for share in shares
-            if isinstance(share.runs, Sequence) and share.work.wants_logits
+            if isinstance(share.owner, Sequence) and share.chunk.wants_logits
         ]
-        if not asked:
+        if not sampling:
             return
-        forbidden = [sequence.forbidden() for sequence in asked]
-        masks = [sequence.mask() for sequence in asked]
-        chosen = choose(logits, [sequence.sampler for sequence in asked], forbidden, masks)
-        for sequence, token in zip(asked, chosen, strict=True):
+        forbidden = [sequence.forbidden() for sequence in sampling]
+        masks = [sequence.mask() for sequence in sampling]
+        sampled = sample_tokens(
+            logits, [sequence.sampler for sequence in sampling], forbidden, masks
+        )
+        for sequence, token in zip(sampling, sampled, strict=True):
             if isinstance(token, UnusableLogits):
                 self._fail(sequence.group, sequence.failure or token)
                 continue
             if sequence.index == 0 and not sequence.generated:
                 self._fork(sequence)
-            sequence.accept(token, now)
+            sequence.append_token(token, now)
             if sequence.failure is not None:
                 self._fail(sequence.group, sequence.failure)
         for sequence in [each for each in self._running if each.finished]:
@@ -273,24 +284,24 @@ class EngineCore:
             self._release(sequence)
 
     def _fork(self, leader: Sequence) -> None:
-        """The prompt stands: the other answers to it begin."""
+        """Begins the other answers to a prompt that has just been computed."""
         for index in range(1, leader.request.n):
             sequence = self._sequence(leader.group, index)
-            free = self.runner.shares and len(self._running) < self.settings.running
-            if free and self.memory.fork(leader, sequence):
+            free = self.runner.shares_prefixes and len(self._running) < self.config.running
+            if free and self.kv_manager.fork_sequence(leader, sequence):
                 insort(self._running, sequence, key=_order)
             else:
                 self._enqueue(sequence)
 
     def _drop_gone(self, now: float) -> None:
-        """Requests whose caller went away, or whose time is over, leave at once."""
+        """Ends requests that were cancelled or are past their deadline."""
         for sequence in (*self._running, *self._waiting):
             group = sequence.group
             if group.channel.cancelled:
                 self._drop(group)
             elif group.expires_at is not None and now >= group.expires_at:
                 self._fail(group, _too_late(group, started=sequence in self._running))
-        self._encodings.drop_cancelled()
+        self._encode_queue.drop_cancelled()
 
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:
         self._drop(group)
@@ -305,12 +316,12 @@ class EngineCore:
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.private is not None:
-            self.runner.release(sequence.private)
-        self.memory.leave(sequence)
+            self.runner.release_states(sequence.private)
+        self.kv_manager.release_sequence(sequence)
 
     def _sequence(self, group: SequenceGroup, index: int) -> Sequence:
-        self._numbers += 1
-        return Sequence(group, index, self._numbers)
+        self._last_number += 1
+        return Sequence(group, index, self._last_number)
 
     def _enqueue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_order)
@@ -330,7 +341,7 @@ def _too_late(group: SequenceGroup, *, started: bool) -> DeadlineExceeded:
 
 @dataclass(frozen=True, slots=True)
 class SegmentUse:
-    """A segment that steps read. name: that of its states. requests, rows: that read it."""
+    """A segment that a step reads: its name, length, and the requests and rows that read it."""
 
     name: str
     tokens: int
@@ -340,8 +351,11 @@ class SegmentUse:
 
 @dataclass(frozen=True, slots=True)
 class BatchSnapshot:
-    """A step. rows: its new tokens; requests: those that they belong to; encodings: modules that
-    are encoded beside them; segments: what is read, the most read first."""
+    """What one step computes.
+
+    rows: new tokens; requests: those that they belong to; encodings: modules that are encoded
+    beside them; segments: those that answers read, the most read first.
+    """
 
     rows: int = 0
     requests: int = 0
@@ -349,19 +363,19 @@ class BatchSnapshot:
     segments: tuple[SegmentUse, ...] = ()
 
     @classmethod
-    def of(cls, works: Iterable[tuple[ScheduledChunk, bool]]) -> BatchSnapshot:
-        """Of the works of a step, each with whether it encodes a module. Only what answers read
-        is told, and of that what has a name."""
+    def of(cls, chunks: Iterable[tuple[ScheduledChunk, bool]]) -> BatchSnapshot:
+        """Of the chunks of a step, each with whether it encodes a module. Segments without a name
+        are left out."""
         uses: dict[str, tuple[int, int, int]] = {}
         rows = requests = encodings = 0
-        for work, encodes in works:
-            rows += len(work.token_ids)
+        for chunk, encodes in chunks:
+            rows += len(chunk.token_ids)
             encodings, requests = encodings + encodes, requests + (not encodes)
-            for segment in () if encodes else work.segments:
+            for segment in () if encodes else chunk.segments:
                 if segment.name is not None:
-                    _, readers, asking = uses.get(segment.name, (0, 0, 0))
-                    asking += len(work.token_ids)
-                    uses[segment.name] = segment.states.length, readers + 1, asking
+                    _, readers, reading = uses.get(segment.name, (0, 0, 0))
+                    reading += len(chunk.token_ids)
+                    uses[segment.name] = segment.states.length, readers + 1, reading
         segments = (SegmentUse(name, *use) for name, use in uses.items())
         ranked = sorted(segments, key=lambda use: (-use.requests, -use.rows, use.name))
         return cls(rows, requests, encodings, tuple(ranked))

@@ -35,7 +35,7 @@ class TextStream:
         self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True
     ) -> None:
         self._stops = StopChecker(stop)
-        self._detokenizer = detokenizer_of(tokenizer, skip_special_tokens)
+        self._detokenizer = create_detokenizer(tokenizer, skip_special_tokens)
 
     @property
     def stopped(self) -> str | None:
@@ -69,7 +69,7 @@ class StopChecker:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stops = check_stops(stop)
+        self._stops = check_stop_strings(stop)
         self._window = ""
         self._begins = [0] * len(self._stops)  # in the window: where each begins, or first may
         self.stopped: str | None = None
@@ -111,7 +111,7 @@ class StopChecker:
         return piece
 
 
-def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
+def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     """Raises InvalidRequest unless these are at most 16 strings of 1 to 1,000 characters."""
     if isinstance(stop, str) or not all(isinstance(each, str) for each in stop):
         raise InvalidRequest(f"stop is {stop!r:.80}; it must be a list of strings")
@@ -133,7 +133,7 @@ class IncrementalDetokenizer(Protocol):
     def finish(self) -> str: ...
 
 
-def detokenizer_of(tokenizer: Any, skip_special_tokens: bool) -> IncrementalDetokenizer:
+def create_detokenizer(tokenizer: Any, skip_special_tokens: bool) -> IncrementalDetokenizer:
     """The detokenizer that suits a Hugging Face tokenizer.
 
     Clean-up of spaces before punctuation, which `decode` can do for WordPiece, is not applied: it

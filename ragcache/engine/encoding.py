@@ -1,6 +1,4 @@
-"""Encoding: from tokens to states, many modules in one ragged pass."""
-
-# MERGED ragcache.engine.encodings: The queue of what is encoded beside the requests.
+"""Encoding modules to states, in portions beside the requests that run."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from ragcache.states import KVStates
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeJob:
-    """A run of tokens to encode from position `start`, seeing `root` (the preamble) if given.
+    """Tokens to encode from position `start`, after `root` (the preamble) if given.
 
     Without a root this is Prompt Cache's independent encoding (§3.3); with one, the attention
-    sink and the instructions stand where the model expects them. `position_ids` ascend from
+    sink and the instructions are where the model expects them. `position_ids` ascend from
     `start`; None where they have no gaps.
     """
 
@@ -39,42 +37,42 @@ class EncodeJob:
 
 
 class Encoding:
-    """A job under way, computed in portions of any size."""
+    """An encode job under way, computed in portions of any size."""
 
     def __init__(self, model: LanguageModel, job: EncodeJob) -> None:
         self.job = job
-        self.room = ContiguousKV.allocate(model, len(job.token_ids))
+        self.kv = ContiguousKV.allocate(model, len(job.token_ids))
 
     @property
     def pending(self) -> int:
-        return len(self.job.token_ids) - self.room.length
+        return len(self.job.token_ids) - self.kv.length
 
-    def work(self, count: int) -> ScheduledChunk:
-        begin = self.room.length
+    def next_chunk(self, count: int) -> ScheduledChunk:
+        begin = self.kv.length
         here = slice(begin, begin + count)
         root = () if self.job.root is None else (self.job.root,)
         tokens, positions = self.job.token_ids[here], self.job.positions[here]
-        return ScheduledChunk(root, self.room, tokens, positions, wants_logits=False)
+        return ScheduledChunk(root, self.kv, tokens, positions, wants_logits=False)
 
     def computed(self, count: int) -> None:
-        begin = self.room.length
-        self.room.advance(self.job.positions[begin : begin + count])
+        begin = self.kv.length
+        self.kv.advance(self.job.positions[begin : begin + count])
 
     def states(self) -> KVStates:
         assert self.pending == 0
-        return self.room.as_states(self.job.start)
+        return self.kv.as_states(self.job.start)
 
 
-States = RequestChannel[KVStates, None]
+StatesChannel = RequestChannel[KVStates, None]
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
-    """Jobs that one caller waits for together. Their states are handed over in order."""
+class _EncodeTask:
+    """The jobs of one call. Their states are handed over in order."""
 
     jobs: deque[EncodeJob]
-    channel: States
-    under_way: deque[Encoding] = field(default_factory=deque)
+    channel: StatesChannel
+    running: deque[Encoding] = field(default_factory=deque)
 
 
 class EncodeQueue:
@@ -82,20 +80,20 @@ class EncodeQueue:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self._tasks: deque[_Task] = deque()
+        self._tasks: deque[_EncodeTask] = deque()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def add(self, jobs: list[EncodeJob], channel: States) -> None:
-        self._tasks.append(_Task(deque(jobs), channel))
+    def add_jobs(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
+        self._tasks.append(_EncodeTask(deque(jobs), channel))
 
     def portions(self, budget: int) -> Iterator[tuple[Encoding, int]]:
-        """What is encoded next and how many of its tokens, as far as the budget goes."""
+        """The next encodings with the number of tokens to compute, within the budget."""
         if budget <= 0:
             return
         for task in self._tasks:
-            for encoding in chain(tuple(task.under_way), self._begin(task)):
+            for encoding in chain(tuple(task.running), self._begin(task)):
                 count = min(encoding.pending, budget)
                 if count:
                     budget -= count
@@ -104,16 +102,16 @@ class EncodeQueue:
                     return
 
     def hand_over(self) -> None:
-        """Gives callers the states that are complete; a job without tokens is so at once."""
+        """Gives callers the states that are complete, as those of an empty job are at once."""
         for task in list(self._tasks):
-            while task.under_way and not task.under_way[0].pending:
-                task.channel.put(task.under_way.popleft().states())
-            if not task.jobs and not task.under_way:
+            while task.running and not task.running[0].pending:
+                task.channel.put(task.running.popleft().states())
+            if not task.jobs and not task.running:
                 self._tasks.remove(task)
                 task.channel.finish(None)
 
     def drop_cancelled(self) -> None:
-        """Lets go of jobs whose caller went away."""
+        """Removes jobs whose caller has cancelled."""
         self._tasks = deque(task for task in self._tasks if not task.channel.cancelled)
 
     def fail_all(self, error: BaseException) -> None:
@@ -122,7 +120,7 @@ class EncodeQueue:
             task.channel.fail(error)
         self._tasks.clear()
 
-    def _begin(self, task: _Task) -> Iterator[Encoding]:
+    def _begin(self, task: _EncodeTask) -> Iterator[Encoding]:
         while task.jobs:
-            task.under_way.append(Encoding(self.model, task.jobs.popleft()))
-            yield task.under_way[-1]
+            task.running.append(Encoding(self.model, task.jobs.popleft()))
+            yield task.running[-1]

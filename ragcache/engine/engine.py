@@ -1,7 +1,7 @@
-"""The engine: one thread that runs steps while there is anything to do."""
+"""The engine: one thread that runs steps while there is anything to do.
 
-# MERGED ragcache.engine.offline: Requests and encodings, run to their end in the caller's own
-#   thread: to measure, in scripts.
+`complete` and `encode` run without a thread, for scripts and measurements.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
 from ragcache.engine.config import EngineConfig, EngineStats
-from ragcache.engine.core import Answers, EngineCore
-from ragcache.engine.encoding import EncodeJob, Encoding, States
+from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.encoding import EncodeJob, Encoding, StatesChannel
 from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import Request, RequestOutput, TokenDelta
-from ragcache.engine.runner import runner_of
+from ragcache.engine.runner import runner_for
 from ragcache.errors import EngineClosed, EngineFailed, QueueFull
 from ragcache.models import LanguageModel
 from ragcache.openmp import give_workers_back
@@ -31,26 +31,36 @@ Message = Callable[[], None]
 class LLMEngine:
     """Serves requests from any number of threads and tasks.
 
-    A request is checked where it is submitted, and everything else happens in the engine's thread,
-    which takes messages between steps: no lock is held while the model computes.
+    A request is checked where it is submitted; everything else happens in the engine's thread,
+    which takes messages between steps. No lock is held while the model computes.
+
+    Args:
+        model: The model, wrapped by `ragcache.models.wrap`.
+        config: Memory and limits; None for the defaults.
+
+    Example:
+        >>> with LLMEngine(model) as engine:  # doctest: +SKIP
+        ...     output = engine.submit_request(Request(context, 64)).result()
     """
 
-    def __init__(self, model: LanguageModel, settings: EngineConfig | None = None) -> None:
-        self.settings = settings or EngineConfig()
-        self._core = EngineCore(runner_of(model), self.settings)
+    def __init__(self, model: LanguageModel, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self._core = EngineCore(runner_for(model), self.config)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
-        self._queue: WeakSet[Answers] = WeakSet()  # those that wait, and some that no longer do
+        self._queue: WeakSet[AnswerChannel] = (
+            WeakSet()
+        )  # waiting requests, and some that no longer wait
         self._open = True
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
-        give_workers_back()  # of whoever loaded the model
+        give_workers_back()  # those of the thread that loaded the model
 
     @property
-    def tally(self) -> EngineStats:
-        """What was done since the engine started."""
-        return self._core.tally
+    def stats(self) -> EngineStats:
+        """Counters since the engine started."""
+        return self._core.stats
 
     @property
     def is_open(self) -> bool:
@@ -59,24 +69,47 @@ class LLMEngine:
 
     @property
     def core(self) -> EngineCore:
-        """For looking at; only the engine's thread may change it."""
+        """The core, to read from; only the engine's thread may change it."""
         return self._core
 
-    def submit(self, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
-        """Queues a request. Raises `PromptTooLong`, `QueueFull` or `EngineClosed`."""
-        self._core.check(request)
-        channel = Answers(self._wake)
+    def submit_request(self, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
+        """Queues a request.
+
+        Args:
+            request: What to compute.
+
+        Returns:
+            A handle to iterate, wait for or await.
+
+        Raises:
+            PromptTooLong: It could never run.
+            UnsupportedModel: It moves segments, and the model's positions are learned.
+            QueueFull: As many requests wait as the queue holds.
+            EngineClosed: The engine was closed.
+        """
+        self._core.check_request(request)
+        channel = AnswerChannel(self._wake)
         now = time.perf_counter()
         with self._lock:
             self._check_open()
             self._take_place(channel)
-            self._inbox.put(lambda: self._core.add(request, channel, now))
+            self._inbox.put(lambda: self._core.add_request(request, channel, now))
         give_workers_back()
         return RequestHandle(channel)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
-        """Queues modules to encode beside the requests. Events are their states, in order."""
-        channel = States(self._wake)
+        """Queues modules to encode beside the requests.
+
+        Args:
+            jobs: What to encode.
+
+        Returns:
+            A handle whose events are the jobs' states, in order.
+
+        Raises:
+            EngineClosed: The engine was closed.
+        """
+        channel = StatesChannel(self._wake)
         with self._lock:
             self._check_open()
             self._inbox.put(lambda: self._core.add_encoding(list(jobs), channel))
@@ -84,8 +117,11 @@ class LLMEngine:
         return RequestHandle(channel)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stops the thread. What still runs fails with `EngineClosed`; with `drain` it ends
-        first, and only what comes later is refused."""
+        """Stops the thread. Requests that still run fail with `EngineClosed`.
+
+        Args:
+            drain: Let them end first, and refuse only later ones.
+        """
         with self._lock:
             if not self._open:
                 return
@@ -103,11 +139,11 @@ class LLMEngine:
         if not self._open:
             raise EngineClosed("the engine is closed; open it again to ask")
 
-    def _take_place(self, channel: Answers) -> None:
-        """A request holds its place until it is begun or has ended, given up by its caller too."""
-        if len(self._queue) >= self.settings.queue:
+    def _take_place(self, channel: AnswerChannel) -> None:
+        """A request holds its place until it is begun, has ended or is cancelled."""
+        if len(self._queue) >= self.config.queue:
             self._queue = WeakSet(each for each in self._queue if each.waits)
-        if len(self._queue) >= self.settings.queue:
+        if len(self._queue) >= self.config.queue:
             raise QueueFull(
                 f"{len(self._queue)} requests wait already, as many as the queue holds; try again "
                 "later, or open the engine with a longer queue"
@@ -115,8 +151,8 @@ class LLMEngine:
         self._queue.add(channel)
 
     def _wake(self) -> None:
-        """A caller gave a request up: the engine looks at it before its next step."""
-        self._inbox.put(_look)
+        """Makes the engine look for cancelled requests before its next step."""
+        self._inbox.put(_wake_up)
 
     def _stop(self, *, drain: bool) -> None:
         self._stopping = True
@@ -132,7 +168,7 @@ class LLMEngine:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Nobody knows whose rows broke the step, so all requests end; later ones are served."""
+        """Ends all requests, since any row may have broken the step; later ones are served."""
         logger.exception("a step of the engine failed")
         failure = EngineFailed(f"the engine failed in a step: {error!r}")
         failure.__cause__ = error
@@ -148,23 +184,26 @@ class LLMEngine:
             return
 
 
-def _look() -> None:
-    """The message that only wakes."""
+def _wake_up() -> None:
+    """A message that only wakes the thread."""
 
 
-TOKENS_A_PASS = 2048
+MAX_TOKENS_PER_PASS = 2048
 
 
 def complete(
-    model: LanguageModel, requests: Sequence[Request], settings: EngineConfig | None = None
+    model: LanguageModel, requests: Sequence[Request], config: EngineConfig | None = None
 ) -> list[RequestOutput]:
-    """Runs the requests together and returns their completions, in order. See `Engine.submit`."""
-    core = EngineCore(runner_of(model), settings or EngineConfig())
+    """Runs requests in one batch, in the calling thread. Returns their outputs, in order.
+
+    Raises what `LLMEngine.submit_request` raises.
+    """
+    core = EngineCore(runner_for(model), config or EngineConfig())
     handles = []
     for request in requests:
-        core.check(request)
-        channel = Answers(lambda: None)
-        core.add(request, channel, time.perf_counter())
+        core.check_request(request)
+        channel = AnswerChannel(lambda: None)
+        core.add_request(request, channel, time.perf_counter())
         handles.append(RequestHandle(channel))
     while core.busy:
         core.step()
@@ -172,14 +211,14 @@ def complete(
 
 
 def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
-    """Yields the states of each job, in order. Each run sees its root and, causally, itself."""
-    runner = runner_of(model)
+    """Encodes modules in the calling thread. Yields the states of each job, in order."""
+    runner = runner_for(model)
     for batch in _batches(jobs):
-        under_way = [Encoding(model, job) for job in batch]
-        works = [each.work(each.pending) for each in under_way if each.pending]
-        if works:
-            runner.prepare(works)()
-        for each in under_way:
+        running = [Encoding(model, job) for job in batch]
+        chunks = [each.next_chunk(each.pending) for each in running if each.pending]
+        if chunks:
+            runner.prepare_batch(chunks)()
+        for each in running:
             each.computed(each.pending)
             yield each.states()
 
@@ -188,7 +227,7 @@ def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:
     batch: list[EncodeJob] = []
     size = 0
     for job in jobs:
-        if batch and size + len(job.token_ids) > TOKENS_A_PASS:
+        if batch and size + len(job.token_ids) > MAX_TOKENS_PER_PASS:
             yield batch
             batch, size = [], 0
         batch.append(job)

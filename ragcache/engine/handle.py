@@ -1,13 +1,10 @@
 """A request between its caller and the engine's thread: events one way, cancellation the other.
 
 The engine holds the `RequestChannel`, the caller the `RequestHandle`. Nobody polls: threads wait on
-an event of their own, asyncio tasks on a future that is set in their loop.
+an event of their own, asyncio tasks on a future that is set in their loop. A step ends with news
+for many requests, whose tasks are mostly in one loop. Each wake-up of a loop costs system calls in
+both threads and hands the interpreter over, so `coalesced_wakeups` makes one of them all.
 """
-
-# MERGED ragcache.engine.bell: Waking tasks of event loops from other threads. A step ends with
-#   news for many requests, whose tasks mostly stand in one loop. Each wake-up of a loop costs
-#   system calls in both threads and hands the interpreter over, so that one wake-up tells of
-#   all.
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    """To be woken once when there are more than `seen` events, or the request has ended."""
+    """Woken once, when there are more than `seen` events or the request has ended."""
 
     seen: float
     wake: Callable[[], None]
@@ -65,7 +62,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         self.cancelled = False
         self.started = False  # the engine has begun to compute it
         self._wake = wake
-        self._events: list[EventT] = []  # only grows, so that nobody's reading takes any away
+        self._events: list[EventT] = []  # only grows, so that every reader sees all
         self._outcome: _Success[ResultT] | _Failure | None = None
         self._waiters: list[_Waiter] = []
         self._lock = threading.RLock()  # reentrant: an iteration may be collected inside of `put`
@@ -95,7 +92,7 @@ class RequestChannel(Generic[EventT, ResultT]):
             return None
         return ended.exception if isinstance(ended, _Failure) else ended.result
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def call_when_done(self, call: Callable[[], None]) -> None:
         """Calls once the request has ended, or at once: in the thread that ends it, at any line of
         it. So the call may neither wait nor raise, nor take a lock that this thread may hold."""
         with self._lock:
@@ -120,7 +117,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         self._end(_Success(result))
 
     def fail(self, exception: BaseException) -> None:
-        """Ends the request with what its caller shall see raised."""
+        """Ends the request with what its caller will see raised."""
         self._end(_Failure(exception))
 
     def cancel(self) -> None:
@@ -155,7 +152,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         waiter.wake()
 
     def _leave(self, waiter: _Waiter) -> None:
-        """For whoever does not wait until it is woken."""
+        """Removes a waiter that no longer waits."""
         with self._lock:
             self._waiters = [other for other in self._waiters if other is not waiter]
 
@@ -184,13 +181,21 @@ class RequestHandle(Generic[EventT, ResultT]):
         return self._channel._outcome is not None
 
     def cancel(self) -> None:
-        """Gives the request up, unless it has ended: `result` raises `RequestCancelled`."""
+        """Cancels the request, unless it has ended: `result` raises `RequestCancelled`."""
         self._channel.cancel()
 
     def result(self, timeout: float | None = None) -> ResultT:
-        """Waits for the end, for `timeout` seconds at most; raises what made the request fail.
+        """Waits for the end of the request.
 
-        Raises `TimeoutError` where it has not ended by then. The request goes on.
+        Args:
+            timeout: Seconds to wait at most; None without limit.
+
+        Returns:
+            The result.
+
+        Raises:
+            TimeoutError: The request has not ended by then; it goes on.
+            RagCacheError: What made the request fail.
         """
         if not self._wait(math.inf, timeout):
             raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
@@ -248,9 +253,9 @@ class RequestHandle(Generic[EventT, ResultT]):
         """Waits in the running loop until there are more than `seen` events or the end."""
         if self._channel._is_ready(seen):
             return True
-        bell = bell_here()
-        woken = bell.waiter()
-        waiter = _Waiter(seen, partial(bell.ring, woken))
+        waker = running_loop_waker()
+        woken = waker.new_future()
+        waiter = _Waiter(seen, partial(waker.wake, woken))
         self._channel._join(waiter)
         try:
             await woken
@@ -266,68 +271,69 @@ def _abandon(channel: weakref.ref[RequestChannel[Any, Any]]) -> None:
 
 
 class LoopWaker:
-    """Sets futures of one loop. May be rung in any thread and at any line of it: takes no lock."""
+    """Sets futures of one event loop, from any thread and at any line of it: takes no lock."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._due: deque[asyncio.Future[None]] = deque()
-        self._rung = False
+        self._scheduled = False
 
-    def waiter(self) -> asyncio.Future[None]:
-        """A future to ring for."""
+    def new_future(self) -> asyncio.Future[None]:
+        """A future of the loop, for `wake`."""
         return self._loop.create_future()
 
-    def ring(self, future: asyncio.Future[None]) -> None:
+    def wake(self, future: asyncio.Future[None]) -> None:
         """Sets a future soon, in its loop, unless it is done."""
         self._due.append(future)
-        if _held.bells is None:
-            self._tell()
+        if _deferred.wakers is None:
+            self.schedule()
         else:
-            _held.bells.add(self)
+            _deferred.wakers.add(self)
 
-    def _tell(self) -> None:
-        if not self._rung:  # else the loop has not looked yet, and will find all that is due
-            self._rung = True
+    def schedule(self) -> None:
+        """Makes the loop set what is due."""
+        if not self._scheduled:  # else the loop has not run yet, and will find all that is due
+            self._scheduled = True
             with suppress(RuntimeError):  # the loop was closed: nobody waits there any longer
-                self._loop.call_soon_threadsafe(self._look)
+                self._loop.call_soon_threadsafe(self._set_due)
 
-    def _look(self) -> None:
-        self._rung = False
+    def _set_due(self) -> None:
+        self._scheduled = False
         while self._due:
             future = self._due.popleft()
             if not future.done():
                 future.set_result(None)
 
 
-class _Held(threading.local):
-    """The bells that this thread tells later; None while it tells each at once."""
+class _Deferred(threading.local):
+    """The wakers that this thread schedules later; None while it schedules each at once."""
 
-    bells: set[LoopWaker] | None = None
+    wakers: set[LoopWaker] | None = None
 
 
-_held = _Held()
-_bells: WeakKeyDictionary[asyncio.AbstractEventLoop, ref[LoopWaker]] = WeakKeyDictionary()
+_deferred = _Deferred()
+_wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, ref[LoopWaker]] = WeakKeyDictionary()
 
 
 @contextmanager
 def coalesced_wakeups() -> Iterator[None]:
-    """Each bell that this thread rings within the block is heard once, at its end."""
-    rung: set[LoopWaker] = set()
-    _held.bells = rung
+    """Each loop that this thread wakes within the block is woken once, at its end."""
+    deferred: set[LoopWaker] = set()
+    _deferred.wakers = deferred
     try:
         yield
     finally:
-        _held.bells = None
-        for bell in rung:
-            bell._tell()
+        _deferred.wakers = None
+        for waker in deferred:
+            waker.schedule()
 
 
-def bell_here() -> LoopWaker:
-    """The bell of the running loop, for as long as somebody keeps it."""
+def running_loop_waker() -> LoopWaker:
+    """The waker of the running loop, which lives as long as a caller keeps it."""
     loop = asyncio.get_running_loop()
-    known = _bells.get(loop)
-    bell = known() if known is not None else None
-    if bell is None:
-        bell = LoopWaker(loop)
-        _bells[loop] = ref(bell)
-    return bell
+    known = _wakers.get(loop)
+    waker = known() if known is not None else None
+    if waker is None:
+        waker = LoopWaker(loop)
+        _wakers[loop] = ref(waker)
+    return waker

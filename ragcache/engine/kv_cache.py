@@ -1,16 +1,11 @@
-"""The pool of private states: fixed chunks of tokens, allocated once and handed out by number.
+"""The KV cache of requests: a pool of blocks, the radix cache over it, and tables of blocks.
 
-ChunkAttention §3.1: memory for a sequence's keys and values comes from a pool of equal chunks and
-goes back to it, so that at most chunk - 1 tokens of a sequence's room stay unused.
+ChunkAttention §3.1: memory for a sequence's keys and values comes from a pool of equal blocks and
+goes back to it, so that at most block_size - 1 tokens of a sequence stay unused. A sequence is a
+path of blocks, and sequences whose first tokens are equal share the front of their paths. Beyond
+the paper, blocks that no request uses any longer are retained up to a budget, and evicted least
+recently used first.
 """
-
-# MERGED ragcache.engine.prefix: The prefix tree: which full chunks of private states stand
-#   ready, and who uses them. ChunkAttention §3.1: a sequence is a path of chunks; sequences
-#   whose first tokens are equal share the front of their paths. Beyond the paper, chunks that
-#   no request uses any longer are retained up to a budget, and evicted least recently used
-#   first. Bookkeeping alone: the states are in the pool.
-# MERGED ragcache.engine.private: Where a request's own states stand: in one contiguous room,
-#   or in chunks of the pool.
 
 from __future__ import annotations
 
@@ -23,71 +18,71 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ragcache.attention import PageWrite, RunWrite, Write
+from ragcache.attention import ContiguousWrite, KVWrite, PagedWrite
 from ragcache.errors import ConfigurationError
 from ragcache.models import LanguageModel
 from ragcache.states import KVStates
 
-CHUNK = 64
-"""Tokens of a chunk (ChunkAttention §4)."""
+BLOCK_SIZE = 64
+"""Tokens of a block (ChunkAttention §4)."""
 
 
 class BlockPool:
-    """keys, values: [L, Hkv, N·chunk, D]. Chunk c is tokens c·chunk to (c+1)·chunk of every layer.
+    """Blocks of tokens, allocated once and handed out by number. Not thread-safe.
 
-    Chunks of consecutive numbers are therefore one contiguous run of tokens. Not thread-safe: it
-    belongs to the engine's thread.
+    keys, values: [L, Hkv, N * block_size, D]. Block n is tokens n * block_size to
+    (n + 1) * block_size of every layer, so blocks of consecutive numbers are contiguous.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, chunk: int = CHUNK) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, block_size: int = BLOCK_SIZE) -> None:
         assert keys.shape == values.shape
-        assert keys.shape[2] % chunk == 0
-        self.keys, self.values, self.chunk = keys, values, chunk
-        self.total = keys.shape[2] // chunk
-        self._free = _FreeRuns(self.total)
+        assert keys.shape[2] % block_size == 0
+        self.keys, self.values, self.block_size = keys, values, block_size
+        self.num_blocks = keys.shape[2] // block_size
+        self._free = _FreeRuns(self.num_blocks)
 
     @classmethod
     def create(
         cls,
         model: LanguageModel,
         nbytes: int,
-        chunk: int = CHUNK,
+        block_size: int = BLOCK_SIZE,
         device: torch.device | None = None,
     ) -> BlockPool:
-        """A pool of as many chunks as `nbytes` hold, in the model's shape and dtype.
+        """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype.
 
-        device: None is the model's; on `meta` the chunks are only counted.
+        device: None is the model's; on `meta` the blocks are only counted.
 
         Raises `ConfigurationError` where that is not even one.
         """
-        bytes_per_chunk = chunk * model.bytes_per_token
-        total = nbytes // bytes_per_chunk
-        if total < 1:
+        bytes_per_block = block_size * model.bytes_per_token
+        num_blocks = nbytes // bytes_per_block
+        if num_blocks < 1:
             raise ConfigurationError(
-                f"a pool of {nbytes} bytes for requests' own states holds no chunk; one chunk of "
-                f"{chunk} tokens takes {bytes_per_chunk} bytes with this model"
+                f"a pool of {nbytes} bytes for requests' own states holds no block; one block of "
+                f"{block_size} tokens takes {bytes_per_block} bytes with this model"
             )
-        return cls(*model.new_states(total * chunk, device), chunk)
+        return cls(*model.new_states(num_blocks * block_size, device), block_size)
 
     @property
     def free_count(self) -> int:
-        """How many chunks can be allocated."""
+        """How many blocks can be allocated."""
         return self._free.count
 
     @property
     def used_count(self) -> int:
-        """How many chunks are allocated."""
-        return self.total - self._free.count
+        """How many blocks are allocated."""
+        return self.num_blocks - self._free.count
 
     @property
-    def bytes_per_chunk(self) -> int:
-        """Bytes of one chunk's keys and values over all layers."""
-        return (self.keys.nbytes + self.values.nbytes) // self.total
+    def bytes_per_block(self) -> int:
+        """Bytes of one block's keys and values over all layers."""
+        return (self.keys.nbytes + self.values.nbytes) // self.num_blocks
 
-    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Numbers of `count` free chunks, or None where fewer are free (then none is taken).
+    def allocate_blocks(self, count: int, after: int | None = None) -> list[int] | None:
+        """Numbers of `count` free blocks, or None where fewer are free (then none is taken).
 
-        after: a chunk in use that the new ones shall continue. Those that directly follow it come
+        after: a block in use that the new ones shall continue. Those that directly follow it come
         first; the rest is one consecutive run where there is one, else the lowest numbers.
         """
         assert count >= 0
@@ -96,34 +91,34 @@ class BlockPool:
         taken = [] if after is None else self._free.take_at(after + 1, count)
         taken += self._free.take_run(count - len(taken))
         taken += self._free.take_lowest(count - len(taken))
-        for chunk_id in taken:
-            self._clear(chunk_id)
+        for block_id in taken:
+            self._clear(block_id)
         return taken
 
-    def free(self, chunk_ids: Iterable[int]) -> None:
-        """Gives chunks back. Each must be in use."""
-        for chunk_id in chunk_ids:
-            assert 0 <= chunk_id < self.total, f"the pool has no chunk {chunk_id}"
-            self._free.give_back(chunk_id)
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks back. Each must be in use."""
+        for block_id in block_ids:
+            assert 0 <= block_id < self.num_blocks, f"the pool has no block {block_id}"
+            self._free.give_back(block_id)
 
-    def _clear(self, chunk_id: int) -> None:
-        """What a chunk holds beyond its tokens is masked, but must be finite for that."""
-        here = slice(chunk_id * self.chunk, (chunk_id + 1) * self.chunk)
+    def _clear(self, block_id: int) -> None:
+        """Slots beyond a block's tokens are masked, but must be finite for that."""
+        here = slice(block_id * self.block_size, (block_id + 1) * self.block_size)
         self.keys[:, :, here] = 0
         self.values[:, :, here] = 0
 
-    def copy(self, source: int, target: int) -> None:
-        """Writes the states of chunk `source` to chunk `target`, in all layers."""
-        begin, into = source * self.chunk, target * self.chunk
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies the states of block `source` to block `target`, in all layers."""
+        begin, into = source * self.block_size, target * self.block_size
         for states in (self.keys, self.values):
-            chunk = states[:, :, begin : begin + self.chunk]  # [L, Hkv, chunk, D]
-            states[:, :, into : into + self.chunk] = chunk
+            copied = states[:, :, begin : begin + self.block_size]  # [L, Hkv, block_size, D]
+            states[:, :, into : into + self.block_size] = copied
 
 
 class _FreeRuns:
     """Free numbers as maximal runs begin:end, sorted by begin and by length.
 
-    Finding a run is a binary search; the lists that shift hold one entry a run, not a chunk.
+    Finding a run is a binary search; the lists that shift hold one entry a run, not a block.
     """
 
     def __init__(self, total: int) -> None:
@@ -158,7 +153,7 @@ class _FreeRuns:
         index = bisect_right(self._begins, number)
         if index:
             before = self._begins[index - 1]
-            assert self._ends[before] <= number, f"chunk {number} is freed twice"
+            assert self._ends[before] <= number, f"block {number} is freed twice"
             if self._ends[before] == begin:
                 self._remove(before)
                 begin = before
@@ -190,24 +185,24 @@ class _FreeRuns:
         return end
 
 
-Place: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
-"""Parent node, or root key for a first chunk; token ids and position ids of the chunk."""
+NodeKey: TypeAlias = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
+"""Parent node, or root key for a first block; token ids and position ids of the block."""
 
 
 class EphemeralRoot:
-    """A root that nobody can find again: its chunks go when nobody uses them any longer."""
+    """A root that no other request can match: its blocks are freed with their last user."""
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """One full chunk. Requests share it if and only if they hold the same node.
+class RadixNode:
+    """One full block. Requests share it if and only if they hold the same node.
 
-    references: running requests whose path holds it. children: chunks that stand behind it.
-    last_use: when a request last released it, by the tree's logical clock.
+    references: running requests whose path holds it. children: nodes that continue it.
+    last_use: when a request last released it, by the cache's logical clock.
     """
 
-    place: Place
-    chunk_id: int
+    key: NodeKey
+    block_id: int
     references: int = 1
     children: int = 0
     last_use: int = 0
@@ -216,48 +211,48 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class NodePath:
-    """The full chunks of one running request, first to last.
+    """The full blocks of one running request, first to last.
 
     root: everything that their states depend on besides their tokens and positions, such as the
     segments with their placements and the tenant. None shares nothing.
     """
 
     root: Hashable
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[RadixNode] = field(default_factory=list)
 
-    def place(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> Place:
-        """Where a chunk behind the last one stands."""
+    def child_key(self, token_ids: Sequence[int], position_ids: Sequence[int]) -> NodeKey:
+        """The key of a block that continues the path."""
         parent = self.nodes[-1] if self.nodes else self.root
         return parent, tuple(token_ids), tuple(position_ids)
 
 
 class RadixCache:
-    """A radix tree of chunks of `chunk` tokens each. Not thread-safe.
+    """A radix tree of full blocks: which exist, and who uses them. Not thread-safe.
 
     A request holds all nodes of its path or none, so a node without references has no descendant
-    with any: every retained chunk can be evicted, the last ones of a path first.
+    with any: every retained block can be evicted, the last ones of a path first.
 
-    budget: how many chunks without references `trim` leaves.
+    budget: how many blocks without references `trim_blocks` leaves.
     """
 
-    def __init__(self, chunk: int, budget: int) -> None:
-        self.chunk, self.budget = chunk, budget
-        self._nodes: dict[Place, Node] = {}
+    def __init__(self, block_size: int, budget: int) -> None:
+        self.block_size, self.budget = block_size, budget
+        self._nodes: dict[NodeKey, RadixNode] = {}
         self._retained = 0
         self._clock = 0
-        # (last use, chunk id, node): every node that can be evicted, at most once, under a last
+        # (last use, block id, node): every node that can be evicted, at most once, under a last
         # use that may be out of date. What a later use changed is set right when it is popped.
-        self._queue: list[tuple[int, int, Node]] = []
+        self._queue: list[tuple[int, int, RadixNode]] = []
 
     @property
     def retained(self) -> int:
-        """How many chunks no request uses."""
+        """How many blocks no request uses."""
         return self._retained
 
-    def match(
+    def match_prefix(
         self, root: Hashable, token_ids: Sequence[int], position_ids: Sequence[int]
     ) -> NodePath:
-        """The longest path of chunks that hold the first of these tokens, acquired.
+        """The longest path of blocks that hold the first of these tokens, acquired.
 
         It may hold all of the tokens. A request that needs the logits of its last token leaves
         that one out of `token_ids`. The path of root None is empty.
@@ -266,47 +261,47 @@ class RadixCache:
         path = NodePath(root)
         if root is None:
             return path
-        for end in range(self.chunk, len(token_ids) + 1, self.chunk):
-            here = slice(end - self.chunk, end)
-            node = self._nodes.get(path.place(token_ids[here], position_ids[here]))
+        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+            here = slice(end - self.block_size, end)
+            node = self._nodes.get(path.child_key(token_ids[here], position_ids[here]))
             if node is None:
                 break
             self._acquire(node)
             path.nodes.append(node)
         return path
 
-    def extend(
-        self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int], chunk_id: int
+    def append_block(
+        self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int], block_id: int
     ) -> bool:
-        """Appends the chunk that a running request has just filled to its path; acquires it.
+        """Appends the block that a running request has just filled to its path; acquires it.
 
-        Returns whether the tree took over `chunk_id`. Where an equal chunk stands already, the
-        path takes that one and `chunk_id` stays with the caller, who frees it.
+        Returns whether the cache took over `block_id`. Where it has an equal block already, the
+        path takes that one, and the caller frees `block_id`.
         """
-        assert len(token_ids) == len(position_ids) == self.chunk
-        place = path.place(token_ids, position_ids)
-        node = None if path.root is None else self._nodes.get(place)
+        assert len(token_ids) == len(position_ids) == self.block_size
+        key = path.child_key(token_ids, position_ids)
+        node = None if path.root is None else self._nodes.get(key)
         if node is not None:
             self._acquire(node)
             path.nodes.append(node)
             return False
-        node = Node(place, chunk_id)
+        node = RadixNode(key, block_id)
         if path.root is not None:
-            self._nodes[place] = node
+            self._nodes[key] = node
             if path.nodes:
                 path.nodes[-1].children += 1
         path.nodes.append(node)
         return True
 
-    def release(self, path: NodePath) -> list[int]:
+    def release_path(self, path: NodePath) -> list[int]:
         """Ends a request's use of its path, which is empty then.
 
-        Chunks that no other request uses are retained. Returns the chunk ids to free: those of a
-        path of root None or of a fleeting root, which are not retained.
+        Blocks that no other request uses are retained. Returns the block ids to free: those of a
+        path of root None or of an ephemeral root, which are not retained.
         """
         nodes, path.nodes = path.nodes, []
         if path.root is None:
-            return [node.chunk_id for node in nodes]
+            return [node.block_id for node in nodes]
         if isinstance(path.root, EphemeralRoot):
             return self._drop(nodes)
         self._clock += 1
@@ -319,10 +314,10 @@ class RadixCache:
                 self._enqueue(node)
         return []
 
-    def evict(self, count: int) -> list[int]:
-        """Gives up to `count` retained chunks up; returns their ids, to be freed.
+    def evict_blocks(self, count: int) -> list[int]:
+        """Evicts up to `count` retained blocks; returns their ids, to be freed.
 
-        Least recently used first, of those that no other chunk stands behind.
+        Least recently used first, of those that no other block continues.
         """
         evicted: list[int] = []
         while self._queue and len(evicted) < count:
@@ -330,40 +325,40 @@ class RadixCache:
             node.queued = False
             if node.last_use == last_use and not node.references and not node.children:
                 self._remove(node)
-                evicted.append(node.chunk_id)
+                evicted.append(node.block_id)
             else:
                 self._enqueue(node)
         return evicted
 
-    def trim(self) -> list[int]:
-        """Evicts down to the budget; returns the chunk ids to free."""
-        return self.evict(self._retained - self.budget)
+    def trim_blocks(self) -> list[int]:
+        """Evicts down to the budget; returns the block ids to free."""
+        return self.evict_blocks(self._retained - self.budget)
 
-    def _drop(self, nodes: list[Node]) -> list[int]:
+    def _drop(self, nodes: list[RadixNode]) -> list[int]:
         freed = []
-        for node in reversed(nodes):  # nobody uses what stands behind one that nobody uses
+        for node in reversed(nodes):  # what continues an unused node is unused
             node.references -= 1
             if node.references == 0:
                 self._retained += 1
                 self._remove(node)
-                freed.append(node.chunk_id)
+                freed.append(node.block_id)
         return freed
 
-    def _acquire(self, node: Node) -> None:
+    def _acquire(self, node: RadixNode) -> None:
         if node.references == 0:
             self._retained -= 1
         node.references += 1
 
-    def _enqueue(self, node: Node) -> None:
+    def _enqueue(self, node: RadixNode) -> None:
         if not (node.queued or node.references or node.children):
-            heappush(self._queue, (node.last_use, node.chunk_id, node))
+            heappush(self._queue, (node.last_use, node.block_id, node))
             node.queued = True
 
-    def _remove(self, node: Node) -> None:
-        del self._nodes[node.place]
+    def _remove(self, node: RadixNode) -> None:
+        del self._nodes[node.key]
         self._retained -= 1
-        parent = node.place[0]
-        if isinstance(parent, Node):
+        parent = node.key[0]
+        if isinstance(parent, RadixNode):
             parent.children -= 1
             self._enqueue(parent)
 
@@ -378,13 +373,17 @@ class KVSpan:
     end: int
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """Equal for stretches of the same memory."""
+    def length(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """Equal for spans of the same memory."""
         return (self.keys.data_ptr(), self.begin, self.end)
 
 
 class RequestKV(Protocol):
-    """Room for a request's own tokens, filled step by step."""
+    """Memory for the states of a request's own tokens, filled step by step."""
 
     @property
     def length(self) -> int:
@@ -393,24 +392,24 @@ class RequestKV(Protocol):
 
     @property
     def positions(self) -> Sequence[int]:
-        """Where the filled tokens stand."""
+        """The positions of the filled tokens."""
         ...
 
-    def stretches(self) -> list[KVSpan]:
-        """The filled tokens, chunk by chunk, in order."""
+    def spans(self) -> list[KVSpan]:
+        """The filled tokens, block by block, in order."""
         ...
 
-    def write(self, begin: int, end: int) -> Write:
-        """How the step's rows begin:end follow the filled tokens."""
+    def write_rows(self, begin: int, end: int) -> KVWrite:
+        """Writes the step's rows begin:end behind the filled tokens."""
         ...
 
     def advance(self, positions: Sequence[int]) -> None:
-        """A step has written tokens at these positions."""
+        """Counts tokens that a step has written, at these positions."""
         ...
 
 
 class ContiguousKV:
-    """One contiguous room. keys, values: [L, Hkv, capacity, D]."""
+    """Contiguous memory. keys, values: [L, Hkv, capacity, D]."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -424,27 +423,27 @@ class ContiguousKV:
     def length(self) -> int:
         return len(self.positions)
 
-    def stretches(self) -> list[KVSpan]:
+    def spans(self) -> list[KVSpan]:
         return [KVSpan(self.keys, self.values, 0, self.length)] if self.length else []
 
-    def write(self, begin: int, end: int) -> RunWrite:
+    def write_rows(self, begin: int, end: int) -> ContiguousWrite:
         assert self.length + end - begin <= self.keys.shape[2]
-        return RunWrite(self.keys, self.values, self.length, begin, end)
+        return ContiguousWrite(self.keys, self.values, self.length, begin, end)
 
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)
 
     def as_states(self, start: int) -> KVStates:
-        """The filled room as states of their own, encoded from position `start` on."""
+        """The filled tokens as states that were encoded from position `start` on."""
         return KVStates(self.keys[:, :, : self.length], self.values[:, :, : self.length], start)
 
 
 class BlockTable:
-    """Chunks of the pool (ChunkAttention's PAKV). All but the last are full."""
+    """Blocks of the pool, in order (ChunkAttention's PAKV). All but the last are full."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.chunk_ids: list[int] = []
+        self.block_ids: list[int] = []
         self.positions: list[int] = []
 
     @property
@@ -453,32 +452,32 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the chunks held now have room for."""
-        return len(self.chunk_ids) * self.pool.chunk
+        """Tokens that fit the blocks held now."""
+        return len(self.block_ids) * self.pool.block_size
 
-    def stretches(self) -> list[KVSpan]:
-        size, left = self.pool.chunk, self.length
+    def spans(self) -> list[KVSpan]:
+        size, left = self.pool.block_size, self.length
         found = []
-        for chunk in self.chunk_ids[: -(-left // size)]:
-            begin = chunk * size
+        for block_id in self.block_ids[: -(-left // size)]:
+            begin = block_id * size
             found.append(KVSpan(self.pool.keys, self.pool.values, begin, begin + min(size, left)))
             left -= size
         return found
 
     def slots(self, tokens: int) -> list[int]:
-        """Where the next tokens go in the pool."""
-        size = self.pool.chunk
+        """The pool's tokens where the next ones go."""
+        size = self.pool.block_size
         assert self.length + tokens <= self.capacity
         return [
-            self.chunk_ids[at // size] * size + at % size
+            self.block_ids[at // size] * size + at % size
             for at in range(self.length, self.length + tokens)
         ]
 
-    def write(self, begin: int, end: int) -> PageWrite:
+    def write_rows(self, begin: int, end: int) -> PagedWrite:
         device = self.pool.keys.device
-        index = torch.tensor(self.slots(end - begin), device=device)
+        slots = torch.tensor(self.slots(end - begin), device=device)
         rows = torch.arange(begin, end, device=device)
-        return PageWrite(self.pool.keys, self.pool.values, index, rows)
+        return PagedWrite(self.pool.keys, self.pool.values, slots, rows)
 
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)

@@ -1,4 +1,4 @@
-"""Private states of running requests: chunks of the pool, shared through the prefix tree."""
+"""The KV cache manager: gives blocks to sequences, shared through the radix cache."""
 
 from __future__ import annotations
 
@@ -7,90 +7,94 @@ from ragcache.engine.sequence import Sequence
 
 
 class KVCacheManager:
-    """Gives chunks to sequences and takes them back.
+    """Allocates the blocks of sequences and frees them.
 
-    What no request uses any longer is retained in the tree within its budget, and evicted first
-    when the pool runs out.
+    Blocks that no request uses any longer are retained in the radix cache within its budget, and
+    evicted first when the pool runs out.
     """
 
-    def __init__(self, pool: BlockPool, tree: RadixCache) -> None:
-        self.pool, self.tree = pool, tree
+    def __init__(self, pool: BlockPool, radix_cache: RadixCache) -> None:
+        self.pool, self.radix_cache = pool, radix_cache
 
     @property
-    def available(self) -> int:
-        """Chunks that are free or can be made so at once."""
-        return self.pool.free_count + self.tree.retained
+    def available_blocks(self) -> int:
+        """Blocks that are free or can be evicted at once."""
+        return self.pool.free_count + self.radix_cache.retained
 
-    def holds(self, tokens: int) -> bool:
+    def can_hold(self, tokens: int) -> bool:
         """Whether a request of so many private tokens can ever run."""
-        return -(-tokens // self.pool.chunk) <= self.pool.total
+        return -(-tokens // self.pool.block_size) <= self.pool.num_blocks
 
-    def enter(self, sequence: Sequence) -> int:
-        """Starts a sequence from the chunks that stand in the tree, and takes room for all of its
-        pending tokens. Returns how many tokens it found."""
+    def admit_sequence(self, sequence: Sequence) -> int:
+        """Starts a sequence from the blocks that the radix cache has, and allocates blocks for all
+        of its pending tokens. Returns how many tokens were found."""
         # the last token is computed in any case: the answer continues from its logits
         tokens, positions = sequence.tokens[:-1], sequence.positions[:-1]
-        path = self.tree.match(sequence.group.root, tokens, positions)
+        path = self.radix_cache.match_prefix(sequence.group.root, tokens, positions)
         private = BlockTable(self.pool)
-        private.chunk_ids = [node.chunk_id for node in path.nodes]
-        found = len(path.nodes) * self.pool.chunk
+        private.block_ids = [node.block_id for node in path.nodes]
+        found = len(path.nodes) * self.pool.block_size
         private.advance(positions[:found])
         sequence.path, sequence.private = path, private
-        self.make_room(sequence, len(sequence.tokens) - found)
+        self.allocate_slots(sequence, len(sequence.tokens) - found)
         return found
 
-    def fork(self, leader: Sequence, sequence: Sequence) -> bool:
-        """Starts another answer to the leader's prompt, whose states have just been computed: full
-        chunks are shared, and the one that still fills is copied. False where no chunk is free."""
+    def fork_sequence(self, leader: Sequence, sequence: Sequence) -> bool:
+        """Starts another answer to the leader's prompt, whose states have just been computed. Full
+        blocks are shared, the partly filled one is copied. False where no block is free."""
         assert leader.private is not None
-        if self.available == 0:
+        if self.available_blocks == 0:
             return False
-        found = self.enter(sequence)
+        found = self.admit_sequence(sequence)
         private = sequence.private
         assert private is not None
         behind = len(sequence.tokens) - 1 - found
-        number = found // self.pool.chunk
-        if 0 < behind < self.pool.chunk:
-            self.pool.copy(leader.private.chunk_ids[number], private.chunk_ids[number])
+        number = found // self.pool.block_size
+        if 0 < behind < self.pool.block_size:
+            self.pool.copy_block(leader.private.block_ids[number], private.block_ids[number])
             private.advance(sequence.positions[found:-1])
         return True
 
-    def make_room(self, sequence: Sequence, tokens: int) -> None:
-        """Takes chunks for the next `tokens`. The scheduler has seen to it that there are any."""
+    def allocate_slots(self, sequence: Sequence, tokens: int) -> None:
+        """Allocates blocks for the next `tokens`. The scheduler has made sure that there are
+        any."""
         private = sequence.private
         assert private is not None
-        needed = -(-(private.length + tokens - private.capacity) // self.pool.chunk)
+        missing = private.length + tokens - private.capacity
+        needed = -(-missing // self.pool.block_size)
         if needed <= 0:
             return
-        after = private.chunk_ids[-1] if private.chunk_ids else None
+        after = private.block_ids[-1] if private.block_ids else None
         if needed > self.pool.free_count:
-            self.pool.free(self.tree.evict(needed - self.pool.free_count))
-        chunks = self.pool.allocate(needed, after)
-        assert chunks is not None
-        private.chunk_ids += chunks
+            evicted = self.radix_cache.evict_blocks(needed - self.pool.free_count)
+            self.pool.free_blocks(evicted)
+        blocks = self.pool.allocate_blocks(needed, after)
+        assert blocks is not None
+        private.block_ids += blocks
 
-    def computed(self, sequence: Sequence, count: int) -> None:
-        """The next `count` tokens stand. Chunks that are full now can be shared."""
+    def commit_tokens(self, sequence: Sequence, count: int) -> None:
+        """Records that the states of the next `count` tokens are written. Blocks that are full now
+        can be shared."""
         private, path = sequence.private, sequence.path
         assert private is not None
         assert path is not None
         begin = private.length
         private.advance(sequence.positions[begin : begin + count])
-        size = self.pool.chunk
+        size = self.pool.block_size
         for number in range(len(path.nodes), private.length // size):
             here = slice(number * size, (number + 1) * size)
-            own = private.chunk_ids[number]
-            taken = self.tree.extend(path, sequence.tokens[here], sequence.positions[here], own)
-            if not taken:
-                self.pool.free([own])
-                private.chunk_ids[number] = path.nodes[-1].chunk_id
+            own = private.block_ids[number]
+            tokens, positions = sequence.tokens[here], sequence.positions[here]
+            if not self.radix_cache.append_block(path, tokens, positions, own):
+                self.pool.free_blocks([own])
+                private.block_ids[number] = path.nodes[-1].block_id
 
-    def leave(self, sequence: Sequence) -> None:
-        """Takes a sequence's chunks back; it may enter again."""
+    def release_sequence(self, sequence: Sequence) -> None:
+        """Frees a sequence's blocks; it may be admitted again."""
         private, path = sequence.private, sequence.path
         if private is None or path is None:
             return
-        filling = private.chunk_ids[len(path.nodes) :]
-        self.pool.free([*filling, *self.tree.release(path)])
-        self.pool.free(self.tree.trim())
+        partial = private.block_ids[len(path.nodes) :]
+        self.pool.free_blocks([*partial, *self.radix_cache.release_path(path)])
+        self.pool.free_blocks(self.radix_cache.trim_blocks())
         sequence.private = sequence.path = None

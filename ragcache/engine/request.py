@@ -1,7 +1,4 @@
-"""What is asked of the engine, and what comes back."""
-
-# MERGED ragcache.engine.context: What a request attends to: segments in order, then its own
-#   tokens.
+"""Requests to the engine, the contexts that they attend to, and their outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ragcache.engine.constraint import MakeConstraint
-from ragcache.engine.detokenizer import TextStream, check_stops
+from ragcache.engine.detokenizer import TextStream, check_stop_strings
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
@@ -76,7 +73,7 @@ def check_options(
     max_new_tokens: int, min_new_tokens: int, n: int, timeout: float | None, *, stop: Sequence[str]
 ) -> None:
     """Raises `InvalidRequest` for options of a `Request` that are out of their range."""
-    check_stops(stop)
+    check_stop_strings(stop)
     if max_new_tokens < 1:
         raise InvalidRequest(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     if not 0 <= min_new_tokens <= max_new_tokens:

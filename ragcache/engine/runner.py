@@ -1,7 +1,8 @@
-"""How a batch of works reaches the model: one ragged pass, or one contiguous buffer a request."""
+"""Model runners: how a batch reaches the model.
 
-# MERGED ragcache.engine.contiguous: The runner of models that read one buffer: each request's
-#   works on its own, one after another.
+Models that read segments compute all requests in one ragged pass. Models that read one contiguous
+buffer compute each request apart, one after another.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
 from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM, LanguageModel
 
 
-class Runner(Protocol):
-    """Computes works."""
+class ModelRunner(Protocol):
+    """Computes the scheduled chunks of a step."""
 
     @property
     def model(self) -> LanguageModel: ...
 
     @property
-    def shares(self) -> bool:
-        """Whether requests can use each other's private states, chunk by chunk."""
+    def shares_prefixes(self) -> bool:
+        """Whether requests can use each other's private states, block by block."""
         ...
 
     @property
@@ -32,58 +33,58 @@ class Runner(Protocol):
         """The most positions of prompt and answer."""
         ...
 
-    def pool(self, nbytes: int) -> BlockPool:
-        """Room for requests' own states."""
+    def create_pool(self, nbytes: int) -> BlockPool:
+        """The pool of private states, of at most `nbytes`."""
         ...
 
-    def prepare(self, works: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        """Plans a step; the result computes it and returns the logits of the last row of each work
+    def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
+        """Plans a step; the result computes it and returns the logits of the last row of each chunk
         that wants them, [R, vocabulary]."""
         ...
 
-    def release(self, private: RequestKV) -> None:
-        """A request gave its states back."""
+    def release_states(self, private: RequestKV) -> None:
+        """A request has released its states."""
         ...
 
-    def idle(self) -> None:
-        """Nothing runs: what was kept for the next step goes."""
+    def release_batch(self) -> None:
+        """Releases what is kept between steps; called when nothing runs."""
         ...
 
 
 class RaggedModelRunner:
-    """All works in one pass (the segment design)."""
+    """Computes all chunks in one pass over segments."""
 
-    shares = True
+    shares_prefixes = True
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
-        self.builder = StepBuilder(model)
+        self.builder = BatchBuilder(model)
 
     @property
     def window(self) -> int:
         return self.model.window
 
-    def pool(self, nbytes: int) -> BlockPool:
+    def create_pool(self, nbytes: int) -> BlockPool:
         return BlockPool.create(self.model, nbytes)
 
-    def prepare(self, works: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        step = self.builder.build(works)
+    def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
+        step = self.builder.build_batch(chunks)
         return lambda: self.model.forward(step)
 
-    def release(self, private: RequestKV) -> None:
-        """Its chunks are the pool's; nothing else is kept."""
+    def release_states(self, private: RequestKV) -> None:
+        """Nothing to do: the blocks are the pool's."""
 
-    def idle(self) -> None:
+    def release_batch(self) -> None:
         self.builder.forget()
 
 
 class BufferedModelRunner:
-    """A request's segments are placed in a buffer at its first work; its tokens follow.
+    """Copies a request's segments to a buffer at its first chunk; its tokens follow there.
 
-    The chunks of the pool count tokens and hold nothing, so no states can be shared through them.
+    The blocks of its pool count tokens and hold nothing, so no states can be shared through them.
     """
 
-    shares = False
+    shares_prefixes = False
 
     def __init__(self, model: ContiguousLM) -> None:
         self.model = model
@@ -99,58 +100,58 @@ class BufferedModelRunner:
         """How many requests have a buffer."""
         return len(self._held)
 
-    def pool(self, nbytes: int) -> BlockPool:
-        """Chunks without memory. Unused buffers may take `nbytes`."""
+    def create_pool(self, nbytes: int) -> BlockPool:
+        """Blocks without memory. Unused buffers may take `nbytes`."""
         self.buffers.keep_bytes = nbytes
         return BlockPool.create(self.model, nbytes, device=torch.device("meta"))
 
-    def prepare(self, works: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        return lambda: self._run(works)
+    def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
+        return lambda: self._run(chunks)
 
-    def release(self, private: RequestKV) -> None:
+    def release_states(self, private: RequestKV) -> None:
         buffer = self._held.pop(private, None)
         if buffer is not None:
             self.buffers.give(buffer)
 
-    def idle(self) -> None:
+    def release_batch(self) -> None:
         """Buffers stay for the next request."""
 
-    def _run(self, works: Sequence[ScheduledChunk]) -> Tensor:
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         wanted = []
-        for work in works:
-            run = self._encode if isinstance(work.private, ContiguousKV) else self._continue
-            logits = run(work)
-            if work.wants_logits:
+        for chunk in chunks:
+            run = self._encode if isinstance(chunk.private, ContiguousKV) else self._continue
+            logits = run(chunk)
+            if chunk.wants_logits:
                 wanted.append(logits)
         return torch.stack(wanted) if wanted else torch.empty(0, device=self.model.device)
 
-    def _continue(self, work: ScheduledChunk) -> Tensor:
+    def _continue(self, chunk: ScheduledChunk) -> Tensor:
         """A request's next tokens, in the buffer that it holds."""
-        private = work.private
+        private = chunk.private
         assert isinstance(private, BlockTable)
-        segments = sum(segment.states.length for segment in work.segments)
+        segments = sum(segment.states.length for segment in chunk.segments)
         needed = segments + private.capacity
         buffer = self._held.get(private)
         if buffer is None:
             assert private.length == 0
             self._held[private] = buffer = self.buffers.take(needed)
-            self._place(buffer, work)
+            self._place(buffer, chunk)
         assert buffer.length == segments + private.length
         self._held[private] = buffer = self.buffers.grown(buffer, needed)
-        return self._forward(buffer, work)
+        return self._forward(buffer, chunk)
 
-    def _encode(self, work: ScheduledChunk) -> Tensor:
+    def _encode(self, chunk: ScheduledChunk) -> Tensor:
         """A module's next tokens: computed in a buffer behind the root, and copied to its room."""
-        room = work.private
+        room = chunk.private
         assert isinstance(room, ContiguousKV)
-        filled, new = room.length, len(work.token_ids)
-        roots = sum(segment.states.length for segment in work.segments)
+        filled, new = room.length, len(chunk.token_ids)
+        roots = sum(segment.states.length for segment in chunk.segments)
         buffer = self.buffers.take(roots + filled + new)
         try:
-            self._place(buffer, work)
+            self._place(buffer, chunk)
             standing = torch.tensor(room.positions, dtype=torch.int64, device=self.model.device)
             buffer.append(room.keys[:, :, :filled], room.values[:, :, :filled], standing)
-            logits = self._forward(buffer, work)
+            logits = self._forward(buffer, chunk)
             here, there = slice(filled, filled + new), slice(roots + filled, buffer.length)
             room.keys[:, :, here] = buffer.keys[:, :, there]
             room.values[:, :, here] = buffer.values[:, :, there]
@@ -158,19 +159,19 @@ class BufferedModelRunner:
             self.buffers.give(buffer)
         return logits
 
-    def _place(self, buffer: Buffer, work: ScheduledChunk) -> None:
-        for segment in work.segments:
+    def _place(self, buffer: Buffer, chunk: ScheduledChunk) -> None:
+        for segment in chunk.segments:
             self.model.place(buffer, segment.states, segment.start)
 
-    def _forward(self, buffer: Buffer, work: ScheduledChunk) -> Tensor:
+    def _forward(self, buffer: Buffer, chunk: ScheduledChunk) -> Tensor:
         device = self.model.device
-        token_ids = torch.tensor(work.token_ids, dtype=torch.int64, device=device)
-        position_ids = torch.tensor(work.position_ids, dtype=torch.int64, device=device)
+        token_ids = torch.tensor(chunk.token_ids, dtype=torch.int64, device=device)
+        position_ids = torch.tensor(chunk.position_ids, dtype=torch.int64, device=device)
         return self.model.forward(buffer, token_ids, position_ids)
 
 
-def runner_of(model: LanguageModel) -> Runner:
-    """The runner that a model needs."""
+def runner_for(model: LanguageModel) -> ModelRunner:
+    """The runner that suits a model."""
     if isinstance(model, ContiguousLM):
         return BufferedModelRunner(model)
     assert isinstance(model, CausalLM)

@@ -1,11 +1,10 @@
-"""Choosing the next token of each sequence of a batch."""
+"""Sampling the next token of each sequence of a batch.
 
-# MERGED ragcache.engine.draw: Drawing a token from a row of logits, in exact arithmetic.
-#   Probabilities are turned into whole numbers of shares. Sums of integers do not depend on
-#   the order in which they are added, so neither the rows beside a row nor the device's way of
-#   summing can change what is drawn; and tokens are kept or dropped by their shares alone,
-#   never by how a device happens to order equal ones.
-# MERGED ragcache.engine.penalties: Penalties on tokens that a sequence has already seen.
+Penalties, forbidden tokens and constraints change a row's logits; then a token is drawn in exact
+arithmetic. Probabilities become whole numbers of shares. A sum of integers does not depend on the
+order of its terms, so neither the rows beside a row nor the device can change what is drawn, and
+tokens are kept or dropped by their shares alone.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +28,19 @@ CPU_ROWS, GPU_ROWS = 8, 64
 
 @dataclass(slots=True, eq=False)
 class SamplerState:
-    """One sequence's settings and its place in its stream of random numbers.
+    """One sequence's sampling parameters and its place in its stream of random numbers.
 
     The n-th number is a hash of (seed, index, n), so a sequence draws the same whatever runs beside
     it and whenever it is interrupted.
 
-    drawn: tokens chosen so far. tally: None unless a penalty needs it.
+    drawn: tokens sampled so far. counts: None unless a penalty needs them.
     """
 
     sampling: SamplingParams
     seed: int
     index: int = 0
     drawn: int = 0
-    tally: TokenCounts | None = None
+    counts: TokenCounts | None = None
 
     @classmethod
     def start(
@@ -50,8 +49,8 @@ class SamplerState:
         """The state of the index-th of a request's n sequences; each has a stream of its own."""
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         repeats = sampling.repetition_penalty != 1
-        tally = TokenCounts(prompt_tokens if repeats else ()) if sampling.penalized else None
-        return cls(sampling, seed, index, tally=tally)
+        counts = TokenCounts(prompt_tokens if repeats else ()) if sampling.penalized else None
+        return cls(sampling, seed, index, counts=counts)
 
     def uniform(self) -> float:
         """The number for the next token, a multiple of 2**-48 in [0, 1)."""
@@ -60,13 +59,13 @@ class SamplerState:
 
     def record(self, token: int) -> None:
         self.drawn += 1
-        if self.tally is not None:
-            self.tally.add(token)
+        if self.counts is not None:
+            self.counts.add(token)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token, and log-probabilities if they were asked for.
+    """A sampled token, with log-probabilities where `SamplingParams.logprobs` says so.
 
     They are natural logarithms of the model's own distribution: the softmax of the logits before
     penalties, temperature and filters, as OpenAI and vLLM report them. alternatives: the likeliest
@@ -79,13 +78,13 @@ class SampledToken:
 
 
 @torch.inference_mode()
-def choose(
+def sample_tokens(
     logits: Tensor,
     states: Sequence[SamplerState],
     forbidden: Sequence[Collection[int]],
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[SampledToken | UnusableLogits]:
-    """Chooses the next token of every row and records it in the row's state.
+    """Samples the next token of every row and records it in the row's state.
 
     logits: [R, V] of any floating type, left as they are; the arithmetic is float32.
     forbidden: for each row the token ids that may not be chosen now. masks: for each row those that
@@ -95,9 +94,11 @@ def choose(
     that was not raised, and its state stays as it was; the other rows are not affected.
     """
     tokens = _tokens(logits, states, forbidden, masks or [None] * len(states))
-    asked = [i for i, s in enumerate(states) if s.sampling.logprobs is not None and tokens[i] >= 0]
+    reporting = [
+        i for i, s in enumerate(states) if s.sampling.logprobs is not None and tokens[i] >= 0
+    ]
     reported: dict[int, SampledToken] = {}
-    for rows in _portions(asked, logits):
+    for rows in _portions(reporting, logits):
         chosen = _with_logprobs(
             logits[rows],
             [tokens[i] for i in rows],
@@ -132,7 +133,7 @@ def _tokens(
     others: list[int] = []
     for row, (state, banned, mask) in enumerate(zip(states, forbidden, masks, strict=True)):
         free = not banned and mask is None
-        simple = free and state.sampling.greedy and state.tally is None
+        simple = free and state.sampling.greedy and state.counts is None
         (plain if simple else others).append(row)
     if not others:
         return _likeliest(logits).tolist()
@@ -167,11 +168,11 @@ def _adjusted(
     masks: Sequence[Tensor | None],
 ) -> Tensor:
     """The tokens of rows that are not plainly greedy. logits: float32 [R, V], overwritten."""
-    penalized = [(row, s, s.tally) for row, s in enumerate(states) if s.tally is not None]
+    penalized = [(row, s, s.counts) for row, s in enumerate(states) if s.counts is not None]
     if penalized:
         rows = [row for row, _, _ in penalized]
         samplings = [s.sampling for _, s, _ in penalized]
-        logits[rows] = penalize(logits[rows], samplings, [tally for _, _, tally in penalized])
+        logits[rows] = penalize(logits[rows], samplings, [counts for _, _, counts in penalized])
     places = [
         (row, token)
         for row, banned in enumerate(forbidden)
@@ -204,7 +205,7 @@ def _with_logprobs(
     """logits: [R, V]. counts: how many alternatives each row reports."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
-    # As many for every row, so that among equals none depends on what another row asked for.
+    # As many for every row, so that ties do not depend on the other rows.
     top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
     columns = (tokens, counts, own[:, 0].tolist(), top.indices.tolist(), top.values.tolist())
     chosen = []
@@ -288,12 +289,8 @@ def _last_before(descending: Tensor, mass: Tensor) -> Tensor:
     return descending.gather(-1, (count - 1).clamp(min=0))
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
-
-
 class TokenCounts:
-    """What one sequence has seen.
+    """The tokens that one sequence has seen.
 
     Tables over the vocabulary, made on the logits' device at first use: a step then costs the same
     however long the prompt and the answer are.
@@ -324,22 +321,22 @@ class TokenCounts:
 
 
 def penalize(
-    logits: Tensor, samplings: Sequence[SamplingParams], tallies: Sequence[TokenCounts]
+    logits: Tensor, samplings: Sequence[SamplingParams], counted: Sequence[TokenCounts]
 ) -> Tensor:
     """Applies each row's penalties: repetition first, then frequency and presence.
 
     logits: float32 [R, V]. Returns a new tensor.
     """
-    tables = [tally.tables(logits) for tally in tallies]
+    tables = [each.tables(logits) for each in counted]
     counts = torch.stack([counts for _, counts in tables])  # [R, V]
     generated = counts > 0
     seen = torch.stack([prompt for prompt, _ in tables]) | generated
-    repetition = _column_penalties([s.repetition_penalty for s in samplings], logits)
-    frequency = _column_penalties([s.frequency_penalty for s in samplings], logits)
-    presence = _column_penalties([s.presence_penalty for s in samplings], logits)
+    repetition = _column([s.repetition_penalty for s in samplings], logits, logits.dtype)
+    frequency = _column([s.frequency_penalty for s in samplings], logits, logits.dtype)
+    presence = _column([s.presence_penalty for s in samplings], logits, logits.dtype)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     return torch.where(seen, repeated, logits) - frequency * counts - presence * generated
 
 
-def _column_penalties(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]

@@ -2,7 +2,7 @@
 
 Tokens that decode come first, so that no answer stalls; what is left of the step's budget goes to
 long new text, in portions (Sarathi-Serve's chunked prefill). A request enters when the pool has
-room for all of its text. Where the pool runs out, the youngest request gives its chunks back and
+room for all of its text. Where the pool runs out, the youngest request gives its blocks back and
 waits again.
 """
 
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 AGEING = 10.0  # seconds of waiting that one level of priority is worth
-PATIENCE = 2.0  # seconds after which a request that does not fit is no longer passed by others
+MAX_BYPASS_SECONDS = 2.0  # how long a request that does not fit is passed by younger ones
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulableRequest:
     """A request as the scheduler sees it.
 
-    number: its name. seniority: its time of submission less `AGEING` for each level of priority;
-    the smaller comes first, so that nobody starves. pending: tokens to compute before the next one
-    is known. room: tokens that fit the chunks that it holds, beyond those filled. held: chunks that
-    come free when it gives them back.
+    number: identifies it. seniority: its time of submission less `AGEING` for each level of
+    priority; the smaller comes first, so that nobody starves. pending: tokens to compute before the
+    next one is known. room: tokens that still fit the blocks that it holds. held: blocks that
+    preempting it frees.
     """
 
     number: int
@@ -31,17 +31,17 @@ class SchedulableRequest:
     room: int = 0
     held: int = 0
 
-    def chunks_for(self, tokens: int, chunk: int) -> int:
-        """Chunks to allocate before so many of its tokens can be computed."""
-        return max(0, -(-(tokens - self.room) // chunk))
+    def blocks_for(self, tokens: int, block_size: int) -> int:
+        """Blocks to allocate before so many of its tokens can be computed."""
+        return max(0, -(-(tokens - self.room) // block_size))
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """chunk: tokens of a chunk. step_tokens: the most rows of a step while something decodes;
+    """block_size: in tokens. step_tokens: the most rows of a step while something decodes;
     prefill_tokens: the most of one in which nothing does. running: the most requests at once."""
 
-    chunk: int
+    block_size: int
     step_tokens: int
     prefill_tokens: int
     running: int
@@ -60,31 +60,34 @@ class SchedulerOutput:
 def schedule(
     running: Sequence[SchedulableRequest],
     waiting: Iterable[SchedulableRequest],
-    limits: SchedulerConfig,
+    config: SchedulerConfig,
     *,
-    free_chunks: int,
+    free_blocks: int,
     now: float,
 ) -> SchedulerOutput:
-    """running and waiting are in the order of seniority. free_chunks: free or evictable."""
-    kept, preempted, free = _keep(running, limits.chunk, free_chunks)
+    """Decides which requests compute how many tokens in the next step.
+
+    running and waiting are in the order of seniority. free_blocks: free or evictable.
+    """
+    kept, preempted, free = _keep(running, config.block_size, free_blocks)
     decodes = any(each.pending == 1 for each in kept)
-    budget = limits.step_tokens if decodes else limits.prefill_tokens
+    budget = config.step_tokens if decodes else config.prefill_tokens
     tokens = {each.number: 1 for each in kept if each.pending == 1}
     budget -= len(tokens)
     for each in kept:
         if each.pending > 1 and budget > 0:
-            count = min(each.pending, budget, each.room + free * limits.chunk)
+            count = min(each.pending, budget, each.room + free * config.block_size)
             if count:
                 tokens[each.number] = count
-                free -= each.chunks_for(count, limits.chunk)
+                free -= each.blocks_for(count, config.block_size)
                 budget -= count
     admitted = []
     if not preempted:
-        room = limits.running - len(kept)
-        # every running request may need another chunk soon
+        room = config.running - len(kept)
+        # every running request may need another block soon
         spare = free - len(kept)
         for each in _entering(
-            waiting, limits.chunk, room, spare, idle=not kept, free=free, now=now
+            waiting, config.block_size, room, spare, idle=not kept, free=free, now=now
         ):
             if budget <= 0:
                 break
@@ -95,25 +98,25 @@ def schedule(
 
 
 def _keep(
-    running: Sequence[SchedulableRequest], chunk: int, free: int
+    running: Sequence[SchedulableRequest], block_size: int, free: int
 ) -> tuple[list[SchedulableRequest], list[int], int]:
-    """Those that go on, the youngest given up until the others have room for a token each."""
+    """Those that go on. The youngest are preempted until the others have room for a token each."""
     kept, preempted = list(running), []
 
     def needed() -> int:
-        return sum(each.chunks_for(1, chunk) for each in kept)
+        return sum(each.blocks_for(1, block_size) for each in kept)
 
     while len(kept) > 1 and needed() > free:
         youngest = kept.pop()
         preempted.append(youngest.number)
         free += youngest.held
-    decoding = sum(each.chunks_for(1, chunk) for each in kept if each.pending == 1)
+    decoding = sum(each.blocks_for(1, block_size) for each in kept if each.pending == 1)
     return kept, preempted, free - decoding
 
 
 def _entering(
     waiting: Iterable[SchedulableRequest],
-    chunk: int,
+    block_size: int,
     room: int,
     spare: int,
     *,
@@ -122,17 +125,17 @@ def _entering(
     now: float,
 ) -> Iterable[SchedulableRequest]:
     """The waiting requests that fit, in order. One that does not is passed by younger ones, but
-    not for longer than `PATIENCE`."""
+    not for longer than `MAX_BYPASS_SECONDS`."""
     for each in waiting:
         if room <= 0:
             return
-        needed = each.chunks_for(each.pending + 1, chunk)
-        # alone, a request may take everything: what it needs in all was checked when it came
+        needed = each.blocks_for(each.pending + 1, block_size)
+        # with nothing else running it may take everything: its needs were checked at submission
         if needed <= spare or (idle and needed <= free):
             yield each
             spare -= needed + 1
             free -= needed
             room -= 1
             idle = False
-        elif now - each.seniority > PATIENCE:
+        elif now - each.seniority > MAX_BYPASS_SECONDS:
             return

@@ -1,4 +1,4 @@
-"""One answer under way: its tokens, its private states, and what ends it."""
+"""Sequences: answers under way, with their tokens, their private states and their end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable
 from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.constraint import Guarded
+from ragcache.engine.constraint import GuardedConstraint
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
 from ragcache.engine.request import Choice, Request, RequestOutput, TokenDelta
@@ -15,11 +15,11 @@ from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.engine.scheduler import AGEING, SchedulableRequest
 from ragcache.errors import ConstraintFailed
 
-NOTHING: frozenset[int] = frozenset()
+NO_TOKENS: frozenset[int] = frozenset()
 
 
 class SequenceGroup:
-    """A request with the answers that are sampled for it."""
+    """A request and the answers that are sampled for it."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class SequenceGroup:
         channel: RequestChannel[TokenDelta, RequestOutput],
         submitted_at: float,
         *,
-        shares: bool = True,
+        shares_prefixes: bool = True,
     ) -> None:
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
-        self.root = _root(request) if shares else None
+        self.root = _root(request) if shares_prefixes else None
 
     @property
     def seniority(self) -> float:
@@ -44,8 +44,8 @@ class SequenceGroup:
         timeout = self.request.timeout
         return None if timeout is None else self.submitted_at + timeout
 
-    def close(self, index: int, choice: Choice, now: float) -> None:
-        """Takes one answer; the last one ends the request."""
+    def close_choice(self, index: int, choice: Choice, now: float) -> None:
+        """Records a finished answer; the last one ends the request."""
         self.choices[index] = choice
         if len(self.choices) == self.request.n:
             choices = tuple(self.choices[i] for i in range(self.request.n))
@@ -62,7 +62,7 @@ class SequenceGroup:
 
 
 def _root(request: Request) -> Hashable:
-    """The answers of one request share its prompt even where it shares with nobody else."""
+    """The answers to one request share its prompt even where no other request does."""
     return EphemeralRoot() if request.root is None and request.n > 1 else request.root
 
 
@@ -70,7 +70,7 @@ class Sequence:
     """One answer of a group.
 
     tokens, positions: of the prompt's own tokens and then the answer's. Those beyond
-    `private.length` are pending. path: its full chunks in the prefix tree, None while it waits.
+    `private.length` are pending. path: its full blocks in the radix cache, None while it waits.
     """
 
     def __init__(self, group: SequenceGroup, index: int, number: int) -> None:
@@ -82,7 +82,7 @@ class Sequence:
         self.sampler = SamplerState.start(request.sampling, self.tokens, index)
         self.text = None if request.text is None else request.text(request.stop)
         make = request.constraint
-        self.constraint = None if make is None else Guarded(make)
+        self.constraint = None if make is None else GuardedConstraint(make)
         self.private: BlockTable | None = None
         self.path: NodePath | None = None
         self.shown: list[str] = []
@@ -99,10 +99,11 @@ class Sequence:
 
     @property
     def computed(self) -> int:
-        """Tokens whose states stand."""
+        """Tokens whose states are computed."""
         return 0 if self.private is None else self.private.length
 
-    def candidate(self) -> SchedulableRequest:
+    def schedulable(self) -> SchedulableRequest:
+        """The sequence as the scheduler sees it."""
         private = self.private
         pending = len(self.tokens) - self.computed
         seniority = self.group.seniority
@@ -111,7 +112,7 @@ class Sequence:
         room = private.capacity - private.length
         return SchedulableRequest(self.number, seniority, pending, room, self._held())
 
-    def work(self, count: int) -> ScheduledChunk:
+    def next_chunk(self, count: int) -> ScheduledChunk:
         """Its next `count` tokens; logits are wanted with the last pending one."""
         assert self.private is not None
         begin, end = self.computed, self.computed + count
@@ -129,7 +130,7 @@ class Sequence:
         early = self.generated < request.min_new_tokens
         # after a stop token that ends nothing, a constraint has nothing more to say
         endless = request.ignore_eos and self.constraint is not None
-        return request.stop_ids if early or endless else NOTHING
+        return request.stop_ids if early or endless else NO_TOKENS
 
     def mask(self) -> Tensor | None:
         """The tokens that its constraint allows next. See `Constraint.mask`."""
@@ -139,8 +140,8 @@ class Sequence:
     def failure(self) -> ConstraintFailed | None:
         return None if self.constraint is None else self.constraint.failure
 
-    def accept(self, chosen: SampledToken, now: float) -> None:
-        """Takes the next token, tells the caller, and closes the answer where it ends. Does
+    def append_token(self, chosen: SampledToken, now: float) -> None:
+        """Appends the next token, hands it to the caller, and closes the answer where it ends. Does
         nothing where its constraint fails."""
         self.group.first_token_at = self.group.first_token_at or now
         request = self.request
@@ -155,7 +156,7 @@ class Sequence:
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)
         text = "" if self.text is None else self.text.push(chosen.token)
-        self._show(chosen, text)
+        self._emit(chosen, text)
         if self.text is not None and self.text.stopped is not None:
             self._close("stop", self.text.stopped, now)
         elif complete:
@@ -163,7 +164,7 @@ class Sequence:
         elif self.generated == request.max_new_tokens:
             self._close("length", None, now)
 
-    def _show(self, chosen: SampledToken | None, text: str) -> None:
+    def _emit(self, chosen: SampledToken | None, text: str) -> None:
         self.shown.append(text)
         self.group.channel.put(TokenDelta(self.index, chosen, text))
 
@@ -171,16 +172,16 @@ class Sequence:
         self.finished = True
         held_back = "" if self.text is None else self.text.finish()
         if held_back:
-            self._show(None, held_back)
+            self._emit(None, held_back)
         if self.text is not None and self.text.stopped is not None:
             reason, stopped_by = "stop", self.text.stopped
         answer = tuple(self.tokens[self.prompt_length :])
         choice = Choice(answer, "".join(self.shown), reason, stopped_by, tuple(self.chosen))
-        self.group.close(self.index, choice, now)
+        self.group.close_choice(self.index, choice, now)
 
     def _held(self) -> int:
-        """Chunks that would come free: those that nobody else uses."""
+        """Blocks that preempting it would free: those that no other request uses."""
         assert self.private is not None
         assert self.path is not None
         shared = sum(node.references > 1 for node in self.path.nodes)
-        return len(self.private.chunk_ids) - shared
+        return len(self.private.block_ids) - shared

@@ -14,8 +14,8 @@ from ragcache.models.model import (
     CausalLM,
     ContiguousLM,
     Dimensions,
+    ForwardBatch,
     LanguageModel,
-    Step,
 )
 from ragcache.models.positions import Alibi, Learned, PositionScheme, Rotary
 
@@ -27,13 +27,13 @@ __all__ = [
     "ContiguousLM",
     "Dimensions",
     "Family",
+    "ForwardBatch",
     "LanguageModel",
     "Learned",
     "LoadedModel",
     "PositionScheme",
     "PromptFrame",
     "Rotary",
-    "Step",
     "ThreadSafeTokenizer",
     "load_model",
     "prompt_frame",

@@ -170,7 +170,7 @@ class Family:
         scheme: Makes the position scheme of a model that is not plainly rotary. Such a family reads
             segments only, never one buffer.
         dimensions: Reads the sizes of a model from its configuration.
-        patch: Makes a model attend to a step's plan where it is given one, in place. Raises
+        patch: Makes a model attend to a step's metadata where it is given one, in place. Raises
             `UnsupportedModel` before it changes anything.
         check: Raises `UnsupportedModel` and names the property of a configuration that is served in
             no way.

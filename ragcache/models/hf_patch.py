@@ -4,9 +4,9 @@
 `Cache` subclass receives each layer's new keys and values. Models that know no attention interface
 (Falcon, MPT, BLOOM) get two other forwards, in place: their stack's, which builds neither a mask
 nor an ALiBi tensor over all tokens, and their attention's, over the module's own projections. Both
-call the class's own where the cache is not a `StepCache`.
+call the class's own where the cache is not a `SegmentCache`.
 
-Without a plan (an ordinary call of the patched model) everything goes as it went before.
+Without attention metadata (an ordinary call of the patched model) the model behaves as before.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from ragcache.errors import UnsupportedModel
 IMPLEMENTATION = "ragcache"
 
 
-class StepCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """Keeps each layer's new states where the step's plan wants them."""
+class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Writes each layer's new states where the step's metadata wants them."""
 
-    def __init__(self, plan: AttentionMetadata, backend: AttentionBackend) -> None:
+    def __init__(self, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
         super().__init__(layers=[])
-        self.plan = plan
+        self.metadata = metadata
         self.backend = backend
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [1, Hkv, T, D]; returned as they are."""
-        self.plan.write(layer_idx, key_states[0], value_states[0])
+        self.metadata.write_states(layer_idx, key_states[0], value_states[0])
         return key_states, value_states
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
     ) -> Tensor:
-        """Keeps a layer's new states, then attends to all that the plan says.
+        """Writes a layer's new states, then attends to all that the metadata lists.
 
         query: [Hq, T, D]; key, value: [Hkv, T, D]. Returns [1, T, Hq * D].
         """
-        self.plan.write(layer, key, value)
-        out = self.backend.attend(self.plan, layer, query, key, value, scale=scale)
+        self.metadata.write_states(layer, key, value)
+        out = self.backend.attend(self.metadata, layer, query, key, value, scale=scale)
         return out.flatten(1)[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
@@ -68,12 +68,12 @@ def ragged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    plan: AttentionMetadata | None = None,
+    attention_metadata: AttentionMetadata | None = None,
     backend: AttentionBackend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`."""
-    if plan is None or backend is None:
+    if attention_metadata is None or backend is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
@@ -81,7 +81,8 @@ def ragged_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return backend.attend(plan, layer, query[0], key[0], value[0], scale=scale)[None], None
+    context = backend.attend(attention_metadata, layer, query[0], key[0], value[0], scale=scale)
+    return context[None], None
 
 
 def patch_attention(model: Any) -> None:
@@ -120,7 +121,7 @@ def patch_bloom(model: Any) -> None:
 
 def falcon_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
     """`FalconModel.forward`."""
-    if not isinstance(past_key_values, StepCache):
+    if not isinstance(past_key_values, SegmentCache):
         return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
     (token_ids,) = args
     hidden = module.word_embeddings(token_ids)
@@ -145,7 +146,7 @@ def falcon_attention(
 
     In every form of Falcon the heads stand in groups: G queries, then their key and value.
     """
-    if not isinstance(layer_past, StepCache):
+    if not isinstance(layer_past, SegmentCache):
         kwargs.update(layer_past=layer_past, position_embeddings=position_embeddings)
         return type(module).forward(module, hidden, *args, **kwargs)
     tokens, groups, dim = hidden.shape[1], module.num_kv_heads, module.head_dim
@@ -161,7 +162,7 @@ def falcon_attention(
 
 def mpt_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
     """`MptModel.forward`."""
-    if not isinstance(past_key_values, StepCache):
+    if not isinstance(past_key_values, SegmentCache):
         return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
     (token_ids,) = args
     hidden = module.wte(token_ids)
@@ -174,7 +175,7 @@ def mpt_attention(
     module: Any, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
 ) -> Any:
     """`MptAttention.forward`. hidden: [1, T, hidden size]."""
-    if not isinstance(past_key_values, StepCache):
+    if not isinstance(past_key_values, SegmentCache):
         kwargs["past_key_values"] = past_key_values
         return type(module).forward(module, hidden, *args, **kwargs)
     fused = module.Wqkv(hidden)
@@ -189,7 +190,7 @@ def mpt_attention(
 
 def bloom_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
     """`BloomModel.forward`."""
-    if not isinstance(past_key_values, StepCache):
+    if not isinstance(past_key_values, SegmentCache):
         return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
     (token_ids,) = args
     hidden = module.word_embeddings_layernorm(module.word_embeddings(token_ids))
@@ -202,7 +203,7 @@ def bloom_attention(
     module: Any, hidden: Tensor, residual: Tensor, *args: Any, layer_past: Any = None, **kwargs: Any
 ) -> Any:
     """`BloomAttention.forward`. hidden, residual: [1, T, hidden size]."""
-    if not isinstance(layer_past, StepCache):
+    if not isinstance(layer_past, SegmentCache):
         kwargs["layer_past"] = layer_past
         return type(module).forward(module, hidden, residual, *args, **kwargs)
     fused = module.query_key_value(hidden)
@@ -214,5 +215,5 @@ def bloom_attention(
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives one module another forward. It calls the class's own where it is given no plan."""
+    """Gives one module another forward. It calls the class's own where there is no metadata."""
     module.forward = MethodType(forward, module)

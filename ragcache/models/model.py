@@ -23,7 +23,7 @@ from transformers import Cache
 from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.ops import rotate
 from ragcache.models.fingerprint import model_fingerprint
-from ragcache.models.hf_patch import StepCache
+from ragcache.models.hf_patch import SegmentCache
 from ragcache.models.positions import LayeredRotary, PositionScheme
 from ragcache.states import KVStates
 
@@ -107,7 +107,7 @@ class LanguageModel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ForwardBatch:
     """One ragged forward pass: the new tokens of all requests, flattened.
 
     token_ids, position_ids: [T] int64; logit_rows: [R] int64, the rows whose logits are wanted.
@@ -116,7 +116,7 @@ class Step:
     token_ids: Tensor
     position_ids: Tensor
     logit_rows: Tensor
-    plan: AttentionMetadata
+    metadata: AttentionMetadata
 
 
 class CausalLM(LanguageModel):
@@ -135,20 +135,20 @@ class CausalLM(LanguageModel):
         self.backend = backend
 
     @torch.inference_mode()
-    def forward(self, step: Step) -> Tensor:
-        """Logits of the wanted rows: [R, vocabulary]. Writes the private runs of the plan.
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of the wanted rows: [R, vocabulary]. Writes the rows' own states.
 
         The whole Hugging Face model is called, so that heads and the scaling of logits are its
         own. A model that takes no positions (ALiBi) passes over them.
         """
         out = self.model(
-            input_ids=step.token_ids[None],
-            position_ids=step.position_ids[None],
-            past_key_values=StepCache(step.plan, self.backend),
-            attention_mask=step.token_ids.new_empty(1, 1, 1, 1),  # a finished mask: none is built
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
+            past_key_values=SegmentCache(batch.metadata, self.backend),
+            attention_mask=batch.token_ids.new_empty(1, 1, 1, 1),  # a finished mask: none is built
             use_cache=True,
-            logits_to_keep=step.logit_rows,
-            plan=step.plan,
+            logits_to_keep=batch.logit_rows,
+            attention_metadata=batch.metadata,
             backend=self.backend,
         )
         logits: Tensor = out[0][0]

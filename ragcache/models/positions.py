@@ -137,7 +137,7 @@ class LayeredRotary:
 class Alibi:
     """A bias of slope times distance, head by head (Press et al., 2022, §3).
 
-    States carry no position. Moving a segment changes its distance alone, which a step's plan holds
+    States carry no position. Moving a segment changes its distance alone, which the metadata holds
     (`ragcache.attention.ops`).
 
     slopes: [Hq] float32, added to a score for each position that the key stands further on: a
@@ -154,7 +154,7 @@ class Alibi:
         self.slopes = slopes
 
     def relocation(self, delta: Tensor) -> None:  # noqa: ARG002
-        """No query turns: the plan's distances move the segment."""
+        """No query turns: the metadata's distances move the segment."""
         return
 
 

@@ -120,7 +120,7 @@ class RequestMonitor:
         that nobody waits for is still cancelled."""
         number = next(self._numbers)
         self._running[number] = _MonitoredRequest(number, namespace, prepared, channel)
-        channel.when_done(partial(self._end, number))
+        channel.call_when_done(partial(self._end, number))
 
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Calls an observer with the record of every request that ends from now on, in the thread

@@ -21,7 +21,7 @@ from ragcache.engine import (
     TextStream,
     TokenDelta,
 )
-from ragcache.engine.detokenizer import check_stops
+from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.request import check_options
 from ragcache.errors import InvalidRequest
@@ -103,7 +103,7 @@ class Generation:
             stop_ids=model.stop_ids,
             sampling=self.sampling,
             n=self.n,
-            stop=check_stops(self.stop),
+            stop=check_stop_strings(self.stop),
             text=lambda stop: TextStream(model.tokenizer, stop, self.skip_special_tokens),
             min_new_tokens=self.min_new_tokens,
             ignore_eos=self.ignore_eos,
@@ -169,7 +169,7 @@ class Submitter:
         core, computed = self.engine.core, len(prompt.own)
         default = self.config.max_new_tokens
         if generation.unbounded:
-            default = core.room(computed, prompt.end)
+            default = core.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
         request = generation.request_maker(self.model, default, tenant)
         core.check_sizes(
@@ -202,7 +202,7 @@ class Submitter:
         found = ((), ()) if lease is None else (lease.keys, lease.states)
         context = build_context(prompt, *found)
         prepared = prepare_answer(prompt, lease, time.perf_counter())
-        handle = self.engine.submit(request(context))
+        handle = self.engine.submit_request(request(context))
         pending = PendingAnswer(prepared, handle, lease, self.deferred)
         self.monitor.begin(self.namespace, prepared, handle.channel)
         return pending

@@ -59,13 +59,13 @@ class Looking:
 
     def work(self) -> dict[str, float]:
         """What the engine did since it began."""
-        tally = self.engine.tally
-        rows = tally.prompt_tokens + tally.decoded_tokens + tally.encoded_tokens
+        stats = self.engine.stats
+        rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
         return {
-            "steps": tally.steps,
-            "batch_mean": rows / tally.steps if tally.steps else 0.0,
-            "queued_s": tally.queued,
-            "preempted": tally.preempted,
+            "steps": stats.steps,
+            "batch_mean": rows / stats.steps if stats.steps else 0.0,
+            "queued_s": stats.queued,
+            "preempted": stats.preempted,
         }
 
     def flush(self) -> None:

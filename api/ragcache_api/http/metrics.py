@@ -108,14 +108,14 @@ class Standing(Collector):
         yield again
 
     def _engine(self) -> Iterator[Metric]:
-        engine, tally = self._looking.engine, self._looking.engine.tally
-        yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=tally.steps)
-        rows = tally.prompt_tokens + tally.decoded_tokens + tally.encoded_tokens
+        engine, stats = self._looking.engine, self._looking.engine.stats
+        yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=stats.steps)
+        rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
         yield CounterMetricFamily(
             "ragcache_step_rows", "Rows of all steps; by steps, the mean batch.", value=rows
         )
         preempted = "Requests that gave their memory back and waited again."
-        yield CounterMetricFamily("ragcache_preempted", preempted, value=tally.preempted)
+        yield CounterMetricFamily("ragcache_preempted", preempted, value=stats.preempted)
         for state, number in (("running", engine.core.running), ("waiting", engine.core.waiting)):
             text = f"Requests that are {state} in the engine."
             yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)

@@ -15,13 +15,13 @@ from ragcache.attention import (
     AttentionMetadata,
     CausalBlock,
     ReferenceAttentionBackend,
-    RunRows,
+    SharedKV,
     SharedQueries,
     backend_for,
     cpu,
 )
-from ragcache.attention.cpu import SAMPLE, CpuAttentionBackend
-from tests.ragcache.attention.dense import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
+from ragcache.attention.cpu import SAMPLE_STRIDE, CpuAttentionBackend
+from tests.ragcache.attention.scenes import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
 
 MIXED = Shape(
     (3, -6, 1, -9, 2),
@@ -38,18 +38,18 @@ def attend(
 
 @pytest.fixture
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
-    """The plans that went to the definition."""
-    plans: list[AttentionMetadata] = []
+    """The metadata that went to the definition."""
+    handed: list[AttentionMetadata] = []
     define = ReferenceAttentionBackend.attend
 
     def counted(
-        self: ReferenceAttentionBackend, plan: AttentionMetadata, *rest: object, scale: float
+        self: ReferenceAttentionBackend, metadata: AttentionMetadata, *rest: object, scale: float
     ) -> Tensor:
-        plans.append(plan)
-        return define(self, plan, *rest, scale=scale)  # type: ignore[arg-type]
+        handed.append(metadata)
+        return define(self, metadata, *rest, scale=scale)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ReferenceAttentionBackend, "attend", counted)
-    return plans
+    return handed
 
 
 def test_every_device_has_a_backend() -> None:
@@ -143,7 +143,7 @@ def surprising(excess: float, value: float, dtype: torch.dtype, at: int = 1) -> 
     scene = make_scene(Shape((1,), ((80, ((0, 1, 0),)),), group=1, dim=4), dtype)
     query, key = torch.zeros_like(scene.query), torch.zeros_like(scene.key)
     query[..., 0] = 2.0
-    [run] = scene.plan.runs
+    [run] = scene.metadata.shared_kv
     run.keys.zero_()
     run.keys[:, :, at, 0] = excess
     run.values.fill_(value)
@@ -161,7 +161,7 @@ def test_a_score_far_above_what_was_expected_goes_to_the_definition(
 
 
 def test_a_sink_at_the_beginning_of_a_run_is_expected(handed_over: list[AttentionMetadata]) -> None:
-    for at in (0, SAMPLE):
+    for at in (0, SAMPLE_STRIDE):
         scene = surprising(200.0, 3.0, torch.float32, at)
         expected = torch.full_like(scene.query.transpose(0, 1), 3.0)
         torch.testing.assert_close(attend(scene), expected)
@@ -192,7 +192,7 @@ def test_one_row_that_overflows_leaves_the_others_right(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_far_below_the_rows_own_weigh_nothing(dtype: torch.dtype) -> None:
     scene = surprising(0.0, 3.0, dtype)
-    scene.plan.runs[0].keys[..., 0] = -300
+    scene.metadata.shared_kv[0].keys[..., 0] = -300
     torch.testing.assert_close(attend(scene)[0], scene.value[:, 0], rtol=0, atol=0)
 
 
@@ -201,40 +201,40 @@ def test_loud_scores_in_an_own_square_stay_right(handed_over: list[AttentionMeta
     scene = make_scene(Shape((2,), ((3, ((0, 2, 0),)),), group=1), torch.float32)
     scene.query.copy_(torch.ones_like(scene.query) * 100)
     scene.key.copy_(torch.ones_like(scene.key))
-    scene.plan.runs[0].keys[LAYER].fill_(1.0)
+    scene.metadata.shared_kv[0].keys[LAYER].fill_(1.0)
     out = attend(scene)
     assert handed_over == []
-    values = torch.cat([scene.plan.runs[0].values[LAYER], scene.value], 1)
+    values = torch.cat([scene.metadata.shared_kv[0].values[LAYER], scene.value], 1)
     torch.testing.assert_close(out[1], values.mean(1), rtol=1e-4, atol=1e-5)
 
 
 def test_biases_and_float16_go_to_the_definition(handed_over: list[AttentionMetadata]) -> None:
     biased = make_scene(MIXED, torch.float32, alibi=True)
     out = attend(biased)
-    assert [plan is biased.plan for plan in handed_over] == [True]
+    assert [metadata is biased.metadata for metadata in handed_over] == [True]
     torch.testing.assert_close(out.double(), biased.expected(), rtol=1e-5, atol=1e-5)
     half = make_scene(MIXED, torch.float16)
     out = attend(half)
-    assert handed_over[1:] == [half.plan]
+    assert handed_over[1:] == [half.metadata]
     torch.testing.assert_close(out.double(), half.expected(), rtol=2**-9, atol=2**-9)
     attend(make_scene(MIXED, torch.float32))
     assert len(handed_over) == 2, "nothing else does"
 
 
-@pytest.mark.parametrize("block", [1, 8, 64, 1000])
-def test_the_room_for_scores_changes_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 8, 64, 1000])
+def test_workspace_size_changes_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit goes to the fused kernel."""
     scene = make_scene(MIXED, torch.float32)
     whole = attend(scene)
     rounded = make_scene(MIXED, torch.bfloat16)
-    monkeypatch.setattr(cpu, "BLOCK", block)
+    monkeypatch.setattr(cpu, "WORKSPACE", size)
     torch.testing.assert_close(attend(scene), whole, rtol=1e-5, atol=1e-6)
     expected, bound = rounded.expected(), 8 * ROUNDING
     torch.testing.assert_close(attend(rounded).double(), expected, rtol=bound, atol=bound)
 
 
 def test_one_workspace_serves_any_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "BLOCK", 2000)
+    monkeypatch.setattr(cpu, "WORKSPACE", 2000)
     backend = CpuAttentionBackend()
     small = Shape((1, -3), ((2, ((0, 2, 5),)),))
     large, larger = (Shape((9, -3), ((n, ((0, 10, 5),)),)) for n in (45, 300))
@@ -257,7 +257,7 @@ def allocated(scene: Scene) -> int:
 def test_no_key_of_a_run_is_copied() -> None:
     """Fourteen query heads over two key heads: memory stays far under even one copy."""
     scene = make_scene(Shape((1, -3), ((4096, ((0, 2, 7),)),), group=7, dim=16), torch.float32)
-    assert allocated(scene) < scene.plan.runs[0].keys[LAYER].nbytes / 4
+    assert allocated(scene) < scene.metadata.shared_kv[0].keys[LAYER].nbytes / 4
 
 
 def test_no_new_key_is_copied_per_head() -> None:
@@ -269,9 +269,9 @@ def test_no_new_key_is_copied_per_head() -> None:
 
 def test_pages_are_gathered_once_for_all_heads() -> None:
     scene = make_scene(Shape((-2048, -2000), (), group=7, dim=16), torch.float32)
-    pages = scene.plan.pages
+    pages = scene.metadata.paged_queries
     assert pages is not None
-    gathered = 2 * pages.gather(pages.keys[LAYER]).nbytes
+    gathered = 2 * pages.gather_blocks(pages.keys[LAYER]).nbytes
     scores = 2 * scene.query.shape[0] * 2048 * 4  # two rows
     assert allocated(scene) < 2 * gathered + 2 * scores
 
@@ -292,10 +292,10 @@ def test_a_run_without_tokens_changes_nothing(
 def test_a_row_reads_a_run_twice_where_its_prompt_holds_it_twice() -> None:
     """The same states at two places: two of the row's results, one run."""
     scene = make_scene(Shape((1,), ((6, ((0, 1, 4), (0, 1, 40))),), group=1), torch.float32)
-    assert isinstance(scene.plan.asking, SharedQueries)
-    assert [type(each) for each in (*scene.plan.runs, *scene.plan.squares)] == [
-        RunRows,
+    assert isinstance(scene.metadata.shared_queries, SharedQueries)
+    assert [type(each) for each in (*scene.metadata.shared_kv, *scene.metadata.causal_blocks)] == [
+        SharedKV,
         CausalBlock,
     ]
-    assert scene.plan.asking.rows.tolist() == [0, 0]
+    assert scene.metadata.shared_queries.rows.tolist() == [0, 0]
     torch.testing.assert_close(attend(scene).double(), scene.expected(), rtol=1e-5, atol=1e-5)

@@ -25,7 +25,12 @@ from ragcache.attention import (
     partial_attention,
     rotate,
 )
-from ragcache.attention.ops import page_bias, run_bias, square_bias, starting_at
+from ragcache.attention.ops import (
+    alibi_causal_bias,
+    alibi_paged_bias,
+    alibi_segment_bias,
+    alibi_shift,
+)
 
 SCALE, KV_HEADS, DIM = 0.25, 2, 16
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -237,7 +242,7 @@ def test_rows_turn_by_their_own_angles() -> None:
 
 
 def test_the_heads_of_a_group_turn_alike() -> None:
-    """As a plan's queries do: x is [Hkv, M, G, D], the rotation [M, 1, R/2]."""
+    """As a metadata's queries do: x is [Hkv, M, G, D], the rotation [M, 1, R/2]."""
     x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
     angle = torch.tensor([0.0, 7.0, -4.0], dtype=torch.float64)[:, None, None] * FREQUENCIES
     together = rotate(x, Rotation(angle.cos(), angle.sin()))
@@ -297,10 +302,14 @@ def test_a_moved_run_and_own_tokens_equal_the_whole(start: int, gaps: list[int],
     key, value = normal(2, KV_HEADS_alibi, 7 + rows, seed=seed + 1)
     at = start + 6 + torch.tensor(gaps).cumsum(0)
     past = partial_attention(
-        query, key[:, :7], value[:, :7], scale=SCALE_alibi, bias=run_bias(SLOPES, key[:, :7])
+        query,
+        key[:, :7],
+        value[:, :7],
+        scale=SCALE_alibi,
+        bias=alibi_segment_bias(SLOPES, key[:, :7]),
     )
-    past = starting_at(past, SLOPES, (start - at).double())
-    bias = causal_bias(rows, key.device) + square_bias(SLOPES, at.double(), KV_HEADS_alibi)
+    past = alibi_shift(past, SLOPES, (start - at).double())
+    bias = causal_bias(rows, key.device) + alibi_causal_bias(SLOPES, at.double(), KV_HEADS_alibi)
     own = partial_attention(query, key[:, 7:], value[:, 7:], scale=SCALE_alibi, bias=bias)
     where = torch.cat([torch.arange(start, start + 7), at])
     expected = absolute(query, at, key, where, value)
@@ -309,9 +318,11 @@ def test_a_moved_run_and_own_tokens_equal_the_whole(start: int, gaps: list[int],
 
 def test_moving_a_run_shifts_its_lse_alone() -> None:
     query, key = normal(KV_HEADS_alibi, 4, GROUP, seed=1), normal(KV_HEADS_alibi, 5, seed=2)
-    part = partial_attention(query, key, key, scale=SCALE_alibi, bias=run_bias(SLOPES, key))
+    part = partial_attention(
+        query, key, key, scale=SCALE_alibi, bias=alibi_segment_bias(SLOPES, key)
+    )
     distance = torch.tensor([-5.0, -8.0, -100.0, 0.0], dtype=torch.float64)
-    placed = starting_at(part, SLOPES, distance)
+    placed = alibi_shift(part, SLOPES, distance)
     assert torch.equal(placed.out, part.out)
     shift = (placed.lse - part.lse).flatten(1)  # [N, Hq]
     torch.testing.assert_close(shift, distance[:, None] * SLOPES, **EXACT_alibi)
@@ -323,7 +334,7 @@ def test_pages_carry_the_bias_of_every_key() -> None:
     where = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 9, 10, 11, 30, 31], [7, 8, 9, 10, 11, 12]])
     at = torch.tensor([5, 31, 40])
     distance = (where - at[:, None]).double()
-    bias = page_bias(SLOPES, distance, KV_HEADS_alibi)
+    bias = alibi_paged_bias(SLOPES, distance, KV_HEADS_alibi)
     together = partial_attention(query, key, value, scale=SCALE_alibi, bias=bias)
     for row in range(3):
         one = slice(row, row + 1)

@@ -1,4 +1,4 @@
-"""The reference backend is the definition, on every plan."""
+"""The reference backend is the definition, on every metadata."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from ragcache.attention import ReferenceAttentionBackend
-from tests.ragcache.attention.dense import Shape, make_scene, shapes
+from tests.ragcache.attention.scenes import Shape, make_scene, shapes
 
 
 @given(shapes())
@@ -28,7 +28,7 @@ def test_under_alibi_every_run_stands_where_its_reader_holds_it(shape: Shape) ->
 def test_paged_rows_before_squares_need_their_own_order() -> None:
     shape = Shape((-6, 3, -2, 2), ((5, ((0, 7, 0),)),))
     scene = make_scene(shape)
-    assert scene.plan.own is not None, "the case that this is about"
+    assert scene.metadata.own_index is not None, "the case that this is about"
     out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 

@@ -1,7 +1,4 @@
-"""Ragged steps: tokens in one row, and the plan over them."""
-
-# MERGED tests.ragcache.engine.test_layout: Who reads what: which states are one run, for whom,
-#   and what is left to pages.
+"""Ragged batches: rows and their metadata, and the layout of what each row reads."""
 
 from __future__ import annotations
 
@@ -11,29 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragcache.attention import CausalBlock, PageWrite, Rotation, RunWrite
+from ragcache.attention import CausalBlock, ContiguousWrite, PagedWrite, Rotation
 from ragcache.engine import Segment
 from ragcache.engine.batch import (
-    LONG,
+    LONG_SPAN,
+    BatchBuilder,
+    BatchLayout,
     DecodeTail,
-    Layout,
     ScheduledChunk,
     SharedPrefixGroup,
-    StepBuilder,
-    lay_out,
+    lay_out_batch,
 )
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.ragcache.engine.asked import (
-    CHUNK,
+from tests.ragcache.engine.portioned_requests import (
+    BLOCK_SIZE,
     CLOSE,
-    as_alone,
-    in_pages,
-    in_room,
-    module,
+    assert_same_alone,
+    contiguous_chunk,
+    encoded_module,
+    request_in_blocks,
+    run_step,
     small_pool,
-    together,
 )
 
 
@@ -43,61 +40,69 @@ def pool(causal: CausalLM) -> BlockPool:
 
 
 def test_the_works_are_flattened_in_order(causal: CausalLM) -> None:
-    works = [
-        in_room(causal, [], [4, 5, 9]),
-        in_room(causal, [], [7], wants_logits=False),
-        in_room(causal, [], [0, 1]),
+    chunks = [
+        contiguous_chunk(causal, [], [4, 5, 9]),
+        contiguous_chunk(causal, [], [7], wants_logits=False),
+        contiguous_chunk(causal, [], [0, 1]),
     ]
-    step = StepBuilder(causal).build(works)
-    assert step.token_ids.tolist() == [t for w in works for t in w.token_ids]
+    step = BatchBuilder(causal).build_batch(chunks)
+    assert step.token_ids.tolist() == [t for w in chunks for t in w.token_ids]
     assert step.position_ids.tolist() == [4, 5, 9, 7, 0, 1]
-    assert step.logit_rows.tolist() == [2, 5], "the last row of each work that asks"
-    assert step.plan.squares == (CausalBlock(0, 3), CausalBlock(3, 4), CausalBlock(4, 6))
-    assert (step.plan.asking, step.plan.runs, step.plan.pages) == (None, (), None)
-    assert step.plan.table.shape == (0, 6)
-    assert step.plan.own is None, "squares in the order of the rows"
+    assert step.logit_rows.tolist() == [2, 5], "the last row of each chunk that asks"
+    assert step.metadata.causal_blocks == (CausalBlock(0, 3), CausalBlock(3, 4), CausalBlock(4, 6))
+    assert (step.metadata.shared_queries, step.metadata.shared_kv, step.metadata.paged_queries) == (
+        None,
+        (),
+        None,
+    )
+    assert step.metadata.shared_index.shape == (0, 6)
+    assert step.metadata.own_index is None, "causal blocks in the order of the rows"
 
 
 def test_paged_rows_before_squares_are_put_in_order(causal: CausalLM, pool: BlockPool) -> None:
-    first, last = (in_pages(causal, pool, 3, seed) for seed in (1, 2))
-    works = [first.work(), in_room(causal, [], [0, 1]), last.work()]
-    plan = StepBuilder(causal).build(works).plan
-    assert plan.pages is not None
-    assert plan.pages.rows.tolist() == [0, 3]
-    assert plan.own is not None
-    assert plan.own.tolist() == [2, 0, 1, 3]
+    first, last = (request_in_blocks(causal, pool, 3, seed) for seed in (1, 2))
+    chunks = [first.next_chunk(), contiguous_chunk(causal, [], [0, 1]), last.next_chunk()]
+    metadata = BatchBuilder(causal).build_batch(chunks).metadata
+    assert metadata.paged_queries is not None
+    assert metadata.paged_queries.rows.tolist() == [0, 3]
+    assert metadata.own_index is not None
+    assert metadata.own_index.tolist() == [2, 0, 1, 3]
 
 
 def test_runs_are_asked_by_their_readers_and_found_by_the_table(causal: CausalLM) -> None:
-    a, b = module(causal, 8), module(causal, 5)
-    works = [
-        in_room(causal, [Segment(a, 0), Segment(b, 8)], [13, 14]),
-        in_room(causal, [], [0]),
-        in_room(causal, [Segment(b, 0), Segment(a, 5)], [13]),
+    a, b = encoded_module(causal, 8), encoded_module(causal, 5)
+    chunks = [
+        contiguous_chunk(causal, [Segment(a, 0), Segment(b, 8)], [13, 14]),
+        contiguous_chunk(causal, [], [0]),
+        contiguous_chunk(causal, [Segment(b, 0), Segment(a, 5)], [13]),
     ]
-    plan = StepBuilder(causal).build(works).plan
-    assert plan.asking is not None
-    assert plan.asking.rows.tolist() == [0, 1, 3, 0, 1, 3]
-    assert [(run.begin, run.end) for run in plan.runs] == [(0, 3), (3, 6)]
-    assert [run.keys is states.keys for run, states in zip(plan.runs, (a, b), strict=True)]
-    assert plan.table.tolist() == [[0, 1, 6, 2], [3, 4, 6, 5]]
+    metadata = BatchBuilder(causal).build_batch(chunks).metadata
+    assert metadata.shared_queries is not None
+    assert metadata.shared_queries.rows.tolist() == [0, 1, 3, 0, 1, 3]
+    assert [(run.begin, run.end) for run in metadata.shared_kv] == [(0, 3), (3, 6)]
+    assert [run.keys is states.keys for run, states in zip(metadata.shared_kv, (a, b), strict=True)]
+    assert metadata.shared_index.tolist() == [[0, 1, 6, 2], [3, 4, 6, 5]]
 
 
 def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
-    states = module(causal, 6, start=20)
-    plan = StepBuilder(causal).build([in_room(causal, [Segment(states, 20)], [26, 27])]).plan
-    assert plan.asking is not None
-    assert plan.asking.rotation is None
-    assert plan.asking.distance is None, "that is for ALiBi"
+    states = encoded_module(causal, 6, start=20)
+    metadata = (
+        BatchBuilder(causal)
+        .build_batch([contiguous_chunk(causal, [Segment(states, 20)], [26, 27])])
+        .metadata
+    )
+    assert metadata.shared_queries is not None
+    assert metadata.shared_queries.rotation is None
+    assert metadata.shared_queries.distance is None, "that is for ALiBi"
 
 
 def test_every_asking_row_turns_as_its_run_was_moved(causal: CausalLM) -> None:
-    states = module(causal, 6, start=20)
-    works = [
-        in_room(causal, [Segment(states, 3)], [9, 10]),
-        in_room(causal, [Segment(states, 20)], [26]),
+    states = encoded_module(causal, 6, start=20)
+    chunks = [
+        contiguous_chunk(causal, [Segment(states, 3)], [9, 10]),
+        contiguous_chunk(causal, [Segment(states, 20)], [26]),
     ]
-    asking = StepBuilder(causal).build(works).plan.asking
+    asking = BatchBuilder(causal).build_batch(chunks).metadata.shared_queries
     assert asking is not None
     assert asking.rotation is not None
     expected = causal.scheme.relocation(torch.tensor([-17, -17, 0]))
@@ -107,48 +112,63 @@ def test_every_asking_row_turns_as_its_run_was_moved(causal: CausalLM) -> None:
 
 
 def test_states_are_grouped_by_memory_not_by_content(causal: CausalLM) -> None:
-    one = module(causal, 6)
+    one = encoded_module(causal, 6)
     twin = KVStates(one.keys.clone(), one.values.clone(), one.start)
-    works = [in_room(causal, [Segment(states, 0)], [6]) for states in (one, twin, one)]
-    plan = StepBuilder(causal).build(works).plan
-    assert plan.asking is not None
-    assert plan.asking.rows.tolist() == [0, 2, 1]
-    assert [run.keys is states.keys for run, states in zip(plan.runs, (one, twin), strict=True)]
+    chunks = [contiguous_chunk(causal, [Segment(states, 0)], [6]) for states in (one, twin, one)]
+    metadata = BatchBuilder(causal).build_batch(chunks).metadata
+    assert metadata.shared_queries is not None
+    assert metadata.shared_queries.rows.tolist() == [0, 2, 1]
+    assert [
+        run.keys is states.keys for run, states in zip(metadata.shared_kv, (one, twin), strict=True)
+    ]
 
 
 def test_pages_are_written_at_once_and_every_room_by_itself(
     causal: CausalLM, pool: BlockPool
 ) -> None:
-    a, b = (in_pages(causal, pool, 3, seed) for seed in (1, 2))
-    [for_all] = StepBuilder(causal).build([a.work(), b.work(3)]).plan.writes
-    assert isinstance(for_all, PageWrite)
+    a, b = (request_in_blocks(causal, pool, 3, seed) for seed in (1, 2))
+    [for_all] = BatchBuilder(causal).build_batch([a.next_chunk(), b.next_chunk(3)]).metadata.writes
+    assert isinstance(for_all, PagedWrite)
     assert for_all.rows is None, "all rows of the step"
-    assert for_all.index.tolist() == [0, 4, 5, 6]
-    rooms = [in_room(causal, [], [0, 1]), in_room(causal, [], [5])]
-    writes = StepBuilder(causal).build([rooms[0], b.work(2), rooms[1], a.work()]).plan.writes
-    assert [(w.begin, w.end) for w in writes if isinstance(w, RunWrite)] == [(0, 2), (4, 5)]
-    [paged] = [w for w in writes if isinstance(w, PageWrite)]
+    assert for_all.slots.tolist() == [0, 4, 5, 6]
+    rooms = [contiguous_chunk(causal, [], [0, 1]), contiguous_chunk(causal, [], [5])]
+    writes = (
+        BatchBuilder(causal)
+        .build_batch([rooms[0], b.next_chunk(2), rooms[1], a.next_chunk()])
+        .metadata.writes
+    )
+    assert [(w.begin, w.end) for w in writes if isinstance(w, ContiguousWrite)] == [(0, 2), (4, 5)]
+    [paged] = [w for w in writes if isinstance(w, PagedWrite)]
     assert paged.rows is not None
-    assert (paged.rows.tolist(), paged.index.tolist()) == ([2, 3, 5], [4, 5, 0])
+    assert (paged.rows.tolist(), paged.slots.tolist()) == ([2, 3, 5], [4, 5, 0])
 
 
 def test_a_room_takes_no_more_than_its_capacity(causal: CausalLM) -> None:
-    given = in_room(causal, [], [0, 1, 2])
+    given = contiguous_chunk(causal, [], [0, 1, 2])
     given.private.advance([0, 1])
-    [write] = StepBuilder(causal).build([ScheduledChunk((), given.private, [7], [2])]).plan.writes
-    assert isinstance(write, RunWrite)
+    [write] = (
+        BatchBuilder(causal)
+        .build_batch([ScheduledChunk((), given.private, [7], [2])])
+        .metadata.writes
+    )
+    assert isinstance(write, ContiguousWrite)
     assert (write.past, write.begin, write.end) == (2, 0, 1)
     with pytest.raises(AssertionError):
-        StepBuilder(causal).build([ScheduledChunk((), given.private, [7, 8], [2, 3])])
+        BatchBuilder(causal).build_batch([ScheduledChunk((), given.private, [7, 8], [2, 3])])
 
 
 def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
     causal: CausalLM,
 ) -> None:
-    early, late = Segment(module(causal, 4), 0), Segment(module(causal, 5, start=6), 6)
+    early, late = (
+        Segment(encoded_module(causal, 4), 0),
+        Segment(encoded_module(causal, 5, start=6), 6),
+    )
 
     def logits(segments: Sequence[Segment], positions: Sequence[int]) -> Tensor:
-        return causal.forward(StepBuilder(causal).build([in_room(causal, segments, positions)]))
+        return causal.forward(
+            BatchBuilder(causal).build_batch([contiguous_chunk(causal, segments, positions)])
+        )
 
     with_late = logits([early, late], [4, 5])
     torch.testing.assert_close(with_late, logits([early], [4, 5]), **CLOSE)
@@ -156,50 +176,49 @@ def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
     assert not torch.allclose(behind, alone, atol=1e-3), "a token behind it does see it"
 
 
-def test_what_another_request_left_in_its_chunk_is_never_read(
+def test_what_another_request_left_in_its_block_is_never_read(
     causal: CausalLM, pool: BlockPool
 ) -> None:
     """A row with fewer pages than its neighbors is filled up with a page that is hidden: states
     that are not finite, of whomever, must not reach it."""
-    broken = in_pages(causal, pool, CHUNK, seed=1)
+    broken = request_in_blocks(causal, pool, BLOCK_SIZE, seed=1)
     assert isinstance(broken.private, BlockTable)
-    asked = [in_pages(causal, pool, count, seed=count) for count in (3, 11)]
-    together(StepBuilder(causal), asked, [2, 10])
-    pool.keys[:, :, : CHUNK * (broken.private.chunk_ids[0] + 1)] = torch.inf
-    pool.values[:, :, : CHUNK * (broken.private.chunk_ids[0] + 1)] = torch.nan
-    as_alone(together(StepBuilder(causal), asked), asked)
+    asked = [request_in_blocks(causal, pool, count, seed=count) for count in (3, 11)]
+    run_step(BatchBuilder(causal), asked, [2, 10])
+    pool.keys[:, :, : BLOCK_SIZE * (broken.private.block_ids[0] + 1)] = torch.inf
+    pool.values[:, :, : BLOCK_SIZE * (broken.private.block_ids[0] + 1)] = torch.nan
+    assert_same_alone(run_step(BatchBuilder(causal), asked), asked)
 
 
-CHUNK_layout = 4
 Readers = list[tuple[int, int]]
 
 
 @pytest.fixture
-def pool_layout() -> BlockPool:
+def numbered_pool() -> BlockPool:
     """Every token's states hold its number in the pool."""
-    keys = torch.arange(20.0 * CHUNK_layout).view(1, 1, -1, 1)
-    return BlockPool(keys, -keys, CHUNK_layout)
+    keys = torch.arange(20.0 * BLOCK_SIZE).view(1, 1, -1, 1)
+    return BlockPool(keys, -keys, BLOCK_SIZE)
 
 
-def pages(
-    pool_layout: BlockPool,
-    chunk_ids: Sequence[int],
+def block_table(
+    numbered_pool: BlockPool,
+    block_ids: Sequence[int],
     filled: int,
     positions: Sequence[int] | None = None,
 ) -> BlockTable:
-    private = BlockTable(pool_layout)
-    private.chunk_ids += chunk_ids
+    private = BlockTable(numbered_pool)
+    private.block_ids += block_ids
     private.advance(range(100, 100 + filled) if positions is None else positions)
     return private
 
 
-def room(filled: int, capacity: int = 12) -> ContiguousKV:
+def contiguous_kv(filled: int, capacity: int = 12) -> ContiguousKV:
     private = ContiguousKV(torch.zeros(1, 1, capacity, 1), torch.zeros(1, 1, capacity, 1))
     private.advance(range(100, 100 + filled))
     return private
 
 
-def work(private: RequestKV, count: int = 1, segments: Sequence[Segment] = ()) -> ScheduledChunk:
+def chunk(private: RequestKV, count: int = 1, segments: Sequence[Segment] = ()) -> ScheduledChunk:
     """Its next `count` tokens."""
     start = private.positions[-1] + 1 if private.length else 100
     return ScheduledChunk(tuple(segments), private, [7] * count, range(start, start + count))
@@ -209,51 +228,53 @@ def states(length: int, start: int = 0) -> KVStates:
     return KVStates(torch.zeros(1, 1, length, 1), torch.zeros(1, 1, length, 1), start)
 
 
-def chunks(run: SharedPrefixGroup) -> list[int]:
-    """The chunks of a run of the pool."""
-    tokens = run.keys.flatten().int().tolist()
-    assert run.values.flatten().neg().int().tolist() == tokens
+def blocks_of(group: SharedPrefixGroup) -> list[int]:
+    """The blocks of a group of the pool."""
+    tokens = group.keys.flatten().int().tolist()
+    assert group.values.flatten().neg().int().tolist() == tokens
     assert tokens == list(range(tokens[0], tokens[-1] + 1))
-    assert tokens[0] % CHUNK_layout == 0
-    return list(range(tokens[0] // CHUNK_layout, tokens[-1] // CHUNK_layout + 1))
+    assert tokens[0] % BLOCK_SIZE == 0
+    return list(range(tokens[0] // BLOCK_SIZE, tokens[-1] // BLOCK_SIZE + 1))
 
 
-def private_runs(layout: Layout) -> list[tuple[list[int], Readers]]:
-    return [(chunks(run), run.readers) for run in layout.runs]
+def private_groups(layout: BatchLayout) -> list[tuple[list[int], Readers]]:
+    return [(blocks_of(group), group.readers) for group in layout.groups]
 
 
-def tails(layout: Layout) -> list[tuple[int, list[int]]]:
-    """Row and pool chunks of each."""
-    return [(tail.row, [tail.private.chunk_ids[n] for n in tail.chunks]) for tail in layout.tails]
+def tails(layout: BatchLayout) -> list[tuple[int, list[int]]]:
+    """Row and pool blocks of each."""
+    return [(tail.row, [tail.private.block_ids[n] for n in tail.blocks]) for tail in layout.tails]
 
 
 def test_rows_follow_one_another_and_several_new_tokens_are_a_square(
-    pool_layout: BlockPool,
+    numbered_pool: BlockPool,
 ) -> None:
-    works = [
-        work(pages(pool_layout, [0], 2)),
-        work(room(0), 3),
-        work(pages(pool_layout, [1], 0), 2),
-        work(room(5)),
-        work(pages(pool_layout, [2], 0)),
+    chunks = [
+        chunk(block_table(numbered_pool, [0], 2)),
+        chunk(contiguous_kv(0), 3),
+        chunk(block_table(numbered_pool, [1], 0), 2),
+        chunk(contiguous_kv(5)),
+        chunk(block_table(numbered_pool, [2], 0)),
     ]
-    layout = lay_out(works)
+    layout = lay_out_batch(chunks)
     assert layout.rows == ((0, 1), (1, 4), (4, 6), (6, 7), (7, 8))
-    assert layout.squares == ((1, 4), (4, 6), (6, 7)), "a room has no pages, even for one token"
+    assert layout.causal_blocks == ((1, 4), (4, 6), (6, 7)), (
+        "a room has no pages, even for one token"
+    )
     assert tails(layout) == [(0, [0]), (7, [2])]
 
 
-def test_a_room_is_a_run_behind_its_square() -> None:
-    private = room(5)
-    [run] = lay_out([work(private, 2)]).runs
-    assert run.keys.shape[2] == 5
-    assert run.keys.data_ptr() == private.keys.data_ptr()
-    assert (run.readers, run.deltas, run.starts) == ([(0, 2)], [0], [100])
+def test_a_room_is_a_group_behind_its_square() -> None:
+    private = contiguous_kv(5)
+    [group] = lay_out_batch([chunk(private, 2)]).groups
+    assert group.keys.shape[2] == 5
+    assert group.keys.data_ptr() == private.keys.data_ptr()
+    assert (group.readers, group.deltas, group.starts) == ([(0, 2)], [0], [100])
 
 
-def test_a_prefilling_request_reads_its_filling_chunk_as_a_run(pool_layout: BlockPool) -> None:
-    layout = lay_out([work(pages(pool_layout, [3, 7], 6), 2)])
-    assert [(run.keys.flatten().tolist(), run.readers) for run in layout.runs] == [
+def test_a_prefilling_request_reads_its_filling_block_as_a_run(numbered_pool: BlockPool) -> None:
+    layout = lay_out_batch([chunk(block_table(numbered_pool, [3, 7], 6), 2)])
+    assert [(group.keys.flatten().tolist(), group.readers) for group in layout.groups] == [
         ([12, 13, 14, 15], [(0, 2)]),
         ([28, 29], [(0, 2)]),
     ]
@@ -261,65 +282,77 @@ def test_a_prefilling_request_reads_its_filling_chunk_as_a_run(pool_layout: Bloc
 
 
 @pytest.mark.parametrize("filled", [0, 1, 3, 4, 5, 7, 8])
-def test_the_chunk_that_fills_is_in_the_tail_and_never_in_a_run(
-    pool_layout: BlockPool, filled: int
+def test_the_block_that_fills_is_in_the_tail_and_never_in_a_run(
+    numbered_pool: BlockPool, filled: int
 ) -> None:
-    """At 4 and 8 tokens the step begins a chunk."""
-    private = pages(pool_layout, [3, 4, 5], filled)
-    sharer = pages(pool_layout, [3, 4, 6], filled // CHUNK_layout * CHUNK_layout)
-    layout = lay_out([work(private), work(sharer)])
-    filling = private.chunk_ids[filled // CHUNK_layout]
+    """At 4 and 8 tokens the step begins a block."""
+    private = block_table(numbered_pool, [3, 4, 5], filled)
+    sharer = block_table(numbered_pool, [3, 4, 6], filled // BLOCK_SIZE * BLOCK_SIZE)
+    layout = lay_out_batch([chunk(private), chunk(sharer)])
+    filling = private.block_ids[filled // BLOCK_SIZE]
     [mine, _] = tails(layout)
     assert mine[1][-1] == filling
-    full = private.chunk_ids[: filled // CHUNK_layout]
-    assert [each for run in layout.runs for each in chunks(run)] == full
-    assert mine[1] == [filling], "full chunks are shared here"
+    full = private.block_ids[: filled // BLOCK_SIZE]
+    assert [each for group in layout.groups for each in blocks_of(group)] == full
+    assert mine[1] == [filling], "full blocks are shared here"
 
 
-def test_a_tail_is_every_short_stretch_and_the_filling_chunk(pool_layout: BlockPool) -> None:
-    private = pages(pool_layout, [3, 7, 5], 10)
-    layout = lay_out([work(private)])
+def test_a_tail_is_every_short_span_and_the_filling_block(numbered_pool: BlockPool) -> None:
+    private = block_table(numbered_pool, [3, 7, 5], 10)
+    layout = lay_out_batch([chunk(private)])
     assert layout.tails == (DecodeTail(0, private, (0, 1, 2)),)
-    assert layout.runs == ()
+    assert layout.groups == ()
 
 
-def test_shared_chunks_are_one_run_for_their_readers(pool_layout: BlockPool) -> None:
-    mine, yours = pages(pool_layout, [0, 1, 5], 10), pages(pool_layout, [0, 1, 8], 9)
-    layout = lay_out([work(mine), work(yours), work(pages(pool_layout, [9], 2))])
-    assert private_runs(layout) == [([0, 1], [(0, 1), (1, 2)])]
-    assert (layout.runs[0].deltas, layout.runs[0].starts) == ([0, 0], [100, 100])
+def test_shared_blocks_are_one_group_for_their_readers(numbered_pool: BlockPool) -> None:
+    mine, yours = (
+        block_table(numbered_pool, [0, 1, 5], 10),
+        block_table(numbered_pool, [0, 1, 8], 9),
+    )
+    layout = lay_out_batch([chunk(mine), chunk(yours), chunk(block_table(numbered_pool, [9], 2))])
+    assert private_groups(layout) == [([0, 1], [(0, 1), (1, 2)])]
+    assert (layout.groups[0].deltas, layout.groups[0].starts) == ([0, 0], [100, 100])
     assert tails(layout) == [(0, [5]), (1, [8]), (2, [9])]
 
 
-def test_a_prefilling_and_a_decoding_request_share(pool_layout: BlockPool) -> None:
-    layout = lay_out(
-        [work(pages(pool_layout, [0, 1, 5], 8), 3), work(pages(pool_layout, [0, 1, 8], 9))]
-    )
-    assert private_runs(layout) == [([0, 1], [(0, 3), (3, 4)])]
-    turned = lay_out(
-        [work(pages(pool_layout, [0, 1, 8], 9)), work(pages(pool_layout, [0, 1, 5], 8), 3)]
-    )
-    assert private_runs(turned) == [([0, 1], [(0, 1), (1, 4)])]
-
-
-def test_chunks_that_are_not_neighbors_are_runs_of_their_own(pool_layout: BlockPool) -> None:
-    layout = lay_out(
-        [work(pages(pool_layout, [0, 2, 1, 5], 12)), work(pages(pool_layout, [0, 2, 1, 8], 13))]
-    )
-    both = [(0, 1), (1, 2)]
-    assert private_runs(layout) == [([0], both), ([2], both), ([1], both)]
-
-
-def test_a_tree_of_three_requests_gives_the_runs_of_the_tree(pool_layout: BlockPool) -> None:
-    """Hydragen §3.3: a trunk for all, a branch for two, and their leaves."""
-    layout = lay_out(
+def test_a_prefilling_and_a_decoding_request_share(numbered_pool: BlockPool) -> None:
+    layout = lay_out_batch(
         [
-            work(pages(pool_layout, [0, 1, 2, 3], 16), 2),
-            work(pages(pool_layout, [0, 1, 2, 4], 16), 2),
-            work(pages(pool_layout, [0, 1, 6], 12), 3),
+            chunk(block_table(numbered_pool, [0, 1, 5], 8), 3),
+            chunk(block_table(numbered_pool, [0, 1, 8], 9)),
         ]
     )
-    assert private_runs(layout) == [
+    assert private_groups(layout) == [([0, 1], [(0, 3), (3, 4)])]
+    turned = lay_out_batch(
+        [
+            chunk(block_table(numbered_pool, [0, 1, 8], 9)),
+            chunk(block_table(numbered_pool, [0, 1, 5], 8), 3),
+        ]
+    )
+    assert private_groups(turned) == [([0, 1], [(0, 1), (1, 4)])]
+
+
+def test_blocks_that_are_not_neighbors_are_groups_of_their_own(numbered_pool: BlockPool) -> None:
+    layout = lay_out_batch(
+        [
+            chunk(block_table(numbered_pool, [0, 2, 1, 5], 12)),
+            chunk(block_table(numbered_pool, [0, 2, 1, 8], 13)),
+        ]
+    )
+    both = [(0, 1), (1, 2)]
+    assert private_groups(layout) == [([0], both), ([2], both), ([1], both)]
+
+
+def test_a_tree_of_three_requests_gives_the_groups_of_the_tree(numbered_pool: BlockPool) -> None:
+    """Hydragen §3.3: a trunk for all, a branch for two, and their leaves."""
+    layout = lay_out_batch(
+        [
+            chunk(block_table(numbered_pool, [0, 1, 2, 3], 16), 2),
+            chunk(block_table(numbered_pool, [0, 1, 2, 4], 16), 2),
+            chunk(block_table(numbered_pool, [0, 1, 6], 12), 3),
+        ]
+    )
+    assert private_groups(layout) == [
         ([0, 1], [(0, 2), (2, 4), (4, 7)]),
         ([2], [(0, 2), (2, 4)]),
         ([3], [(0, 2)]),
@@ -328,46 +361,53 @@ def test_a_tree_of_three_requests_gives_the_runs_of_the_tree(pool_layout: BlockP
     ]
 
 
-def test_a_decoding_tree_leaves_its_leaves_to_pages(pool_layout: BlockPool) -> None:
-    layout = lay_out(
+def test_a_decoding_tree_leaves_its_leaves_to_the_tails(numbered_pool: BlockPool) -> None:
+    layout = lay_out_batch(
         [
-            work(pages(pool_layout, [0, 1, 2, 3], 14)),
-            work(pages(pool_layout, [0, 1, 2, 4, 9], 17)),
-            work(pages(pool_layout, [0, 6], 7)),
+            chunk(block_table(numbered_pool, [0, 1, 2, 3], 14)),
+            chunk(block_table(numbered_pool, [0, 1, 2, 4, 9], 17)),
+            chunk(block_table(numbered_pool, [0, 6], 7)),
         ]
     )
-    assert private_runs(layout) == [
+    assert private_groups(layout) == [
         ([0], [(0, 1), (1, 2), (2, 3)]),
         ([1, 2], [(0, 1), (1, 2)]),
     ]
     assert tails(layout) == [(0, [3]), (1, [4, 9]), (2, [6])]
 
 
-def test_a_long_stretch_of_one_request_is_a_run(pool_layout: BlockPool) -> None:
-    ids = list(range(3, 3 + LONG))
-    layout = lay_out([work(pages(pool_layout, [*ids, 12], LONG * CHUNK_layout + 1))])
-    assert private_runs(layout) == [(ids, [(0, 1)])]
+def test_a_long_span_of_one_request_is_a_run(numbered_pool: BlockPool) -> None:
+    ids = list(range(3, 3 + LONG_SPAN))
+    layout = lay_out_batch(
+        [chunk(block_table(numbered_pool, [*ids, 12], LONG_SPAN * BLOCK_SIZE + 1))]
+    )
+    assert private_groups(layout) == [(ids, [(0, 1)])]
     assert tails(layout) == [(0, [12])]
 
 
-def test_a_long_stretch_does_not_hold_the_filling_chunk(pool_layout: BlockPool) -> None:
-    """LONG chunks in a row, of which the last still fills: all are pages."""
-    ids = list(range(3, 3 + LONG))
-    layout = lay_out([work(pages(pool_layout, ids, LONG * CHUNK_layout - 1))])
-    assert layout.runs == ()
+def test_a_long_span_does_not_hold_the_filling_block(numbered_pool: BlockPool) -> None:
+    """LONG_SPAN blocks in a row, of which the last still fills: all are pages."""
+    ids = list(range(3, 3 + LONG_SPAN))
+    layout = lay_out_batch([chunk(block_table(numbered_pool, ids, LONG_SPAN * BLOCK_SIZE - 1))])
+    assert layout.groups == ()
     assert tails(layout) == [(0, ids)]
 
 
-def test_a_short_stretch_beside_a_long_one_stays_in_pages(pool_layout: BlockPool) -> None:
-    long = list(range(8, 8 + LONG))
-    layout = lay_out([work(pages(pool_layout, [2, *long, 5, 17], (LONG + 2) * CHUNK_layout + 1))])
-    assert private_runs(layout) == [(long, [(0, 1)])]
+def test_a_short_span_beside_a_long_one_stays_in_the_tail(numbered_pool: BlockPool) -> None:
+    long = list(range(8, 8 + LONG_SPAN))
+    layout = lay_out_batch(
+        [chunk(block_table(numbered_pool, [2, *long, 5, 17], (LONG_SPAN + 2) * BLOCK_SIZE + 1))]
+    )
+    assert private_groups(layout) == [(long, [(0, 1)])]
     assert tails(layout) == [(0, [2, 5, 17])]
 
 
-def test_without_gaps_nothing_is_cut(pool_layout: BlockPool) -> None:
-    works = [work(pages(pool_layout, [0, 1, 5], 10)), work(pages(pool_layout, [0, 1, 8], 9))]
-    assert private_runs(lay_out(works, gapless=True)) == [([0, 1], [(0, 1), (1, 2)])]
+def test_without_gaps_nothing_is_cut(numbered_pool: BlockPool) -> None:
+    chunks = [
+        chunk(block_table(numbered_pool, [0, 1, 5], 10)),
+        chunk(block_table(numbered_pool, [0, 1, 8], 9)),
+    ]
+    assert private_groups(lay_out_batch(chunks, gapless=True)) == [([0, 1], [(0, 1), (1, 2)])]
 
 
 @pytest.mark.parametrize(
@@ -379,46 +419,46 @@ def test_without_gaps_nothing_is_cut(pool_layout: BlockPool) -> None:
         ([0, 2, 4, 5, 6, 7, 8, 20], [((0, 1), 0), ((1, 2), 2), ((2, 7), 4), ((7, 8), 20)]),
     ],
 )
-def test_gapless_runs_are_cut_at_gaps_between_positions(
-    pool_layout: BlockPool, positions: list[int], expected: list[tuple[tuple[int, int], int]]
+def test_gapless_groups_are_cut_at_gaps_between_positions(
+    numbered_pool: BlockPool, positions: list[int], expected: list[tuple[tuple[int, int], int]]
 ) -> None:
     for count in (1, 2):
-        works = [
-            work(pages(pool_layout, [0, 1, 5], 8, positions), count),
-            work(pages(pool_layout, [0, 1, 6], 8, positions), count),
+        chunks = [
+            chunk(block_table(numbered_pool, [0, 1, 5], 8, positions), count),
+            chunk(block_table(numbered_pool, [0, 1, 6], 8, positions), count),
         ]
-        layout = lay_out(works, gapless=True)
-        found = [(run.keys.flatten().int().tolist(), run.starts) for run in layout.runs]
+        layout = lay_out_batch(chunks, gapless=True)
+        found = [(group.keys.flatten().int().tolist(), group.starts) for group in layout.groups]
         assert found == [(list(range(*tokens)), [at, at]) for tokens, at in expected]
-        assert all(run.readers == [(0, count), (count, 2 * count)] for run in layout.runs)
-        assert len(lay_out(works).runs) == 1, "other schemes do not mind"
+        assert all(group.readers == [(0, count), (count, 2 * count)] for group in layout.groups)
+        assert len(lay_out_batch(chunks).groups) == 1, "other schemes do not mind"
 
 
-def test_gapless_rooms_are_cut_too() -> None:
-    private = room(0)
+def test_gapless_contiguous_states_are_cut_too() -> None:
+    private = contiguous_kv(0)
     private.advance([0, 1, 5, 6, 7])
-    layout = lay_out([work(private, 2)], gapless=True)
-    assert [(run.keys.shape[2], run.starts) for run in layout.runs] == [(2, [0]), (3, [5])]
+    layout = lay_out_batch([chunk(private, 2)], gapless=True)
+    assert [(group.keys.shape[2], group.starts) for group in layout.groups] == [(2, [0]), (3, [5])]
 
 
-def test_gapless_chunks_of_one_decoding_request_stay_in_pages_however_long(
-    pool_layout: BlockPool,
+def test_gapless_blocks_of_one_decoding_request_stay_in_the_tail_however_long(
+    numbered_pool: BlockPool,
 ) -> None:
-    ids = list(range(3, 3 + LONG + 1))
-    gaps = [*range(6), *range(40, 40 + LONG * CHUNK_layout - 6)]
-    layout = lay_out([work(pages(pool_layout, ids, len(gaps), gaps))], gapless=True)
-    assert layout.runs == ()
-    assert tails(layout) == [(0, ids)], "each chunk once"
+    ids = list(range(3, 3 + LONG_SPAN + 1))
+    gaps = [*range(6), *range(40, 40 + LONG_SPAN * BLOCK_SIZE - 6)]
+    layout = lay_out_batch([chunk(block_table(numbered_pool, ids, len(gaps), gaps))], gapless=True)
+    assert layout.groups == ()
+    assert tails(layout) == [(0, ids)], "each block once"
 
 
-def test_segments_are_runs_by_the_memory_that_they_read(pool_layout: BlockPool) -> None:
+def test_segments_are_groups_by_the_memory_that_they_read(numbered_pool: BlockPool) -> None:
     one, other = states(8), states(8)
-    works = [
-        work(pages(pool_layout, [0], 0), 2, [Segment(one, 0), Segment(other, 8)]),
-        work(pages(pool_layout, [1], 0), 1, [Segment(other, 0)]),
-        work(pages(pool_layout, [2], 0), 1, [Segment(other, 20), Segment(one, 40)]),
+    chunks = [
+        chunk(block_table(numbered_pool, [0], 0), 2, [Segment(one, 0), Segment(other, 8)]),
+        chunk(block_table(numbered_pool, [1], 0), 1, [Segment(other, 0)]),
+        chunk(block_table(numbered_pool, [2], 0), 1, [Segment(other, 20), Segment(one, 40)]),
     ]
-    of_one, of_other = lay_out(works).runs
+    of_one, of_other = lay_out_batch(chunks).groups
     assert of_one.keys is one.keys
     assert of_one.values is one.values
     assert (of_one.readers, of_one.deltas, of_one.starts) == ([(0, 2), (3, 4)], [0, 40], [0, 40])
@@ -426,44 +466,47 @@ def test_segments_are_runs_by_the_memory_that_they_read(pool_layout: BlockPool) 
     assert (of_other.deltas, of_other.starts) == ([8, 0, 20], [8, 0, 20])
 
 
-def test_a_segment_is_moved_from_where_it_was_encoded(pool_layout: BlockPool) -> None:
-    [run] = lay_out([work(pages(pool_layout, [0], 0), 2, [Segment(states(5, start=30), 12)])]).runs
-    assert (run.deltas, run.starts) == ([-18], [12])
+def test_a_segment_is_moved_from_where_it_was_encoded(numbered_pool: BlockPool) -> None:
+    [group] = lay_out_batch(
+        [chunk(block_table(numbered_pool, [0], 0), 2, [Segment(states(5, start=30), 12)])]
+    ).groups
+    assert (group.deltas, group.starts) == ([-18], [12])
 
 
-def test_views_of_one_modules_states_are_one_run(pool_layout: BlockPool) -> None:
+def test_views_of_one_modules_states_are_one_run(numbered_pool: BlockPool) -> None:
     whole = states(12, start=10)
     parts = [whole.part(4, 9, 14), whole.part(4, 9, 14), whole.part(4, 8, 14), whole.part(0, 5, 10)]
-    works = [
-        work(pages(pool_layout, [n], 0), 1, [Segment(part, 20)]) for n, part in enumerate(parts)
+    chunks = [
+        chunk(block_table(numbered_pool, [n], 0), 1, [Segment(part, 20)])
+        for n, part in enumerate(parts)
     ]
-    layout = lay_out(works)
-    assert [(run.readers, run.keys.shape[2]) for run in layout.runs] == [
+    layout = lay_out_batch(chunks)
+    assert [(group.readers, group.keys.shape[2]) for group in layout.groups] == [
         ([(0, 1), (1, 2)], 5),
         ([(2, 3)], 4),
         ([(3, 4)], 5),
     ]
 
 
-def test_one_module_twice_in_a_prompt_is_asked_twice(pool_layout: BlockPool) -> None:
+def test_one_module_twice_in_a_prompt_is_asked_twice(numbered_pool: BlockPool) -> None:
     twice = states(8)
     segments = [Segment(twice, 0), Segment(twice, 8)]
-    [run] = lay_out([work(pages(pool_layout, [0], 0), 2, segments)]).runs
-    assert (run.readers, run.deltas) == ([(0, 2), (0, 2)], [0, 8])
+    [group] = lay_out_batch([chunk(block_table(numbered_pool, [0], 0), 2, segments)]).groups
+    assert (group.readers, group.deltas) == ([(0, 2), (0, 2)], [0, 8])
 
 
 def test_a_token_does_not_see_a_segment_that_starts_after_it() -> None:
     early, late = Segment(states(4), 0), Segment(states(4), 6)
-    given = ScheduledChunk((early, late), room(0), [7] * 5, [4, 5, 6, 10, 11])
-    of_early, of_late = lay_out([work(room(0), 2), given]).runs
+    given = ScheduledChunk((early, late), contiguous_kv(0), [7] * 5, [4, 5, 6, 10, 11])
+    of_early, of_late = lay_out_batch([chunk(contiguous_kv(0), 2), given]).groups
     assert of_early.readers == [(2, 7)]
     assert of_late.readers == [(4, 7)], "it starts at the third token's position"
 
 
 def test_a_segment_that_no_token_sees_is_left_out() -> None:
     unseen = Segment(states(4), 50)
-    given = ScheduledChunk((unseen,), room(0), [7, 7], [48, 49])
-    assert lay_out([given]).runs == ()
-    seeing = ScheduledChunk((unseen,), room(0), [7, 7], [54, 55])
-    [run] = lay_out([given, seeing]).runs
-    assert run.readers == [(2, 4)]
+    given = ScheduledChunk((unseen,), contiguous_kv(0), [7, 7], [48, 49])
+    assert lay_out_batch([given]).groups == ()
+    seeing = ScheduledChunk((unseen,), contiguous_kv(0), [7, 7], [54, 55])
+    [group] = lay_out_batch([given, seeing]).groups
+    assert group.readers == [(2, 4)]

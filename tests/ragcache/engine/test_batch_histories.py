@@ -18,21 +18,21 @@ from torch import Tensor
 from ragcache.attention import ReferenceAttentionBackend, Rotation
 from ragcache.attention.cpu import CpuAttentionBackend
 from ragcache.engine import Segment
-from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from tests.conftest import DEVICE, random_tokens
-from tests.ragcache.attention.dense import Seen, definition, frequencies, moved
-from tests.ragcache.engine.asked import (
-    CHUNK,
+from tests.ragcache.attention.scenes import Seen, definition, frequencies, moved
+from tests.ragcache.engine.portioned_requests import (
+    BLOCK_SIZE,
     CLOSE,
-    Asked,
-    as_alone,
-    in_pages,
-    module,
+    PortionedRequest,
+    assert_same_alone,
+    encoded_module,
+    request_in_blocks,
+    run_step,
     small_pool,
-    together,
 )
 
 
@@ -41,39 +41,41 @@ def pool(causal: CausalLM) -> BlockPool:
     return small_pool(causal)
 
 
-def decoding(causal: CausalLM, pool: BlockPool, filled: Sequence[int]) -> list[Asked]:
-    segment = Segment(module(causal, 9, start=3), 0)
+def decoding(causal: CausalLM, pool: BlockPool, filled: Sequence[int]) -> list[PortionedRequest]:
+    segment = Segment(encoded_module(causal, 9, start=3), 0)
     asked = [
-        in_pages(causal, pool, 40, seed, [segment] if seed % 2 else [], 9)
+        request_in_blocks(causal, pool, 40, seed, [segment] if seed % 2 else [], 9)
         for seed in range(len(filled))
     ]
-    together(StepBuilder(causal), asked, filled)
+    run_step(BatchBuilder(causal), asked, filled)
     return asked
 
 
-def test_a_frame_stays_until_a_chunk_fills(causal: CausalLM, pool: BlockPool) -> None:
-    """Chunks of 4: the second request begins one with its 9th and 13th token, the first at 9."""
-    builder, asked = StepBuilder(causal), decoding(causal, pool, [5, 6])
+def test_a_frame_stays_until_a_block_fills(causal: CausalLM, pool: BlockPool) -> None:
+    """Blocks of 4: the second request begins one with its 9th and 13th token, the first at 9."""
+    builder, asked = BatchBuilder(causal), decoding(causal, pool, [5, 6])
     rebuilt = []
     for _ in range(8):
-        as_alone(together(builder, asked), asked)
+        assert_same_alone(run_step(builder, asked), asked)
         rebuilt.append(builder.rebuilt)
     assert rebuilt == [1, 1, 2, 3, 3, 3, 4, 5]
 
 
 def test_a_frame_ends_when_a_request_joins_or_leaves(causal: CausalLM, pool: BlockPool) -> None:
-    builder, (a, b, c) = StepBuilder(causal), decoding(causal, pool, [4, 4, 4])
+    builder, (a, b, c) = BatchBuilder(causal), decoding(causal, pool, [4, 4, 4])
     rebuilt = []
     for batch in ([a, b], [a, b], [a, b, c], [a, c], [a], [b, c], [c, b]):
-        as_alone(together(builder, batch), batch)
+        assert_same_alone(run_step(builder, batch), batch)
         rebuilt.append(builder.rebuilt)
     assert rebuilt == [1, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_frame_ends_when_other_logits_are_wanted(causal: CausalLM, pool: BlockPool) -> None:
-    builder, (a, b) = StepBuilder(causal), decoding(causal, pool, [4, 4])
-    assert builder.build([a.work(), b.work()]).logit_rows.tolist() == [0, 1]
-    assert builder.build([a.work(), b.work(wants_logits=False)]).logit_rows.tolist() == [0]
+    builder, (a, b) = BatchBuilder(causal), decoding(causal, pool, [4, 4])
+    assert builder.build_batch([a.next_chunk(), b.next_chunk()]).logit_rows.tolist() == [0, 1]
+    assert builder.build_batch(
+        [a.next_chunk(), b.next_chunk(wants_logits=False)]
+    ).logit_rows.tolist() == [0]
     assert builder.rebuilt == 2
 
 
@@ -81,54 +83,54 @@ def test_a_frame_ends_when_a_token_comes_to_see_a_segment(
     causal: CausalLM, pool: BlockPool
 ) -> None:
     """A prompt's own tokens before and behind a segment, computed one by one."""
-    segment = Segment(module(causal, 5, start=3), 2)
-    asked = in_pages(causal, pool, 4, 1, [segment])
+    segment = Segment(encoded_module(causal, 5, start=3), 2)
+    asked = request_in_blocks(causal, pool, 4, 1, [segment])
     asked.positions = [0, 1, 7, 8]
-    builder = StepBuilder(causal)
+    builder = BatchBuilder(causal)
     for _ in asked.tokens:
-        as_alone(together(builder, [asked]), [asked])
+        assert_same_alone(run_step(builder, [asked]), [asked])
 
 
 def test_an_equal_request_in_the_place_of_another_is_noticed(
     causal: CausalLM, pool: BlockPool
 ) -> None:
-    builder = StepBuilder(causal)
+    builder = BatchBuilder(causal)
     for seed in (1, 2):
         [asked] = decoding(causal, pool, [5])
         asked.tokens = [*asked.tokens[:5], *random_tokens(5, seed=seed)]
-        as_alone(together(builder, [asked]), [asked])
+        assert_same_alone(run_step(builder, [asked]), [asked])
     assert builder.rebuilt == 2
 
 
 def test_no_frame_stays_while_a_request_prefills_or_has_a_room(
     causal: CausalLM, pool: BlockPool
 ) -> None:
-    builder, [asked] = StepBuilder(causal), decoding(causal, pool, [4])
-    prefilling = in_pages(causal, pool, 40, seed=5)
+    builder, [asked] = BatchBuilder(causal), decoding(causal, pool, [4])
+    prefilling = request_in_blocks(causal, pool, 40, seed=5)
     for _ in range(2):
-        together(builder, [asked, prefilling], [1, 2])
+        run_step(builder, [asked, prefilling], [1, 2])
     assert builder.rebuilt == 2
-    room = Asked(causal, ContiguousKV.allocate(causal, 9), random_tokens(9))
+    room = PortionedRequest(causal, ContiguousKV.allocate(causal, 9), random_tokens(9))
     [asked] = decoding(causal, pool, [4])
     for _ in range(2):
-        together(builder, [asked, room])
+        run_step(builder, [asked, room])
     assert builder.rebuilt == 4
 
 
 def test_a_builder_that_forgot_builds_again(causal: CausalLM, pool: BlockPool) -> None:
-    builder, asked = StepBuilder(causal), decoding(causal, pool, [5])
-    together(builder, asked)
+    builder, asked = BatchBuilder(causal), decoding(causal, pool, [5])
+    run_step(builder, asked)
     builder.forget()
-    as_alone(together(builder, asked), asked)
+    assert_same_alone(run_step(builder, asked), asked)
     assert builder.rebuilt == 2
 
 
 def test_a_step_of_a_kept_frame_equals_a_fresh_one(causal: CausalLM, pool: BlockPool) -> None:
-    builder, asked = StepBuilder(causal), decoding(causal, pool, [8, 9, 9])
+    builder, asked = BatchBuilder(causal), decoding(causal, pool, [8, 9, 9])
     for _ in range(3):
-        works = [each.work() for each in asked]
-        fresh = causal.forward(StepBuilder(causal).build(works))
-        assert torch.equal(causal.forward(builder.build(works)), fresh)
+        chunks = [each.next_chunk() for each in asked]
+        fresh = causal.forward(BatchBuilder(causal).build_batch(chunks))
+        assert torch.equal(causal.forward(builder.build_batch(chunks)), fresh)
         for each in asked:
             each.computed()
     assert builder.rebuilt == 1, "the case that this is about"
@@ -138,55 +140,57 @@ def test_mixed_batches_give_every_request_what_it_has_alone(
     causal: CausalLM, pool: BlockPool
 ) -> None:
     """Two prefill in portions, one decodes all the while, one encodes in a room."""
-    a, b = module(causal, 7, start=30), module(causal, 12)
-    decodes = in_pages(causal, pool, 30, 1, [Segment(a, 0), Segment(b, 7)], 19)
-    prefills = in_pages(causal, pool, 30, 2, [Segment(b, 0)], 12)
-    joins = in_pages(causal, pool, 30, 3)
-    encodes = Asked(
+    a, b = encoded_module(causal, 7, start=30), encoded_module(causal, 12)
+    decodes = request_in_blocks(causal, pool, 30, 1, [Segment(a, 0), Segment(b, 7)], 19)
+    prefills = request_in_blocks(causal, pool, 30, 2, [Segment(b, 0)], 12)
+    joins = request_in_blocks(causal, pool, 30, 3)
+    encodes = PortionedRequest(
         causal, ContiguousKV.allocate(causal, 12), random_tokens(12), [Segment(a, 0)], 7
     )
-    builder = StepBuilder(causal)
-    together(builder, [decodes], [6])
+    builder = BatchBuilder(causal)
+    run_step(builder, [decodes], [6])
     for counts in ([1, 5, 3], [1, 7, 1], [1, 1, 4]):
         batch = [decodes, prefills, encodes]
-        as_alone(together(builder, batch, counts), batch)
+        assert_same_alone(run_step(builder, batch, counts), batch)
     for counts in ([2, 1, 1, 2], [5, 1, 1, 1], [1, 1, 1, 1]):
         batch = [joins, decodes, prefills, encodes]
-        as_alone(together(builder, batch, counts), batch)
-    as_alone(together(builder, [prefills, joins]), [prefills, joins])
-    room, alone = encodes.private, encodes.alone(12)[1]
+        assert_same_alone(run_step(builder, batch, counts), batch)
+    assert_same_alone(run_step(builder, [prefills, joins]), [prefills, joins])
+    room, alone = encodes.private, encodes.run_alone(12)[1]
     assert isinstance(room, ContiguousKV)
     torch.testing.assert_close(room.keys, alone.keys, **CLOSE)
     torch.testing.assert_close(room.values, alone.values, **CLOSE)
 
 
-def test_requests_that_share_chunks_answer_as_with_copies(
+def test_requests_that_share_blocks_answer_as_with_copies(
     causal: CausalLM, pool: BlockPool
 ) -> None:
-    """A tree: all three share two chunks, the last two a third."""
-    segment = Segment(module(causal, 7, start=30), 0)
-    first = in_pages(causal, pool, 30, 1, [segment], 7)
-    builder = StepBuilder(causal)
-    together(builder, [first], [10])
+    """A tree: all three share two blocks, the last two a third."""
+    segment = Segment(encoded_module(causal, 7, start=30), 0)
+    first = request_in_blocks(causal, pool, 30, 1, [segment], 7)
+    builder = BatchBuilder(causal)
+    run_step(builder, [first], [10])
     second = sharing(first, 2, seed=2)
-    as_alone(together(builder, [first, second], [1, 6]), [first, second])
+    assert_same_alone(run_step(builder, [first, second], [1, 6]), [first, second])
     third = sharing(second, 3, seed=3)
     asked = [first, second, third]
-    as_alone(together(builder, asked, [1, 1, 2]), asked)
+    assert_same_alone(run_step(builder, asked, [1, 1, 2]), asked)
     for _ in range(6):
-        as_alone(together(builder, asked), asked)
-    runs = builder.build([each.work() for each in asked]).plan.runs
-    assert sorted(run.keys.shape[2] for run in runs) == [CHUNK, 7, 2 * CHUNK]
+        assert_same_alone(run_step(builder, asked), asked)
+    runs = builder.build_batch([each.next_chunk() for each in asked]).metadata.shared_kv
+    assert sorted(run.keys.shape[2] for run in runs) == [BLOCK_SIZE, 7, 2 * BLOCK_SIZE]
 
 
-def sharing(other: Asked, chunks: int, seed: int) -> Asked:
-    """A request with the same first chunks, which it does not compute, and its own tokens."""
+def sharing(other: PortionedRequest, blocks: int, seed: int) -> PortionedRequest:
+    """A request with the same first blocks, which it does not compute, and its own tokens."""
     theirs = other.private
     assert isinstance(theirs, BlockTable)
-    same = chunks * CHUNK
-    mine = in_pages(other.causal, theirs.pool, 30, seed, other.segments, other.positions[0])
+    same = blocks * BLOCK_SIZE
+    mine = request_in_blocks(
+        other.causal, theirs.pool, 30, seed, other.segments, other.positions[0]
+    )
     assert isinstance(mine.private, BlockTable)
-    mine.private.chunk_ids[:chunks] = theirs.chunk_ids[:chunks]
+    mine.private.block_ids[:blocks] = theirs.block_ids[:blocks]
     mine.tokens = [*other.tokens[:same], *mine.tokens[same:]]
     mine.computed(same)
     return mine
@@ -229,7 +233,7 @@ class History:
         self.pool = BlockPool(keys, values, SMALL)
         self.modules = [self.module() for _ in range(3)]
         model: Any = SimpleNamespace(scheme=scheme, device=torch.get_default_device())
-        self.builder = StepBuilder(model)
+        self.builder = BatchBuilder(model)
         self.requests = [self.request() for _ in range(self.draw(st.integers(1, 3)))]
 
     def normal(self, *sizes: int) -> Tensor:
@@ -248,40 +252,42 @@ class History:
         return Known(segments, private, self.normal(KV_HEADS, 0), self.normal(KV_HEADS, 0))
 
     def sharer(self, of: Known) -> Known:
-        """A request that begins with full chunks of another, under the same segments."""
+        """A request that begins with full blocks of another, under the same segments."""
         assert isinstance(of.private, BlockTable)
-        chunks = self.draw(st.integers(0, of.private.length // SMALL))
+        blocks = self.draw(st.integers(0, of.private.length // SMALL))
         known = self.request(like=of)
         assert isinstance(known.private, BlockTable)
-        known.private.chunk_ids += of.private.chunk_ids[:chunks]
-        known.private.advance(of.private.positions[: chunks * SMALL])
+        known.private.block_ids += of.private.block_ids[:blocks]
+        known.private.advance(of.private.positions[: blocks * SMALL])
         known.segments = of.segments
-        known.keys, known.values = (x[:, : chunks * SMALL] for x in (of.keys, of.values))
+        known.keys, known.values = (x[:, : blocks * SMALL] for x in (of.keys, of.values))
         return known
 
     def step(self) -> None:
         active = self.draw(st.lists(st.sampled_from(self.requests), min_size=1, unique=True))
         counts = [self.draw(st.sampled_from([1, 1, 1, 2, 5])) for _ in active]
-        works = [self.work(known, count) for known, count in zip(active, counts, strict=True)]
-        plan = self.builder.build(works).plan
+        chunks = [
+            self.next_chunk(known, count) for known, count in zip(active, counts, strict=True)
+        ]
+        metadata = self.builder.build_batch(chunks).metadata
         rows = sum(counts)
         query, key, value = (self.normal(n, rows) for n in (HEADS, KV_HEADS, KV_HEADS))
-        plan.write(0, key, value)
+        metadata.write_states(0, key, value)
         expected, begin = list[Tensor](), 0
-        for known, work in zip(active, works, strict=True):
-            here = slice(begin, begin + len(work.token_ids))
-            expected += known.sees(self.scheme, work, query[:, here], key[:, here], value[:, here])
+        for known, chunk in zip(active, chunks, strict=True):
+            here = slice(begin, begin + len(chunk.token_ids))
+            expected += known.sees(self.scheme, chunk, query[:, here], key[:, here], value[:, here])
             begin = here.stop
         for backend in BACKENDS:
-            out = backend.attend(plan, 0, query, key, value, scale=SCALE)
+            out = backend.attend(metadata, 0, query, key, value, scale=SCALE)
             torch.testing.assert_close(out, torch.stack(expected), rtol=1e-10, atol=1e-10)
 
-    def work(self, known: Known, count: int) -> ScheduledChunk:
+    def next_chunk(self, known: Known, count: int) -> ScheduledChunk:
         private = known.private
         if isinstance(private, BlockTable):
-            missing = -(-(private.length + count) // SMALL) - len(private.chunk_ids)
-            after = private.chunk_ids[-1] if private.chunk_ids else None
-            private.chunk_ids += self.pool.allocate(max(missing, 0), after) or []
+            missing = -(-(private.length + count) // SMALL) - len(private.block_ids)
+            after = private.block_ids[-1] if private.block_ids else None
+            private.block_ids += self.pool.allocate_blocks(max(missing, 0), after) or []
         positions, last = list[int](), private.positions[-1] if private.length else 3
         for _ in range(count):
             last += self.draw(st.sampled_from([1, 1, 1, 8]))
@@ -302,15 +308,20 @@ class Known:
         self.segments, self.private, self.keys, self.values = segments, private, keys, values
 
     def sees(
-        self, scheme: Exact | Alibi, work: ScheduledChunk, query: Tensor, key: Tensor, value: Tensor
+        self,
+        scheme: Exact | Alibi,
+        chunk: ScheduledChunk,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> list[Tensor]:
         """Every new row by definition; takes the new states."""
         self.keys, self.values = torch.cat([self.keys, key], 1), torch.cat([self.values, value], 1)
         past = self.private.length
-        self.private.advance(work.position_ids)
+        self.private.advance(chunk.position_ids)
         where = torch.tensor(list(self.private.positions))
         rows = []
-        for at, position in enumerate(work.position_ids):
+        for at, position in enumerate(chunk.position_ids):
             end = past + at + 1
             seen = [placed(each, scheme) for each in self.segments if each.start <= position]
             seen.append(Seen(self.keys[:, :end], self.values[:, :end], where[:end]))

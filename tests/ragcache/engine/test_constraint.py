@@ -14,18 +14,18 @@ from torch import Tensor
 from ragcache.engine import Request, RequestOutput, SamplingParams
 from ragcache.engine.constraint import forbid, pack, penalties
 from ragcache.engine.core import EngineCore
-from ragcache.engine.sampler import SampledToken, SamplerState, choose
+from ragcache.engine.sampler import SampledToken, SamplerState, sample_tokens
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
 from tests.conftest import DEVICE, VOCABULARY, random_tokens
-from tests.ragcache.engine.engines import (
-    check_whole,
+from tests.ragcache.engine.stepped_engine import (
+    assert_all_blocks_free,
+    config_of,
     core_of,
     drain,
-    plain,
-    run,
-    settings_of,
-    submit,
+    plain_context,
+    run_requests,
+    submit_request,
 )
 
 STOP = 5
@@ -95,7 +95,7 @@ def core(causal: CausalLM) -> EngineCore:
 
 
 def one(core: EngineCore, tokens: int = 8, **changes: object) -> RequestOutput:
-    [completion] = run(core, Request(plain(PROMPT), tokens, **changes))  # type: ignore[arg-type]
+    [completion] = run_requests(core, Request(plain_context(PROMPT), tokens, **changes))  # type: ignore[arg-type]
     return completion
 
 
@@ -131,7 +131,7 @@ def test_every_token_is_one_that_the_constraint_allows(
     for choice in completion.choices:
         assert rises(choice.token_ids)
         assert len(choice.token_ids) == 8
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_the_likeliest_allowed_token_is_chosen_and_the_others_rows_are_free(
@@ -139,9 +139,11 @@ def test_the_likeliest_allowed_token_is_chosen_and_the_others_rows_are_free(
 ) -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator(DEVICE).manual_seed(1))
     states = [SamplerState.start(SamplingParams(repetition_penalty=1.3), [30]) for _ in range(3)]
-    free = choose(logits, states[:1], [()])
+    free = sample_tokens(logits, states[:1], [()])
     allowed = [30, 31, 300]
-    chosen = choose(logits, states[:3], [(), {300}, ()], [None, packed(allowed), packed(allowed)])
+    chosen = sample_tokens(
+        logits, states[:3], [(), {300}, ()], [None, packed(allowed), packed(allowed)]
+    )
     assert all(isinstance(each, SampledToken) for each in (*free, *chosen))
     assert chosen[1].token in (30, 31)  # type: ignore[union-attr]
     assert chosen[2].token in allowed  # type: ignore[union-attr]
@@ -160,7 +162,7 @@ def test_log_probabilities_are_those_of_the_model(core: EngineCore) -> None:
 def test_a_row_with_no_allowed_token_fails_alone(causal: CausalLM) -> None:
     logits = torch.zeros(2, VOCABULARY, device=DEVICE)
     states = [SamplerState.start(SamplingParams(), ()) for _ in range(2)]
-    first, second = choose(logits, states, [(), ()], [packed(()), None])
+    first, second = sample_tokens(logits, states, [(), ()], [packed(()), None])
     assert isinstance(first, UnusableLogits)
     assert isinstance(second, SampledToken)
 
@@ -188,14 +190,16 @@ def test_a_stop_token_ends_where_the_constraint_allows_it(core: EngineCore) -> N
 def test_a_constraint_that_fails_ends_its_own_request_only(
     core: EngineCore, where: str, n: int
 ) -> None:
-    broken = submit(core, Request(plain(PROMPT), 8, n=n, constraint=lambda: Broken(where)))
-    fine = submit(core, Request(plain(PROMPT), 8, constraint=Rising))
+    broken = submit_request(
+        core, Request(plain_context(PROMPT), 8, n=n, constraint=lambda: Broken(where))
+    )
+    fine = submit_request(core, Request(plain_context(PROMPT), 8, constraint=Rising))
     drain(core)
     assert rises(fine.result(0).token_ids)
     with pytest.raises(ConstraintFailed, match="broken") as caught:
         broken.result(0)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_a_constraint_goes_on_where_it_was_after_a_pre_emption(causal: CausalLM) -> None:
@@ -208,28 +212,32 @@ def test_a_constraint_goes_on_where_it_was_after_a_pre_emption(causal: CausalLM)
     def ask(core: EngineCore) -> list[RequestOutput]:
         sampling = SamplingParams(temperature=1.0, seed=4)
         requests = [
-            Request(plain(random_tokens(6, seed=n)), 12, sampling=sampling, n=2, constraint=make)
+            Request(
+                plain_context(random_tokens(6, seed=n)), 12, sampling=sampling, n=2, constraint=make
+            )
             for n in range(3)
         ]
-        return run(core, *requests)
+        return run_requests(core, *requests)
 
     roomy = [each.choices for each in ask(core_of(causal))]
     assert len(made) == 6  # one for each answer
-    tight = core_of(causal, settings_of(causal, chunks=9))
+    tight = core_of(causal, config_of(causal, blocks=9))
     narrow = [each.choices for each in ask(tight)]
-    assert tight.tally.preempted > 0
+    assert tight.stats.preempted > 0
     assert narrow == roomy
     assert len(made) == 12
     assert sorted(tuple(each.taken) for each in made[6:]) == sorted(
         choice.token_ids for choices in narrow for choice in choices
     )
-    check_whole(tight)
+    assert_all_blocks_free(tight)
 
 
 def test_requests_without_a_constraint_are_served_as_before(causal: CausalLM) -> None:
     alone = one(core_of(causal))
     core = core_of(causal)
-    free, _ = run(
-        core, Request(plain(PROMPT), 8), Request(plain(PROMPT), 8, n=2, constraint=Rising)
+    free, _ = run_requests(
+        core,
+        Request(plain_context(PROMPT), 8),
+        Request(plain_context(PROMPT), 8, n=2, constraint=Rising),
     )
     assert free.choices == alone.choices

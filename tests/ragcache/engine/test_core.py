@@ -1,7 +1,5 @@
 """The engine: whoever runs beside a request, and whatever room there is, its answer is the same."""
 
-# MERGED tests.ragcache.engine.test_view: What the engine leaves for whoever watches.
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,24 +13,24 @@ from hypothesis import strategies as st
 
 from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
 from ragcache.engine.core import IDLE, EngineCore, SegmentUse
-from ragcache.engine.encoding import States
+from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
 from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
-from tests.ragcache.engine.asked import module
-from tests.ragcache.engine.engines import (
-    CHUNK,
+from tests.ragcache.engine.portioned_requests import encoded_module
+from tests.ragcache.engine.stepped_engine import (
+    BLOCK_SIZE,
     Answer,
-    Clock,
-    check_whole,
+    ManualClock,
+    assert_all_blocks_free,
+    config_of,
     core_of,
     drain,
-    plain,
-    run,
-    settings_of,
-    submit,
+    plain_context,
+    run_requests,
+    submit_request,
 )
 
 MODULES = ((3, 0), (7, 11), (12, 0), (5, 4), (9, 30))
@@ -56,9 +54,9 @@ class Spec:
     tenant: str | None
 
     @property
-    def chunks(self) -> int:
+    def blocks(self) -> int:
         """What it needs alone."""
-        return -(-(self.lead + self.common + self.tail + self.limit) // CHUNK)
+        return -(-(self.lead + self.common + self.tail + self.limit) // BLOCK_SIZE)
 
 
 SPECS = st.builds(
@@ -86,7 +84,7 @@ class World:
         self.causal = wrap_causal(tiny_model("llama", initializer_range=0.2))
         jobs = [EncodeJob(random_tokens(n, seed=n + start), start) for n, start in MODULES]
         self.states = list(encode(self.causal, jobs))
-        self.alone = lru_cache(maxsize=None)(self._alone)
+        self.run_alone = lru_cache(maxsize=None)(self._run_alone)
 
     def context(self, spec: Spec) -> Context:
         segments, at = [], spec.lead
@@ -112,8 +110,8 @@ class World:
             priority=priority,
         )
 
-    def _alone(self, spec: Spec) -> list[tuple[int, ...]]:
-        [completion] = run(core_of(self.causal), self.request(spec))
+    def _run_alone(self, spec: Spec) -> list[tuple[int, ...]]:
+        [completion] = run_requests(core_of(self.causal), self.request(spec))
         return [choice.token_ids for choice in completion.choices]
 
 
@@ -139,7 +137,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Day:
-    """What happens to an engine. spare: chunks beyond those that the largest request needs."""
+    """What happens to an engine. spare: blocks beyond those that the largest request needs."""
 
     visits: list[Visit]
     encodings: list[tuple[int, int]]  # when, how many tokens
@@ -149,8 +147,8 @@ class Day:
     running: int
 
     @property
-    def chunks(self) -> int:
-        return max(visit.spec.chunks for visit in self.visits) + self.spare
+    def blocks(self) -> int:
+        return max(visit.spec.blocks for visit in self.visits) + self.spare
 
 
 @st.composite
@@ -182,9 +180,9 @@ class Run:
 
     def __init__(self, world: World, day: Day) -> None:
         self.world, self.day = world, day
-        self.clock = Clock()
-        limits = settings_of(
-            world.causal, day.chunks, day.step_tokens, day.prefill_tokens, day.running
+        self.clock = ManualClock()
+        limits = config_of(
+            world.causal, day.blocks, day.step_tokens, day.prefill_tokens, day.running
         )
         self.core = core_of(world.causal, limits, self.clock)
         self.answers: dict[int, Answer] = {}
@@ -195,7 +193,7 @@ class Run:
             for number, visit in enumerate(self.day.visits):
                 if visit.arrives == step:
                     request = self.world.request(visit.spec, visit.priority)
-                    self.answers[number] = submit(self.core, request)
+                    self.answers[number] = submit_request(self.core, request)
                 if visit.leaves == step and number in self.answers:
                     self.answers[number].cancel()
             for when, count in self.day.encodings:
@@ -206,10 +204,10 @@ class Run:
         while self.core.busy:
             self.core.step()
             self.clock.now += 0.4
-            assert self.core.tally.steps < 5000, "the engine does not come to an end"
+            assert self.core.stats.steps < 5000, "the engine does not come to an end"
 
     def encode(self, job: EncodeJob) -> None:
-        channel = States(lambda: None)
+        channel = StatesChannel(lambda: None)
         self.core.add_encoding([job], channel)
         self.states.append((job, RequestHandle(channel)))
 
@@ -226,12 +224,12 @@ def test_every_request_answers_as_if_it_were_alone(world: World, day: Day) -> No
             assert visit.leaves is not None
         else:
             answers = [choice.token_ids for choice in completion.choices]
-            assert answers == world.alone(visit.spec)
+            assert answers == world.run_alone(visit.spec)
     for job, handle in engine.states:
         [found], [expected] = list(handle), list(encode(world.causal, [job]))
         torch.testing.assert_close(found.keys, expected.keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 def spec(**changes: int | str | tuple[int, ...] | None) -> Spec:
@@ -252,19 +250,19 @@ def spec(**changes: int | str | tuple[int, ...] | None) -> Spec:
 
 def test_requests_that_were_preempted_answer_the_same(world: World) -> None:
     specs = [spec(tail=n, limit=10, tenant=None, seed=n) for n in range(1, 7)]
-    core = core_of(world.causal, settings_of(world.causal, chunks=17))
-    completions = run(core, *(world.request(each) for each in specs))
-    assert core.tally.preempted > 0
+    core = core_of(world.causal, config_of(world.causal, blocks=17))
+    completions = run_requests(core, *(world.request(each) for each in specs))
+    assert core.stats.preempted > 0
     assert [[c.token_ids] for c in [x.choices[0] for x in completions]] == [
-        world.alone(each) for each in specs
+        world.run_alone(each) for each in specs
     ]
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_the_most_senior_request_is_never_preempted(world: World) -> None:
     specs = [spec(tail=n, limit=10, tenant=None) for n in range(1, 7)]
-    core = core_of(world.causal, settings_of(world.causal, chunks=17))
-    handles = [submit(core, world.request(each)) for each in specs]
+    core = core_of(world.causal, config_of(world.causal, blocks=17))
+    handles = [submit_request(core, world.request(each)) for each in specs]
     steps = 0
     while not handles[0].done:
         core.step()
@@ -273,10 +271,10 @@ def test_the_most_senior_request_is_never_preempted(world: World) -> None:
 
 
 def test_higher_priority_comes_first(world: World) -> None:
-    core = core_of(world.causal, settings_of(world.causal, running=1))
+    core = core_of(world.causal, config_of(world.causal, running=1))
     order = []
     for priority in (0, -1, 1):
-        submit_to = submit(core, world.request(spec(limit=2), priority))
+        submit_to = submit_request(core, world.request(spec(limit=2), priority))
         order.append((priority, submit_to))
     ended = []
     while core.busy:
@@ -292,10 +290,12 @@ def steps_of(core: EngineCore) -> Iterator[None]:
 
 
 def test_a_long_prompt_does_not_stall_those_that_decode(causal_core: CausalLM) -> None:
-    core = core_of(causal_core, settings_of(causal_core, step_tokens=8))
-    answering = [submit(core, Request(plain(random_tokens(3, seed=n)), 40)) for n in range(3)]
+    core = core_of(causal_core, config_of(causal_core, step_tokens=8))
+    answering = [
+        submit_request(core, Request(plain_context(random_tokens(3, seed=n)), 40)) for n in range(3)
+    ]
     core.step()
-    long = submit(core, Request(plain(random_tokens(60)), 1))
+    long = submit_request(core, Request(plain_context(random_tokens(60)), 1))
     prefilling = 0
     before = [1, 1, 1]
     for _ in steps_of(core):
@@ -309,9 +309,9 @@ def test_a_long_prompt_does_not_stall_those_that_decode(causal_core: CausalLM) -
 
 def test_portions_of_one_token_see_the_segments_before_them(world: World) -> None:
     each = spec(modules=(0, 3), lead=2, tail=3)
-    core = core_of(world.causal, settings_of(world.causal, step_tokens=1, prefill_tokens=1))
-    [completion] = run(core, world.request(each))
-    assert [completion.token_ids] == world.alone(each)
+    core = core_of(world.causal, config_of(world.causal, step_tokens=1, prefill_tokens=1))
+    [completion] = run_requests(core, world.request(each))
+    assert [completion.token_ids] == world.run_alone(each)
 
 
 def over(segments: tuple[Segment, ...], own: int, seed: int) -> Context:
@@ -323,40 +323,40 @@ def over(segments: tuple[Segment, ...], own: int, seed: int) -> Context:
 
 def test_a_step_tells_who_reads_what(causal: CausalLM) -> None:
     core = core_of(causal)
-    assert core.view == IDLE
-    shared, own = module(causal, 5), module(causal, 7)
+    assert core.snapshot == IDLE
+    shared, own = encoded_module(causal, 5), encoded_module(causal, 7)
     first = (Segment(shared, 0, "shared"),)
     handles = [
-        submit(core, Request(over(first, 3, 1), 4)),
-        submit(core, Request(over((*first, Segment(own, 5, "own")), 2, 2), 4)),
-        submit(core, Request(over((Segment(own, 0),), 2, 3), 4)),
+        submit_request(core, Request(over(first, 3, 1), 4)),
+        submit_request(core, Request(over((*first, Segment(own, 5, "own")), 2, 2), 4)),
+        submit_request(core, Request(over((Segment(own, 0),), 2, 3), 4)),
     ]
-    core.add_encoding([EncodeJob(random_tokens(6))], States(lambda: None))
+    core.add_encoding([EncodeJob(random_tokens(6))], StatesChannel(lambda: None))
     core.step()
-    view = core.view
+    view = core.snapshot
     assert (view.rows, view.requests, view.encodings) == (3 + 2 + 2 + 6, 3, 1)
     assert view.segments == (SegmentUse("shared", 5, 2, 5), SegmentUse("own", 7, 1, 2))
     core.step()
-    assert core.view.rows == 3
-    assert core.view.segments == (SegmentUse("shared", 5, 2, 2), SegmentUse("own", 7, 1, 1))
-    again = core.view
+    assert core.snapshot.rows == 3
+    assert core.snapshot.segments == (SegmentUse("shared", 5, 2, 2), SegmentUse("own", 7, 1, 1))
+    again = core.snapshot
     core.step()
-    assert core.view is again, "nobody joined or left"
+    assert core.snapshot is again, "nobody joined or left"
     drain(core)
-    assert core.view == IDLE
+    assert core.snapshot == IDLE
     assert [handle.channel.started for handle in handles] == [True] * 3
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_who_waits_has_not_started(causal: CausalLM) -> None:
     core = core_of(causal)
-    handle = submit(core, Request(over((Segment(module(causal, 5), 0),), 3, 1), 4))
+    handle = submit_request(core, Request(over((Segment(encoded_module(causal, 5), 0),), 3, 1), 4))
     assert not handle.channel.started
     calls: list[object] = []
-    handle.channel.when_done(lambda: calls.append(handle.channel.outcome))
+    handle.channel.call_when_done(lambda: calls.append(handle.channel.outcome))
     drain(core)
     assert handle.channel.started
     assert calls == [handle.result(0)]
-    handle.channel.when_done(lambda: calls.append("late"))
+    handle.channel.call_when_done(lambda: calls.append("late"))
     assert calls[1:] == ["late"]
     assert handle.channel.count == 4

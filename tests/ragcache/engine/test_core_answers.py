@@ -15,17 +15,17 @@ from ragcache.engine.core import EngineCore
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import VOCABULARY, random_tokens, tiny_model
-from tests.ragcache.engine.engines import (
-    CHUNK,
-    Clock,
-    SmallChunks,
-    check_whole,
+from tests.ragcache.engine.stepped_engine import (
+    BLOCK_SIZE,
+    ManualClock,
+    SmallBlockRunner,
+    assert_all_blocks_free,
+    config_of,
     core_of,
     drain,
-    plain,
-    run,
-    settings_of,
-    submit,
+    plain_context,
+    run_requests,
+    submit_request,
 )
 
 PROMPT = random_tokens(9, seed=2)
@@ -63,13 +63,13 @@ def words(stop: Sequence[str]) -> TextStream:
 @pytest.fixture(scope="module")
 def answer(causal: CausalLM) -> tuple[int, ...]:
     """The greedy answer to the prompt; every token of it is a different one."""
-    [completion] = run(core_of(causal), Request(plain(PROMPT), 12))
+    [completion] = run_requests(core_of(causal), Request(plain_context(PROMPT), 12))
     assert len(set(completion.token_ids)) == 12
     return completion.token_ids
 
 
 def one(core: EngineCore, **changes: object) -> RequestOutput:
-    [completion] = run(core, Request(plain(PROMPT), 12, **changes))  # type: ignore[arg-type]
+    [completion] = run_requests(core, Request(plain_context(PROMPT), 12, **changes))  # type: ignore[arg-type]
     return completion
 
 
@@ -82,7 +82,9 @@ def test_an_answer_ends_at_its_limit(core: EngineCore, answer: tuple[int, ...]) 
 def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(
     core: EngineCore, answer: tuple[int, ...]
 ) -> None:
-    handle = submit(core, Request(plain(PROMPT), 12, frozenset({answer[4], answer[7]}), text=words))
+    handle = submit_request(
+        core, Request(plain_context(PROMPT), 12, frozenset({answer[4], answer[7]}), text=words)
+    )
     drain(core)
     [choice] = handle.result(0).choices
     assert (choice.token_ids, choice.finish_reason) == (answer[:4], "stop")
@@ -113,7 +115,9 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_its_text(
     text = Words().decode(list(answer))
     place = text.index(f"word{answer[5]} ") + cut
     stop = text[place : place + 9]
-    handle = submit(core, Request(plain(PROMPT), 12, stop=(stop, "absent"), text=words))
+    handle = submit_request(
+        core, Request(plain_context(PROMPT), 12, stop=(stop, "absent"), text=words)
+    )
     drain(core)
     [choice] = handle.result(0).choices
     assert (choice.finish_reason, choice.stopped_by) == ("stop", stop)
@@ -129,7 +133,9 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end(
     core: EngineCore, answer: tuple[int, ...]
 ) -> None:
     end = Words().decode([answer[-1]])
-    handle = submit(core, Request(plain(PROMPT), 12, stop=(end + "and on",), text=words))
+    handle = submit_request(
+        core, Request(plain_context(PROMPT), 12, stop=(end + "and on",), text=words)
+    )
     drain(core)
     *_, last = pieces = list(handle)
     assert (last.chosen, last.text) == (None, end)
@@ -149,7 +155,9 @@ def logits_after(tokens: list[int]) -> Tensor:
 def test_log_probabilities_are_those_of_the_model(
     core: EngineCore, answer: tuple[int, ...], count: int
 ) -> None:
-    handle = submit(core, Request(plain(PROMPT), 12, sampling=SamplingParams(logprobs=count)))
+    handle = submit_request(
+        core, Request(plain_context(PROMPT), 12, sampling=SamplingParams(logprobs=count))
+    )
     drain(core)
     [choice] = handle.result(0).choices
     assert tuple(chosen.token for chosen in choice.chosen) == choice.token_ids == answer
@@ -169,7 +177,7 @@ def test_tokens_of_the_answer_are_penalized(
     core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float
 ) -> None:
     sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-    [completion] = run(core, Request(plain(PROMPT), 20, sampling=sampling))
+    [completion] = run_requests(core, Request(plain_context(PROMPT), 20, sampling=sampling))
     expected: list[int] = []
     for _ in range(20):
         logits = logits_after([*PROMPT, *expected])[-1]
@@ -181,18 +189,20 @@ def test_tokens_of_the_answer_are_penalized(
 
 def test_penalties_count_what_was_said_before_a_preemption(causal: CausalLM) -> None:
     sampling = SamplingParams(presence_penalty=2.0, temperature=0.7, seed=3)
-    requests = [Request(plain(random_tokens(9, seed=n)), 14, sampling=sampling) for n in range(4)]
-    narrow = core_of(causal, settings_of(causal, chunks=13))
-    together = run(narrow, *requests)
-    assert narrow.tally.preempted > 0
+    requests = [
+        Request(plain_context(random_tokens(9, seed=n)), 14, sampling=sampling) for n in range(4)
+    ]
+    narrow = core_of(causal, config_of(causal, blocks=13))
+    together = run_requests(narrow, *requests)
+    assert narrow.stats.preempted > 0
     for request, completion in zip(requests, together, strict=True):
-        assert completion.choices == run(core_of(causal), request)[0].choices
+        assert completion.choices == run_requests(core_of(causal), request)[0].choices
 
 
 def test_times_are_those_of_the_clock(causal: CausalLM) -> None:
-    clock = Clock(50.0)
-    core = core_of(causal, settings_of(causal, running=1), clock)
-    handles = [submit(core, Request(plain(PROMPT), limit)) for limit in (2, 1)]
+    clock = ManualClock(50.0)
+    core = core_of(causal, config_of(causal, running=1), clock)
+    handles = [submit_request(core, Request(plain_context(PROMPT), limit)) for limit in (2, 1)]
     while core.busy:
         clock.now += 1
         core.step()
@@ -200,15 +210,15 @@ def test_times_are_those_of_the_clock(causal: CausalLM) -> None:
     assert (first.submitted_at, first.admitted_at) == (50, 51)
     assert (first.first_token_at, first.finished_at) == (51, 52)
     assert (second.admitted_at, second.first_token_at, second.finished_at) == (53, 53, 53)
-    assert (core.tally.admitted, core.tally.queued) == (2, 1 + 3)
+    assert (core.stats.admitted, core.stats.queued) == (2, 1 + 3)
 
 
 def test_a_request_ends_when_its_time_is_over(causal: CausalLM) -> None:
-    clock = Clock()
-    core = core_of(causal, settings_of(causal, running=1), clock)
-    running = submit(core, Request(plain(PROMPT), 50, timeout=5.0, tenant="a"))
-    queued = submit(core, Request(plain(PROMPT), 50, timeout=3.0))
-    patient = submit(core, Request(plain(PROMPT), 2, timeout=60.0))
+    clock = ManualClock()
+    core = core_of(causal, config_of(causal, running=1), clock)
+    running = submit_request(core, Request(plain_context(PROMPT), 50, timeout=5.0, tenant="a"))
+    queued = submit_request(core, Request(plain_context(PROMPT), 50, timeout=3.0))
+    patient = submit_request(core, Request(plain_context(PROMPT), 2, timeout=60.0))
     for _ in range(3):
         core.step()
         clock.now += 1
@@ -223,38 +233,38 @@ def test_a_request_ends_when_its_time_is_over(causal: CausalLM) -> None:
     assert len(running._channel._events) == 4, "what came before is there"
     drain(core)
     assert patient.result(0).finish_reason == "length"
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_what_could_never_run_is_refused(causal: CausalLM) -> None:
-    core = core_of(causal, settings_of(causal, chunks=5))
-    core.check(Request(plain(PROMPT), 5 * CHUNK - len(PROMPT)))
+    core = core_of(causal, config_of(causal, blocks=5))
+    core.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT)))
     with pytest.raises(PromptTooLong, match="may need 21 tokens of its own, but the pool holds 20"):
-        core.check(Request(plain(PROMPT), 5 * CHUNK - len(PROMPT) + 1))
-    core = core_of(causal, settings_of(causal, chunks=500))
-    core.check(Request(plain(PROMPT), causal.window - len(PROMPT)))
+        core.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT) + 1))
+    core = core_of(causal, config_of(causal, blocks=500))
+    core.check_request(Request(plain_context(PROMPT), causal.window - len(PROMPT)))
     with pytest.raises(PromptTooLong, match=f"ends at position 9 .* window holds {causal.window}"):
-        core.check(Request(plain(PROMPT), causal.window - len(PROMPT) + 1))
+        core.check_request(Request(plain_context(PROMPT), causal.window - len(PROMPT) + 1))
 
 
 def test_the_largest_requests_run_one_after_the_other(causal: CausalLM) -> None:
-    core = core_of(causal, settings_of(causal, chunks=5))
-    requests = [Request(plain(PROMPT), 11, tenant=tenant) for tenant in ("a", None, "a")]
-    assert {len(completion.token_ids) for completion in run(core, *requests)} == {11}
-    check_whole(core)
+    core = core_of(causal, config_of(causal, blocks=5))
+    requests = [Request(plain_context(PROMPT), 11, tenant=tenant) for tenant in ("a", None, "a")]
+    assert {len(completion.token_ids) for completion in run_requests(core, *requests)} == {11}
+    assert_all_blocks_free(core)
 
 
-class Broken(SmallChunks):
-    """Spoils the logits of requests that ask with some token last."""
+class NanLogitsRunner(SmallBlockRunner):
+    """Returns NaN logits for requests whose last token is `token`."""
 
     def __init__(self, model: CausalLM, token: int) -> None:
         super().__init__(model)
         self.token = token
 
-    def prepare(self, works: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        step = super().prepare(works)
-        asked = [work for work in works if work.wants_logits]
-        broken = [row for row, work in enumerate(asked) if work.token_ids[-1] == self.token]
+    def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
+        step = super().prepare_batch(chunks)
+        asked = [chunk for chunk in chunks if chunk.wants_logits]
+        broken = [row for row, chunk in enumerate(asked) if chunk.token_ids[-1] == self.token]
 
         def spoiled() -> Tensor:
             logits = step().clone()
@@ -267,32 +277,32 @@ class Broken(SmallChunks):
 def test_unusable_logits_fail_their_request_alone(
     causal: CausalLM, answer: tuple[int, ...]
 ) -> None:
-    core = EngineCore(Broken(causal, token=11), settings_of(causal), Clock())
-    fine = submit(core, Request(plain(PROMPT), 12))
-    bad = submit(core, Request(plain([*PROMPT, 11]), 12, n=3))
+    core = EngineCore(NanLogitsRunner(causal, token=11), config_of(causal), ManualClock())
+    fine = submit_request(core, Request(plain_context(PROMPT), 12))
+    bad = submit_request(core, Request(plain_context([*PROMPT, 11]), 12, n=3))
     drain(core)
     with pytest.raises(UnusableLogits):
         bad.result(0)
     assert fine.result(0).token_ids == answer
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_where_all_tokens_are_forbidden_the_request_fails(core: EngineCore) -> None:
     everything = frozenset(range(VOCABULARY))
-    request = Request(plain(PROMPT), 12, everything, min_new_tokens=1, n=2)
-    handle = submit(core, request)
+    request = Request(plain_context(PROMPT), 12, everything, min_new_tokens=1, n=2)
+    handle = submit_request(core, request)
     drain(core)
     with pytest.raises(UnusableLogits):
         handle.result(0)
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_a_request_whose_text_cannot_be_made_fails_alone(core: EngineCore) -> None:
     def no_text(stop: Sequence[str]) -> TextStream:
         raise ValueError("no tokenizer")
 
-    bad = submit(core, Request(plain(PROMPT), 2, text=no_text))
-    good = submit(core, Request(plain(PROMPT), 2, text=words))
+    bad = submit_request(core, Request(plain_context(PROMPT), 2, text=no_text))
+    good = submit_request(core, Request(plain_context(PROMPT), 2, text=words))
     drain(core)
     with pytest.raises(ValueError, match="no tokenizer"):
         bad.result(0)

@@ -1,7 +1,7 @@
 """Prompts without segments: the answers of Hugging Face's own `generate`."""
 
 # MERGED tests.ragcache.engine.test_core_sharing: What requests share that nobody declared:
-#   chunks of equal first tokens, while they run and
+#   blocks of equal first tokens, while they run and
 # MERGED tests.ragcache.engine.test_core_leaks: After many requests an engine holds what it
 #   held after a few.
 
@@ -19,15 +19,15 @@ from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment
 from ragcache.engine.core import EngineCore
 from ragcache.models import CausalLM, wrap_causal
 from tests.conftest import FAMILIES, random_tokens, tiny_model
-from tests.ragcache.engine.engines import (
-    CHUNK,
-    check_whole,
+from tests.ragcache.engine.stepped_engine import (
+    BLOCK_SIZE,
+    assert_all_blocks_free,
+    config_of,
     core_of,
     drain,
-    plain,
-    run,
-    settings_of,
-    submit,
+    plain_context,
+    run_requests,
+    submit_request,
 )
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 4, 5, 23, 64)]
@@ -56,8 +56,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, CausalLM]:
 
 def test_greedy_answers_are_those_of_generate(pair: tuple[Any, CausalLM]) -> None:
     model, causal = pair
-    core = core_of(causal, settings_of(causal, step_tokens=16, prefill_tokens=16))
-    completions = run(core, *(Request(plain(prompt), LIMIT) for prompt in PROMPTS))
+    core = core_of(causal, config_of(causal, step_tokens=16, prefill_tokens=16))
+    completions = run_requests(core, *(Request(plain_context(prompt), LIMIT) for prompt in PROMPTS))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert completion.token_ids == reference(model, prompt)
 
@@ -73,8 +73,8 @@ def test_repetitions_are_penalized_as_by_generate(
 ) -> None:
     model, causal = llama
     sampling = SamplingParams(repetition_penalty=penalty)
-    requests = [Request(plain(prompt), LIMIT, sampling=sampling) for prompt in PROMPTS]
-    answers = [completion.token_ids for completion in run(core_of(causal), *requests)]
+    requests = [Request(plain_context(prompt), LIMIT, sampling=sampling) for prompt in PROMPTS]
+    answers = [completion.token_ids for completion in run_requests(core_of(causal), *requests)]
     assert answers == [reference(model, p, repetition_penalty=penalty) for p in PROMPTS]
     assert answers != [reference(model, p) for p in PROMPTS], "the penalty changes something"
 
@@ -84,7 +84,9 @@ def test_stop_tokens_end_answers_as_in_generate(llama: tuple[Any, CausalLM]) -> 
     for prompt in PROMPTS[2:]:
         stop = reference(model, prompt)[4]
         expected = reference(model, prompt, eos_token_id=stop)
-        [completion] = run(core_of(causal), Request(plain(prompt), LIMIT, frozenset({stop})))
+        [completion] = run_requests(
+            core_of(causal), Request(plain_context(prompt), LIMIT, frozenset({stop}))
+        )
         assert (*completion.token_ids, stop) == expected
         assert completion.choices[0].stopped_by == stop
 
@@ -94,62 +96,72 @@ def test_early_stop_tokens_are_put_off_as_in_generate(llama: tuple[Any, CausalLM
     for prompt in PROMPTS[2:]:
         stop = reference(model, prompt)[4]
         expected = reference(model, prompt, eos_token_id=stop, min_new_tokens=8)
-        request = Request(plain(prompt), LIMIT, frozenset({stop}), min_new_tokens=8)
-        [completion] = run(core_of(causal), request)
+        request = Request(plain_context(prompt), LIMIT, frozenset({stop}), min_new_tokens=8)
+        [completion] = run_requests(core_of(causal), request)
         ended = completion.finish_reason == "stop"
         assert completion.token_ids == (expected[:-1] if ended else expected)
         assert len(completion.token_ids) >= 8
 
 
-PROMPT = random_tokens(22)  # five full chunks, and one that fills
+PROMPT = random_tokens(22)  # five full blocks, and one that fills
 
 
 @pytest.fixture
-def core_core_sharing(causal: CausalLM) -> EngineCore:
+def sharing_core(causal: CausalLM) -> EngineCore:
     return core_of(causal)
 
 
-def test_identical_prompts_submitted_together_share_their_chunks(
-    core_core_sharing: EngineCore,
+def test_identical_prompts_submitted_together_share_their_blocks(
+    sharing_core: EngineCore,
 ) -> None:
-    handles = [submit(core_core_sharing, Request(plain(PROMPT), 9, tenant="a")) for _ in range(4)]
-    core_core_sharing.step()
-    assert core_core_sharing.pool.used_count == 5 + 4, "full chunks once, one that fills for each"
-    drain(core_core_sharing)
+    handles = [
+        submit_request(sharing_core, Request(plain_context(PROMPT), 9, tenant="a"))
+        for _ in range(4)
+    ]
+    sharing_core.step()
+    assert sharing_core.pool.used_count == 5 + 4, "full blocks once, one that fills for each"
+    drain(sharing_core)
     assert len({handle.result(0).token_ids for handle in handles}) == 1
-    check_whole(core_core_sharing)
+    assert_all_blocks_free(sharing_core)
 
 
-def test_answers_that_go_on_alike_go_on_sharing(core_core_sharing: EngineCore) -> None:
-    handles = [submit(core_core_sharing, Request(plain(PROMPT), 20, tenant="a")) for _ in range(3)]
+def test_answers_that_go_on_alike_go_on_sharing(sharing_core: EngineCore) -> None:
+    handles = [
+        submit_request(sharing_core, Request(plain_context(PROMPT), 20, tenant="a"))
+        for _ in range(3)
+    ]
     for _ in range(12):
-        core_core_sharing.step()
-    assert core_core_sharing.pool.used_count == 8 + 3, (
-        "33 tokens, though each request wrote its own"
-    )
-    drain(core_core_sharing)
+        sharing_core.step()
+    assert sharing_core.pool.used_count == 8 + 3, "33 tokens, though each request wrote its own"
+    drain(sharing_core)
     assert len({handle.result(0).token_ids for handle in handles}) == 1
 
 
-def test_a_later_prompt_finds_what_stands(core_core_sharing: EngineCore) -> None:
-    first = submit(core_core_sharing, Request(plain(PROMPT), 30, tenant="a"))
-    core_core_sharing.step()
-    [second] = run(core_core_sharing, Request(plain([*PROMPT[:17], 1, 2]), 2, tenant="a"))
+def test_a_later_prompt_finds_what_stands(sharing_core: EngineCore) -> None:
+    first = submit_request(sharing_core, Request(plain_context(PROMPT), 30, tenant="a"))
+    sharing_core.step()
+    [second] = run_requests(
+        sharing_core, Request(plain_context([*PROMPT[:17], 1, 2]), 2, tenant="a")
+    )
     assert second.shared_tokens == 16
-    assert core_core_sharing.tally.shared_tokens == 16
-    assert core_core_sharing.tally.prompt_tokens == 22 + 3
+    assert sharing_core.stats.shared_tokens == 16
+    assert sharing_core.stats.prompt_tokens == 22 + 3
     assert first.done
 
 
 @pytest.mark.parametrize("tenant", [None, "b"])
-def test_nothing_is_found_across_tenants(core_core_sharing: EngineCore, tenant: str | None) -> None:
-    run(core_core_sharing, Request(plain(PROMPT), 2, tenant="a"), Request(plain(PROMPT), 2))
-    [completion] = run(core_core_sharing, Request(plain(PROMPT), 2, tenant=tenant))
+def test_nothing_is_found_across_tenants(sharing_core: EngineCore, tenant: str | None) -> None:
+    run_requests(
+        sharing_core,
+        Request(plain_context(PROMPT), 2, tenant="a"),
+        Request(plain_context(PROMPT), 2),
+    )
+    [completion] = run_requests(sharing_core, Request(plain_context(PROMPT), 2, tenant=tenant))
     assert completion.shared_tokens == 0
 
 
 def test_the_next_turn_of_a_chat_finds_question_and_answer(
-    core_core_sharing: EngineCore, causal: CausalLM
+    sharing_core: EngineCore, causal: CausalLM
 ) -> None:
     [states] = encode(causal, [EncodeJob(random_tokens(9))])
     segments = (Segment(states, 0, "handbook"),)
@@ -159,72 +171,72 @@ def test_the_next_turn_of_a_chat_finds_question_and_answer(
         context = Context(segments, tuple(tokens), tuple(range(9, end)), end)
         return Request(context, 11, tenant="a")
 
-    [first] = run(core_core_sharing, turn(PROMPT))
+    [first] = run_requests(sharing_core, turn(PROMPT))
     chat = [*PROMPT, *first.token_ids, 5, 6, 7]
-    [second] = run(core_core_sharing, turn(chat))
+    [second] = run_requests(sharing_core, turn(chat))
     # the last token of the answer was never an input: its states do not stand
-    stands = (len(PROMPT) + len(first.token_ids) - 1) // CHUNK * CHUNK
+    stands = (len(PROMPT) + len(first.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert second.shared_tokens == stands == 32
-    [alone] = run(core_of(causal), turn(chat))
+    [alone] = run_requests(core_of(causal), turn(chat))
     assert (alone.shared_tokens, alone.token_ids) == (0, second.token_ids)
 
 
 @pytest.mark.parametrize(("name", "start"), [("other", 0), ("handbook", 1), (None, 0)])
 def test_what_stands_behind_other_segments_is_not_found(
-    core_core_sharing: EngineCore, causal: CausalLM, name: str | None, start: int
+    sharing_core: EngineCore, causal: CausalLM, name: str | None, start: int
 ) -> None:
     [states] = encode(causal, [EncodeJob(random_tokens(9))])
     for segment, shared in ((Segment(states, 0, "handbook"), 0), (Segment(states, start, name), 0)):
         context = Context((segment,), tuple(PROMPT), tuple(range(10, 32)), 32)
-        [completion] = run(core_core_sharing, Request(context, 2, tenant="a"))
+        [completion] = run_requests(sharing_core, Request(context, 2, tenant="a"))
         assert completion.shared_tokens == shared
     context = Context((Segment(states, 0, "handbook"),), tuple(PROMPT), tuple(range(10, 32)), 32)
-    assert run(core_core_sharing, Request(context, 2, tenant="a"))[0].shared_tokens == 20
+    assert run_requests(sharing_core, Request(context, 2, tenant="a"))[0].shared_tokens == 20
 
 
 @pytest.mark.parametrize("tenant", [None, "a"])
 def test_the_answers_of_one_request_share_its_prompt(
-    core_core_sharing: EngineCore, tenant: str | None
+    sharing_core: EngineCore, tenant: str | None
 ) -> None:
     sampling = SamplingParams(temperature=3, seed=4)
-    request = Request(plain(PROMPT), 3, n=4, sampling=sampling, tenant=tenant)
-    handle = submit(core_core_sharing, request)
-    core_core_sharing.step()
-    assert (core_core_sharing.running, core_core_sharing.pool.used_count) == (4, 5 + 4)
-    drain(core_core_sharing)
-    assert core_core_sharing.tally.prompt_tokens == 22 + 3, (
-        "only the last token is computed for each"
-    )
+    request = Request(plain_context(PROMPT), 3, n=4, sampling=sampling, tenant=tenant)
+    handle = submit_request(sharing_core, request)
+    sharing_core.step()
+    assert (sharing_core.running, sharing_core.pool.used_count) == (4, 5 + 4)
+    drain(sharing_core)
+    assert sharing_core.stats.prompt_tokens == 22 + 3, "only the last token is computed for each"
     choices = [choice.token_ids for choice in handle.result(0).choices]
     assert len(set(choices)) == 4, "each has random numbers of its own"
-    check_whole(core_core_sharing)
+    assert_all_blocks_free(sharing_core)
 
 
 def test_the_first_of_several_answers_is_that_of_one(
-    core_core_sharing: EngineCore, causal: CausalLM
+    sharing_core: EngineCore, causal: CausalLM
 ) -> None:
     sampling = SamplingParams(temperature=3, seed=4)
-    [several] = run(core_core_sharing, Request(plain(PROMPT), 6, n=3, sampling=sampling))
-    [one] = run(core_of(causal), Request(plain(PROMPT), 6, sampling=sampling))
+    [several] = run_requests(
+        sharing_core, Request(plain_context(PROMPT), 6, n=3, sampling=sampling)
+    )
+    [one] = run_requests(core_of(causal), Request(plain_context(PROMPT), 6, sampling=sampling))
     assert several.choices[0].token_ids == one.token_ids
 
 
 def test_more_answers_than_may_run_wait_for_each_other(causal: CausalLM) -> None:
     sampling = SamplingParams(temperature=3, seed=4)
-    request = Request(plain(PROMPT), 6, n=5, sampling=sampling)
-    narrow = core_of(causal, settings_of(causal, running=2))
-    handle = submit(narrow, request)
+    request = Request(plain_context(PROMPT), 6, n=5, sampling=sampling)
+    narrow = core_of(causal, config_of(causal, running=2))
+    handle = submit_request(narrow, request)
     while narrow.busy:
         narrow.step()
         assert narrow.running <= 2
-    [wide] = run(core_of(causal), request)
+    [wide] = run_requests(core_of(causal), request)
     assert handle.result(0).choices == wide.choices
 
 
-def test_pieces_of_several_answers_name_theirs(core_core_sharing: EngineCore) -> None:
-    request = Request(plain(PROMPT), 5, n=3, sampling=SamplingParams(temperature=3, seed=4))
-    handle = submit(core_core_sharing, request)
-    drain(core_core_sharing)
+def test_pieces_of_several_answers_name_theirs(sharing_core: EngineCore) -> None:
+    request = Request(plain_context(PROMPT), 5, n=3, sampling=SamplingParams(temperature=3, seed=4))
+    handle = submit_request(sharing_core, request)
+    drain(sharing_core)
     pieces = list(handle)
     for index, choice in enumerate(handle.result(0).choices):
         own = [p.chosen.token for p in pieces if p.choice == index and p.chosen is not None]
@@ -232,14 +244,16 @@ def test_pieces_of_several_answers_name_theirs(core_core_sharing: EngineCore) ->
 
 
 def test_what_is_retained_never_keeps_a_request_out(causal: CausalLM) -> None:
-    core_core_sharing = core_of(causal, settings_of(causal, chunks=8))
+    sharing_core = core_of(causal, config_of(causal, blocks=8))
     for seed in range(6):
         tokens = random_tokens(26, seed=seed)
-        [completion] = run(core_core_sharing, Request(plain(tokens), 5, tenant="a"))
-        [alone] = run(core_of(causal), Request(plain(tokens), 5))
+        [completion] = run_requests(sharing_core, Request(plain_context(tokens), 5, tenant="a"))
+        [alone] = run_requests(core_of(causal), Request(plain_context(tokens), 5))
         assert completion.token_ids == alone.token_ids
-        assert core_core_sharing.memory.tree.retained <= 4, "half of the pool, as the settings say"
-    check_whole(core_core_sharing)
+        assert sharing_core.kv_manager.radix_cache.retained <= 4, (
+            "half of the pool, as the settings say"
+        )
+    assert_all_blocks_free(sharing_core)
 
 
 FEW, MANY = 200, 10_000
@@ -262,20 +276,20 @@ def tracing() -> Iterator[None]:
 
 
 def request(number: int) -> Request:
-    """Some leave a chunk to be found, some find one, some have several answers."""
+    """Some leave a block to be found, some find one, some have several answers."""
     sampling = (
         SamplingParams(temperature=1, presence_penalty=1) if number % 5 == 0 else SamplingParams()
     )
     several = 1 + (number % 20 == 0)
     if number % 3:
-        return Request(plain([number % 7]), 1 + number % 2, n=several, sampling=sampling)
+        return Request(plain_context([number % 7]), 1 + number % 2, n=several, sampling=sampling)
     digits = [number % 16, number // 16 % 16, number // 256 % 16, number % 2, 5]
-    return Request(plain(digits), 1, tenant=number % 4, n=several, sampling=sampling)
+    return Request(plain_context(digits), 1, tenant=number % 4, n=several, sampling=sampling)
 
 
 def serve(core: EngineCore, count: int) -> None:
     for begin in range(0, count, TOGETHER):
-        handles = [submit(core, request(begin + at)) for at in range(TOGETHER)]
+        handles = [submit_request(core, request(begin + at)) for at in range(TOGETHER)]
         handles[7].cancel()
         core.step()
         handles[8].cancel()
@@ -286,7 +300,7 @@ def serve(core: EngineCore, count: int) -> None:
 def held(core: EngineCore) -> tuple[int, int, int, int]:
     """Python objects that the collector knows; nodes and queue of the tree; traced bytes."""
     gc.collect()
-    tree = core.memory.tree
+    tree = core.kv_manager.radix_cache
     traced, _ = tracemalloc.get_traced_memory()
     return len(gc.get_objects()), len(tree._nodes), len(tree._queue), traced
 
@@ -294,16 +308,16 @@ def held(core: EngineCore) -> tuple[int, int, int, int]:
 def test_ten_thousand_requests_leave_nothing_behind(
     causal_core_leaks: CausalLM, tracing: None
 ) -> None:
-    core = core_of(causal_core_leaks, settings_of(causal_core_leaks, chunks=60))
-    tree = core.memory.tree
+    core = core_of(causal_core_leaks, config_of(causal_core_leaks, blocks=60))
+    tree = core.kv_manager.radix_cache
     serve(core, FEW)
     assert tree.retained == tree.budget, "what is retained grows no more"
     objects, nodes, _, traced = held(core)
     serve(core, MANY)
     objects_now, nodes_now, queue_now, traced_now = held(core)
-    assert core.tally.admitted > 0.9 * MANY
+    assert core.stats.admitted > 0.9 * MANY
     assert nodes_now == nodes == tree.retained
     assert queue_now <= nodes
     assert objects_now - objects < 100
     assert traced_now - traced < 32 * MANY, "one object a request would be more"
-    check_whole(core)
+    assert_all_blocks_free(core)

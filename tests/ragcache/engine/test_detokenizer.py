@@ -18,8 +18,8 @@ from ragcache.engine.detokenizer import (
     StopChecker,
     TextStream,
     WindowDetokenizer,
-    check_stops,
-    detokenizer_of,
+    check_stop_strings,
+    create_detokenizer,
 )
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
@@ -71,13 +71,13 @@ SENTENCEPIECE, BYTE_LEVEL = sentencepiece_like(), byte_level()
 
 
 def pieces(tokenizer: Any, ids: Sequence[int], skip: bool = True) -> list[str]:
-    stream = detokenizer_of(tokenizer, skip)
+    stream = create_detokenizer(tokenizer, skip)
     return [*(stream.push(token) for token in ids), stream.finish()]
 
 
 @given(st.lists(st.integers(0, SPECIAL + 2), max_size=30), st.booleans())
 def test_byte_fallback(ids: list[int], skip: bool) -> None:
-    assert isinstance(detokenizer_of(SENTENCEPIECE, skip), WindowDetokenizer)
+    assert isinstance(create_detokenizer(SENTENCEPIECE, skip), WindowDetokenizer)
     expected = SENTENCEPIECE.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces(SENTENCEPIECE, ids, skip)) == expected
 
@@ -90,7 +90,7 @@ def test_runs_of_byte_tokens(ids: list[int], skip: bool) -> None:
 
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) + 3), max_size=30), st.booleans())
 def test_byte_level(ids: list[int], skip: bool) -> None:
-    assert isinstance(detokenizer_of(BYTE_LEVEL, skip), ByteLevelDetokenizer)
+    assert isinstance(create_detokenizer(BYTE_LEVEL, skip), ByteLevelDetokenizer)
     expected = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces(BYTE_LEVEL, ids, skip)) == expected
 
@@ -284,13 +284,13 @@ def test_the_window_is_shorter_than_the_longest_stop_string(
 )
 def test_unusable_stop_strings_are_refused(stop: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        check_stops(stop)
+        check_stop_strings(stop)
 
 
 def test_the_largest_allowed_are_taken_and_repeats_are_dropped() -> None:
     largest = [chr(65 + n) * 1000 for n in range(16)]
-    assert check_stops(largest) == tuple(largest)
-    assert check_stops(["b", "a", "b"]) == ("b", "a")
+    assert check_stop_strings(largest) == tuple(largest)
+    assert check_stop_strings(["b", "a", "b"]) == ("b", "a")
 
 
 @pytest.mark.parametrize("stop", [[""], ["x"] * 17, ["x" * 1001]])

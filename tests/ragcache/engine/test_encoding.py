@@ -12,15 +12,22 @@ import pytest
 import torch
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, encode
-from ragcache.engine.batch import StepBuilder
-from ragcache.engine.core import States
+from ragcache.engine.batch import BatchBuilder
+from ragcache.engine.core import StatesChannel
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.handle import RequestHandle
 from ragcache.models import CausalLM
-from ragcache.models.model import Step
+from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
 from tests.conftest import random_tokens
-from tests.ragcache.engine.engines import core_of, drain, plain, run, settings_of, submit
+from tests.ragcache.engine.stepped_engine import (
+    config_of,
+    core_of,
+    drain,
+    plain_context,
+    run_requests,
+    submit_request,
+)
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -36,7 +43,7 @@ def count_passes(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]
     passes: list[int] = []
     forward = causal.forward
 
-    def counted(step: Step) -> torch.Tensor:
+    def counted(step: ForwardBatch) -> torch.Tensor:
         passes.append(len(step.token_ids))
         return forward(step)
 
@@ -79,7 +86,7 @@ def test_more_tokens_than_one_pass_takes_are_split_between_jobs(
 ) -> None:
     jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (12, 8, 1, 19, 20, 25, 3)]
     alone = [states for job in jobs for states in encode(causal, [job])]
-    monkeypatch.setattr("ragcache.engine.engine.TOKENS_A_PASS", 20)
+    monkeypatch.setattr("ragcache.engine.engine.MAX_TOKENS_PER_PASS", 20)
     passes = count_passes(causal, monkeypatch)
     for states, expected in zip(encode(causal, jobs), alone, strict=True):
         same(states, expected)
@@ -134,7 +141,7 @@ def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
     job = EncodeJob(random_tokens(13, seed=1), 10, Segment(root, 0), positions)
     encoding = Encoding(causal, job)
     for count in (1, 5, 1, 4, 2):
-        causal.forward(StepBuilder(causal).build([encoding.work(count)]))
+        causal.forward(BatchBuilder(causal).build_batch([encoding.next_chunk(count)]))
         encoding.computed(count)
     assert encoding.pending == 0
     [whole] = encode(causal, [job])
@@ -142,11 +149,11 @@ def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
 
 
 def test_encoding_does_not_stall_those_that_decode(causal: CausalLM) -> None:
-    core = core_of(causal, settings_of(causal, step_tokens=8))
-    answering = submit(core, Request(plain(random_tokens(3)), 30))
+    core = core_of(causal, config_of(causal, step_tokens=8))
+    answering = submit_request(core, Request(plain_context(random_tokens(3)), 30))
     core.step()
     jobs = [EncodeJob(random_tokens(n, seed=n), 2) for n in (20, 0, 3, 12)]
-    channel = States(lambda: None)
+    channel = StatesChannel(lambda: None)
     handle = RequestHandle(channel)
     core.add_encoding(jobs, channel)
     steps = 0
@@ -155,7 +162,7 @@ def test_encoding_does_not_stall_those_that_decode(causal: CausalLM) -> None:
         steps += 1
         assert len(answering._channel._events) == 1 + steps
     assert steps == 5, "35 tokens in portions of 7"
-    assert core.tally.encoded_tokens == 35
+    assert core.stats.encoded_tokens == 35
     for states, expected in zip(handle, encode(causal, jobs), strict=True):
         assert states.start == expected.start
         torch.testing.assert_close(states.keys, expected.keys, rtol=1e-4, atol=1e-5)
@@ -164,15 +171,15 @@ def test_encoding_does_not_stall_those_that_decode(causal: CausalLM) -> None:
 
 
 def test_each_job_is_computed_once(causal: CausalLM) -> None:
-    core, channel = core_of(causal), States(lambda: None)
+    core, channel = core_of(causal), StatesChannel(lambda: None)
     core.add_encoding([EncodeJob(random_tokens(10, seed=n)) for n in range(3)], channel)
     core.step()
-    assert (core.tally.encoded_tokens, core.busy) == (30, False)
+    assert (core.stats.encoded_tokens, core.busy) == (30, False)
 
 
 @pytest.mark.parametrize("jobs", [[], [EncodeJob([])]])
 def test_nothing_to_encode_ends_at_once(causal: CausalLM, jobs: list[EncodeJob]) -> None:
-    core, channel = core_of(causal), States(lambda: None)
+    core, channel = core_of(causal), StatesChannel(lambda: None)
     handle = RequestHandle(channel)
     core.add_encoding(jobs, channel)
     core.step()
@@ -181,24 +188,27 @@ def test_nothing_to_encode_ends_at_once(causal: CausalLM, jobs: list[EncodeJob])
 
 
 def test_jobs_of_a_caller_who_went_away_are_dropped(causal: CausalLM) -> None:
-    core, channel = core_of(causal, settings_of(causal, prefill_tokens=4)), States(lambda: None)
+    core, channel = (
+        core_of(causal, config_of(causal, prefill_tokens=4)),
+        StatesChannel(lambda: None),
+    )
     core.add_encoding([EncodeJob(random_tokens(10))], channel)
     core.step()
     channel.cancel()
     core.step()
-    assert (core.tally.encoded_tokens, core.busy) == (4, False)
+    assert (core.stats.encoded_tokens, core.busy) == (4, False)
 
 
 def test_an_idle_engine_holds_no_states(causal: CausalLM) -> None:
     """Neither of what it answered nor of what it encoded last."""
-    core, channel = core_of(causal), States(lambda: None)
+    core, channel = core_of(causal), StatesChannel(lambda: None)
     handle = RequestHandle(channel)
     core.add_encoding([EncodeJob(random_tokens(10))], channel)
     core.step()
     [states] = handle
     keys = weakref.ref(states.keys)
     context = Context((Segment(states, 0),), (1, 2), (10, 11), 12)
-    run(core, Request(context, 3))
+    run_requests(core, Request(context, 3))
     del states, context, handle, channel
     gc.collect()
     assert keys() is None

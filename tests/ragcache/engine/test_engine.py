@@ -37,11 +37,11 @@ from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import TokenDelta
 from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
-from ragcache.models.model import Step
+from ragcache.models.model import ForwardBatch
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.engine.conftest import LONG
-from tests.ragcache.engine.engines import check_whole, plain
 from tests.ragcache.engine.loops import CountingLoop
+from tests.ragcache.engine.stepped_engine import assert_all_blocks_free, plain_context
 
 PROMPTS = [random_tokens(5 + n, seed=n) for n in range(16)]
 
@@ -50,13 +50,13 @@ class Gate:
     """Stands in a model's forward pass: counts the passes, and holds or breaks them."""
 
     def __init__(self, causal: CausalLM) -> None:
-        self.forward: Callable[[Step], Tensor] = causal.forward
+        self.forward: Callable[[ForwardBatch], Tensor] = causal.forward
         self.inside = threading.Event()  # a pass has begun
         self.open = threading.Event()
         self.open.set()
         self.failure: Exception | None = None  # of the next pass
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: ForwardBatch) -> Tensor:
         self.inside.set()
         assert self.open.wait(LONG)
         failure, self.failure = self.failure, None
@@ -94,12 +94,14 @@ def engine(model: CausalLM, gate: Gate) -> Iterator[LLMEngine]:
 
 def request(number: int = 0, limit: int = 8) -> Request:
     sampling = SamplingParams(temperature=1, seed=number) if number % 2 else SamplingParams()
-    return Request(plain(PROMPTS[number]), limit, sampling=sampling, tenant=number % 3 or None)
+    return Request(
+        plain_context(PROMPTS[number]), limit, sampling=sampling, tenant=number % 3 or None
+    )
 
 
 def settled(engine: LLMEngine) -> None:
     """Returns when the engine has nothing left to do: a later request has gone through it."""
-    engine.submit(request(limit=1)).result(LONG)
+    engine.submit_request(request(limit=1)).result(LONG)
     engine.close(drain=True)
 
 
@@ -111,24 +113,24 @@ def test_threads_get_the_answers_that_they_asked_for(
 
     def ask(number: int) -> tuple[tuple[int, ...], list[int]]:
         start.wait(LONG)
-        handle = engine.submit(request(number))
+        handle = engine.submit_request(request(number))
         pieces = [piece.chosen.token for piece in handle if piece.chosen is not None]
         return handle.result(LONG).token_ids, pieces
 
     for answer, alone in zip(threads.map(ask, range(16)), expected, strict=True):
         assert answer == (alone.token_ids, list(alone.token_ids))
     settled(engine)
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 def test_tasks_get_the_answers_that_they_asked_for(engine: LLMEngine, model: CausalLM) -> None:
     expected = complete(model, [request(number) for number in range(8)])
 
     async def awaited(number: int) -> tuple[int, ...]:
-        return (await engine.submit(request(number))).token_ids
+        return (await engine.submit_request(request(number))).token_ids
 
     async def iterated(number: int) -> tuple[int, ...]:
-        handle = engine.submit(request(number))
+        handle = engine.submit_request(request(number))
         return tuple([piece.chosen.token async for piece in handle if piece.chosen is not None])
 
     async def ask() -> list[tuple[int, ...]]:
@@ -138,7 +140,7 @@ def test_tasks_get_the_answers_that_they_asked_for(engine: LLMEngine, model: Cau
 
 
 def test_pieces_come_while_the_request_runs(engine: LLMEngine, gate: Gate) -> None:
-    handle = engine.submit(request(limit=50))
+    handle = engine.submit_request(request(limit=50))
     pieces = iter(handle)
     next(pieces)
     gate.shut()
@@ -150,7 +152,7 @@ def test_pieces_come_while_the_request_runs(engine: LLMEngine, gate: Gate) -> No
 
 def test_a_running_request_is_cancelled(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
-    running, other = engine.submit(request(0, limit=300)), engine.submit(request(1))
+    running, other = engine.submit_request(request(0, limit=300)), engine.submit_request(request(1))
     gate.wait()
     running.cancel()
     gate.open.set()
@@ -158,70 +160,70 @@ def test_a_running_request_is_cancelled(engine: LLMEngine, gate: Gate) -> None:
         running.result(LONG)
     assert len(other.result(LONG).token_ids) == 8
     settled(engine)
-    assert engine.tally.steps < 100
-    check_whole(engine.core)
+    assert engine.stats.steps < 100
+    assert_all_blocks_free(engine.core)
 
 
 def test_a_queued_request_is_cancelled_and_never_runs(model: CausalLM, gate: Gate) -> None:
     with LLMEngine(model, EngineConfig(pool_bytes=2**20, running=1)) as engine:
         gate.shut()
-        running = engine.submit(request(0))
+        running = engine.submit_request(request(0))
         gate.wait()
-        queued = engine.submit(request(1))
+        queued = engine.submit_request(request(1))
         queued.cancel()
         gate.open.set()
         with pytest.raises(RequestCancelled):
             queued.result(LONG)
         assert len(running.result(LONG).token_ids) == 8
         settled(engine)
-        assert engine.tally.admitted == 2, "the running one and the one that settled"
+        assert engine.stats.admitted == 2, "the running one and the one that settled"
 
 
 def test_a_request_that_nobody_holds_gives_its_memory_back(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
-    handle = engine.submit(request(0, limit=400))
+    handle = engine.submit_request(request(0, limit=400))
     gate.wait()
     del handle
     gc.collect()
     gate.open.set()
     settled(engine)
-    assert engine.tally.decoded_tokens < 10
-    check_whole(engine.core)
+    assert engine.stats.decoded_tokens < 10
+    assert_all_blocks_free(engine.core)
 
 
 def test_a_loop_that_is_left_early_gives_the_request_up(engine: LLMEngine) -> None:
-    handle = engine.submit(request(0, limit=400))
+    handle = engine.submit_request(request(0, limit=400))
     for _ in handle:
         break
     with pytest.raises(RequestCancelled):
         handle.result(LONG)
     settled(engine)
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 def test_no_more_wait_than_the_queue_holds(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
-    first = engine.submit(request())
+    first = engine.submit_request(request())
     gate.wait()
-    handles = [engine.submit(request(n % 16)) for n in range(20)]
+    handles = [engine.submit_request(request(n % 16)) for n in range(20)]
     with pytest.raises(QueueFull, match="20 requests wait already"):
-        engine.submit(request())
+        engine.submit_request(request())
     gate.open.set()
     assert {len(handle.result(LONG).token_ids) for handle in (first, *handles)} == {8}
-    assert len(engine.submit(request()).result(LONG).token_ids) == 8, "there is room again"
+    assert len(engine.submit_request(request()).result(LONG).token_ids) == 8, "there is room again"
 
 
 def test_requests_that_were_given_up_free_their_places_at_once(
     engine: LLMEngine, gate: Gate
 ) -> None:
     gate.shut()
-    first = engine.submit(request())
+    first = engine.submit_request(request())
     gate.wait()
-    for handle in [engine.submit(request(n % 16)) for n in range(20)]:
+    for handle in [engine.submit_request(request(n % 16)) for n in range(20)]:
         handle.cancel()
-    later = [engine.submit(request(n % 16)) for n in range(20)]
+    later = [engine.submit_request(request(n % 16)) for n in range(20)]
     with pytest.raises(QueueFull, match="20 requests wait already"):
-        engine.submit(request())
+        engine.submit_request(request())
     gate.open.set()
     assert {len(handle.result(LONG).token_ids) for handle in (first, *later)} == {8}
 
@@ -230,7 +232,7 @@ def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
     engine: LLMEngine, gate: Gate
 ) -> None:
     gate.shut()
-    first = engine.submit(request(0, limit=4))
+    first = engine.submit_request(request(0, limit=4))
     gate.wait()
     begun = []
 
@@ -239,12 +241,12 @@ def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
         raise AssertionError("nobody waits for its request")
 
     for _ in range(200):
-        engine.submit(replace(request(1), constraint=begin)).cancel()
+        engine.submit_request(replace(request(1), constraint=begin)).cancel()
     gate.open.set()
     first.result(LONG)
     settled(engine)
     assert begun == []
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: LLMEngine) -> None:
@@ -252,18 +254,20 @@ def test_a_step_wakes_a_loop_once_for_all_its_requests(engine: LLMEngine) -> Non
         return len([piece async for piece in handle])
 
     async def all_of_them() -> list[int]:
-        return await asyncio.gather(*(read(engine.submit(request(n, limit=40))) for n in range(12)))
+        return await asyncio.gather(
+            *(read(engine.submit_request(request(n, limit=40))) for n in range(12))
+        )
 
     with asyncio.Runner(loop_factory=CountingLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, CountingLoop)
         assert min(runner.run(all_of_them())) > 0
     engine.close(drain=True)  # the last step is counted once it has told what it brought
-    assert 0 < loop.woken <= engine.tally.steps < 12 * 40
+    assert 0 < loop.woken <= engine.stats.steps < 12 * 40
 
 
 def test_an_iteration_goes_on_in_another_loop(engine: LLMEngine, gate: Gate) -> None:
-    handle = engine.submit(request(0, limit=5))
+    handle = engine.submit_request(request(0, limit=5))
     pieces = handle.__aiter__()
 
     async def take() -> TokenDelta:
@@ -282,18 +286,18 @@ def test_an_iteration_goes_on_in_another_loop(engine: LLMEngine, gate: Gate) -> 
 
 def test_what_could_never_run_is_refused_where_it_is_submitted(engine: LLMEngine) -> None:
     with pytest.raises(PromptTooLong):
-        engine.submit(request(limit=600))
+        engine.submit_request(request(limit=600))
 
 
 def test_submitting_and_canceling_wait_for_no_forward_pass(
     engine: LLMEngine, gate: Gate, threads: ThreadPoolExecutor
 ) -> None:
     gate.shut()
-    running = engine.submit(request(0, limit=300))
+    running = engine.submit_request(request(0, limit=300))
     gate.wait()
 
     def come_and_go() -> bool:
-        handle = engine.submit(request(1))
+        handle = engine.submit_request(request(1))
         handle.cancel()
         running.cancel()
         return handle.done and running.done
@@ -308,9 +312,9 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
 ) -> None:
     [expected] = complete(model, [request(1)])
     gate.shut()
-    first = engine.submit(request(0, limit=100))
+    first = engine.submit_request(request(0, limit=100))
     gate.wait()
-    others = [engine.submit(request(2)), engine.encode([EncodeJob([1, 2])])]
+    others = [engine.submit_request(request(2)), engine.encode([EncodeJob([1, 2])])]
     failure = gate.failure = RuntimeError("out of memory")
     gate.open.set()
     with pytest.raises(EngineFailed, match="out of memory") as caught:
@@ -318,9 +322,9 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
     assert caught.value.__cause__ is failure
     for other in others:  # they came while that step ran, and were not in it
         other.result(LONG)
-    assert engine.submit(request(1)).result(LONG).token_ids == expected.token_ids
+    assert engine.submit_request(request(1)).result(LONG).token_ids == expected.token_ids
     settled(engine)
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 def test_what_failed_is_not_kept(
@@ -331,16 +335,16 @@ def test_what_failed_is_not_kept(
     [states] = encode(model, [EncodeJob([1, 2, 3])])
     keys = weakref.ref(states.keys)
     gate.failure = RuntimeError("broken")
-    handle = engine.submit(Request(Context((Segment(states, 0),), (1, 2), (3, 4), 5), 4))
+    handle = engine.submit_request(Request(Context((Segment(states, 0),), (1, 2), (3, 4), 5), 4))
     assert handle._wait(math.inf, LONG)
-    engine.submit(request(limit=1)).result(LONG)
+    engine.submit_request(request(limit=1)).result(LONG)
     del states, handle
     gc.collect()
     assert keys() is None
 
 
 def test_an_error_that_its_caller_saw_is_not_kept(engine: LLMEngine) -> None:
-    handle = engine.submit(request(limit=300))
+    handle = engine.submit_request(request(limit=300))
     handle.cancel()
     with pytest.raises(RequestCancelled):
         handle.result(LONG)
@@ -354,7 +358,7 @@ def test_an_error_that_its_caller_saw_is_not_kept(engine: LLMEngine) -> None:
 def test_modules_are_encoded_beside_requests(engine: LLMEngine, model: CausalLM) -> None:
     jobs = [EncodeJob(random_tokens(n, seed=n), n) for n in (9, 30, 1)]
     expected = list(encode(model, jobs))
-    answering = engine.submit(request(0, limit=40))
+    answering = engine.submit_request(request(0, limit=40))
     found = list(engine.encode(jobs))
     for states, other in zip(found, expected, strict=True):
         assert states.start == other.start
@@ -366,9 +370,9 @@ def test_modules_are_encoded_beside_requests(engine: LLMEngine, model: CausalLM)
 
 def test_closing_fails_what_still_runs(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
-    running = engine.submit(request(0, limit=300))
+    running = engine.submit_request(request(0, limit=300))
     gate.wait()
-    queued, encoding = engine.submit(request(1)), engine.encode([EncodeJob([1, 2])])
+    queued, encoding = engine.submit_request(request(1)), engine.encode([EncodeJob([1, 2])])
     closing = threading.Thread(target=engine.close)
     closing.start()
     gate.open.set()
@@ -376,12 +380,12 @@ def test_closing_fails_what_still_runs(engine: LLMEngine, gate: Gate) -> None:
     for handle in (running, queued, encoding):
         with pytest.raises(EngineClosed):
             handle.result(LONG)
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 def test_closing_may_wait_for_what_runs(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
-    handles = [engine.submit(request(number)) for number in range(4)]
+    handles = [engine.submit_request(request(number)) for number in range(4)]
     gate.wait()
     closing = threading.Thread(target=engine.close, kwargs={"drain": True})
     closing.start()
@@ -389,7 +393,7 @@ def test_closing_may_wait_for_what_runs(engine: LLMEngine, gate: Gate) -> None:
     assert [len(handle.result(LONG).token_ids) for handle in handles] == [8] * 4
     closing.join(LONG)
     assert not closing.is_alive()
-    check_whole(engine.core)
+    assert_all_blocks_free(engine.core)
 
 
 @pytest.mark.parametrize("drain", [False, True])
@@ -397,7 +401,7 @@ def test_a_closed_engine_takes_nothing(engine: LLMEngine, drain: bool) -> None:
     engine.close(drain=drain)
     engine.close()
     with pytest.raises(EngineClosed):
-        engine.submit(request())
+        engine.submit_request(request())
     with pytest.raises(EngineClosed):
         engine.encode([EncodeJob([1])])
     assert not engine._thread.is_alive()
@@ -412,7 +416,7 @@ def prompt(causal: CausalLM, seed: int, modules: int = 1) -> Context:
     return assemble(states, random_tokens(6, seed=seed), window=512, max_new_tokens=20)
 
 
-def run(
+def run_requests(
     causal: CausalLM, context: Context, limit: int, stops: frozenset[int] = NEVER
 ) -> RequestOutput:
     [completion] = complete(causal, [Request(context, limit, stops)])
@@ -436,33 +440,33 @@ def test_completions_come_in_the_order_of_the_requests(causal: CausalLM) -> None
 
 def test_a_shorter_answer_begins_the_longer_one(causal: CausalLM) -> None:
     context = prompt(causal, seed=1)
-    longest = run(causal, context, 12)
+    longest = run_requests(causal, context, 12)
     assert (len(longest.token_ids), longest.finish_reason) == (12, "length")
     for limit in (1, 5):
-        shorter = run(causal, context, limit)
+        shorter = run_requests(causal, context, limit)
         assert shorter.token_ids == longest.token_ids[:limit]
         assert shorter.finish_reason == "length"
 
 
 def test_a_stop_token_at_once_gives_an_empty_answer(causal: CausalLM) -> None:
     context = prompt(causal, seed=3)
-    first = run(causal, context, 1).token_ids[0]
-    completion = run(causal, context, 1, frozenset({first}))
+    first = run_requests(causal, context, 1).token_ids[0]
+    completion = run_requests(causal, context, 1, frozenset({first}))
     assert (completion.token_ids, completion.finish_reason) == ((), "stop")
     assert 0 < completion.first_token_at <= completion.finished_at
 
 
 def test_a_stop_token_right_after_the_limit_changes_nothing(causal: CausalLM) -> None:
     context = prompt(causal, seed=2)
-    tokens = run(causal, context, 12).token_ids
+    tokens = run_requests(causal, context, 12).token_ids
     at = fresh_at(tokens)
-    completion = run(causal, context, at, frozenset({tokens[at]}))
+    completion = run_requests(causal, context, at, frozenset({tokens[at]}))
     assert (completion.token_ids, completion.finish_reason) == (tokens[:at], "length")
 
 
 def test_requests_that_leave_early_change_nothing_for_the_others(causal: CausalLM) -> None:
     contexts = [prompt(causal, seed=10 * n, modules=n) for n in range(4)]
-    long = [run(causal, context, 12).token_ids for context in contexts]
+    long = [run_requests(causal, context, 12).token_ids for context in contexts]
     stop = frozenset({long[1][fresh_at(long[1])]})
     requests = [
         Request(contexts[0], 1),
@@ -494,7 +498,7 @@ def test_the_answer_stands_where_the_context_says(causal: CausalLM) -> None:
     """Positions count on after the prompt even where the prompt has gaps."""
     plain = prompt(causal, seed=6)
     moved = Context(plain.segments, plain.token_ids, plain.position_ids, plain.next_position + 40)
-    first, other = run(causal, plain, 1), run(causal, moved, 1)
+    first, other = run_requests(causal, plain, 1), run_requests(causal, moved, 1)
     assert first.token_ids == other.token_ids, "the first token depends on the prompt alone"
     tokens = []
     for context in (plain, moved):
@@ -502,5 +506,5 @@ def test_the_answer_stands_where_the_context_says(causal: CausalLM) -> None:
         own = (*context.token_ids, first.token_ids[0])
         positions = (*context.position_ids, start)
         again = Context(context.segments, own, positions, start + 1)
-        tokens.append(run(causal, again, 4).token_ids)
-        assert run(causal, context, 5).token_ids[1:] == tokens[-1]
+        tokens.append(run_requests(causal, again, 4).token_ids)
+        assert run_requests(causal, context, 5).token_ids[1:] == tokens[-1]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ragcache.engine.handle import RequestHandle, _Waiter, bell_here, coalesced_wakeups
+from ragcache.engine.handle import RequestHandle, _Waiter, coalesced_wakeups, running_loop_waker
 from ragcache.errors import RequestCancelled
 from tests.ragcache.engine.conftest import (
     LONG,
@@ -377,69 +377,69 @@ def in_a_loop(main: Callable[[], Any]) -> CountingLoop:
         return loop
 
 
-async def ring_from_a_thread(count: int, *, at_once: bool) -> None:
-    bell = bell_here()
-    futures = [bell.waiter() for _ in range(count)]
+async def wake_from_a_thread(count: int, *, at_once: bool) -> None:
+    waker = running_loop_waker()
+    futures = [waker.new_future() for _ in range(count)]
 
-    def ring_all() -> None:
+    def wake_all() -> None:
         if at_once:
             with coalesced_wakeups():
                 for future in futures:
-                    bell.ring(future)
+                    waker.wake(future)
         else:
             for future in futures:
-                bell.ring(future)
+                waker.wake(future)
 
-    thread = threading.Thread(target=ring_all)
+    thread = threading.Thread(target=wake_all)
     thread.start()
     await asyncio.wait_for(asyncio.gather(*futures), 60)
     thread.join()
 
 
-def test_what_is_rung_together_wakes_a_loop_once() -> None:
-    loop = in_a_loop(lambda: ring_from_a_thread(32, at_once=True))
+def test_coalesced_wakeups_wake_a_loop_once() -> None:
+    loop = in_a_loop(lambda: wake_from_a_thread(32, at_once=True))
     assert loop.woken == 1
 
 
-def test_each_is_heard_that_is_rung_alone() -> None:
+def test_each_single_wakeup_arrives() -> None:
     for _ in range(20):
-        assert in_a_loop(lambda: ring_from_a_thread(32, at_once=False)).woken > 0
+        assert in_a_loop(lambda: wake_from_a_thread(32, at_once=False)).woken > 0
 
 
-def test_a_task_that_no_longer_waits_is_passed_by() -> None:
+def test_a_cancelled_future_is_skipped() -> None:
     async def main() -> None:
-        bell = bell_here()
-        gone, waiting = bell.waiter(), bell.waiter()
+        waker = running_loop_waker()
+        gone, waiting = waker.new_future(), waker.new_future()
         gone.cancel()
-        bell.ring(gone)
-        bell.ring(waiting)
+        waker.wake(gone)
+        waker.wake(waiting)
         await asyncio.wait_for(waiting, 60)
 
     in_a_loop(main)
 
 
-def test_ringing_for_a_loop_that_was_closed_does_nothing_and_keeps_nothing() -> None:
-    rung = []
+def test_waking_a_closed_loop_does_nothing_and_keeps_no_reference() -> None:
+    woken = []
 
     async def main() -> None:
-        bell = bell_here()
-        rung.append((bell, bell.waiter()))
+        waker = running_loop_waker()
+        woken.append((waker, waker.new_future()))
 
     loop = weakref.ref(in_a_loop(main))
-    bell, future = rung.pop()
-    bell.ring(future)
+    waker, future = woken.pop()
+    waker.wake(future)
     assert not future.done()
-    del bell, future
+    del waker, future
     gc.collect()
     assert loop() is None
 
 
-def test_tasks_of_one_loop_share_a_bell() -> None:
+def test_tasks_of_one_loop_share_a_waker() -> None:
     async def main() -> None:
         async def mine() -> object:
-            bell = bell_here()
+            waker = running_loop_waker()
             await asyncio.sleep(0)  # both tasks hold theirs by now
-            return bell
+            return waker
 
         first, second = await asyncio.gather(mine(), mine())
         assert first is second

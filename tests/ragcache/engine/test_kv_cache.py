@@ -1,9 +1,4 @@
-"""The pool of chunks: who gets which, and that none is lost or given out twice."""
-
-# MERGED tests.ragcache.engine.test_prefix: The prefix tree: who shares which chunk, and which
-#   chunks go first.
-# MERGED tests.ragcache.engine.test_private: Room and pages: where tokens go, and what a
-#   request can read of them.
+"""The block pool, the radix cache over it, and the private states of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from ragcache.engine.kv_cache import (
-    CHUNK,
+    BLOCK_SIZE,
     BlockPool,
     BlockTable,
     ContiguousKV,
@@ -31,39 +26,39 @@ from ragcache.errors import ConfigurationError
 from ragcache.models import CausalLM
 
 
-def make_pool(total: int, chunk: int = 2) -> BlockPool:
-    states = torch.zeros(1, 1, total * chunk, 1)
-    return BlockPool(states, states.clone(), chunk)
+def make_pool(total: int, block_size: int = 2) -> BlockPool:
+    states = torch.zeros(1, 1, total * block_size, 1)
+    return BlockPool(states, states.clone(), block_size)
 
 
 def some_of(pool: BlockPool, count: int, after: int | None = None) -> list[int]:
-    chunks = pool.allocate(count, after)
-    assert chunks is not None
-    return chunks
+    blocks = pool.allocate_blocks(count, after)
+    assert blocks is not None
+    return blocks
 
 
 def pool_with_free(total: int, free: list[int]) -> BlockPool:
     pool = make_pool(total)
     some_of(pool, total)
-    pool.free(free)
+    pool.free_blocks(free)
     return pool
 
 
 def test_a_pool_is_as_large_as_its_bytes_allow(causal: CausalLM) -> None:
-    per_chunk = CHUNK * causal.bytes_per_token
-    pool = BlockPool.create(causal, 3 * per_chunk + per_chunk // 2)
-    assert (pool.total, pool.free_count, pool.used_count) == (3, 3, 0)
-    assert pool.chunk == CHUNK
-    assert pool.bytes_per_chunk == per_chunk
-    assert pool.keys.shape == pool.values.shape == (2, 2, 3 * CHUNK, 16)
+    per_block = BLOCK_SIZE * causal.bytes_per_token
+    pool = BlockPool.create(causal, 3 * per_block + per_block // 2)
+    assert (pool.num_blocks, pool.free_count, pool.used_count) == (3, 3, 0)
+    assert pool.block_size == BLOCK_SIZE
+    assert pool.bytes_per_block == per_block
+    assert pool.keys.shape == pool.values.shape == (2, 2, 3 * BLOCK_SIZE, 16)
     assert (pool.keys.dtype, pool.keys.device) == (causal.dtype, causal.device)
 
 
-def test_a_pool_for_less_than_one_chunk_is_refused(causal: CausalLM) -> None:
-    per_chunk = 8 * causal.bytes_per_token
-    assert BlockPool.create(causal, per_chunk, chunk=8).total == 1
-    with pytest.raises(ConfigurationError, match=f"{per_chunk} bytes"):
-        BlockPool.create(causal, per_chunk - 1, chunk=8)
+def test_a_pool_for_less_than_one_block_is_refused(causal: CausalLM) -> None:
+    per_block = 8 * causal.bytes_per_token
+    assert BlockPool.create(causal, per_block, block_size=8).num_blocks == 1
+    with pytest.raises(ConfigurationError, match=f"{per_block} bytes"):
+        BlockPool.create(causal, per_block - 1, block_size=8)
 
 
 def test_a_fresh_pool_gives_one_run() -> None:
@@ -87,7 +82,7 @@ def test_the_shortest_run_that_holds_all_is_taken() -> None:
     assert some_of(pool, 3) == [2, 3, 4]
 
 
-def test_scattered_chunks_are_taken_from_the_lowest_on() -> None:
+def test_scattered_blocks_are_taken_from_the_lowest_on() -> None:
     pool = pool_with_free(9, [7, 1, 5, 3])
     assert some_of(pool, 3) == [1, 3, 5]
 
@@ -97,38 +92,38 @@ def test_neighbors_given_back_are_one_run_again() -> None:
     assert some_of(pool, 3) == [2, 3, 4]
 
 
-def test_too_few_chunks_give_none_and_take_nothing() -> None:
+def test_too_few_blocks_give_none_and_take_nothing() -> None:
     pool = pool_with_free(4, [1, 3])
-    assert pool.allocate(3, after=0) is None
+    assert pool.allocate_blocks(3, after=0) is None
     assert pool.free_count == 2
     assert some_of(pool, 2) == [1, 3]
-    assert pool.allocate(1) is None
+    assert pool.allocate_blocks(1) is None
 
 
 def test_nothing_can_be_asked_for() -> None:
-    assert make_pool(2).allocate(0) == []
+    assert make_pool(2).allocate_blocks(0) == []
 
 
-@pytest.mark.parametrize("chunk_id", [1, 2, 3])
-def test_a_double_free_is_noticed(chunk_id: int) -> None:
+@pytest.mark.parametrize("block_id", [1, 2, 3])
+def test_a_double_free_is_noticed(block_id: int) -> None:
     pool = pool_with_free(6, [1, 2, 3])
     with pytest.raises(AssertionError, match="twice"):
-        pool.free([chunk_id])
+        pool.free_blocks([block_id])
 
 
-@pytest.mark.parametrize("chunk_id", [-1, 2])
-def test_a_chunk_of_no_pool_is_noticed(chunk_id: int) -> None:
+@pytest.mark.parametrize("block_id", [-1, 2])
+def test_a_block_of_no_pool_is_noticed(block_id: int) -> None:
     pool = pool_with_free(2, [])
-    with pytest.raises(AssertionError, match="no chunk"):
-        pool.free([chunk_id])
+    with pytest.raises(AssertionError, match="no block"):
+        pool.free_blocks([block_id])
 
 
-def test_a_copy_is_of_one_chunk_in_all_layers(causal: CausalLM) -> None:
-    pool = BlockPool.create(causal, 4 * 8 * causal.bytes_per_token, chunk=8)
+def test_a_copy_is_of_one_block_in_all_layers(causal: CausalLM) -> None:
+    pool = BlockPool.create(causal, 4 * 8 * causal.bytes_per_token, block_size=8)
     keys, values = torch.randn_like(pool.keys), torch.randn_like(pool.values)
     pool.keys.copy_(keys)
     pool.values.copy_(values)
-    pool.copy(3, 1)
+    pool.copy_block(3, 1)
     keys[:, :, 8:16], values[:, :, 8:16] = keys[:, :, 24:32], values[:, :, 24:32]
     assert torch.equal(pool.keys, keys)
     assert torch.equal(pool.values, values)
@@ -152,18 +147,18 @@ def expected(free: set[int], count: int, after: int | None) -> tuple[list[int], 
 
 
 @given(st.integers(1, 24), st.data())
-def test_no_chunk_is_lost_or_given_out_twice(total: int, data: st.DataObject) -> None:
+def test_no_block_is_lost_or_given_out_twice(total: int, data: st.DataObject) -> None:
     pool, used = make_pool(total), list[int]()
     for _ in range(data.draw(st.integers(1, 20))):
         free = set(range(total)) - set(used)
         if used and data.draw(st.booleans()):
             back = data.draw(st.lists(st.sampled_from(used), unique=True))
-            pool.free(back)
-            used = [chunk_id for chunk_id in used if chunk_id not in back]
+            pool.free_blocks(back)
+            used = [block_id for block_id in used if block_id not in back]
         else:
             count = data.draw(st.integers(0, total))
             after = data.draw(st.none() | st.sampled_from(used)) if used else None
-            taken = pool.allocate(count, after)
+            taken = pool.allocate_blocks(count, after)
             assert (taken is None) == (count > len(free))
             if taken is not None:
                 assert set(taken) <= free
@@ -184,103 +179,103 @@ def check_preferences(taken: list[int], free: set[int], after: int | None) -> No
         assert rest == sorted(left)[:more], "else the lowest"
 
 
-CHUNK_prefix = 2
-Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, position ids
+SMALL_BLOCK = 2
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, position ids
 
 
 @pytest.fixture
 def tree() -> RadixCache:
-    return RadixCache(CHUNK_prefix, budget=100)
+    return RadixCache(SMALL_BLOCK, budget=100)
 
 
-def chunks_of(tokens: Sequence[int], start: int = 0) -> list[Chunk]:
-    """Full chunks at consecutive positions."""
-    ends = range(CHUNK_prefix, len(tokens) + 1, CHUNK_prefix)
+def blocks_of(tokens: Sequence[int], start: int = 0) -> list[Block]:
+    """Full blocks at consecutive positions."""
+    ends = range(SMALL_BLOCK, len(tokens) + 1, SMALL_BLOCK)
     return [
-        (tuple(tokens[e - CHUNK_prefix : e]), tuple(range(start + e - CHUNK_prefix, start + e)))
+        (tuple(tokens[e - SMALL_BLOCK : e]), tuple(range(start + e - SMALL_BLOCK, start + e)))
         for e in ends
     ]
 
 
-def run(tree: RadixCache, root: Hashable, tokens: Sequence[int], first_id: int) -> NodePath:
+def fill_path(tree: RadixCache, root: Hashable, tokens: Sequence[int], first_id: int) -> NodePath:
     """A request that finds what stands, fills the rest under ids from `first_id`, still runs."""
-    path = tree.match(root, tokens, range(len(tokens)))
-    for offset, chunk in enumerate(chunks_of(tokens)[len(path.nodes) :]):
-        assert tree.extend(path, *chunk, first_id + offset)
+    path = tree.match_prefix(root, tokens, range(len(tokens)))
+    for offset, block in enumerate(blocks_of(tokens)[len(path.nodes) :]):
+        assert tree.append_block(path, *block, first_id + offset)
     return path
 
 
 def keep(tree: RadixCache, root: Hashable, tokens: Sequence[int], first_id: int) -> None:
-    assert tree.release(run(tree, root, tokens, first_id)) == []
+    assert tree.release_path(fill_path(tree, root, tokens, first_id)) == []
 
 
 def ids(path: NodePath) -> list[int]:
-    return [node.chunk_id for node in path.nodes]
+    return [node.block_id for node in path.nodes]
 
 
 def found(tree: RadixCache, root: Hashable, tokens: Sequence[int], start: int = 0) -> list[int]:
-    path = tree.match(root, tokens, range(start, start + len(tokens)))
+    path = tree.match_prefix(root, tokens, range(start, start + len(tokens)))
     numbers = ids(path)
-    tree.release(path)
+    tree.release_path(path)
     return numbers
 
 
 def test_an_empty_tree_matches_nothing(tree: RadixCache) -> None:
     assert found(tree, "root", [1, 2, 3]) == []
-    assert tree.evict(1) == []
+    assert tree.evict_blocks(1) == []
 
 
-def test_the_longest_path_of_full_chunks_matches(tree: RadixCache) -> None:
-    run(tree, "root", [1, 2, 3, 4, 5, 6], 10)
+def test_the_longest_path_of_full_blocks_matches(tree: RadixCache) -> None:
+    fill_path(tree, "root", [1, 2, 3, 4, 5, 6], 10)
     assert found(tree, "root", [1, 2, 3, 4, 5, 6, 7]) == [10, 11, 12]
-    assert found(tree, "root", [1, 2, 3, 4, 5]) == [10, 11], "half a chunk does not count"
+    assert found(tree, "root", [1, 2, 3, 4, 5]) == [10, 11], "half a block does not count"
     assert found(tree, "root", [1, 2, 9, 9, 5, 6]) == [10]
     assert found(tree, "root", [9, 9, 3, 4]) == []
 
 
 def test_a_match_depends_on_root_and_positions(tree: RadixCache) -> None:
-    run(tree, "root", [1, 2, 3, 4], 10)
+    fill_path(tree, "root", [1, 2, 3, 4], 10)
     assert found(tree, "other", [1, 2, 3, 4]) == []
     assert found(tree, "root", [1, 2, 3, 4], start=1) == []
 
 
 def test_requests_that_match_hold_the_same_nodes(tree: RadixCache) -> None:
-    first = run(tree, "root", [1, 2, 3, 4], 10)
-    second = tree.match("root", [1, 2, 3, 4], range(4))
+    first = fill_path(tree, "root", [1, 2, 3, 4], 10)
+    second = tree.match_prefix("root", [1, 2, 3, 4], range(4))
     assert [a is b for a, b in zip(first.nodes, second.nodes, strict=True)] == [True, True]
     assert [node.references for node in first.nodes] == [2, 2]
 
 
-def test_an_equal_chunk_filled_at_the_same_time_is_shared(tree: RadixCache) -> None:
-    paths = [tree.match("root", [1, 2], range(2)) for _ in range(2)]
-    [chunk] = chunks_of([1, 2])
-    assert tree.extend(paths[0], *chunk, 10)
-    assert not tree.extend(paths[1], *chunk, 11), "the second copy stays with the caller"
+def test_an_equal_block_filled_at_the_same_time_is_shared(tree: RadixCache) -> None:
+    paths = [tree.match_prefix("root", [1, 2], range(2)) for _ in range(2)]
+    [block] = blocks_of([1, 2])
+    assert tree.append_block(paths[0], *block, 10)
+    assert not tree.append_block(paths[1], *block, 11), "the second copy stays with the caller"
     assert paths[0].nodes == paths[1].nodes
     assert ids(paths[1]) == [10]
 
 
-def test_released_chunks_are_retained_and_found_again(tree: RadixCache) -> None:
-    path = run(tree, "root", [1, 2, 3, 4], 10)
+def test_released_blocks_are_retained_and_found_again(tree: RadixCache) -> None:
+    path = fill_path(tree, "root", [1, 2, 3, 4], 10)
     assert tree.retained == 0
-    assert tree.release(path) == []
+    assert tree.release_path(path) == []
     assert (tree.retained, path.nodes) == (2, [])
-    assert ids(tree.match("root", [1, 2], range(2))) == [10]
+    assert ids(tree.match_prefix("root", [1, 2], range(2))) == [10]
     assert tree.retained == 1
 
 
-def test_a_root_of_none_shares_nothing_and_gives_its_chunks_back(tree: RadixCache) -> None:
-    first, second = run(tree, None, [1, 2, 3, 4], 10), run(tree, None, [1, 2, 3, 4], 20)
+def test_a_root_of_none_shares_nothing_and_gives_its_blocks_back(tree: RadixCache) -> None:
+    first, second = fill_path(tree, None, [1, 2, 3, 4], 10), fill_path(tree, None, [1, 2, 3, 4], 20)
     assert (ids(first), ids(second)) == ([10, 11], [20, 21])
-    assert tree.release(first) == [10, 11]
-    assert tree.release(second) == [20, 21]
+    assert tree.release_path(first) == [10, 11]
+    assert tree.release_path(second) == [20, 21]
     assert tree.retained == 0
     assert found(tree, None, [1, 2]) == []
 
 
 def test_the_end_of_a_path_is_evicted_before_its_front(tree: RadixCache) -> None:
     keep(tree, "root", [1, 2, 3, 4, 5, 6], 10)
-    assert tree.evict(2) == [12, 11]
+    assert tree.evict_blocks(2) == [12, 11]
     assert found(tree, "root", [1, 2, 3, 4]) == [10]
 
 
@@ -289,7 +284,7 @@ def test_the_least_recently_used_path_is_evicted_first(tree: RadixCache) -> None
     keep(tree, "other", [3, 4], 20)
     keep(tree, "root", [5, 6], 30)
     assert found(tree, "root", [1, 2]) == [10], "a use"
-    assert tree.evict(9) == [20, 30, 10]
+    assert tree.evict_blocks(9) == [20, 30, 10]
     assert tree.retained == 0
 
 
@@ -297,24 +292,24 @@ def test_a_shared_front_is_as_recent_as_its_last_use(tree: RadixCache) -> None:
     keep(tree, "root", [1, 2, 3, 4], 10)
     keep(tree, "root", [7, 8], 20)
     keep(tree, "root", [1, 2, 5, 6], 30)
-    assert tree.evict(4) == [11, 20, 30, 10]
+    assert tree.evict_blocks(4) == [11, 20, 30, 10]
 
 
 def test_what_a_request_uses_is_not_evicted(tree: RadixCache) -> None:
     keep(tree, "root", [1, 2, 3, 4], 10)
-    path = tree.match("root", [1, 2], range(2))
-    assert tree.evict(9) == [11]
+    path = tree.match_prefix("root", [1, 2], range(2))
+    assert tree.evict_blocks(9) == [11]
     assert ids(path) == [10]
-    tree.release(path)
-    assert tree.evict(9) == [10]
+    tree.release_path(path)
+    assert tree.evict_blocks(9) == [10]
 
 
 def test_trimming_leaves_the_budget() -> None:
-    tree = RadixCache(CHUNK_prefix, budget=1)
+    tree = RadixCache(SMALL_BLOCK, budget=1)
     keep(tree, "root", [1, 2, 3, 4, 5, 6], 10)
-    running = run(tree, "root", [7, 8], 20)
-    assert tree.trim() == [12, 11]
-    assert tree.trim() == []
+    running = fill_path(tree, "root", [7, 8], 20)
+    assert tree.trim_blocks() == [12, 11]
+    assert tree.trim_blocks() == []
     assert (tree.retained, ids(running)) == (1, [20])
 
 
@@ -327,14 +322,14 @@ def test_using_a_path_again_and_again_does_not_grow_the_queue(tree: RadixCache) 
 
 @dataclass
 class Kept:
-    chunk_id: int
+    block_id: int
     references: int
     last_use: int = 0
 
 
-Prefix = tuple[Hashable, tuple[Chunk, ...]]
+Prefix = tuple[Hashable, tuple[Block, ...]]
 roots = st.sampled_from(["a", "b"])
-chunk_lists = st.lists(
+block_lists = st.lists(
     st.sampled_from([((t, t), (p, p + 1)) for t in range(2) for p in range(2)]), max_size=4
 )
 
@@ -346,34 +341,34 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(budget=st.integers(0, 4))
     def begin(self, budget: int) -> None:
-        self.tree = RadixCache(CHUNK_prefix, budget)
+        self.tree = RadixCache(SMALL_BLOCK, budget)
         self.model: dict[Prefix, Kept] = {}
-        self.running: dict[NodePath, list[Chunk]] = {}
+        self.running: dict[NodePath, list[Block]] = {}
         self.clock = self.next_id = 0
 
-    @rule(target=paths, root=roots, chunks=chunk_lists, rest=st.integers(0, CHUNK_prefix - 1))
-    def match(self, root: str, chunks: list[Chunk], rest: int) -> NodePath:
-        tokens = [t for chunk in chunks for t in chunk[0]] + [0] * rest
-        positions = [p for chunk in chunks for p in chunk[1]] + [0] * rest
-        path = self.tree.match(root, tokens, positions)
+    @rule(target=paths, root=roots, blocks=block_lists, rest=st.integers(0, SMALL_BLOCK - 1))
+    def match(self, root: str, blocks: list[Block], rest: int) -> NodePath:
+        tokens = [t for block in blocks for t in block[0]] + [0] * rest
+        positions = [p for block in blocks for p in block[1]] + [0] * rest
+        path = self.tree.match_prefix(root, tokens, positions)
         longest = max(
-            n for n in range(len(chunks) + 1) if not n or (root, tuple(chunks[:n])) in self.model
+            n for n in range(len(blocks) + 1) if not n or (root, tuple(blocks[:n])) in self.model
         )
-        held = self.running[path] = chunks[:longest]
-        assert ids(path) == [entry.chunk_id for entry in self.entries(root, held)]
+        held = self.running[path] = blocks[:longest]
+        assert ids(path) == [entry.block_id for entry in self.entries(root, held)]
         for entry in self.entries(root, held):
             entry.references += 1
         return path
 
-    @rule(path=paths, chunks=chunk_lists)
-    def extend(self, path: NodePath, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
+    @rule(path=paths, blocks=block_lists)
+    def extend(self, path: NodePath, blocks: list[Block]) -> None:
+        for block in blocks:
             self.next_id += 1
-            self.running[path].append(chunk)
+            self.running[path].append(block)
             prefix = (path.root, tuple(self.running[path]))
-            assert self.tree.extend(path, *chunk, self.next_id) == (prefix not in self.model)
+            assert self.tree.append_block(path, *block, self.next_id) == (prefix not in self.model)
             self.model.setdefault(prefix, Kept(self.next_id, 0)).references += 1
-            assert ids(path)[-1] == self.model[prefix].chunk_id
+            assert ids(path)[-1] == self.model[prefix].block_id
 
     @rule(path=consumes(paths))
     def release(self, path: NodePath) -> None:
@@ -381,36 +376,38 @@ class TreeMachine(RuleBasedStateMachine):
         for entry in self.entries(path.root, self.running.pop(path)):
             entry.references -= 1
             entry.last_use = self.clock
-        assert self.tree.release(path) == []
+        assert self.tree.release_path(path) == []
 
     @rule(count=st.integers(0, 5))
     def evict(self, count: int) -> None:
-        assert self.tree.evict(count) == self.naively_evicted(count)
+        assert self.tree.evict_blocks(count) == self.naively_evicted(count)
 
     @rule()
     def trim(self) -> None:
         retained = self.retained()
-        assert self.tree.trim() == self.naively_evicted(retained - self.tree.budget)
+        assert self.tree.trim_blocks() == self.naively_evicted(retained - self.tree.budget)
         assert self.tree.retained == min(retained, self.tree.budget)
 
     @invariant()
     def agrees(self) -> None:
         assert self.tree.retained == self.retained()
-        for path, chunks in self.running.items():
-            entries = self.entries(path.root, chunks)
-            assert [(n.chunk_id, n.references) for n in path.nodes] == [
-                (entry.chunk_id, entry.references) for entry in entries
+        for path, blocks in self.running.items():
+            entries = self.entries(path.root, blocks)
+            assert [(n.block_id, n.references) for n in path.nodes] == [
+                (entry.block_id, entry.references) for entry in entries
             ]
 
     def teardown(self) -> None:
         for path in list(self.running):
             self.release(path)
-        left = sorted(entry.chunk_id for entry in self.model.values())
-        assert sorted(self.tree.evict(len(left) + 1)) == left, "none is lost, none comes twice"
+        left = sorted(entry.block_id for entry in self.model.values())
+        assert sorted(self.tree.evict_blocks(len(left) + 1)) == left, (
+            "none is lost, none comes twice"
+        )
         assert self.tree.retained == 0
 
-    def entries(self, root: Hashable, chunks: list[Chunk]) -> list[Kept]:
-        return [self.model[root, tuple(chunks[: n + 1])] for n in range(len(chunks))]
+    def entries(self, root: Hashable, blocks: list[Block]) -> list[Kept]:
+        return [self.model[root, tuple(blocks[: n + 1])] for n in range(len(blocks))]
 
     def retained(self) -> int:
         return sum(not entry.references for entry in self.model.values())
@@ -418,11 +415,11 @@ class TreeMachine(RuleBasedStateMachine):
     def naively_evicted(self, count: int) -> list[int]:
         evicted: list[int] = []
         while len(evicted) < count:
-            parents = {(root, chunks[:-1]) for root, chunks in self.model}
+            parents = {(root, blocks[:-1]) for root, blocks in self.model}
             free = [p for p, e in self.model.items() if not e.references and p not in parents]
             if not free:
                 break
-            evicted.append(self.model.pop(min(free, key=lambda p: self.model[p].last_use)).chunk_id)
+            evicted.append(self.model.pop(min(free, key=lambda p: self.model[p].last_use)).block_id)
         return evicted
 
 
@@ -430,34 +427,36 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-def test_chunks_under_a_fleeting_root_go_with_their_last_reader() -> None:
+def test_blocks_under_a_fleeting_root_go_with_their_last_reader() -> None:
     tree, root = RadixCache(2, budget=8), EphemeralRoot()
-    leader = tree.match(root, [1, 2, 3, 4], range(4))
+    leader = tree.match_prefix(root, [1, 2, 3, 4], range(4))
     for number, begin in enumerate((0, 2)):
-        assert tree.extend(leader, [begin + 1, begin + 2], [begin, begin + 1], number)
-    other = tree.match(root, [1, 2], [0, 1])
-    assert tree.release(leader) == [1], "the first chunk has another reader"
-    assert tree.release(other) == [0]
+        assert tree.append_block(leader, [begin + 1, begin + 2], [begin, begin + 1], number)
+    other = tree.match_prefix(root, [1, 2], [0, 1])
+    assert tree.release_path(leader) == [1], "the first block has another reader"
+    assert tree.release_path(other) == [0]
     assert tree.retained == 0
-    assert tree.evict(9) == []
+    assert tree.evict_blocks(9) == []
 
 
-def make_pages(chunk_ids: list[int], filled: int = 0, chunk: int = 4, total: int = 8) -> BlockTable:
-    states = torch.zeros(2, 3, total * chunk, 5)
-    pages = BlockTable(BlockPool(states, states.clone(), chunk))
-    pages.chunk_ids += chunk_ids
-    pages.advance(range(filled))
-    return pages
+def make_block_table(
+    block_ids: list[int], filled: int = 0, block_size: int = 4, total: int = 8
+) -> BlockTable:
+    states = torch.zeros(2, 3, total * block_size, 5)
+    table = BlockTable(BlockPool(states, states.clone(), block_size))
+    table.block_ids += block_ids
+    table.advance(range(filled))
+    return table
 
 
-def make_room(capacity: int, filled: int = 0) -> ContiguousKV:
+def contiguous_kv(capacity: int, filled: int = 0) -> ContiguousKV:
     room = ContiguousKV(torch.zeros(2, 3, capacity, 5), torch.zeros(2, 3, capacity, 5))
     room.advance(range(filled))
     return room
 
 
 def bounds(private: RequestKV) -> list[tuple[int, int]]:
-    return [(each.begin, each.end) for each in private.stretches()]
+    return [(each.begin, each.end) for each in private.spans()]
 
 
 def step(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -471,24 +470,24 @@ def test_a_room_is_allocated_in_the_shape_of_the_model(causal: CausalLM) -> None
     room = ContiguousKV.allocate(causal, 6)
     assert room.keys.shape == room.values.shape == (2, 2, 6, 16)
     assert room.keys.dtype == causal.dtype
-    assert (room.length, room.stretches()) == (0, [])
+    assert (room.length, room.spans()) == (0, [])
 
 
 def test_a_room_is_one_stretch_that_grows() -> None:
-    room = make_room(8, filled=3)
+    room = contiguous_kv(8, filled=3)
     assert bounds(room) == [(0, 3)]
     room.advance([7, 9])
     assert (bounds(room), room.length) == ([(0, 5)], 5)
     assert list(room.positions) == [0, 1, 2, 7, 9]
-    [stretch] = room.stretches()
-    assert stretch.keys is room.keys
-    assert stretch.values is room.values
+    [span] = room.spans()
+    assert span.keys is room.keys
+    assert span.values is room.values
 
 
 def test_a_room_is_written_behind_what_it_holds() -> None:
-    room = make_room(8, filled=3)
+    room = contiguous_kv(8, filled=3)
     key, value = step(6)
-    room.write(2, 5).write(1, key, value)
+    room.write_rows(2, 5).write_states(1, key, value)
     assert torch.equal(room.keys[1, :, 3:6], key[:, 2:5])
     assert torch.equal(room.values[1, :, 3:6], value[:, 2:5])
     room.keys[1, :, 3:6], room.values[1, :, 3:6] = 0, 0
@@ -497,14 +496,14 @@ def test_a_room_is_written_behind_what_it_holds() -> None:
 
 
 def test_a_room_takes_no_more_than_its_capacity() -> None:
-    room = make_room(8, filled=3)
-    room.write(0, 5)
+    room = contiguous_kv(8, filled=3)
+    room.write_rows(0, 5)
     with pytest.raises(AssertionError):
-        room.write(0, 6)
+        room.write_rows(0, 6)
 
 
 def test_a_filled_room_becomes_states_without_a_copy() -> None:
-    room = make_room(8, filled=3)
+    room = contiguous_kv(8, filled=3)
     states = room.as_states(40)
     assert (states.start, states.length) == (40, 3)
     assert states.keys.data_ptr() == room.keys.data_ptr()
@@ -522,38 +521,38 @@ def test_a_filled_room_becomes_states_without_a_copy() -> None:
         (12, [(20, 24), (8, 12), (12, 16)]),
     ],
 )
-def test_pages_are_one_stretch_a_chunk(filled: int, expected: list[tuple[int, int]]) -> None:
-    pages = make_pages([5, 2, 3], filled)
-    assert bounds(pages) == expected
-    assert all(each.keys is pages.pool.keys for each in pages.stretches())
-    assert all(each.values is pages.pool.values for each in pages.stretches())
+def test_pages_are_one_stretch_a_block(filled: int, expected: list[tuple[int, int]]) -> None:
+    table = make_block_table([5, 2, 3], filled)
+    assert bounds(table) == expected
+    assert all(each.keys is table.pool.keys for each in table.spans())
+    assert all(each.values is table.pool.values for each in table.spans())
 
 
-def test_slots_follow_the_chunks_in_the_order_of_the_request() -> None:
-    pages = make_pages([5, 2, 3], filled=3)
-    assert pages.slots(7) == [23, 8, 9, 10, 11, 12, 13]
-    assert pages.slots(0) == []
-    pages.advance(range(3, 8))
-    assert pages.slots(1) == [12], "the first of a chunk"
+def test_slots_follow_the_blocks_in_the_order_of_the_request() -> None:
+    table = make_block_table([5, 2, 3], filled=3)
+    assert table.slots(7) == [23, 8, 9, 10, 11, 12, 13]
+    assert table.slots(0) == []
+    table.advance(range(3, 8))
+    assert table.slots(1) == [12], "the first of a block"
 
 
-def test_pages_have_room_for_whole_chunks() -> None:
-    pages = make_pages([5, 2], filled=3)
-    assert (pages.capacity, pages.length) == (8, 3)
-    assert len(pages.slots(5)) == 5
+def test_pages_have_room_for_whole_blocks() -> None:
+    table = make_block_table([5, 2], filled=3)
+    assert (table.capacity, table.length) == (8, 3)
+    assert len(table.slots(5)) == 5
     with pytest.raises(AssertionError):
-        pages.slots(6)
+        table.slots(6)
     with pytest.raises(AssertionError):
-        make_pages([], 0).slots(1)
-    pages.chunk_ids.append(0)
-    assert pages.slots(6)[-1] == 0
+        make_block_table([], 0).slots(1)
+    table.block_ids.append(0)
+    assert table.slots(6)[-1] == 0
 
 
 def test_pages_are_written_row_by_row_to_their_slots() -> None:
-    pages = make_pages([5, 2, 3], filled=3)
+    table = make_block_table([5, 2, 3], filled=3)
     key, value = step(6)
-    pages.write(1, 4).write(1, key, value)
-    keys, values = pages.pool.keys, pages.pool.values
+    table.write_rows(1, 4).write_states(1, key, value)
+    keys, values = table.pool.keys, table.pool.values
     assert torch.equal(keys[1][:, [23, 8, 9]], key[:, 1:4])
     assert torch.equal(values[1][:, [23, 8, 9]], value[:, 1:4])
     keys[1][:, [23, 8, 9]], values[1][:, [23, 8, 9]] = 0, 0
@@ -562,18 +561,18 @@ def test_pages_are_written_row_by_row_to_their_slots() -> None:
 
 
 def test_positions_of_pages_may_leave_gaps() -> None:
-    pages = make_pages([5, 2])
-    pages.advance([3, 4, 90])
-    pages.advance([91, 95])
-    assert (list(pages.positions), pages.length) == ([3, 4, 90, 91, 95], 5)
+    table = make_block_table([5, 2])
+    table.advance([3, 4, 90])
+    table.advance([91, 95])
+    assert (list(table.positions), table.length) == ([3, 4, 90, 91, 95], 5)
 
 
 def test_stretches_of_the_same_memory_have_one_place() -> None:
-    mine, yours = make_pages([5, 2], filled=6), make_pages([5, 3], filled=6)
+    mine, yours = make_block_table([5, 2], filled=6), make_block_table([5, 3], filled=6)
     yours.pool = mine.pool
-    (a, b), (c, d) = mine.stretches(), yours.stretches()
-    assert a.place == c.place
-    assert len({a.place, b.place, d.place}) == 3
-    other = make_pages([5], filled=4).stretches()[0]
-    assert other.place != a.place, "another pool"
-    assert KVSpan(a.keys, a.values, a.begin, a.end - 1).place != a.place
+    (a, b), (c, d) = mine.spans(), yours.spans()
+    assert a.memory == c.memory
+    assert len({a.memory, b.memory, d.memory}) == 3
+    other = make_block_table([5], filled=4).spans()[0]
+    assert other.memory != a.memory, "another pool"
+    assert KVSpan(a.keys, a.values, a.begin, a.end - 1).memory != a.memory

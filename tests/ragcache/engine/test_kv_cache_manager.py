@@ -1,4 +1,4 @@
-"""Chunks of running requests: every one is somebody's, and holds what it is taken for."""
+"""Blocks of running requests: every one is somebody's, and holds what it is taken for."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache.engine.core import Answers
+from ragcache.engine.core import AnswerChannel
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request
 from ragcache.engine.sequence import Sequence, SequenceGroup
-from tests.ragcache.engine.engines import CHUNK, plain
+from tests.ragcache.engine.stepped_engine import BLOCK_SIZE, plain_context
 
 
-def memory_of(chunks: int, budget: int) -> KVCacheManager:
+def memory_of(blocks: int, budget: int) -> KVCacheManager:
     """A pool of one layer, head and dimension, in which a state is its token or its position."""
-    shape = (1, 1, chunks * CHUNK, 1)
-    pool = BlockPool(torch.full(shape, -1.0), torch.full(shape, -1.0), CHUNK)
-    return KVCacheManager(pool, RadixCache(CHUNK, budget))
+    shape = (1, 1, blocks * BLOCK_SIZE, 1)
+    pool = BlockPool(torch.full(shape, -1.0), torch.full(shape, -1.0), BLOCK_SIZE)
+    return KVCacheManager(pool, RadixCache(BLOCK_SIZE, budget))
 
 
 @pytest.fixture
 def memory() -> KVCacheManager:
-    return memory_of(chunks=16, budget=16)
+    return memory_of(blocks=16, budget=16)
 
 
 def sequence_of(tokens: Tokens[int], tenant: str | None = "a", n: int = 1) -> Sequence:
-    request = Request(plain(tokens), 50, tenant=tenant, n=n)
-    return Sequence(SequenceGroup(request, Answers(lambda: None), 0.0), 0, 0)
+    request = Request(plain_context(tokens), 50, tenant=tenant, n=n)
+    return Sequence(SequenceGroup(request, AnswerChannel(lambda: None), 0.0), 0, 0)
 
 
 def compute(memory: KVCacheManager, sequence: Sequence, count: int | None = None) -> None:
     """What a step does: room, the states themselves, the bookkeeping."""
     count = len(sequence.tokens) - sequence.computed if count is None else count
-    memory.make_room(sequence, count)
+    memory.allocate_slots(sequence, count)
     private, begin = sequence.private, sequence.computed
     assert private is not None
     for slot, at in zip(private.slots(count), range(begin, begin + count), strict=True):
         memory.pool.keys[:, :, slot] = sequence.tokens[at]
         memory.pool.values[:, :, slot] = sequence.positions[at]
-    memory.computed(sequence, count)
+    memory.commit_tokens(sequence, count)
 
 
 def answer(sequence: Sequence, token: int) -> None:
@@ -56,42 +56,42 @@ def answer(sequence: Sequence, token: int) -> None:
 def standing(memory: KVCacheManager, tokens: Tokens[int], tenant: str | None = "a") -> Sequence:
     """A running request whose prompt is computed."""
     sequence = sequence_of(tokens, tenant)
-    memory.enter(sequence)
+    memory.admit_sequence(sequence)
     compute(memory, sequence)
     return sequence
 
 
 def ids(sequence: Sequence) -> list[int]:
     assert sequence.private is not None
-    return sequence.private.chunk_ids
+    return sequence.private.block_ids
 
 
 def check_states(memory: KVCacheManager, sequence: Sequence) -> None:
-    """Its chunks hold its tokens at its positions."""
+    """Its blocks hold its tokens at its positions."""
     private = sequence.private
     assert private is not None
-    slots = [chunk * CHUNK + at for chunk in private.chunk_ids for at in range(CHUNK)]
+    slots = [block * BLOCK_SIZE + at for block in private.block_ids for at in range(BLOCK_SIZE)]
     here = slots[: private.length]
     assert memory.pool.keys[0, 0, here, 0].tolist() == sequence.tokens[: private.length]
     assert memory.pool.values[0, 0, here, 0].tolist() == sequence.positions[: private.length]
 
 
 def test_what_fits_the_pool_is_held() -> None:
-    memory = memory_of(chunks=3, budget=0)
-    assert memory.holds(3 * CHUNK)
-    assert not memory.holds(3 * CHUNK + 1)
+    memory = memory_of(blocks=3, budget=0)
+    assert memory.can_hold(3 * BLOCK_SIZE)
+    assert not memory.can_hold(3 * BLOCK_SIZE + 1)
 
 
 def test_a_request_takes_room_for_all_of_its_text(memory: KVCacheManager) -> None:
     sequence = sequence_of(range(9))
-    assert memory.enter(sequence) == 0
+    assert memory.admit_sequence(sequence) == 0
     assert (len(ids(sequence)), sequence.computed, memory.pool.used_count) == (3, 0, 3)
     compute(memory, sequence)
     assert memory.pool.used_count == 3
     check_states(memory, sequence)
 
 
-def test_a_chunk_is_taken_when_the_last_one_is_full(memory: KVCacheManager) -> None:
+def test_a_block_is_taken_when_the_last_one_is_full(memory: KVCacheManager) -> None:
     sequence = standing(memory, range(7))
     for token, used in ((50, 2), (51, 3), (52, 3)):
         answer(sequence, token)
@@ -99,9 +99,9 @@ def test_a_chunk_is_taken_when_the_last_one_is_full(memory: KVCacheManager) -> N
         assert memory.pool.used_count == used
 
 
-def test_full_chunks_of_a_running_request_are_shared(memory: KVCacheManager) -> None:
+def test_full_blocks_of_a_running_request_are_shared(memory: KVCacheManager) -> None:
     first, second = standing(memory, range(11)), sequence_of(range(9))
-    assert memory.enter(second) == 2 * CHUNK
+    assert memory.admit_sequence(second) == 2 * BLOCK_SIZE
     assert ids(second)[:2] == ids(first)[:2]
     assert memory.pool.used_count == 3 + 1
     compute(memory, second)
@@ -110,16 +110,18 @@ def test_full_chunks_of_a_running_request_are_shared(memory: KVCacheManager) -> 
 
 def test_the_last_token_is_computed_though_it_stands(memory: KVCacheManager) -> None:
     first, second = standing(memory, range(8)), sequence_of(range(8))
-    assert memory.enter(second) == CHUNK, "the answer continues from the last token's logits"
+    assert memory.admit_sequence(second) == BLOCK_SIZE, (
+        "the answer continues from the last token's logits"
+    )
     compute(memory, second)
-    assert ids(second) == ids(first), "and its chunk, filled again, is the one that stood"
+    assert ids(second) == ids(first), "and its block, filled again, is the one that stood"
     assert memory.pool.used_count == 2
 
 
-def test_equal_chunks_filled_beside_each_other_become_one(memory: KVCacheManager) -> None:
+def test_equal_blocks_filled_beside_each_other_become_one(memory: KVCacheManager) -> None:
     first, second = sequence_of(range(9)), sequence_of(range(9))
     for each in (first, second):
-        assert memory.enter(each) == 0
+        assert memory.admit_sequence(each) == 0
     assert memory.pool.used_count == 6
     for each in (first, second):
         compute(memory, each)
@@ -133,49 +135,53 @@ def test_nothing_is_shared_between_tenants(
 ) -> None:
     first, second = (standing(memory, range(9), tenant) for tenant in tenants)
     assert not set(ids(first)) & set(ids(second))
-    memory.leave(first)
-    memory.leave(second)
+    memory.release_sequence(first)
+    memory.release_sequence(second)
     named = sum(tenant is not None for tenant in tenants)
-    assert memory.tree.retained == memory.pool.used_count == 2 * named
+    assert memory.radix_cache.retained == memory.pool.used_count == 2 * named
 
 
 def test_what_a_request_leaves_is_found_by_the_next_one(memory: KVCacheManager) -> None:
     first = standing(memory, range(9))
     kept = ids(first)[:2]
-    memory.leave(first)
+    memory.release_sequence(first)
     assert (first.private, first.path) == (None, None)
-    assert (memory.pool.used_count, memory.tree.retained, memory.available) == (2, 2, 16)
+    assert (memory.pool.used_count, memory.radix_cache.retained, memory.available_blocks) == (
+        2,
+        2,
+        16,
+    )
     second = sequence_of(range(20))
-    assert memory.enter(second) == 2 * CHUNK
+    assert memory.admit_sequence(second) == 2 * BLOCK_SIZE
     assert ids(second)[:2] == kept
     check_states(memory, second)
 
 
 def test_no_more_is_retained_than_the_budget() -> None:
-    memory = memory_of(chunks=16, budget=3)
-    memory.leave(standing(memory, range(20)))
-    assert (memory.pool.used_count, memory.tree.retained) == (3, 3)
+    memory = memory_of(blocks=16, budget=3)
+    memory.release_sequence(standing(memory, range(20)))
+    assert (memory.pool.used_count, memory.radix_cache.retained) == (3, 3)
 
 
 def test_what_is_retained_gives_way_to_what_runs() -> None:
-    memory = memory_of(chunks=6, budget=6)
+    memory = memory_of(blocks=6, budget=6)
     first = standing(memory, range(16))
-    memory.leave(first)
-    assert (memory.pool.free_count, memory.available) == (2, 6)
+    memory.release_sequence(first)
+    assert (memory.pool.free_count, memory.available_blocks) == (2, 6)
     second = standing(memory, range(50, 70))
     assert len(ids(second)) == 5
-    assert (memory.pool.free_count, memory.tree.retained) == (0, 1)
+    assert (memory.pool.free_count, memory.radix_cache.retained) == (0, 1)
     check_states(memory, second)
-    found = memory.tree.match(first.group.root, range(16), range(16))
+    found = memory.radix_cache.match_prefix(first.group.root, range(16), range(16))
     assert len(found.nodes) == 1, "the front of a path goes last"
 
 
-def test_a_fork_shares_full_chunks_and_copies_the_last(memory: KVCacheManager) -> None:
+def test_a_fork_shares_full_blocks_and_copies_the_last(memory: KVCacheManager) -> None:
     leader = sequence_of(range(10), tenant=None, n=2)
-    memory.enter(leader)
+    memory.admit_sequence(leader)
     compute(memory, leader)
     other = Sequence(leader.group, 1, 1)
-    assert memory.fork(leader, other)
+    assert memory.fork_sequence(leader, other)
     assert other.computed == 9, "only the last token is left"
     assert ids(other)[:2] == ids(leader)[:2]
     assert ids(other)[2] != ids(leader)[2]
@@ -187,33 +193,33 @@ def test_a_fork_shares_full_chunks_and_copies_the_last(memory: KVCacheManager) -
     check_states(memory, other)
 
 
-@pytest.mark.parametrize("length", [CHUNK, CHUNK + 1, 2 * CHUNK, 1])
-def test_a_fork_at_any_place_in_a_chunk(memory: KVCacheManager, length: int) -> None:
+@pytest.mark.parametrize("length", [BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, 1])
+def test_a_fork_at_any_place_in_a_block(memory: KVCacheManager, length: int) -> None:
     leader = sequence_of(range(length), tenant=None, n=2)
-    memory.enter(leader)
+    memory.admit_sequence(leader)
     compute(memory, leader)
     other = Sequence(leader.group, 1, 1)
-    assert memory.fork(leader, other)
+    assert memory.fork_sequence(leader, other)
     assert other.computed == length - 1
     compute(memory, other)
     check_states(memory, other)
-    memory.leave(leader)
-    memory.leave(other)
-    assert memory.pool.used_count == memory.tree.retained == 0, "nobody can find them again"
+    memory.release_sequence(leader)
+    memory.release_sequence(other)
+    assert memory.pool.used_count == memory.radix_cache.retained == 0, "nobody can find them again"
 
 
-def test_no_fork_without_a_free_chunk() -> None:
-    memory = memory_of(chunks=2, budget=2)
+def test_no_fork_without_a_free_block() -> None:
+    memory = memory_of(blocks=2, budget=2)
     leader = sequence_of(range(7), n=2)
-    memory.enter(leader)
+    memory.admit_sequence(leader)
     compute(memory, leader)
     other = Sequence(leader.group, 1, 1)
-    assert not memory.fork(leader, other)
+    assert not memory.fork_sequence(leader, other)
     assert (other.private, other.path, memory.pool.used_count) == (None, None, 2)
 
 
 def test_who_never_entered_has_nothing_to_leave(memory: KVCacheManager) -> None:
-    memory.leave(sequence_of(range(5)))
+    memory.release_sequence(sequence_of(range(5)))
     assert memory.pool.used_count == 0
 
 
@@ -222,19 +228,19 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = memory_of(chunks=12, budget=5)
+        self.memory = memory_of(blocks=12, budget=5)
         self.running: list[Sequence] = []
         self.paused: list[Sequence] = []
 
     def fits(self, tokens: int) -> bool:
-        return -(-tokens // CHUNK) <= self.memory.available
+        return -(-tokens // BLOCK_SIZE) <= self.memory.available_blocks
 
     def some(self, at: int) -> Sequence:
         return self.running[at % len(self.running)]
 
     def enter(self, sequence: Sequence) -> None:
         if self.fits(len(sequence.tokens)):
-            self.memory.enter(sequence)
+            self.memory.admit_sequence(sequence)
             self.running.append(sequence)
 
     @rule(
@@ -271,8 +277,8 @@ class Requests(RuleBasedStateMachine):
         if compute_all:
             compute(self.memory, leader)
         other = Sequence(leader.group, 1, 0)
-        none_left = self.memory.available == 0
-        assert self.memory.fork(leader, other) != none_left
+        none_left = self.memory.available_blocks == 0
+        assert self.memory.fork_sequence(leader, other) != none_left
         if not none_left:
             assert len(other.tokens) - other.computed == 1
             self.running.append(other)
@@ -282,8 +288,8 @@ class Requests(RuleBasedStateMachine):
     def leave(self, at: int, pause: bool) -> None:
         sequence = self.some(at)
         self.running.remove(sequence)
-        self.memory.leave(sequence)
-        assert self.memory.tree.retained <= self.memory.tree.budget
+        self.memory.release_sequence(sequence)
+        assert self.memory.radix_cache.retained <= self.memory.radix_cache.budget
         if pause:
             self.paused.append(sequence)
 
@@ -293,28 +299,30 @@ class Requests(RuleBasedStateMachine):
         self.enter(self.paused.pop())
 
     @invariant()
-    def every_chunk_is_accounted_for(self) -> None:
-        pool, tree = self.memory.pool, self.memory.tree
-        assert pool.used_count + pool.free_count == pool.total
-        assert self.memory.available == pool.free_count + tree.retained
-        owners = Counter(chunk for sequence in self.running for chunk in ids(sequence))
+    def every_block_is_accounted_for(self) -> None:
+        pool, tree = self.memory.pool, self.memory.radix_cache
+        assert pool.used_count + pool.free_count == pool.num_blocks
+        assert self.memory.available_blocks == pool.free_count + tree.retained
+        owners = Counter(block for sequence in self.running for block in ids(sequence))
         assert len(owners) + tree.retained == pool.used_count
         for sequence in self.running:
             assert sequence.path is not None
             nodes = sequence.path.nodes
-            assert [node.chunk_id for node in nodes] == ids(sequence)[: len(nodes)]
-            assert len(nodes) == sequence.computed // CHUNK
-            assert all(owners[chunk] == 1 for chunk in ids(sequence)[len(nodes) :])
-            assert all(owners[node.chunk_id] == node.references for node in nodes)
+            assert [node.block_id for node in nodes] == ids(sequence)[: len(nodes)]
+            assert len(nodes) == sequence.computed // BLOCK_SIZE
+            assert all(owners[block] == 1 for block in ids(sequence)[len(nodes) :])
+            assert all(owners[node.block_id] == node.references for node in nodes)
             check_states(self.memory, sequence)
 
     def teardown(self) -> None:
         for sequence in self.running:
-            self.memory.leave(sequence)
+            self.memory.release_sequence(sequence)
         memory = self.memory
-        assert memory.pool.used_count == memory.tree.retained
-        memory.pool.free(memory.tree.evict(memory.tree.retained))
-        assert memory.pool.allocate(memory.pool.total) == list(range(memory.pool.total))
+        assert memory.pool.used_count == memory.radix_cache.retained
+        memory.pool.free_blocks(memory.radix_cache.evict_blocks(memory.radix_cache.retained))
+        assert memory.pool.allocate_blocks(memory.pool.num_blocks) == list(
+            range(memory.pool.num_blocks)
+        )
 
 
 TestRequests = Requests.TestCase

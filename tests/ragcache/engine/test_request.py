@@ -14,9 +14,9 @@ from ragcache.engine import Context, Request, Segment, TextStream, assemble, che
 from ragcache.engine.request import MAX_CHOICES
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.states import KVStates
-from tests.ragcache.engine.engines import plain
+from tests.ragcache.engine.stepped_engine import plain_context
 
-PROMPT = plain([1, 2, 3])
+PROMPT = plain_context([1, 2, 3])
 
 
 def no_text(stop: Sequence[str]) -> TextStream:
@@ -37,7 +37,7 @@ def no_text(stop: Sequence[str]) -> TextStream:
         ({"stop": ("",), "text": no_text}, "a string of 0 characters"),
         ({"stop": ("x",) * 17, "text": no_text}, "stop has 17 strings"),
         ({"stop": "end", "text": no_text}, "must be a list of strings"),
-        ({"context": plain([])}, "no token of its own"),
+        ({"context": plain_context([])}, "no token of its own"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(changes: dict[str, object], message: str) -> None:

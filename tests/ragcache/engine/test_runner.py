@@ -21,11 +21,11 @@ from ragcache.engine import (
     assemble,
     encode,
 )
-from ragcache.engine.core import Answers, EngineCore, States
+from ragcache.engine.core import AnswerChannel, EngineCore, StatesChannel
 from ragcache.engine.engine import complete
 from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import TokenDelta
-from ragcache.engine.runner import BufferedModelRunner, RaggedModelRunner, runner_of
+from ragcache.engine.runner import BufferedModelRunner, RaggedModelRunner, runner_for
 from ragcache.errors import ConfigurationError, RequestCancelled
 from ragcache.models import CausalLM, ContiguousLM, wrap_causal, wrap_contiguous
 from ragcache.states import KVStates
@@ -33,7 +33,7 @@ from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.gemma import WINDOW, Module, reference_logits, tiny_gemma
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-CHUNK = 64
+BLOCK_SIZE = 64
 
 
 @pytest.fixture(params=["gemma2", "gemma3"])
@@ -47,9 +47,9 @@ def core_of(model: ContiguousLM, **settings: Any) -> tuple[EngineCore, BufferedM
 
 
 def add(core: EngineCore, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
-    channel = Answers(lambda: None)
-    core.check(request)
-    core.add(request, channel, time.perf_counter())
+    channel = AnswerChannel(lambda: None)
+    core.check_request(request)
+    core.add_request(request, channel, time.perf_counter())
     return RequestHandle(channel)
 
 
@@ -163,20 +163,20 @@ def test_requests_together_equal_each_alone(gemma: ContiguousLM) -> None:
 
 
 def test_several_answers_to_one_prompt(gemma: ContiguousLM) -> None:
-    context = plain(2 * CHUNK + 9, seed=4)
+    context = plain(2 * BLOCK_SIZE + 9, seed=4)
     [greedy] = complete(gemma, [Request(context, 6)])
     core, runner = core_of(gemma)
     handle = add(core, Request(context, 6, n=3, tenant="t"))
     finish(core)
     assert [choice.token_ids for choice in handle.result().choices] == [greedy.token_ids] * 3
-    assert (runner.held, core.tally.shared_tokens) == (0, 0)
+    assert (runner.held, core.stats.shared_tokens) == (0, 0)
     sampled = Request(context, 6, n=3, sampling=SamplingParams(temperature=5.0, seed=1))
     [completion] = complete(gemma, [sampled])
     assert len({choice.token_ids for choice in completion.choices}) > 1
 
 
 def test_equal_prompts_of_one_tenant_share_nothing(gemma: ContiguousLM) -> None:
-    request = Request(plain(2 * CHUNK, seed=4), 3, tenant="t")
+    request = Request(plain(2 * BLOCK_SIZE, seed=4), 3, tenant="t")
     core, _ = core_of(gemma)
     first = add(core, request)
     finish(core)
@@ -184,15 +184,15 @@ def test_equal_prompts_of_one_tenant_share_nothing(gemma: ContiguousLM) -> None:
     finish(core)
     assert second.result().token_ids == first.result().token_ids
     assert second.result().shared_tokens == 0
-    assert core.memory.tree.retained == 0
+    assert core.kv_manager.radix_cache.retained == 0
 
 
 def test_preempted_requests_end_as_if_alone(gemma: ContiguousLM) -> None:
     requests = [Request(plain(50 + 3 * n, seed=n), 20) for n in range(3)]
-    core, runner = core_of(gemma, pool_bytes=3 * CHUNK * gemma.bytes_per_token)
+    core, runner = core_of(gemma, pool_bytes=3 * BLOCK_SIZE * gemma.bytes_per_token)
     handles = [add(core, request) for request in requests]
     finish(core)
-    assert core.tally.preempted > 0
+    assert core.stats.preempted > 0
     assert (runner.held, core.pool.used_count) == (0, 0)
     for request, handle in zip(requests, handles, strict=True):
         [alone] = complete(gemma, [request])
@@ -218,7 +218,7 @@ def test_a_cancelled_request_gives_its_buffer_back(gemma: ContiguousLM) -> None:
 def test_failing_gives_all_buffers_back(gemma: ContiguousLM) -> None:
     core, runner = core_of(gemma)
     handle = add(core, Request(plain(30, seed=1), 8))
-    core.add_encoding([EncodeJob(random_tokens(9)), EncodeJob([1, 2])], States(lambda: None))
+    core.add_encoding([EncodeJob(random_tokens(9)), EncodeJob([1, 2])], StatesChannel(lambda: None))
     core.step()
     assert runner.held == 1
     core.fail_all(RuntimeError("the end"))
@@ -258,12 +258,12 @@ def test_a_long_answer_moves_to_a_larger_buffer(
     assert runner.buffers.unused == 3
 
 
-def test_the_pool_counts_chunks_and_takes_no_memory(gemma: ContiguousLM) -> None:
-    pool = BufferedModelRunner(gemma).pool(5 * CHUNK * gemma.bytes_per_token)
-    assert (pool.total, pool.keys.device.type) == (5, "meta")
-    assert pool.allocate(5) == [0, 1, 2, 3, 4]
+def test_the_pool_counts_blocks_and_takes_no_memory(gemma: ContiguousLM) -> None:
+    pool = BufferedModelRunner(gemma).create_pool(5 * BLOCK_SIZE * gemma.bytes_per_token)
+    assert (pool.num_blocks, pool.keys.device.type) == (5, "meta")
+    assert pool.allocate_blocks(5) == [0, 1, 2, 3, 4]
     with pytest.raises(ConfigurationError):
-        BufferedModelRunner(gemma).pool(1)
+        BufferedModelRunner(gemma).create_pool(1)
 
 
 def test_an_ordinary_model_answers_as_in_the_segment_design() -> None:
@@ -276,5 +276,5 @@ def test_an_ordinary_model_answers_as_in_the_segment_design() -> None:
 
 
 def test_the_runner_follows_the_model(gemma: ContiguousLM, causal: CausalLM) -> None:
-    assert isinstance(runner_of(gemma), BufferedModelRunner)
-    assert isinstance(runner_of(causal), RaggedModelRunner)
+    assert isinstance(runner_for(gemma), BufferedModelRunner)
+    assert isinstance(runner_for(causal), RaggedModelRunner)

@@ -19,9 +19,9 @@ from ragcache.engine.sampler import (
     SHARES,
     SampledToken,
     SamplerState,
-    choose,
     draw,
     keep_likeliest,
+    sample_tokens,
     shares_of,
 )
 from ragcache.engine.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ def start(
 
 def one(logits: Tensor, state: SamplerState, banned: Collection[int] = ()) -> SampledToken:
     """Chooses for a single row [V]."""
-    [chosen] = choose(logits[None], [state], [banned])
+    [chosen] = sample_tokens(logits[None], [state], [banned])
     assert isinstance(chosen, SampledToken)
     return chosen
 
@@ -77,13 +77,13 @@ def tokens_of(state: SamplerState, steps: int, seed: int = 0) -> list[int]:
 def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = random_logits(4)
     logits[2, [7, 30]] = 50.0
-    chosen = choose(logits, [start(SamplingParams()) for _ in range(4)], [()] * 4)
+    chosen = sample_tokens(logits, [start(SamplingParams()) for _ in range(4)], [()] * 4)
     assert chosen == [SampledToken(token) for token in logits.argmax(-1).tolist()]
     assert chosen[2] == SampledToken(7)
 
 
 def test_no_rows_give_no_tokens() -> None:
-    assert choose(torch.empty(0, V), [], []) == []
+    assert sample_tokens(torch.empty(0, V), [], []) == []
 
 
 @settings(max_examples=30)
@@ -97,7 +97,7 @@ def test_a_sequence_never_notices_the_batch(samplings: list[SamplingParams], see
     banned = [{i} if i % 3 == 0 else set() for i in range(len(samplings))]
     for step in range(3):
         logits = random_logits(len(samplings), seed + step)
-        batch = choose(logits, together, banned)
+        batch = sample_tokens(logits, together, banned)
         for row, state in enumerate(alone):
             alike(batch[row], one(logits[row], state, banned[row]))
 
@@ -106,7 +106,7 @@ def test_a_sequence_never_notices_the_batch(samplings: list[SamplingParams], see
 def test_logits_are_left_as_they_are(sampling: SamplingParams) -> None:
     logits = random_logits(2)
     before = logits.clone()
-    choose(logits, [start(sampling), start(sampling)], [{1}, ()])
+    sample_tokens(logits, [start(sampling), start(sampling)], [{1}, ()])
     assert torch.equal(logits, before)
 
 
@@ -200,8 +200,8 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
 def test_logprobs_of_none_of_the_others_and_of_more_than_there_are() -> None:
     logits = torch.full((1, 12), -torch.inf)
     logits[0, :3] = torch.tensor([1.0, 3.0, 1.0])
-    [bare] = choose(logits, [start(SamplingParams(logprobs=0))], [()])
-    [full] = choose(logits, [start(SamplingParams(logprobs=20))], [()])
+    [bare] = sample_tokens(logits, [start(SamplingParams(logprobs=0))], [()])
+    [full] = sample_tokens(logits, [start(SamplingParams(logprobs=20))], [()])
     assert isinstance(bare, SampledToken)
     assert isinstance(full, SampledToken)
     assert bare.alternatives == ()
@@ -224,7 +224,7 @@ def test_an_unusable_row_is_an_error_of_its_own(sampling: SamplingParams, troubl
     else:
         logits[1] = -torch.inf
     states = [start(sampling, index=i) for i in range(3)]
-    first, failed, last = choose(logits, states, banned)
+    first, failed, last = sample_tokens(logits, states, banned)
     assert isinstance(failed, UnusableLogits)
     assert str(failed).startswith("after 0 tokens")
     assert [s.drawn for s in states] == [1, 0, 1]
@@ -233,12 +233,12 @@ def test_an_unusable_row_is_an_error_of_its_own(sampling: SamplingParams, troubl
 
 
 def test_prompt_tokens_are_kept_only_where_a_penalty_needs_them() -> None:
-    assert start(RANDOM).tally is None
+    assert start(RANDOM).counts is None
     logits = torch.zeros(1, V)
     for sampling, expected in ((SamplingParams(frequency_penalty=1), []), (MIXED[5], [1, 2, 3])):
-        tally = start(sampling).tally
-        assert tally is not None
-        prompt, counts = tally.tables(logits)
+        counts = start(sampling).counts
+        assert counts is not None
+        prompt, counts = counts.tables(logits)
         assert prompt.nonzero().squeeze(-1).tolist() == expected
         assert counts.sum() == 0
 

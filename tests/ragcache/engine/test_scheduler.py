@@ -1,4 +1,4 @@
-"""Who runs in the next step: nobody stalls, nobody starves, and no chunk is granted twice."""
+"""Who runs in the next step: nobody stalls, nobody starves, and no block is granted twice."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from ragcache.engine.scheduler import (
     AGEING,
-    PATIENCE,
+    MAX_BYPASS_SECONDS,
     SchedulableRequest,
     SchedulerConfig,
     SchedulerOutput,
     schedule,
 )
 
-CHUNK = 4
-WIDE = SchedulerConfig(CHUNK, step_tokens=8, prefill_tokens=32, running=16)
+BLOCK_SIZE = 4
+WIDE = SchedulerConfig(BLOCK_SIZE, step_tokens=8, prefill_tokens=32, running=16)
 
 
 def decide(
@@ -30,7 +30,7 @@ def decide(
     free: int = 100,
     now: float = 0.0,
 ) -> SchedulerOutput:
-    return schedule(running, waiting, limits, free_chunks=free, now=now)
+    return schedule(running, waiting, limits, free_blocks=free, now=now)
 
 
 def decoding(number: int, room: int = 1, held: int = 1) -> SchedulableRequest:
@@ -42,12 +42,12 @@ def waits(number: int, pending: int, since: float = 0.0) -> SchedulableRequest:
 
 
 @pytest.mark.parametrize(
-    ("room", "tokens", "chunks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 4, 1), (0, 5, 2), (9, 5, 0)]
+    ("room", "tokens", "blocks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 4, 1), (0, 5, 2), (9, 5, 0)]
 )
-def test_chunks_are_needed_for_what_does_not_fit_the_room(
-    room: int, tokens: int, chunks: int
+def test_blocks_are_needed_for_what_does_not_fit_the_room(
+    room: int, tokens: int, blocks: int
 ) -> None:
-    assert SchedulableRequest(1, 0.0, tokens, room).chunks_for(tokens, CHUNK) == chunks
+    assert SchedulableRequest(1, 0.0, tokens, room).blocks_for(tokens, BLOCK_SIZE) == blocks
 
 
 def test_nothing_to_do_decides_nothing() -> None:
@@ -74,7 +74,7 @@ def test_all_decode_even_where_they_are_more_than_a_step_takes() -> None:
     assert decision.admitted == ()
 
 
-def test_a_portion_ends_where_the_room_and_the_free_chunks_end() -> None:
+def test_a_portion_ends_where_the_room_and_the_free_blocks_end() -> None:
     prompts = [SchedulableRequest(0, 0.0, 20, room=2), SchedulableRequest(1, 1.0, 20, room=3)]
     assert decide(prompts, free=2).tokens == {0: 10, 1: 3}
 
@@ -86,14 +86,14 @@ def test_requests_enter_in_order_while_the_step_has_tokens_left() -> None:
 
 
 def test_no_more_run_than_may() -> None:
-    limits = SchedulerConfig(CHUNK, 32, 32, running=3)
+    limits = SchedulerConfig(BLOCK_SIZE, 32, 32, running=3)
     decision = decide([decoding(0)], [waits(n, 2) for n in range(1, 6)], limits=limits)
     assert decision.admitted == (1, 2)
 
 
-def test_a_request_enters_where_all_of_its_text_and_a_chunk_for_everybody_fit() -> None:
+def test_a_request_enters_where_all_of_its_text_and_a_block_for_everybody_fit() -> None:
     running = [decoding(0), decoding(1)]
-    needed = 3  # chunks for 8 tokens and the next one
+    needed = 3  # blocks for 8 tokens and the next one
     spare = len(running)
     assert decide(running, [waits(2, 8)], free=needed + spare).admitted == (2,)
     assert decide(running, [waits(2, 8)], free=needed + spare - 1).admitted == ()
@@ -106,8 +106,10 @@ def test_alone_a_request_may_take_the_whole_pool() -> None:
 
 def test_who_does_not_fit_is_passed_for_a_while_only() -> None:
     big, small = waits(0, 40, since=5.0), waits(1, 2, since=6.0)
-    assert decide([decoding(9)], [big, small], free=6, now=5.0 + PATIENCE).admitted == (1,)
-    assert decide([decoding(9)], [big, small], free=6, now=5.1 + PATIENCE).admitted == ()
+    assert decide([decoding(9)], [big, small], free=6, now=5.0 + MAX_BYPASS_SECONDS).admitted == (
+        1,
+    )
+    assert decide([decoding(9)], [big, small], free=6, now=5.1 + MAX_BYPASS_SECONDS).admitted == ()
 
 
 def test_a_level_of_priority_counts_as_seconds_of_waiting() -> None:
@@ -116,10 +118,10 @@ def test_a_level_of_priority_counts_as_seconds_of_waiting() -> None:
     assert decide([decoding(9)], [urgent, plain], free=6, now=6.0).admitted == ()
 
 
-def test_the_youngest_gives_its_chunks_back_and_nobody_enters() -> None:
+def test_the_youngest_gives_its_blocks_back_and_nobody_enters() -> None:
     running = [decoding(n, room=0, held=2) for n in range(4)]
     decision = decide(running, [waits(9, 1)], free=1)
-    assert decision.preempted == (3,), "its two chunks and the free one are enough"
+    assert decision.preempted == (3,), "its two blocks and the free one are enough"
     assert decision.tokens == {0: 1, 1: 1, 2: 1}
     assert decision.admitted == ()
 
@@ -139,7 +141,7 @@ def test_the_last_one_is_never_preempted() -> None:
 
 @dataclass
 class Job:
-    """A request in a pool of plain counts: tokens computed so far, and chunks held."""
+    """A request in a pool of plain counts: tokens computed so far, and blocks held."""
 
     number: int
     arrives: float
@@ -148,17 +150,17 @@ class Job:
     answer: int
     known: int = 0
     computed: int = 0
-    chunks: int = 0
+    blocks: int = 0
     ended: float | None = None
 
     @property
     def seniority(self) -> float:
         return self.arrives - AGEING * self.priority
 
-    def candidate(self) -> SchedulableRequest:
-        room = self.chunks * CHUNK - self.computed
+    def schedulable(self) -> SchedulableRequest:
+        room = self.blocks * BLOCK_SIZE - self.computed
         pending = self.known - self.computed
-        return SchedulableRequest(self.number, self.seniority, pending, room, self.chunks)
+        return SchedulableRequest(self.number, self.seniority, pending, room, self.blocks)
 
 
 class Machine:
@@ -188,18 +190,18 @@ class Machine:
         for queue in (self.waiting, self.running):
             queue.sort(key=lambda job: (job.seniority, job.number))
         decision = schedule(
-            [job.candidate() for job in self.running],
-            [job.candidate() for job in self.waiting],
+            [job.schedulable() for job in self.running],
+            [job.schedulable() for job in self.waiting],
             self.limits,
-            free_chunks=self.free,
+            free_blocks=self.free,
             now=self.now,
         )
         self.check(decision)
         for number in decision.preempted:
             job = self.running.pop()
             assert job.number == number, "the youngest first"
-            self.free += job.chunks
-            job.chunks = job.computed = 0
+            self.free += job.blocks
+            job.blocks = job.computed = 0
             self.waiting.append(job)
         for number in decision.admitted:
             job = self.jobs[number]
@@ -222,10 +224,10 @@ class Machine:
             assert decision.tokens, "something goes on in every step"
 
     def grow(self, job: Job, tokens: int) -> None:
-        needed = max(0, -(-(job.computed + tokens) // CHUNK) - job.chunks)
-        assert needed <= self.free, "more chunks were granted than are free"
+        needed = max(0, -(-(job.computed + tokens) // BLOCK_SIZE) - job.blocks)
+        assert needed <= self.free, "more blocks were granted than are free"
         self.free -= needed
-        job.chunks += needed
+        job.blocks += needed
 
     def compute(self, job: Job, count: int) -> None:
         self.grow(job, count)
@@ -235,22 +237,22 @@ class Machine:
         job.known += 1
         if job.known == job.prompt + job.answer:  # the last token needs no states
             self.running.remove(job)
-            self.free += job.chunks
-            job.chunks, job.ended = 0, self.now
+            self.free += job.blocks
+            job.blocks, job.ended = 0, self.now
 
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
     total = draw(st.integers(3, 16))
-    lengths = st.integers(1, total * CHUNK - 1)
+    lengths = st.integers(1, total * BLOCK_SIZE - 1)
     jobs = []
     for number in range(draw(st.integers(1, 14))):
         prompt = draw(lengths | st.integers(1, 6))
-        answer = draw(st.integers(1, min(20, total * CHUNK - prompt)))
+        answer = draw(st.integers(1, min(20, total * BLOCK_SIZE - prompt)))
         arrives = draw(st.integers(0, 40)) / 10
         jobs.append(Job(number, arrives, draw(st.integers(-1, 1)), prompt, answer))
     limits = SchedulerConfig(
-        CHUNK,
+        BLOCK_SIZE,
         step_tokens=draw(st.integers(1, 12)),
         prefill_tokens=draw(st.integers(1, 40)),
         running=draw(st.integers(1, 8)),
@@ -260,9 +262,9 @@ def machines(draw: st.DrawFn) -> Machine:
 
 @settings(max_examples=200)
 @given(machines())
-def test_all_requests_end_and_all_chunks_come_back(machine: Machine) -> None:
+def test_all_requests_end_and_all_blocks_come_back(machine: Machine) -> None:
     work = sum(job.prompt + job.answer for job in machine.jobs.values())
-    patience = 10 * (PATIENCE + AGEING)
+    patience = 10 * (MAX_BYPASS_SECONDS + AGEING)
     machine.run(rounds=int(work + 40 + patience * len(machine.jobs)))
     assert [job.number for job in machine.jobs.values() if job.ended is None] == []
     assert machine.free == machine.total
@@ -274,7 +276,7 @@ def test_a_big_request_does_not_starve_in_a_stream_of_small_ones() -> None:
     machine = Machine([big, *stream], WIDE, total=8, tick=0.1)
     machine.run(rounds=200)
     assert big.ended is not None
-    assert PATIENCE < big.ended - big.arrives < PATIENCE + 5
+    assert MAX_BYPASS_SECONDS < big.ended - big.arrives < MAX_BYPASS_SECONDS + 5
     assert machine.coming, "the stream goes on"
 
 
@@ -282,7 +284,7 @@ def test_a_long_prompt_goes_on_though_answers_fill_the_steps() -> None:
     """It was there first: nobody enters while the answers take the whole step."""
     long = Job(0, 0.5, 0, prompt=60, answer=2)
     stream = [Job(n, n / 10, 0, prompt=1, answer=30) for n in range(1, 100)]
-    limits = SchedulerConfig(CHUNK, step_tokens=4, prefill_tokens=64, running=6)
+    limits = SchedulerConfig(BLOCK_SIZE, step_tokens=4, prefill_tokens=64, running=6)
     machine = Machine([long, *stream], limits, total=80, tick=0.1)
     machine.run(rounds=150)
     assert long.ended is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragcache.engine import Context, EncodeJob, Segment, encode
-from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM
 
@@ -63,7 +63,7 @@ def prompt(causal: CausalLM, pieces: Sequence[Module | list[int]]) -> Context:
 
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
-    works = [
+    chunks = [
         ScheduledChunk(
             c.segments,
             ContiguousKV.allocate(causal, len(c.token_ids)),
@@ -72,4 +72,4 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
         )
         for c in contexts
     ]
-    return causal.forward(StepBuilder(causal).build(works))
+    return causal.forward(BatchBuilder(causal).build_batch(chunks))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragcache.engine import EncodeJob, encode
-from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.request import Segment
 from ragcache.errors import UnsupportedModel
@@ -141,8 +141,8 @@ def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
     torch.testing.assert_close(mine.keys, states.keys, **CLOSE)
     torch.testing.assert_close(mine.values, states.values, **CLOSE)
     room = ContiguousKV.allocate(causal, len(own))
-    work = ScheduledChunk((Segment(states, 20),), room, own, positions)
-    [expected] = causal.forward(StepBuilder(causal).build([work]))
+    chunk = ScheduledChunk((Segment(states, 20),), room, own, positions)
+    [expected] = causal.forward(BatchBuilder(causal).build_batch([chunk]))
     buffer = with_modules(contiguous, [(tokens, 20)], at=4)
     logits = contiguous.forward(buffer, torch.tensor(own), torch.tensor(positions))
     torch.testing.assert_close(logits, expected, **CLOSE)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode
-from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.engine import complete
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import wrap_causal
@@ -156,7 +156,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
 def test_a_step_builds_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the size of all new tokens squared, whatever the model's mask function."""
     causal = wrap_causal(tiny_model(family))
-    step = StepBuilder(causal).build(
+    step = BatchBuilder(causal).build_batch(
         [ScheduledChunk((), ContiguousKV.allocate(causal, 20), range(20), range(20))]
     )
     for name in list(ALL_MASK_ATTENTION_FUNCTIONS.keys()):

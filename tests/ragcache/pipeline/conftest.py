@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from ragcache.engine import Context
-from ragcache.engine.batch import ScheduledChunk, StepBuilder
+from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
 from tests.conftest import tiny_model
@@ -21,10 +21,10 @@ def model(reader: LoadedModel) -> LoadedModel:
 
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
     """Logits of each context's last token, all in one ragged pass: [R, vocabulary]."""
-    works = [
+    chunks = [
         ScheduledChunk(
             c.segments, ContiguousKV.allocate(causal, len(c.token_ids)), c.token_ids, c.position_ids
         )
         for c in contexts
     ]
-    return causal.forward(StepBuilder(causal).build(works))
+    return causal.forward(BatchBuilder(causal).build_batch(chunks))

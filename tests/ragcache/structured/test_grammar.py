@@ -27,15 +27,15 @@ from ragcache.structured.grammar import (
     token_bytes,
 )
 from tests.conftest import VOCABULARY, random_tokens
-from tests.ragcache.engine.engines import (
+from tests.ragcache.engine.stepped_engine import (
     Answer,
-    check_whole,
+    assert_all_blocks_free,
+    config_of,
     core_of,
     drain,
-    plain,
-    run,
-    settings_of,
-    submit,
+    plain_context,
+    run_requests,
+    submit_request,
 )
 from tests.ragcache.structured.byte_level_model import SPECIAL, TEXTS, tiny, tokenizer
 
@@ -197,7 +197,7 @@ def asked(seed: int, grammar: Grammar = PERSON, tokens: int = LONGEST, **changes
         **changes,
     )
     prompt = [token % 256 for token in random_tokens(5 + seed % 7, seed=seed)]
-    return generation.request_maker(tiny(), tokens, "local")(plain(prompt))
+    return generation.request_maker(tiny(), tokens, "local")(plain_context(prompt))
 
 
 def check_person(completion: RequestOutput) -> None:
@@ -209,38 +209,43 @@ def check_person(completion: RequestOutput) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_answers_fit_the_json_schema(seed: int) -> None:
-    core = core_of(tiny().causal, settings_of(tiny().causal, chunks=256))
-    [completion] = run(core, asked(seed, n=3))
+    core = core_of(tiny().causal, config_of(tiny().causal, blocks=256))
+    [completion] = run_requests(core, asked(seed, n=3))
     check_person(completion)
     assert len({choice.text for choice in completion.choices}) > 1
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_batched_and_preempted_answers_equal_single_ones() -> None:
     causal = tiny().causal
-    alone = [run(core_of(causal, settings_of(causal, 256)), asked(n, n=3))[0] for n in range(3)]
-    core = core_of(causal, settings_of(causal, chunks=60, step_tokens=16))
+    alone = [
+        run_requests(core_of(causal, config_of(causal, 256)), asked(n, n=3))[0] for n in range(3)
+    ]
+    core = core_of(causal, config_of(causal, blocks=60, step_tokens=16))
     handles: list[Answer] = []
     for seed in range(3):
-        handles.append(submit(core, asked(seed, n=3)))
+        handles.append(submit_request(core, asked(seed, n=3)))
         free = Generation(SamplingParams(temperature=1.0), max_new_tokens=40)
-        submit(core, free.request_maker(tiny(), 40, "local")(plain(random_tokens(30, seed=seed))))
-        leaves = submit(core, asked(90 + seed))
+        submit_request(
+            core,
+            free.request_maker(tiny(), 40, "local")(plain_context(random_tokens(30, seed=seed))),
+        )
+        leaves = submit_request(core, asked(90 + seed))
         for _ in range(12):
             core.step()
         leaves.cancel()
     drain(core)
-    assert core.tally.preempted > 0
+    assert core.stats.preempted > 0
     for handle, single in zip(handles, alone, strict=True):
         check_person(handle.result(0))
         assert handle.result(0).choices == single.choices
-    check_whole(core)
+    assert_all_blocks_free(core)
 
 
 def test_greedy_answer_is_deterministic() -> None:
     generation = Generation(grammar=Grammar.regex("(ab|cd)+x"), max_new_tokens=30)
-    request = generation.request_maker(tiny(), 30, "local")(plain([1, 2, 3]))
-    [first], [second] = (run(core_of(tiny().causal), request)[0].choices for _ in range(2))
+    request = generation.request_maker(tiny(), 30, "local")(plain_context([1, 2, 3]))
+    [first], [second] = (run_requests(core_of(tiny().causal), request)[0].choices for _ in range(2))
     assert first == second
     assert re.fullmatch("((ab|cd)+x?|(ab|cd)*[ac]|(ab|cd)+x)", first.text)
 
@@ -255,7 +260,7 @@ def test_greedy_answer_is_deterministic() -> None:
 )
 def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
     requests = [asked(seed, grammar, n=2) for seed in range(4)]
-    for completion in run(core_of(tiny().causal), *requests):
+    for completion in run_requests(core_of(tiny().causal), *requests):
         for choice in completion.choices:
             assert re.fullmatch(form, choice.text), choice.text
             assert (choice.finish_reason, choice.stopped_by) == ("stop", None)
@@ -263,7 +268,7 @@ def test_answers_fit_regex_and_ebnf(grammar: Grammar, form: str) -> None:
 
 def test_open_ended_grammar_ends_with_a_stop_token() -> None:
     request = asked(3, Grammar.regex("[a-z]*"), tokens=200, n=4, min_new_tokens=2)
-    [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 512)), request)
+    [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 512)), request)
     ended = [choice for choice in completion.choices if choice.finish_reason == "stop"]
     assert ended
     for choice in completion.choices:
@@ -272,8 +277,8 @@ def test_open_ended_grammar_ends_with_a_stop_token() -> None:
     assert {choice.stopped_by for choice in ended} == set(tiny().stop_ids)
 
 
-def test_truncated_answer_is_a_prefix() -> None:
-    [completion] = run(core_of(tiny().causal), asked(1, tokens=7))
+def test_an_answer_that_is_cut_is_the_beginning_of_one() -> None:
+    [completion] = run_requests(core_of(tiny().causal), asked(1, tokens=7))
     [choice] = completion.choices
     assert choice.finish_reason == "length"
     assert choice.text.startswith('{"name": "')
@@ -284,8 +289,8 @@ def test_truncated_answer_is_a_prefix() -> None:
 def test_grammar_ends_an_answer_without_stop_tokens() -> None:
     grammar = Grammar.regex("[ab]{4}")
     make = compile_constraint(grammar, tiny())
-    request = Request(plain([1, 2]), 20, constraint=make)
-    [completion] = run(core_of(tiny().causal), request)
+    request = Request(plain_context([1, 2]), 20, constraint=make)
+    [completion] = run_requests(core_of(tiny().causal), request)
     assert re.fullmatch("[ab]{4}", tokenizer().decode(completion.token_ids))
     assert completion.finish_reason == "stop"
 
@@ -305,7 +310,7 @@ def test_concurrent_requests_with_one_grammar(reader: Any) -> None:
     prompt = reader.encode("How many boats?")
     with LLMEngine(reader.causal) as engine:
         handles = [
-            engine.submit(generation.request_maker(reader, 30, None)(plain(prompt)))
+            engine.submit_request(generation.request_maker(reader, 30, None)(plain_context(prompt)))
             for _ in range(3)
         ]
         answers = [json.loads(c.text) for h in handles for c in h.result(60).choices]
@@ -317,4 +322,4 @@ def test_grammar_errors_come_before_queueing() -> None:
     with pytest.raises(InvalidRequest, match="the regex cannot be compiled"):
         asked(1, Grammar.regex("[a"))
     with pytest.raises(PromptTooLong):
-        submit(core_of(tiny().causal), asked(1, tokens=9999))
+        submit_request(core_of(tiny().causal), asked(1, tokens=9999))

@@ -21,7 +21,7 @@ from ragcache.structured import (
     tool_style,
 )
 from ragcache.structured.grammar import grammar_compiler
-from tests.ragcache.engine.engines import core_of, plain, run, settings_of
+from tests.ragcache.engine.stepped_engine import config_of, core_of, plain_context, run_requests
 from tests.ragcache.structured.byte_level_model import tiny
 
 ADD = {
@@ -106,8 +106,8 @@ def test_random_model_under_the_grammar_calls_tools(style: ToolStyle, choice: st
     generation = Generation(
         SamplingParams(temperature=1.0, seed=5), n=3, grammar=grammar, skip_special_tokens=False
     )
-    request = generation.request_maker(tiny(), 150, "local")(plain([1, 2, 3]))
-    [completion] = run(core_of(tiny().causal, settings_of(tiny().causal, 256)), request)
+    request = generation.request_maker(tiny(), 150, "local")(plain_context([1, 2, 3]))
+    [completion] = run_requests(core_of(tiny().causal, config_of(tiny().causal, 256)), request)
     for choice_ in completion.choices:
         text, [call] = parse_tool_calls(choice_.text, style)
         assert text == ""

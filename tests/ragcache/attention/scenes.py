@@ -1,4 +1,4 @@
-"""Attention by definition, in float64, and random plans with what each of their rows sees."""
+"""Attention by definition, in float64, and random metadata with what each row sees."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from ragcache.attention import (
     AttentionMetadata,
     CausalBlock,
-    PageRows,
+    PagedQueries,
     Rotation,
-    RunRows,
+    SharedKV,
     SharedQueries,
 )
 
-LAYERS, KV_HEADS, CHUNK = 2, 2, 4
+LAYERS, KV_HEADS, BLOCK_SIZE = 2, 2, 4
 LAYER = 1  # the one that tests compute; the other holds other numbers
 
 Reader = tuple[int, int, int]
@@ -64,9 +64,9 @@ def moved(keys: Tensor, delta: float, rotated: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Says how a plan looks.
+    """The shape of a step's attention.
 
-    requests: n new tokens that see each other, or, as -n, one row over n tokens in pages.
+    requests: n new tokens that see each other, or, as -n, one row over n tokens in blocks.
     runs: the length of each, and its readers: rows first:end, and by how much it was moved for
     them, or where it starts under ALiBi.
     """
@@ -103,9 +103,9 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
-    """A plan with a layer's inputs, and what each row sees."""
+    """Metadata with a layer's inputs, and what each row sees."""
 
-    plan: AttentionMetadata
+    metadata: AttentionMetadata
     query: Tensor
     key: Tensor
     value: Tensor
@@ -115,13 +115,13 @@ class Scene:
 
     @property
     def inputs(self) -> tuple[AttentionMetadata, int, Tensor, Tensor, Tensor]:
-        return self.plan, LAYER, self.query, self.key, self.value
+        return self.metadata, LAYER, self.query, self.key, self.value
 
     def expected(self) -> Tensor:
         """[T, Hq, D] float64."""
         rows = zip(self.query.transpose(0, 1), self.seen, self.positions.tolist(), strict=True)
         return torch.stack(
-            [definition(q, seen, self.scale, self.plan.slopes, at) for q, seen, at in rows]
+            [definition(q, seen, self.scale, self.metadata.slopes, at) for q, seen, at in rows]
         )
 
 
@@ -143,16 +143,18 @@ class _Making:
         shape = self.shape
         heads = KV_HEADS * shape.group
         query, key, value = (self.normal(h, self.count) for h in (heads, KV_HEADS, KV_HEADS))
-        runs, asking, table = self.runs()
+        shared_kv, queries, shared_index = self.shared()
         if shape.apart:  # by the last dimension, which does not turn
             query[..., -1] = 8
             key[..., -1] = self.below()
-        squares, pages, own = self.own(key, value)
+        blocks, paged, own_index = self.own(key, value)
         slopes = self.slopes(heads) if self.alibi else None
         positions = self.positions.float() if self.alibi else None
-        plan = AttentionMetadata(asking, runs, squares, pages, (), table, own, slopes, positions)
+        metadata = AttentionMetadata(
+            queries, shared_kv, blocks, paged, (), shared_index, own_index, slopes, positions
+        )
         scale = shape.dim**-0.5
-        return Scene(plan, query, key, value, scale, self.seen, self.positions)
+        return Scene(metadata, query, key, value, scale, self.seen, self.positions)
 
     def normal(self, *sizes: int) -> Tensor:
         drawn = torch.randn(*sizes, self.shape.dim, generator=self.generator, dtype=torch.float64)
@@ -168,10 +170,10 @@ class _Making:
     def permutation(self, count: int) -> list[int]:
         return torch.randperm(count, generator=self.generator).tolist()
 
-    def runs(self) -> tuple[tuple[RunRows, ...], SharedQueries | None, Tensor]:
-        runs, rows, numbers = list[RunRows](), list[int](), list[int]()
+    def shared(self) -> tuple[tuple[SharedKV, ...], SharedQueries | None, Tensor]:
+        found, rows, numbers = list[SharedKV](), list[int](), list[int]()
         for length, readers in self.shape.runs:
-            around = self.normal(2, LAYERS, KV_HEADS, length + 5)  # a run is a view, as of a pool
+            around = self.normal(2, LAYERS, KV_HEADS, length + 5)  # a view, as of a pool
             keys, values = around[:, :, :, 2 : 2 + length]
             keys *= self.shape.loudness
             if self.shape.apart:
@@ -181,8 +183,8 @@ class _Making:
                 rows += range(first, end)
                 numbers += [number] * (end - first)
                 self.show(keys[LAYER], values[LAYER], range(first, end), number)
-            runs.append(RunRows(keys, values, begin, len(rows)))
-        return tuple(runs), self.asking(rows, numbers), self.table(rows)
+            found.append(SharedKV(keys, values, begin, len(rows)))
+        return tuple(found), self.queries(rows, numbers), self.index(rows)
 
     def show(self, keys: Tensor, values: Tensor, rows: Sequence[int], number: int) -> None:
         keys, values = keys.double(), values.double()
@@ -192,59 +194,59 @@ class _Making:
         for row in rows:
             self.seen[row].append(Seen(keys, values, where))
 
-    def asking(self, rows: list[int], numbers: list[int]) -> SharedQueries | None:
+    def queries(self, rows: list[int], numbers: list[int]) -> SharedQueries | None:
         if not rows:
             return None
-        asking, given = torch.tensor(rows), torch.tensor(numbers)
+        reading, given = torch.tensor(rows), torch.tensor(numbers)
         if self.alibi:
-            return SharedQueries(asking, None, (given - self.positions[asking]).float())
+            return SharedQueries(reading, None, (given - self.positions[reading]).float())
         if not any(numbers):
-            return SharedQueries(asking)
+            return SharedQueries(reading)
         angles = -given[:, None, None] * frequencies(self.shape.rotated)  # [M, 1, R/2]
-        return SharedQueries(asking, Rotation(angles.cos(), angles.sin()))
+        return SharedQueries(reading, Rotation(angles.cos(), angles.sin()))
 
-    def table(self, asking: list[int]) -> Tensor:
+    def index(self, reading: list[int]) -> Tensor:
         """Every row's results in slots of its own choice, with holes between them."""
-        places = [[at for at, row in enumerate(asking) if row == t] for t in range(self.count)]
-        slots = max(map(len, places)) + (1 if asking else 0)
-        table = torch.full((slots, self.count), len(asking))
+        places = [[at for at, row in enumerate(reading) if row == t] for t in range(self.count)]
+        slots = max(map(len, places)) + (1 if reading else 0)
+        index = torch.full((slots, self.count), len(reading))
         for row, found in enumerate(places):
             chosen = self.permutation(slots)[: len(found)]
-            table[chosen, row] = torch.tensor(found, dtype=torch.int64)
-        return table
+            index[chosen, row] = torch.tensor(found, dtype=torch.int64)
+        return index
 
     def own(
         self, key: Tensor, value: Tensor
-    ) -> tuple[tuple[CausalBlock, ...], PageRows | None, Tensor | None]:
+    ) -> tuple[tuple[CausalBlock, ...], PagedQueries | None, Tensor | None]:
         requests = list(zip(self.shape.requests, self.shape.rows, strict=True))
-        squares = [rows for n, rows in requests if n > 0]
-        squares = [squares[i] for i in self.permutation(len(squares))]
-        for begin, end in squares:
+        blocks = [rows for n, rows in requests if n > 0]
+        blocks = [blocks[i] for i in self.permutation(len(blocks))]
+        for begin, end in blocks:
             for row in range(begin, end):
                 here = slice(begin, row + 1)
                 keys, values = key[:, here].double(), value[:, here].double()
                 self.seen[row].append(Seen(keys, values, self.positions[here]))
         tails = [(begin, -n) for n, (begin, _) in requests if n < 0]
-        order = [row for begin, end in squares for row in range(begin, end)]
+        order = [row for begin, end in blocks for row in range(begin, end)]
         order += [row for row, _ in tails]
         own = None if order == sorted(order) else torch.tensor(order).argsort()
-        pages = self.pages(tails) if tails else None
-        return tuple(CausalBlock(*rows) for rows in squares), pages, own
+        paged = self.paged(tails) if tails else None
+        return tuple(CausalBlock(*rows) for rows in blocks), paged, own
 
-    def pages(self, tails: list[tuple[int, int]]) -> PageRows:
-        """Pages in any order; what lies behind the last token is loud, and hidden."""
-        needed = [-(-length // CHUNK) for _, length in tails]
-        keys, values = (self.normal(LAYERS, KV_HEADS, CHUNK * sum(needed)) for _ in range(2))
+    def paged(self, tails: list[tuple[int, int]]) -> PagedQueries:
+        """Blocks in any order; what lies behind the last token is loud, and hidden."""
+        needed = [-(-length // BLOCK_SIZE) for _, length in tails]
+        keys, values = (self.normal(LAYERS, KV_HEADS, BLOCK_SIZE * sum(needed)) for _ in range(2))
         if self.shape.apart:
             keys[..., -1] = self.below()
         free = self.permutation(sum(needed))
-        pages = torch.randint(sum(needed), (len(tails), max(needed)), generator=self.generator)
-        mask = torch.full((len(tails), max(needed) * CHUNK), -torch.inf, dtype=self.dtype)
+        blocks = torch.randint(sum(needed), (len(tails), max(needed)), generator=self.generator)
+        mask = torch.full((len(tails), max(needed) * BLOCK_SIZE), -torch.inf, dtype=self.dtype)
         distance = torch.zeros(mask.shape)
         for at, ((row, length), count) in enumerate(zip(tails, needed, strict=True)):
             taken, free = free[:count], free[count:]
-            pages[at, :count], mask[at, :length] = torch.tensor(taken), 0
-            tokens = [page * CHUNK + i for page in taken for i in range(CHUNK)]
+            blocks[at, :count], mask[at, :length] = torch.tensor(taken), 0
+            tokens = [block * BLOCK_SIZE + i for block in taken for i in range(BLOCK_SIZE)]
             keys[:, :, tokens[length:]] *= 50
             values[:, :, tokens[length:]] *= 50
             away = 2 * torch.arange(1 - length, 1)  # every second position, up to the row's own
@@ -258,4 +260,4 @@ class _Making:
             )
         rows = torch.tensor([row for row, _ in tails])
         away_of = distance if self.alibi else None
-        return PageRows(keys, values, CHUNK, rows, pages, mask, away_of)
+        return PagedQueries(keys, values, BLOCK_SIZE, rows, blocks, mask, away_of)

@@ -1,0 +1,91 @@
+"""Engines with small blocks, stepped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragcache.engine import Context, EngineConfig, Request, RequestHandle, RequestOutput, TokenDelta
+from ragcache.engine.core import AnswerChannel, EngineCore
+from ragcache.engine.kv_cache import BlockPool
+from ragcache.engine.runner import RaggedModelRunner
+from ragcache.models import CausalLM
+
+BLOCK_SIZE = 4
+
+Answer = RequestHandle[TokenDelta, RequestOutput]
+
+
+class SmallBlockRunner(RaggedModelRunner):
+    """So that short prompts have several."""
+
+    def create_pool(self, nbytes: int) -> BlockPool:
+        return BlockPool.create(self.model, nbytes, BLOCK_SIZE)
+
+
+class ManualClock:
+    """Stands still unless a test moves it."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def config_of(
+    causal: CausalLM,
+    blocks: int = 128,
+    step_tokens: int = 256,
+    prefill_tokens: int = 2048,
+    running: int = 64,
+) -> EngineConfig:
+    nbytes = blocks * BLOCK_SIZE * causal.bytes_per_token
+    return EngineConfig(nbytes, step_tokens, prefill_tokens, running)
+
+
+def core_of(
+    causal: CausalLM, settings: EngineConfig | None = None, clock: ManualClock | None = None
+) -> EngineCore:
+    return EngineCore(
+        SmallBlockRunner(causal), settings or config_of(causal), clock or ManualClock()
+    )
+
+
+def submit_request(core: EngineCore, request: Request) -> Answer:
+    core.check_request(request)
+    channel = AnswerChannel(lambda: None)
+    core.add_request(request, channel, core.clock())
+    return RequestHandle(channel)
+
+
+def drain(core: EngineCore, steps: int = 10_000) -> None:
+    """Steps until nothing is left to do."""
+    while core.busy:
+        assert steps, "the engine does not come to an end"
+        core.step()
+        steps -= 1
+
+
+def run_requests(core: EngineCore, *requests: Request) -> list[RequestOutput]:
+    handles = [submit_request(core, request) for request in requests]
+    drain(core)
+    return [handle.result(0) for handle in handles]
+
+
+def assert_all_blocks_free(core: EngineCore) -> None:
+    """Nothing is in use besides what the tree retains; without that, the pool is whole."""
+    memory = core.kv_manager
+    assert not core.busy
+    assert memory.pool.used_count == memory.radix_cache.retained
+    memory.pool.free_blocks(memory.radix_cache.evict_blocks(memory.radix_cache.retained))
+    assert (memory.pool.used_count, memory.radix_cache.retained) == (0, 0)
+    assert memory.pool.allocate_blocks(memory.pool.num_blocks) == list(
+        range(memory.pool.num_blocks)
+    )
+    memory.pool.free_blocks(range(memory.pool.num_blocks))
+
+
+def plain_context(token_ids: Sequence[int]) -> Context:
+    """A prompt of own tokens alone."""
+    length = len(token_ids)
+    return Context((), tuple(token_ids), tuple(range(length)), length)
