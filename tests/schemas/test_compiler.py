@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +29,70 @@ from ragcache_schemas import (
     parse_schema,
     prompt_program,
     resolve_prompt,
+    turn,
     write_prompt,
     write_schema,
 )
-from tests.schemas.compiler_programs import Season, chat, trip, weather
 from tests.schemas.pml_trees import count_words
+
+COMPANY = "Tide & <Sons>"
+
+
+class Season(Enum):
+    DRY = 1
+    WET = 2
+
+
+@prompt_program
+def weather(season: Season, month: Annotated[str, MaxTokens(3)]) -> Content:
+    yield f"In {month}, "
+    match season:
+        case Season.DRY:
+            yield "it is dry."
+        case Season.WET:
+            yield "it rains."
+
+
+@prompt_program(name="travel")
+def trip(
+    days: Annotated[str, MaxTokens(5, scaffold="three days")],
+    place: str,
+    *,
+    season: Season = Season.DRY,
+    month: str = "May",
+    cheap: bool = False,
+    first: bool = True,
+) -> Content:
+    """This says what the function is for, and is no text of the prompt."""
+    yield f"""
+        Plan a trip of {days!s:>3} for {COMPANY}.
+          It has 100% sun & <b>fun</b>.
+    """
+    if cheap:
+        yield "Mind the price.\n"
+    match place:
+        case "miami" | "florida":
+            yield f"Miami has beaches. {weather(season, month=month)}"
+        case "rome":
+            yield "Rome is old.\n"
+        case _:
+            yield f"Stay {days}. "
+            yield weather(season, month)
+    if first:
+        yield "It is the first trip."
+    else:
+        yield "It is not the first trip."
+    yield " Seats: " + ("window" if len(place) > 4 else "aisle") + "."
+
+
+@prompt_program
+def chat(topic: Annotated[str, MaxTokens(6)], formal: bool) -> Content:
+    with turn("system"):
+        yield "You teach."
+        if formal:
+            yield " Be formal."
+    with turn("user"):
+        yield f"Tell me about {topic.upper()}."
 
 
 def said(prompt: Prompt, schema: Schema) -> str:
@@ -131,13 +191,14 @@ def test_turns() -> None:
 
 def test_names_are_stable_across_runs() -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import compiler_programs as p;"
-        "from ragcache_schemas import write_schema; print(write_schema(p.trip.schema))"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tests.schemas.test_compiler import trip, write_schema\n"
+        "print(write_schema(trip.schema))"
     )
-    here = str(Path(__file__).parent)
+    root = str(Path(__file__).resolve().parents[2])
     written = {
         subprocess.run(
-            [sys.executable, "-c", code, here],
+            [sys.executable, "-c", code, root],
             capture_output=True,
             text=True,
             check=True,
