@@ -1,4 +1,4 @@
-"""Settings of an open ragcache."""
+"""The configuration of an open ragcache: options, modes, namespaces and byte sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from ragcache.errors import ConfigurationError
 
 MODES = ("rooted", "linked:N", "isolated", "exact")
-"""How modules were encoded: after the preamble; so, but their first N tokens are computed in
-context; alone; or not ahead of time at all."""
+"""How modules are encoded: after the preamble; the same, with their first N tokens computed in
+context; without context; or not ahead of time."""
 
 DEFAULT_K = 4
-"""How many modules a question retrieves."""
+"""The number of modules that a question retrieves."""
 
 NAMESPACE = "default"
-"""The namespace of whoever names none."""
+"""The default namespace."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLAIN_MODES = ("rooted", "isolated", "exact")
@@ -27,11 +27,18 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class RagCacheConfig:
-    """module_tokens: the most tokens of a module. host_bytes: the budget of the host tier.
-    max_new_tokens: the most tokens of an answer, unless a request says otherwise. private_bytes:
-    room for the states of questions and answers. queue: the most requests that wait.
-    scaffold_after: how often a selection is retrieved before its modules are encoded together; None
-    for never. ingestion_bytes: room for documents that wait to be ingested."""
+    """The options of `RagCache.open` that are numbers.
+
+    Attributes:
+        module_tokens: The maximum number of tokens of a module.
+        host_bytes: The budget of the host tier.
+        max_new_tokens: The maximum number of tokens of an answer, unless a request sets its own.
+        private_bytes: Memory for the states of questions and answers.
+        queue: The maximum number of waiting requests.
+        scaffold_after: Retrievals of a selection after which its modules are encoded in one context
+            (a scaffold); None for never.
+        ingestion_bytes: Memory for documents that wait for ingestion.
+    """
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
@@ -70,7 +77,7 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
 
 
 def check_mode(mode: str) -> str:
-    """The mode as it was given. Raises `ConfigurationError` for an unknown one."""
+    """Checks and returns a mode. Raises `ConfigurationError`."""
     if mode not in _PLAIN_MODES and _LINKED.fullmatch(mode) is None:
         raise ConfigurationError(
             f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number such as 16"
@@ -79,7 +86,7 @@ def check_mode(mode: str) -> str:
 
 
 def check_namespace(name: str) -> str:
-    """The name as it was given. Raises `ConfigurationError` for one that cannot be used."""
+    """Checks and returns the name of a namespace. Raises `ConfigurationError`."""
     if _NAMESPACES.fullmatch(name) is None:
         raise ConfigurationError(
             f"{name!r} cannot name a namespace; use 1 to 64 letters, digits and `._-`"
@@ -88,19 +95,23 @@ def check_namespace(name: str) -> str:
 
 
 def salt_of(namespace: str) -> str:
-    """What stands in the state keys of a namespace. Those of the default one have none, so that
-    they are what they were before there were namespaces."""
+    """The salt of a namespace's state keys; empty for the default namespace."""
     return "" if namespace == NAMESPACE else namespace
 
 
 def linked_tokens(mode: str) -> int:
-    """N of the mode `linked:N`, 0 of any other."""
+    """N of the mode `linked:N`, 0 for any other mode."""
     match = _LINKED.fullmatch(mode)
     return 0 if match is None else int(match[1])
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a size such as `8GiB`, `512 MB` or 1048576."""
+    """Parses a size such as `8GiB`, `512 MB` or 1048576. Raises `ConfigurationError`.
+
+    Example:
+        >>> parse_bytes("1.5 KiB")
+        1536
+    """
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -110,5 +121,5 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_optional_bytes(size: int | str | None) -> int | None:
-    """As `parse_bytes`; None for no limit."""
+    """`parse_bytes`, or None for no limit."""
     return None if size is None else parse_bytes(size)

@@ -1,4 +1,4 @@
-"""Named errors. Each message says what was wrong, where, and what to do.
+"""Named errors. Each message says what is wrong, where, and what to do.
 
     RagCacheError
     ├── ConfigurationError          a setting or an argument that cannot be used
@@ -8,46 +8,46 @@
     │   └── UnstorableMetadata      metadata that JSON cannot hold
     ├── ModelError
     │   ├── ModelNotFound           no such model folder or hub name
-    │   ├── UnsupportedModel        an architecture, position scheme or window not served
+    │   ├── UnsupportedModel        an architecture, position scheme or window that is not supported
     │   └── MissingExtra            an optional dependency is not installed
     ├── RequestError
-    │   ├── ConstraintFailed        what constrains the request's tokens failed
-    │   ├── DeadlineExceeded        the request's time was over before it ended
+    │   ├── ConstraintFailed        the grammar that constrains the tokens failed
+    │   ├── DeadlineExceeded        the request did not end in time
     │   ├── EmptyQuestion
-    │   ├── EngineClosed            the engine takes no requests any longer
+    │   ├── EngineClosed            the engine is closed
     │   ├── EngineFailed            a step failed under the request
-    │   ├── IdempotencyConflict     a key that another request was sent with
+    │   ├── IdempotencyConflict     the key was used for another request
     │   ├── InvalidRequest          a request whose parameters cannot be used
     │   ├── PromptTooLong           prompt and answer exceed the model's window
-    │   ├── QueueFull               as many requests wait as the queue holds
-    │   ├── RequestCancelled        its caller gave the request up
+    │   ├── QueueFull               the queue of waiting requests is full
+    │   ├── RequestCancelled        the caller cancelled the request
     │   ├── UnknownCollection
     │   ├── UnknownJob
     │   ├── UnknownKey              no API key has this id
     │   ├── UnknownModule
     │   ├── UnknownSchema
-    │   └── UnusableLogits          every next token is forbidden, or the logits are not finite
+    │   └── UnusableLogits          all tokens are forbidden, or logits are not finite
     └── StoreError
         ├── NoState                 a folder that holds no ragcache state
         ├── LedgerTooNew            the ledger was written by a later version
-        ├── LedgerUnavailable       the database is locked, or does not answer
-        ├── StoreBudgetExceeded     more bytes are leased at once than the budget holds
+        ├── LedgerUnavailable       the database is locked or does not answer
+        ├── StoreBudgetExceeded     leases exceed the budget of a tier
         ├── StoreFull               no space left on the device
         ├── StoreUnwritable         the state folder cannot be written
-        ├── StoreUnreadable         a blob is there but cannot be read (permission, I/O error)
-        ├── StateCorrupt            a blob failed its checksum (encoded again by the facade)
-        ├── StateMissing            a tier does not hold a key, or its blob has vanished
+        ├── StoreUnreadable         a blob cannot be read (permission, I/O error)
+        ├── StateCorrupt            a blob failed its checksum (it is encoded again)
+        ├── StateMissing            a tier does not hold a key, or its blob is gone
         └── RemoteUnavailable       a remote tier did not answer in time, or not at all
 
-Errors of the markup language (`ragcache_schemas.PMLError` and below) stand on their own: the
-language does not depend on the engine.
+Errors of the markup language derive from `ragcache_schemas.PMLError`: the language does not depend
+on ragcache.
 """
 
 from __future__ import annotations
 
 
 class RagCacheError(Exception):
-    """The root of every error that ragcache raises on purpose."""
+    """The base class of all errors that ragcache raises deliberately."""
 
 
 class ConfigurationError(RagCacheError, ValueError):
@@ -79,7 +79,7 @@ class ModelNotFound(ModelError, ValueError):
 
 
 class UnsupportedModel(ModelError, ValueError):
-    """The model has a property that the segment design does not serve."""
+    """The model has a property that ragcache does not support."""
 
 
 class MissingExtra(ModelError, ImportError):
@@ -91,11 +91,11 @@ class RequestError(RagCacheError):
 
 
 class ConstraintFailed(RequestError):
-    """What constrains the request's tokens failed while it ran."""
+    """The grammar that constrains the request's tokens failed."""
 
 
 class DeadlineExceeded(RequestError, TimeoutError):
-    """The request's time was over before it ended."""
+    """The request did not end before its deadline."""
 
 
 class EmptyQuestion(RequestError, ValueError):
@@ -103,7 +103,7 @@ class EmptyQuestion(RequestError, ValueError):
 
 
 class EngineClosed(RequestError):
-    """The engine takes no requests any longer."""
+    """The engine is closed and accepts no requests."""
 
 
 class EngineFailed(RequestError):
@@ -111,7 +111,7 @@ class EngineFailed(RequestError):
 
 
 class IdempotencyConflict(RequestError, ValueError):
-    """An idempotency key was sent with another request before."""
+    """The idempotency key was used for another request."""
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -119,15 +119,15 @@ class InvalidRequest(RequestError, ValueError):
 
 
 class PromptTooLong(RequestError, ValueError):
-    """Prompt and answer together exceed the model's window."""
+    """Prompt and answer exceed the model's window."""
 
 
 class QueueFull(RequestError):
-    """As many requests wait as the engine's queue holds."""
+    """The queue of waiting requests is full."""
 
 
 class RequestCancelled(RequestError):
-    """The caller gave the request up before it ended."""
+    """The caller cancelled the request."""
 
 
 class UnknownCollection(RequestError, KeyError):
@@ -161,11 +161,11 @@ class UnknownSchema(RequestError, KeyError):
 
 
 class UnusableLogits(RequestError, ArithmeticError):
-    """No next token can be chosen: each is forbidden, or the model's logits are not finite."""
+    """No token can be sampled: all are forbidden, or the logits are not finite."""
 
 
 class StoreError(RagCacheError):
-    """The store of states failed."""
+    """The store failed."""
 
 
 class NoState(StoreError, ValueError):
@@ -181,7 +181,7 @@ class LedgerUnavailable(StoreError, OSError):
 
 
 class StoreBudgetExceeded(StoreError):
-    """More bytes are in use at once than a tier's budget holds."""
+    """Leased states exceed the budget of a tier."""
 
 
 class StoreFull(StoreError, OSError):
@@ -193,7 +193,7 @@ class StoreUnwritable(StoreError, OSError):
 
 
 class StoreUnreadable(StoreError, OSError):
-    """A blob is there but the operating system does not read it."""
+    """The operating system cannot read a blob."""
 
 
 class StateCorrupt(StoreError):
@@ -201,7 +201,7 @@ class StateCorrupt(StoreError):
 
 
 class StateMissing(StoreError, KeyError):
-    """A tier does not hold these states, or no longer."""
+    """A tier does not hold these states, or no longer does."""
 
     __str__ = Exception.__str__
 

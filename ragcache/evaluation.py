@@ -1,4 +1,5 @@
-"""Answer quality: exact match and F1 after SQuAD's normalization, and agreement of first tokens."""
+"""Evaluation of answers: exact match and F1 after SQuAD's normalization (Rajpurkar et al., 2016),
+and agreement of first tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ from ragcache.pipeline import Message
 from ragcache.rag import RagCache
 
 Through = Literal["ask", "chat"]
-"""The way that a question takes: retrieval inside of a prompt of ragcache's own, or a chat into
-which someone else has pasted the modules that were retrieved."""
+"""How questions are sent: by `ask`, or as a chat whose message contains the retrieved modules."""
 
 PASTED = (
     "Use the following pieces of context to answer the question at the end. Keep the answer as "
     "short as possible.\n\n{documents}\n\nQuestion: {question}"
 )
-"""The user's message of a chat. Modules are encoded for prompts that begin otherwise."""
+"""The message of such a chat, whose beginning differs from the one modules are encoded after."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -32,7 +32,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with every answer that counts as right, and the document that holds it."""
+    """A question, its accepted answers, and the document that contains them."""
 
     id: str
     question: str
@@ -42,7 +42,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class MarkedAnswer:
-    """A question with the answer that was given and its marks."""
+    """A question with its answer and marks."""
 
     question: Question
     given: str
@@ -54,8 +54,8 @@ class MarkedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Means over all questions, as shares of one. computed_tokens: the mean number of tokens of a
-    prompt that had to be computed."""
+    """Means over all questions, 0 to 1. computed_tokens: the mean number of prompt tokens that were
+    computed."""
 
     mode: str
     questions: int
@@ -67,16 +67,17 @@ class EvaluationReport:
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces (Rajpurkar et al., 2016)."""
+    """Lower case, without punctuation and articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(given: str, answers: Sequence[str]) -> bool:
+    """Whether an answer equals an accepted one after normalization."""
     return any(normalize(given) == normalize(answer) for answer in answers)
 
 
 def f1(given: str, answers: Sequence[str]) -> float:
-    """The best F1 of words over the answers that count as right."""
+    """The best F1 of words over the accepted answers."""
     return max(_f1(normalize(given).split(), normalize(answer).split()) for answer in answers)
 
 
@@ -129,10 +130,20 @@ def evaluate(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
-    """Asks all questions through the real retriever and marks the answers. Those of a chat have
-    the mode `chat:MODE`.
+    """Asks questions and marks the answers.
 
-    Raises `ConfigurationError` where there are no questions.
+    Args:
+        rag: An open `RagCache`.
+        collection: The collection to ask.
+        questions: The questions, one or more.
+        mode: The mode of answering; the report of a chat has the mode `chat:MODE`.
+        k: The number of modules to retrieve.
+        through: `ask`, or `chat`, which puts the retrieved modules into a message.
+        batch: Questions that are sent at once.
+        progress: Called with the numbers of marked and of all questions.
+
+    Raises:
+        ConfigurationError: There are no questions.
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
@@ -173,13 +184,13 @@ def evaluate(
 
 
 def first_tokens_agree(one: EvaluationReport, other: EvaluationReport) -> float:
-    """The share of the same questions whose answers begin with the same token in both."""
+    """The share of questions whose answers begin with the same token in both reports."""
     pairs = zip(one.marked, other.marked, strict=True)
     return sum(a.first_token == b.first_token for a, b in pairs) / len(one.marked)
 
 
 def _pasted(rag: RagCache, question: str, collection: str, k: int) -> list[Message]:
-    """A chat with the texts of the retrieved modules, as any program would write it."""
+    """A chat with the texts of the retrieved modules, as RAG programs write it."""
     hits = rag.retrieve(question, collection=collection, k=k).hits
     documents = "\n\n".join(hit.module.text.strip() for hit in hits)
     return [{"role": "user", "content": PASTED.format(documents=documents, question=question)}]

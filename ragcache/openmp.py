@@ -1,10 +1,10 @@
-"""OpenMP's workers of the threads that compute beside the engine.
+"""OpenMP worker threads: released by threads that compute beside the engine.
 
-Every thread that has computed keeps a team of workers. With more of them than cores, libgomp lets
-none spin between two parallel regions, and each of the hundreds of regions of a step pays for a
-wake-up: on two cores 0.37 s instead of 0.25 s to a first token, and about 320 instead of 460 tokens
-a second of 32 streams. A thread that hands its work to the engine, or has copied states, therefore
-gives its team back; it gets another when it computes again (about 0.1 ms).
+Every thread that has computed keeps a team of workers. With more workers than cores, libgomp does
+not let them spin between two parallel regions, and each of the hundreds of regions of a step pays
+for a wake-up: on two cores 0.37 s instead of 0.25 s to a first token, and about 320 instead of 460
+tokens a second of 32 streams. A thread that submits its work to the engine, or has copied states,
+therefore releases its team; it gets a new one when it computes again (about 0.1 ms).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _HARD = 2  # omp_pause_hard: the calling thread's team ends (OpenMP 5.0, §3.2.4
 
 
 def give_workers_back() -> None:
-    """Ends the calling thread's team of workers, where OpenMP is GNU's."""
+    """Ends the calling thread's team of workers, if OpenMP is libgomp."""
     pause = _pause()
     if pause is not None:
         pause(_HARD)
 
 
 def keeps_no_workers(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that computes, and afterwards gives the calling thread's team back."""
+    """Decorates a function that computes: the calling thread's workers end after each call."""
 
     @wraps(function)
     def computing(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,13 +42,12 @@ def keeps_no_workers(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def spin_briefly() -> None:
-    """Lets libgomp's workers spin between two parallel regions for a fraction of a millisecond, and
-    not for several, unless the environment says how long. For whoever owns the process, before
-    torch is imported.
+    """Lets libgomp's workers spin between two parallel regions for a fraction of a millisecond
+    instead of several, unless the environment sets it. Programs call it before importing torch.
 
-    With cores of its own an engine is as fast (32 streams of the reader on two: 800 to 910 tokens a
-    second beside 820 to 890). Beside two busy processes, whose turn the workers would spin away, it
-    is faster (230 to 270 beside 150 to 170).
+    On free cores the engine is as fast (32 streams of the reader on two: 800 to 910 tokens a second
+    against 820 to 890). Beside two busy processes, which spinning workers would slow down, it is
+    faster (230 to 270 against 150 to 170).
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "10000"

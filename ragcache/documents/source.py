@@ -1,7 +1,8 @@
-"""Loading documents: files, folders, LangChain documents, or ready-made."""
+"""Loading documents: files, folders, LangChain documents or ready-made ones.
 
-# MERGED ragcache.documents.metadata: What the metadata of a document may hold: what JSON gives
-#   back, and what can be kept as text.
+Everything is read and checked before anything is stored: files are UTF-8 text, ids are unique, and
+metadata is what JSON can hold.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,21 @@ from ragcache_schemas import sanitize_text
 TEXT_SUFFIXES = frozenset(
     (".md", ".markdown", ".txt", ".text", ".rst", ".adoc", ".org", ".tex", ".html", ".htm")
 )
-"""What a folder is searched for. A file that is named itself may have any suffix."""
+"""Files of a folder that are loaded. A file given by its own path may have any suffix."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceDocument:
-    """A document as it came. `id` names it within its collection. parts: its text where somebody
-    has cut it already; each becomes a module, or several where it is too long for one."""
+    """A document before it is split.
+
+    Attributes:
+        id: Its name within its collection.
+        text: The whole text.
+        uri: Its address, for citations.
+        metadata: Values for filters, as JSON can hold them.
+        parts: The text in parts, if it is divided already; each becomes one module, or several if
+            it is too long.
+    """
 
     id: str
     text: str
@@ -36,7 +45,7 @@ class SourceDocument:
 
     @property
     def digest(self) -> str:
-        """A digest of the text, and of where it is cut."""
+        """A digest of the text and of the lengths of its parts."""
         cuts = "".join(f"|{len(part)}" for part in self.parts)
         return hashlib.sha256(f"{self.text}{cuts}".encode()).hexdigest()
 
@@ -45,21 +54,27 @@ DocumentSource = str | Path | SourceDocument | Document
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """Documents, and the files of folders that were passed over because of their suffix."""
+class LoadedSources:
+    """Documents, and the files of folders that were ignored because of their suffix."""
 
     documents: tuple[SourceDocument, ...]
     ignored: tuple[Path, ...]
 
 
-def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> Loaded:
-    """Reads all sources, or raises before anything is stored.
+def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> LoadedSources:
+    """Reads all sources, or raises.
 
-    Control characters that PML cannot carry are left out (`sanitize_text`), so that the schema of a
-    collection holds exactly the text that its states were computed from. Raises `NoDocuments` for
-    an empty folder, `UnreadableDocument` naming every file that cannot be read as UTF-8 text,
-    `DocumentError` where two documents have one id, or one has an id or address that is not UTF-8
-    text, and `UnstorableMetadata` for metadata that JSON cannot hold.
+    Control characters that PML cannot carry are removed (`sanitize_text`), so that the schema of a
+    collection holds exactly the text that its states were computed from.
+
+    Args:
+        sources: Files, folders, LangChain documents or `SourceDocument`s.
+
+    Raises:
+        NoDocuments: There are no sources, or a folder contains no text files.
+        UnreadableDocument: Files are missing or not UTF-8 text; the message lists all of them.
+        DocumentError: Two documents have the same id, or an id or address is not UTF-8 text.
+        UnstorableMetadata: JSON cannot hold the metadata of a document.
     """
     documents: list[SourceDocument] = []
     unreadable: list[str] = []
@@ -68,7 +83,7 @@ def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> Loaded:
     for source in listed:
         for item in _expand(source, ignored):
             try:
-                documents.append(_carried(_load(item)))
+                documents.append(_sanitized(_load(item)))
             except UnreadableDocument as error:
                 unreadable.append(str(error))
     if unreadable:
@@ -79,13 +94,13 @@ def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> Loaded:
     if not documents:
         raise NoDocuments("no documents were given")
     _check_storable(documents)
-    return Loaded(tuple(documents), tuple(ignored))
+    return LoadedSources(tuple(documents), tuple(ignored))
 
 
 def _expand(
     source: DocumentSource, ignored: list[Path]
 ) -> Iterator[SourceDocument | Document | tuple[Path, str]]:
-    """A folder's files as (path, id), everything else as it is. Hidden files are left alone."""
+    """The files of a folder as (path, id), any other source unchanged. Hidden files are skipped."""
     if isinstance(source, (SourceDocument, Document)):
         yield source
         return
@@ -128,7 +143,7 @@ def _load(item: SourceDocument | Document | tuple[Path, str]) -> SourceDocument:
     return SourceDocument(name, text, path.absolute().as_uri())
 
 
-def _carried(document: SourceDocument) -> SourceDocument:
+def _sanitized(document: SourceDocument) -> SourceDocument:
     text = sanitize_text(document.text)
     if not document.text.strip():
         raise UnreadableDocument(f"{document.id}: an empty document")
@@ -154,7 +169,7 @@ def _from_langchain(document: Document) -> SourceDocument:
 
 
 def _check_storable(documents: list[SourceDocument]) -> None:
-    """Names stand in the ledger, whose texts are UTF-8 without NUL, and metadata as JSON."""
+    """Checks ids and addresses, UTF-8 without NUL in the database, and metadata, JSON there."""
     seen: set[str] = set()
     for document in documents:
         if "\0" in document.id or not is_text(document.id):
@@ -173,15 +188,23 @@ def _check_storable(documents: list[SourceDocument]) -> None:
         seen.add(document.id)
 
 
-DEPTH = 32  # values within values; serializers that answer with them stop at some depth
-_BITS = 8192  # of a whole number; Python spells longer ones not at all
+DEPTH = 32  # of nesting; the serializers of responses have a limit
+_BITS = 8192  # of an integer; Python refuses to print much longer ones
 
 
 def check_metadata(metadata: Mapping[str, Any], name: str, *, exact: bool = False) -> None:
-    """Dates, paths and other values that JSON does not know are kept as their text. name: of the
-    document, for errors. exact: refuses what would come back otherwise than it was given. Raises
-    `UnstorableMetadata` for numbers that are not finite, text that is not UTF-8, keys that are
-    neither text nor numbers, and values that are nested too deep."""
+    """Checks that JSON can hold the metadata of a document. Other values (dates, paths) are stored
+    as text.
+
+    Args:
+        metadata: The metadata.
+        name: The document, for the message.
+        exact: Refuses values that would not be returned as they were given.
+
+    Raises:
+        UnstorableMetadata: A number is not finite or too long, a text is not UTF-8, a key is
+            neither text nor number, or values are nested too deep.
+    """
     problem = _problem(dict(metadata), "metadata", DEPTH, exact)
     if problem is not None:
         raise UnstorableMetadata(
@@ -190,7 +213,7 @@ def check_metadata(metadata: Mapping[str, Any], name: str, *, exact: bool = Fals
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can spell it: half of a surrogate pair it cannot."""
+    """Whether UTF-8 can encode the text, which excludes lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

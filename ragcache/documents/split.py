@@ -1,4 +1,4 @@
-"""Splitting a document at its structure into texts of at most so many tokens."""
+"""Splitting documents along their structure into texts of limited length."""
 
 from __future__ import annotations
 
@@ -25,16 +25,24 @@ _SEPARATORS = [
     r"",
 ]
 _HEADING = re.compile(r"^(#{1,6}) +(.+?)\s*$", re.MULTILINE)
-_END = "\n\n"  # closes every module's text, so that modules may stand side by side
-_SPARE = 2  # a piece's first word may take more tokens without the space before it
+_END = "\n\n"  # ends every text, so that modules can follow one another
+_SPARE = 2  # a first word may take more tokens without the space before it
 MIN_TOKENS = 32
 
 
 def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> list[str]:
-    """Texts of at most `limit` tokens, cut at headings, paragraphs, sentences, then words.
+    """Splits a text at headings, paragraphs, sentences, then words.
 
-    Every text after the first begins with the headings that it stands under, so that it can be
-    understood, retrieved and encoded by itself.
+    Every part after the first begins with the headings above it, so that it can be understood,
+    retrieved and encoded independently.
+
+    Args:
+        text: The text.
+        limit: The maximum number of tokens of a part.
+        count_tokens: Counts the tokens of a text.
+
+    Raises:
+        ConfigurationError: `limit` is below `MIN_TOKENS`.
     """
     if limit < MIN_TOKENS:
         raise ConfigurationError(f"module_tokens is {limit}; it must be {MIN_TOKENS} or more")
@@ -71,7 +79,7 @@ def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> lis
 def split_document(
     document: SourceDocument, limit: int, tokenize: Callable[[str], list[int]]
 ) -> list[tuple[str, list[int]]]:
-    """The texts and token ids of a document's modules, each part of it split by itself."""
+    """Texts and token ids of a document's modules; each of its parts is split separately."""
     parts = document.parts or (document.text,)
     count = lambda text: len(tokenize(text))  # noqa: E731
     texts = [text for part in parts for text in split_text(part, limit, count)]
@@ -79,7 +87,7 @@ def split_document(
 
 
 def _fitting(piece: str, fits: Callable[[str], bool]) -> Iterator[str]:
-    """A piece, halved where the tokens of its parts do not quite add up to its own."""
+    """A part, halved until it fits: token counts of pieces may add up to less than the whole."""
     if len(piece) == 1 or fits(piece):
         yield piece
         return
@@ -95,7 +103,7 @@ def _only_headings(piece: str) -> bool:
 
 
 def _above(headings: list[tuple[int, int, str]], position: int) -> list[str]:
-    """The headings that a position stands under, outermost first."""
+    """The headings above a position, outermost first."""
     path: list[tuple[int, str]] = []
     for start, level, line in headings:
         if start >= position:
@@ -109,7 +117,7 @@ def _above(headings: list[tuple[int, int, str]], position: int) -> list[str]:
 def _room_for_headings(
     headings: list[tuple[int, int, str]], limit: int, count_tokens: Callable[[str], int]
 ) -> int:
-    """Tokens of the longest path of headings, a third of the limit at most."""
+    """Tokens of the longest path of headings, at most a third of the limit."""
     paths = {tuple(_above(headings, start + 1)) for start, _, _ in headings}
     return min(limit // 3, max((count_tokens(_join(path)) for path in paths), default=0))
 
@@ -121,7 +129,7 @@ def _join(headings: tuple[str, ...] | list[str]) -> str:
 def _with_headings(
     above: list[str], piece: str, limit: int, count_tokens: Callable[[str], int]
 ) -> str:
-    """Puts as many of the headings before a piece as fit, the innermost last to go."""
+    """The part with as many headings before it as fit; outer headings are dropped first."""
     for first in range(len(above) + 1):
         whole = _join(above[first:]) + piece + _END
         if count_tokens(whole) <= limit:

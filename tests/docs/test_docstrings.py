@@ -1,16 +1,18 @@
-"""Every example in the docstrings of `RagCache` runs, in order, in one namespace."""
+"""Examples in docstrings run: those of `RagCache` in order, in one namespace, others by module."""
 
 from __future__ import annotations
 
 import doctest
 import inspect
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from ragcache import RagCache
+from ragcache import RagCache, config, planning
 from ragcache.pipeline.ingest import IngestionJobs
+from ragcache.retrieval import filters
 
 MAIN = {"open", "ingest", "ask", "stream", "chat", "add_schema", "prompt", "retrieve", "within"}
 
@@ -45,3 +47,10 @@ def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_main_method_has_an_example() -> None:
     assert examples().keys() >= MAIN | {"submit"}
+
+
+@pytest.mark.parametrize("module", [config, filters, planning], ids=lambda each: each.__name__)
+def test_examples_of_functions_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed

@@ -38,14 +38,14 @@ def test_other_sizes_are_refused_with_an_example(size: str) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(RagCacheConfig)])
-def test_settings_are_positive(name: str) -> None:
+def test_options_are_positive(name: str) -> None:
     assert getattr(RagCacheConfig(**{name: 1}), name) == 1
     for value in (0, -5):
         with pytest.raises(ConfigurationError, match=f"{name} is {value}; it must be positive"):
             RagCacheConfig(**{name: value})
 
 
-def test_the_defaults_are_those_that_the_documentation_names() -> None:
+def test_defaults_are_documented() -> None:
     config = RagCacheConfig()
     assert (config.module_tokens, config.max_new_tokens) == (384, 64)
     assert config.host_bytes == parse_bytes("2GiB")

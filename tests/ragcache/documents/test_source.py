@@ -1,7 +1,4 @@
-"""Loading: what is read, what it is called, and what is refused."""
-
-# MERGED tests.ragcache.documents.test_metadata: Metadata is what JSON gives back as it was.
-# MERGED tests.ragcache.documents.test_characters: Control characters in documents.
+"""Loading documents: ids, refused files and metadata, control characters."""
 
 from __future__ import annotations
 
@@ -167,7 +164,7 @@ class TestDuplicates:
             load_sources([SourceDocument("1", "text"), Document("text", id="1")])
 
 
-def test_parts_are_carried_and_where_they_are_cut_counts() -> None:
+def test_parts_are_kept_and_change_the_digest() -> None:
     whole = SourceDocument("a", "one\n\ntwo")
     cut = SourceDocument("a", "one\n\ntwo", parts=("one", "two"))
     assert load_sources([cut]).documents == (cut,)
@@ -180,7 +177,7 @@ def test_parts_are_carried_and_where_they_are_cut_counts() -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\udc80.md"])
-def test_a_name_that_the_ledger_cannot_hold_is_named(name: str) -> None:
+def test_ids_that_are_not_text_are_refused(name: str) -> None:
     with pytest.raises(DocumentError, match="which is not UTF-8 text; rename it"):
         load_sources([SourceDocument(name, "text")])
 
@@ -197,7 +194,7 @@ VALUES = st.recursive(PLAIN, lambda v: st.lists(v) | st.dictionaries(TEXTS, v), 
 
 
 @given(st.dictionaries(TEXTS, VALUES))
-def test_json_gives_back_what_is_taken(metadata: dict[str, Any]) -> None:
+def test_accepted_metadata_survives_json(metadata: dict[str, Any]) -> None:
     check_metadata(metadata, "a")
     assert json.loads(json.dumps(metadata, allow_nan=False).encode()) == metadata
 
@@ -212,16 +209,16 @@ def test_json_gives_back_what_is_taken(metadata: dict[str, Any]) -> None:
         (10**3000, "too many digits"),
     ],
 )  # fmt: skip
-def test_everything_else_is_named(value: Any, said: str) -> None:
+def test_other_metadata_is_refused(value: Any, said: str) -> None:
     with pytest.raises(UnstorableMetadata, match=f"document 'a': .*{said}"):
         load_sources([SourceDocument("a", "Words.", metadata={"x": value})])
 
 
-def test_what_json_does_not_know_is_kept_as_text() -> None:
+def test_values_unknown_to_json_become_text() -> None:
     check_metadata({"on": date(2026, 3, 1), "path": Path("a"), "some": {1}, 7: None}, "a")
 
 
-def test_values_within_values_end_somewhere() -> None:
+def test_nesting_is_limited() -> None:
     deep: Any = 1
     for _ in range(DEPTH):
         deep = {"x": deep}
@@ -234,13 +231,13 @@ def test_values_within_values_end_somewhere() -> None:
         check_metadata(ring, "a")
 
 
-def test_an_address_is_text_too() -> None:
+def test_addresses_that_are_not_text_are_refused() -> None:
     for uri in ("\0", "\ud800"):
         with pytest.raises(DocumentError, match="its address"):
             load_sources([SourceDocument("a", "Words.", uri)])
 
 
-def test_control_characters_are_left_out_whatever_the_source(tmp_path: Path) -> None:
+def test_control_characters_are_removed_from_every_source(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ftwo\x07", encoding="utf-8")
     sources = [tmp_path, SourceDocument("b", "b\x00"), Document("c\x1b[0m", id="c")]
     loaded = load_sources(sources)

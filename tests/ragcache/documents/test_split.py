@@ -55,7 +55,7 @@ def in_order(wanted: list[str], found: list[str]) -> bool:
 
 @given(text=documents(), limit=limits, counter=counters)
 @settings(max_examples=200)
-def test_no_piece_is_over_the_limit(text: str, limit: int, counter: Count) -> None:
+def test_no_part_exceeds_the_limit(text: str, limit: int, counter: Count) -> None:
     assert max(counter(piece) for piece in split_text(text, limit, counter)) <= limit
 
 
@@ -76,7 +76,7 @@ def test_any_text_keeps_its_characters_and_the_limit(text: str, limit: int, coun
 
 
 @given(text=documents(), limit=limits, counter=counters)
-def test_a_piece_ends_a_paragraph_and_is_not_empty(text: str, limit: int, counter: Count) -> None:
+def test_parts_end_a_paragraph_and_are_not_empty(text: str, limit: int, counter: Count) -> None:
     for piece in split_text(text, limit, counter):
         assert piece.endswith("\n\n")
         assert piece.strip()
@@ -90,7 +90,7 @@ def numbered(begin: int, end: int) -> str:
     return " ".join(f"w{n}" for n in range(begin, end))
 
 
-def test_later_pieces_begin_with_the_headings_that_they_stand_under() -> None:
+def test_later_parts_begin_with_the_headings_above_them() -> None:
     text = f"# Boat\n\n## Engine\n\n{numbered(0, 60)}\n\n## Hull\n\n{numbered(60, 120)}"
     pieces = split_text(text, 40, words)
     assert len(pieces) == 4
@@ -102,7 +102,7 @@ def test_later_pieces_begin_with_the_headings_that_they_stand_under() -> None:
     ).split()
 
 
-def test_a_heading_ends_those_of_its_own_level_and_below() -> None:
+def test_heading_replaces_those_of_its_level_and_below() -> None:
     text = f"# A\n\n## B\n\n### C\n\n{numbered(0, 40)}\n\n# D\n\n{numbered(40, 80)}"
     pieces = split_text(text, 45, words)
     last = next(piece for piece in pieces if "w79" in piece)
@@ -110,12 +110,12 @@ def test_a_heading_ends_those_of_its_own_level_and_below() -> None:
     assert not any(line in last for line in ("# A", "## B", "### C"))
 
 
-def test_no_piece_holds_headings_alone_where_text_follows() -> None:
+def test_no_part_contains_only_headings() -> None:
     text = f"# A\n\n## B\n\n{numbered(0, 28)}\n\n{numbered(28, 56)}"
     assert all(re.search(r"w\d", piece) for piece in split_text(text, 32, words))
 
 
-def test_headings_too_long_to_repeat_are_left_out_outermost_first() -> None:
+def test_long_headings_are_dropped_outermost_first() -> None:
     long = " ".join(f"h{n}" for n in range(25))
     text = f"# {long}\n\n## Short\n\n{numbered(0, 80)}"
     pieces = split_text(text, 32, words)
