@@ -309,9 +309,10 @@ class AnswerStream(_Stream):
         """The engine's news of all choices: tokens with log-probabilities, and their text."""
         try:
             yield from self._pending.handle
-        finally:
-            self._pending.handle.cancel()
-            self._pending.release()
+        except BaseException:  # also where the garbage collector ends the iteration
+            self._pending.give_up()
+            raise
+        self._pending.release()
 
     def result(self) -> Answer:
         """Waits for the end."""

@@ -278,7 +278,7 @@ class Scaffolds:
         self._rows = rows
         self._after = after
         self._known: dict[str, set[Members]] = {}
-        self._kept: set[KVKey] = set()
+        self._kept: set[tuple[Members, KVKey]] = set()
         self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -317,9 +317,10 @@ class Scaffolds:
 
     def keep(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
         """Notes which states a scaffold has, so that they end with its documents."""
-        if key not in self._kept:
-            self._rows.keep(collection, tuple(modules), key)
-            self._kept.add(key)
+        kept = (tuple(modules), key)  # equal texts of two collections have one key
+        if kept not in self._kept:
+            self._rows.keep(collection, *kept)
+            self._kept.add(kept)
 
     def _of(self, collection: str) -> set[Members]:
         known = self._known.get(collection)

@@ -37,8 +37,9 @@ from ragcache_schemas import (
 
 @dataclass(frozen=True, slots=True)
 class LoadedSchema:
-    """A schema as its author wrote it, and the index of it in the words of the model's template."""
+    """A stored schema, parsed, and the index of it in the words of the model's template."""
 
+    stored: SchemaText
     schema: Schema
     index: SchemaIndex
 
@@ -78,13 +79,14 @@ class PmlPipeline:
     texts: SchemaTexts
     encoder: ScopeEncoder
     template: ChatTemplate
-    _schemas: dict[str, LoadedSchema] = field(default_factory=dict)
+    _loaded: dict[str, LoadedSchema] = field(default_factory=dict)
 
     def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
         """Stores a schema and encodes all its modules (§3.3). Raises `PMLError`."""
         self.template.check(text)
         schema = parse_schema(text, source=source)
-        loaded = self._index(schema, placement)
+        stored = SchemaText(text, placement)
+        loaded = self._index(stored, schema)
         groups = [self.encoder.tokens([scope]) for scope in _scopes(loaded.index.root)]
         groups = [group for group in groups if group.token_ids]
         keys = [self.encoder.key(group) for group in groups]
@@ -95,28 +97,29 @@ class PmlPipeline:
             for portion in portions(groups):
                 with self.encoder.lease(portion, "ingest"):
                     pass
-            store.discard(self.texts.put(schema.name, SchemaText(text, placement), keys, job))
-        self._schemas[schema.name] = loaded
+            store.discard(self.texts.put(schema.name, stored, keys, job))
+        self._loaded[schema.name] = loaded
         return schema
 
     def load(self, name: str) -> LoadedSchema:
-        """The schema of a name. Raises `UnknownSchema`."""
-        if name not in self._schemas:
-            stored = self.texts.get(name)
-            if stored is None:
-                known = ", ".join(map(repr, self.texts.names())) or "none yet"
-                raise UnknownSchema(
-                    f"there is no schema {name!r}; known: {known}. Add it with `rag.add_schema`"
-                )
-            schema = parse_schema(stored.text, source=name)
-            placement: Placement = "compact" if stored.placement == "compact" else "schema"
-            self._schemas[name] = self._index(schema, placement)
-        return self._schemas[name]
+        """The schema of a name as it is stored now: another thread or process may have replaced it.
+        Raises `UnknownSchema`."""
+        stored = self.texts.get(name)
+        if stored is None:
+            known = ", ".join(map(repr, self.texts.names())) or "none yet"
+            raise UnknownSchema(
+                f"there is no schema {name!r}; known: {known}. Add it with `rag.add_schema`"
+            )
+        loaded = self._loaded.get(name)
+        if loaded is None or loaded.stored != stored:
+            loaded = self._index(stored, parse_schema(stored.text, source=name))
+            self._loaded[name] = loaded
+        return loaded
 
     def delete(self, name: str) -> None:
         """Deletes a schema with the states that nothing else needs. Raises `UnknownSchema`."""
         self.encoder.store.discard(self.texts.delete(name))
-        self._schemas.pop(name, None)
+        self._loaded.pop(name, None)
 
     def prepare_prompt(self, text: str, mode: str, source: str = "<string>") -> BuiltPrompt:
         """As `build`, with the times when it began and ended."""
@@ -178,9 +181,11 @@ class PmlPipeline:
         ]
         return [group for group in groups if group.tokens.token_ids]
 
-    def _index(self, schema: Schema, placement: Placement) -> LoadedSchema:
-        spelled = render_schema_turns(schema, self.template.render)
-        return LoadedSchema(schema, SchemaIndex.build(spelled, self.template.count, placement))
+    def _index(self, stored: SchemaText, schema: Schema) -> LoadedSchema:
+        placement: Placement = "compact" if stored.placement == "compact" else "schema"
+        rendered = render_schema_turns(schema, self.template.render)
+        index = SchemaIndex.build(rendered, self.template.count, placement)
+        return LoadedSchema(stored, schema, index)
 
     def _states(self, plan: Plan, groups: Sequence[ScopeGroup]) -> SchemaStates:
         return SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))

@@ -65,6 +65,16 @@ def test_a_declared_scaffold_is_known_and_kept() -> None:
     assert rows.kept == {"c": {(3, 1): KVKey("a" * 64)}}
 
 
+def test_scaffolds_of_two_collections_with_equal_states_are_both_kept() -> None:
+    rows = FakeRows()
+    scaffolds = Scaffolds(cast("ScaffoldRows", rows))
+    key = KVKey("a" * 64)
+    for _ in range(2):
+        scaffolds.keep("c", [1, 2], key)
+        scaffolds.keep("d", [3, 4], key)
+    assert rows.kept == {"c": {(1, 2): key}, "d": {(3, 4): key}}
+
+
 def test_a_selection_seen_often_enough_becomes_a_scaffold() -> None:
     scaffolds = known(after=2)
     for modules in ([1, 2], [2, 1], [9], [9]):
