@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -93,6 +93,19 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str
     request.getfixturevalue("socket_enabled")
     with postgres_schema() as url:
         yield url
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def shared_database(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Database]:
+    """One database of each kind for all tests of a file, which only read what it is filled with.
+    The file has the mark `enable_socket`."""
+    with ExitStack() as stack:
+        where: Path | str = tmp_path_factory.mktemp("ledger") / "ledger.sqlite3"
+        if request.param == "postgresql":
+            where = stack.enter_context(postgres_schema())
+        yield stack.enter_context(closing(Database.open(where)))
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ from ragcache.states import KVKey
 from tests.ragcache.conftest import make_key
 from tests.ragcache.store.library import key_of
 
+pytestmark = pytest.mark.enable_socket
 
 @pytest.fixture
 def catalogue(database: Database) -> Catalog:
@@ -144,11 +145,11 @@ def fill(database: Database, namespace: str, seed: int) -> None:
         session.execute(insert(StateTable), rows)
 
 
-@pytest.fixture
-def filled(database: Database) -> Database:
-    fill(database, "default", 1)
-    fill(database, "tenant", 2)
-    return database
+@pytest.fixture(scope="module")
+def filled(shared_database: Database) -> Database:
+    fill(shared_database, "default", 1)
+    fill(shared_database, "tenant", 2)
+    return shared_database
 
 
 def pages(database: Database, wanted: ModuleFilter, sort: str, **options: Any) -> list[Any]:
@@ -156,8 +157,8 @@ def pages(database: Database, wanted: ModuleFilter, sort: str, **options: Any) -
     rows: list[ModuleListing] = []
     cursor = None
     while True:
-        page = module_page(database, "default", wanted, sort, cursor=cursor, limit=3, **options)
-        assert len(page.items) == 3 or page.next is None
+        page = module_page(database, "default", wanted, sort, cursor=cursor, limit=5, **options)
+        assert len(page.items) == 5 or page.next is None
         rows += page.items
         cursor = page.next
         if cursor is None:
