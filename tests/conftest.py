@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ragcache import rag
 from ragcache.models import CausalLM, LoadedModel, load_model, loader, wrap_causal
 from ragcache.models.loader import READER
 
@@ -157,9 +159,15 @@ def float_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _default_model(float_reader: Path) -> Iterator[None]:
-    """What is opened without a model reads with float32 too."""
+    """What is opened without a model reads with float32 too, and shares one reader."""
+    default = cache(load_model)
+
+    def load(name: str | Path | None = None) -> LoadedModel:
+        return default() if name is None else load_model(name)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "READER", float_reader)
+        patch.setattr(rag, "load_model", load)
         yield
 
 

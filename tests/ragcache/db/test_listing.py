@@ -41,6 +41,7 @@ from tests.ragcache.store.library import key_of
 
 pytestmark = pytest.mark.enable_socket
 
+
 @pytest.fixture
 def catalogue(database: Database) -> Catalog:
     return Catalog(database, "tokenizer", None)
