@@ -350,9 +350,9 @@ def measure_sample(
     progress("encoding the preamble")
     [root] = encode(model, [EncodeJob(preamble)])
     longest = max(sample, key=len)
-    median_seconds(model, lambda: _encoded(model, root, [longest[:16]]))  # warm-up
+    median_seconds(model, lambda: encode_modules(model, root, [longest[:16]]))  # warm-up
     progress(f"encoding {len(sample)} modules of the corpus")
-    encode_s = median_seconds(model, lambda: _encoded(model, root, sample))
+    encode_s = median_seconds(model, lambda: encode_modules(model, root, sample))
     lengths = sorted({max(1, len(longest) // share) for share in _SHARES})
     host_bytes = 2 * len(longest) * model.bytes_per_token + 2**20
     host = HostTier(host_bytes, pinned=model.device.type == "cuda")
@@ -376,8 +376,8 @@ def _measure_cut(
     disks: dict[str, DiskTier], host: HostTier,
 ) -> tuple[Cut, bool]:  # fmt: skip
     """Times of a module, and whether it was loaded from the disk and not from the page cache."""
-    compute_s = median_seconds(model, lambda: _encoded(model, root, [tokens]))
-    [states] = _encoded(model, root, [tokens])
+    compute_s = median_seconds(model, lambda: encode_modules(model, root, [tokens]))
+    [states] = encode_modules(model, root, [tokens])
     key = KVKey(hashlib.sha256(str(len(tokens)).encode()).hexdigest())
 
     def load_seconds(disk: DiskTier, prepare: Callable[[Path], None]) -> float:
@@ -396,9 +396,10 @@ def _measure_cut(
     return Cut(len(tokens), compute_s, nbytes, load_s), load_s["model"] > _DROPPED * warm
 
 
-def _encoded(
+def encode_modules(
     model: LanguageModel, root: KVStates, modules: Sequence[Sequence[int]]
 ) -> list[KVStates]:
+    """States of modules, each encoded after the preamble's states."""
     jobs = [EncodeJob(list(ids), root.length, Segment(root, 0)) for ids in modules]
     return list(encode(model, jobs))
 

@@ -1,4 +1,4 @@
-"""Decoding: many requests over the same documents in different orders, beside copies of them."""
+"""Decoding: many requests over the same documents in different orders, against copies of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ragcache.states import KVStates
 
 @dataclass(frozen=True, slots=True)
 class DecodeSetting:
-    """The batch. copies_tokens: how many tokens the side with copies generates, whose steps are
-    long; unshared_tokens: the prompt of each request of the comparison without any sharing."""
+    """The batch. copies_tokens: tokens generated over copies, whose steps are long;
+    unshared_tokens: the prompt of each request in the comparison without sharing."""
 
     shape: LlamaShape = LlamaShape()
     requests: int = 16
@@ -41,7 +41,7 @@ class DecodeSetting:
 
 
 class _NoAttention:
-    """Hydragen's bound (§4.1): everything but the attention."""
+    """A backend without attention: the upper bound of Hydragen (§4.1)."""
 
     def attend(
         self,
@@ -58,7 +58,7 @@ class _NoAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """Seconds of each step that only decoded; what the engine did; bytes of blocks at the most."""
+    """Seconds of each decoding step, the engine's statistics, and peak bytes of its blocks."""
 
     steps: list[float]
     stats: EngineStats
@@ -107,7 +107,7 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     causal = wrap_causal(model)
     states = _states(setting, causal)
     contexts = _contexts(setting, causal, states)
-    requests = [_request(context, setting) for context in contexts]
+    requests = [Request(context, setting.new_tokens) for context in contexts]
     progress("segments")
     ours = _decode(causal, requests)
     progress("attention left out")
@@ -150,12 +150,11 @@ def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     questions = [
         setting.shape.draw_tokens(rng, setting.unshared_tokens) for _ in range(setting.requests)
     ]
-    contexts = [
-        assemble((), question, window=causal.window, max_new_tokens=setting.new_tokens)
+    new = setting.copies_tokens
+    requests = [
+        Request(assemble((), question, window=causal.window, max_new_tokens=new), new)
         for question in questions
     ]
-    new = setting.copies_tokens
-    requests = [Request(context, new) for context in contexts]
     ours, copies = [], []
     for _ in range(2):
         ours += _decode(causal, requests).steps
@@ -169,7 +168,7 @@ def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
 
 
 def _states(setting: DecodeSetting, causal: CausalLM) -> list[KVStates]:
-    """Random states: how long a step takes does not depend on what they say."""
+    """Random states, since the time of a step does not depend on their values."""
     torch.manual_seed(1)
     found = []
     start = 0
@@ -201,12 +200,8 @@ def _contexts(
     return contexts
 
 
-def _request(context: Context, setting: DecodeSetting) -> Request:
-    return Request(context, setting.new_tokens)
-
-
 def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
-    """Runs the requests on the engine, and times the steps in which all of them decode."""
+    """Runs the requests on the engine core and times the steps in which all of them decode."""
     own = sum(len(r.context.token_ids) + r.max_new_tokens for r in requests)
     room = (own + 3 * 64 * len(requests)) * causal.bytes_per_token
     core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))

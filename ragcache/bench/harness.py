@@ -1,4 +1,4 @@
-"""What all benchmarks share: the machine, model shapes, timing, and files of figures and plots."""
+"""Shared parts of the benchmarks: machine, model shapes, timing, JSON files and plots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -44,7 +44,7 @@ class LlamaShape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer's products."""
+        """Weights of one layer's matrix products."""
         attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_dim
         return attention + 3 * self.hidden * self.intermediate
 
@@ -57,8 +57,18 @@ class LlamaShape:
         return products + attention + 2.0 * self.hidden * self.vocabulary
 
     def draw_tokens(self, rng: random.Random, count: int) -> list[int]:
-        """Token ids drawn evenly from the vocabulary."""
+        """Token ids drawn uniformly from the vocabulary."""
         return [rng.randrange(self.vocabulary) for _ in range(count)]
+
+    def draw_prompt(
+        self, rng: random.Random, preamble: int, question: int, modules: Sequence[int]
+    ) -> tuple[list[int], list[int], list[list[int]]]:
+        """Token ids of a preamble, a question and modules of these lengths."""
+        return (
+            self.draw_tokens(rng, preamble),
+            self.draw_tokens(rng, question),
+            [self.draw_tokens(rng, length) for length in modules],
+        )
 
     def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
         """A Hugging Face model with random weights."""
@@ -80,7 +90,7 @@ class LlamaShape:
 
 
 def shaped_model(shape: LlamaShape) -> LoadedModel:
-    """A random model of the shape, in bfloat16, with the tokenizer of the embedded reader."""
+    """A model of the shape with random bfloat16 weights and the embedded reader's tokenizer."""
     from ragcache.models import LoadedModel, load_model, wrap_causal
 
     model = wrap_causal(shape.build(torch.bfloat16))
@@ -88,7 +98,7 @@ def shaped_model(shape: LlamaShape) -> LoadedModel:
 
 
 def describe_machine() -> dict[str, object]:
-    """Hardware, versions and date, for the JSON beside every figure."""
+    """Hardware, versions and date, for the JSON of every figure."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _processor(),
@@ -112,7 +122,7 @@ def _processor() -> str:
 
 
 def seconds(run: Callable[[], object], device: str = "cpu") -> float:
-    """Wall-clock seconds of one call, its work on a GPU included."""
+    """Wall-clock seconds of one call, including its work on a GPU."""
     begin = time.perf_counter()
     run()
     if device != "cpu":
@@ -121,7 +131,7 @@ def seconds(run: Callable[[], object], device: str = "cpu") -> float:
 
 
 def made_up_key(name: object) -> KVKey:
-    """A key as long as the digests of real states."""
+    """A key with the length of real digests."""
     return KVKey(hashlib.sha256(str(name).encode()).hexdigest())
 
 
@@ -143,12 +153,12 @@ def new_figure(columns: int) -> Any:
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """Writes a plot in the format that the suffix of `file` names."""
+    """Writes a plot in the format of the suffix of `file`."""
     figure.savefig(file, dpi=150)
 
 
 def draw_bars(axes: Any, title: str, values: Mapping[str, float]) -> None:
-    """Horizontal bars with their values beside them."""
+    """Draws horizontal bars with their values."""
     names = list(values)[::-1]
     axes.barh(names, [values[name] for name in names], color="#4878a8")
     for row, name in enumerate(names):

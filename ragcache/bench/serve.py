@@ -1,11 +1,11 @@
-"""Serving: Poisson arrivals over a pool of documents, cached and in mode `exact`."""
+"""Serving: Poisson arrivals of requests over a pool of documents, cached and in mode `exact`."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -22,18 +22,19 @@ from ragcache.engine import (
     LLMEngine,
     Request,
     RequestOutput,
-    Segment,
     assemble,
+    encode,
 )
 from ragcache.models import CausalLM, wrap_causal
+from ragcache.planning import encode_modules
 from ragcache.states import KVStates
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSetting:
-    """The load. Each rate is offered for `seconds`, and for `requests` requests at least, after the
-    rate before has drained; rates grow by `growth` until the latency is above the limit or
-    `most_rates` were tried."""
+    """The load. Each rate is offered for `seconds`, and at least `requests` requests, after the
+    previous one has drained; rates grow by `growth` until the latency exceeds the limit or
+    `most_rates` have run."""
 
     shape: LlamaShape = LlamaShape(num_layers=6)
     documents: int = 64
@@ -51,8 +52,8 @@ class ServeSetting:
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """What a rate (requests a second) gave. ttft in seconds; normalized latency in seconds a token
-    of the answer, from the arrival to the end (Orca §6.2, vLLM §6.1), the mean."""
+    """The figures of a rate in requests per second. ttft in seconds; normalized: the mean of each
+    request's latency over its output tokens, in seconds (Orca §6.2, vLLM §6.1)."""
 
     rate: float
     throughput: float
@@ -61,22 +62,15 @@ class LoadPoint:
     normalized: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prompt:
-    """A request in both forms."""
-
-    cached: Request
-    exact: Request
-
-
 def bench_serve(
     setting: ServeSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """The same requests, at growing rates, through the same engine in both modes.
+    """Runs the same requests at growing rates through one engine in both modes.
 
-    The knee is the highest rate at which the normalized latency stays under the limit, which is the
-    same for both: twice that of a single request in mode `exact`. Between the rates it is found by
-    interpolation. knee_ratio_to_exact: the knee with cached documents over that in `exact`.
+    The knee is the highest rate at which the normalized latency stays below the limit, by
+    interpolation between the rates. The limit is the same for both modes: twice the latency of a
+    single request in mode `exact`. knee_ratio_to_exact: the knee with cached documents over that
+    in `exact`.
     """
     setting = setting or ServeSetting()
     progress("building the model and encoding the documents")
@@ -85,13 +79,14 @@ def bench_serve(
     own += setting.question_tokens + setting.new_tokens
     room = 32 * (own + 64) * causal.bytes_per_token
     with LLMEngine(causal, EngineConfig(room, running=32)) as engine:
-        prompts = _prompts(setting, causal, engine)
-        alone = {mode: _alone(engine, prompts, mode) for mode in ("exact", "cached")}
+        prompts = _requests(setting, causal)
+        alone = {mode: _alone(engine, requests) for mode, requests in prompts.items()}
         limit = 2 * alone["exact"]
-        loads, knees = {}, {}
-        for mode in ("exact", "cached"):
-            loads[mode] = _sweep(setting, engine, prompts, mode, alone[mode], limit, progress)
-            knees[mode] = knee_of(loads[mode], limit)
+        loads = {}
+        for mode, requests in prompts.items():
+            say = partial(_say_rate, progress, mode)
+            loads[mode] = _sweep(setting, engine, requests, alone[mode], limit, say)
+        knees = {mode: knee_of(found, limit) for mode, found in loads.items()}
     return {
         "knee_ratio_to_exact": knees["cached"] / knees["exact"],
         "knee": knees,
@@ -103,61 +98,51 @@ def bench_serve(
     }
 
 
-def _prompts(setting: ServeSetting, causal: CausalLM, engine: LLMEngine) -> list[_Prompt]:
+def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request]]:
+    """The same prompts by mode: all of it to compute, or over the states of its documents."""
     rng = random.Random(4)
-
     tokens = partial(setting.shape.draw_tokens, rng)
-
     preamble = tokens(setting.preamble_tokens)
     texts = [tokens(setting.document_tokens) for _ in range(setting.documents)]
-    [root] = engine.encode([EncodeJob(preamble)])
-    jobs = [EncodeJob(text, root.length, Segment(root, 0)) for text in texts]
-    states = list(engine.encode(jobs))
-    prompts = []
+    [root] = encode(causal, [EncodeJob(preamble)])
+    states = encode_modules(causal, root, texts)
+    new = setting.new_tokens
+
+    def request(cached: Sequence[KVStates], own: Sequence[int]) -> Request:
+        return Request(assemble(cached, own, window=causal.window, max_new_tokens=new), new)
+
+    requests: dict[str, list[Request]] = {"exact": [], "cached": []}
     for _ in range(setting.requests):
         picked = rng.sample(range(setting.documents), setting.each)
         question = tokens(setting.question_tokens)
         whole = [*preamble, *(t for each in picked for t in texts[each]), *question]
-        prompts.append(
-            _Prompt(
-                _request(setting, causal, [root, *(states[each] for each in picked)], question),
-                _request(setting, causal, [], whole),
-            )
-        )
-    return prompts
+        requests["exact"].append(request([], whole))
+        requests["cached"].append(request([root, *(states[each] for each in picked)], question))
+    return requests
 
 
-def _request(
-    setting: ServeSetting, causal: CausalLM, states: Sequence[KVStates], own: Sequence[int]
-) -> Request:
-    new = setting.new_tokens
-    return Request(assemble(states, own, window=causal.window, max_new_tokens=new), new)
-
-
-def _alone(engine: LLMEngine, prompts: Sequence[_Prompt], mode: str) -> float:
-    """Normalized latency of a request that runs alone: the median of three."""
+def _alone(engine: LLMEngine, requests: Sequence[Request]) -> float:
+    """Normalized latency of a single request: the median of three."""
     return statistics.median(
-        _normalized(engine.submit_request(getattr(prompt, mode)).result()) for prompt in prompts[:3]
+        _normalized(engine.submit_request(request).result()) for request in requests[:3]
     )
 
 
+def _say_rate(progress: Progress, mode: str, rate: float) -> None:
+    progress(f"{mode}: {rate:.2f} requests a second")
+
+
 def _sweep(
-    setting: ServeSetting,
-    engine: LLMEngine,
-    prompts: Sequence[_Prompt],
-    mode: str,
-    alone: float,
-    limit: float,
-    progress: Progress,
-) -> list[LoadPoint]:
-    """Rates from half of what one request after another would reach."""
+    setting: ServeSetting, engine: LLMEngine, requests: Sequence[Request],
+    alone: float, limit: float, say: Callable[[float], None],
+) -> list[LoadPoint]:  # fmt: skip
+    """Growing rates, the first of them half the rate of sequential requests."""
     rate = 0.5 / (alone * setting.new_tokens)
     loads: list[LoadPoint] = []
     while len(loads) < setting.most_rates:
-        progress(f"{mode}: {rate:.2f} requests a second")
+        say(rate)
         count = max(setting.requests, int(rate * setting.seconds))
-        offered = [getattr(prompt, mode) for prompt in islice(cycle(prompts), count)]
-        loads.append(_offer(engine, offered, rate))
+        loads.append(_offer(engine, list(islice(cycle(requests), count)), rate))
         if loads[-1].normalized > limit:
             break
         rate *= setting.growth
@@ -165,7 +150,7 @@ def _sweep(
 
 
 def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> LoadPoint:
-    """Submits the requests at random intervals of the mean 1/rate, and waits for all."""
+    """Submits the requests as a Poisson process of the rate, and waits for all."""
     rng = random.Random(5)
     handles = []
     begin = time.perf_counter()
@@ -191,7 +176,7 @@ def _normalized(completion: RequestOutput) -> float:
 
 
 def knee_of(loads: Sequence[LoadPoint], limit: float) -> float:
-    """Where the normalized latency crosses the limit, on a straight line between two rates."""
+    """The rate at which the normalized latency crosses the limit, by linear interpolation."""
     below = loads[0]
     if below.normalized > limit:
         return below.rate * limit / below.normalized

@@ -1,4 +1,4 @@
-"""The store: reading states from disk, first tokens by tier, and what the ledger costs."""
+"""The store: reading states from disk, first tokens by tier, and the cost of the ledger."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from ragcache.bench.harness import (
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.tables import StateTable
-from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
+from ragcache.engine import EncodeJob, Request, assemble, complete, encode
 from ragcache.models import LanguageModel, wrap_causal
 from ragcache.planning import (
     break_even_tokens,
     drop_pages,
+    encode_modules,
     fill_pages,
     median_seconds,
 )
 from ragcache.states import KVKey, KVStates
 from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore, LeaseRequest, RemoteTier, Tier
 
-_WARM = 64  # modules that requests ask for
+_WARM = 64  # modules in memory that requests use
 _A_REQUEST = 4
 _A_DOCUMENT = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ByTierSetting:
-    """The prompt, how often it is answered from each tier, and the lengths of the break-even."""
+    """The prompt, its repetitions from each tier, and the lengths for the break-even."""
 
     modules: int = 4
     module_tokens: int = 1024
@@ -59,8 +60,8 @@ class ByTierSetting:
 
 @dataclass(frozen=True, slots=True)
 class TiersSetting:
-    """folder: where blobs are written for a while; None for the system's temporary folder.
-    blobs: modules of `module_tokens` that are read from disk. entries: modules of the ledger."""
+    """folder: a place for temporary blobs; None for the system's temporary folder. blobs: modules
+    of `module_tokens` that are read from disk. entries: modules of the ledger."""
 
     shape: LlamaShape = LlamaShape()
     module_tokens: int = 1024
@@ -80,7 +81,7 @@ class TiersSetting:
 def bench_tiers(
     setting: TiersSetting | None = None, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Runs every part in turn and returns the figures of each, flat, with their details.
+    """Runs all parts and returns their figures with details.
 
     disk_bandwidth_share: states read from disk into the host tier and verified, against reading the
     same bytes plainly, with a cold page cache where the system drops it.
@@ -138,7 +139,7 @@ def bench_disk(
 
 
 def _bandwidths(times: dict[str, list[float]], nbytes: int) -> dict[str, float]:
-    """Bandwidths, and shares of the plain one: medians over rounds of what ran side by side."""
+    """Bandwidths, and their shares of the plain one: medians over rounds."""
     speeds = {way: nbytes / statistics.median(seconds) for way, seconds in times.items()}
     for way in ("mapped", "host"):
         pairs = zip(times["plain"], times[way], strict=True)
@@ -170,8 +171,8 @@ def _disk_seconds(
     ways: dict[str, Callable[[KVKey], object]],
     tier: DiskTier, keys: list[KVKey], runs: int, *, cold: bool,
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Each way in turn, so that what else the machine does meets all of them, and each as often
-    first, because a disk may have a cache of its own."""
+    """Seconds of the ways in turn, so that other load affects all of them; each is equally often
+    first, because disks have caches."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     names, prepare = list(ways), drop_pages if cold else fill_pages
     for run in range(runs * len(ways)):
@@ -201,13 +202,10 @@ def bench_by_tier(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = wrap_causal(shape.build(torch.bfloat16).to(device))
     rng = random.Random(1)
-    preamble, question, *modules = (
-        shape.draw_tokens(rng, length)
-        for length in (
-            setting.preamble_tokens, setting.question_tokens,
-            *[setting.module_tokens] * setting.modules,
-        )
-    )  # fmt: skip
+    lengths = [setting.module_tokens] * setting.modules
+    preamble, question, modules = shape.draw_prompt(
+        rng, setting.preamble_tokens, setting.question_tokens, lengths
+    )
     progress("encoding the modules")
     [root] = encode(model, [EncodeJob(preamble)])
     root_key = made_up_key("root")
@@ -215,10 +213,10 @@ def bench_by_tier(
     cuts = {made_up_key(f"cut {n}"): modules[0][:n] for n in setting.lengths}
     states = {root_key: root}
     for key, tokens in (prompt | cuts).items():
-        states[key] = _encode(model, root, tokens)
+        [states[key]] = encode_modules(model, root, [tokens])
     progress("computing modules of several lengths")
     computing = {
-        key: median_seconds(model, partial(_encode, model, root, tokens))
+        key: median_seconds(model, partial(encode_modules, model, root, [tokens]))
         for key, tokens in cuts.items()
     }
     bench = _FilledTiers(model, _store(folder, model, states), states, setting.runs)
@@ -238,7 +236,7 @@ def bench_by_tier(
 
 
 class _FilledTiers:
-    """A store that holds the same states in every tier."""
+    """A store with the same states in every tier."""
 
     def __init__(
         self, model: LanguageModel, store: KVStore, states: dict[KVKey, KVStates], runs: int
@@ -249,11 +247,11 @@ class _FilledTiers:
     def first_tokens(
         self, keys: Sequence[KVKey], question: Sequence[int]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds to ready states, and to the first token, by tier."""
+        """Seconds to leased states, and to the first token, by tier."""
         ready: dict[str, float] = {}
         total: dict[str, float] = {}
         tokens = set()
-        _first_token(self.model, [self.states[key] for key in keys], question)  # kernels are made
+        _first_token(self.model, [self.states[key] for key in keys], question)  # warm-up
         for tier in self.tiers:
             pairs = []
             for _ in range(self.runs):
@@ -300,7 +298,7 @@ class _FilledTiers:
         return taken
 
     def _only_from(self, tier: str, keys: Sequence[KVKey]) -> None:
-        """Takes states out of the tiers above one, and its files out of the page cache."""
+        """Evicts states from the tiers above one, and its files from the page cache."""
         for above in self.tiers[: self.tiers.index(tier)]:
             self.store.evict(keys, above)
         shared = self.store.persistent.index(tier)
@@ -310,8 +308,7 @@ class _FilledTiers:
 
 
 def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) -> KVStore:
-    """Without the threads of an open store, which would copy what is read from a remote to the disk
-    while it is timed."""
+    """A store without background threads, which would copy remote states to the disk meanwhile."""
     room = 2 * sum(each.nbytes for each in states.values()) + 2**24
     memory: list[Tier] = [HostTier(room)]
     if model.device.type == "cuda":
@@ -332,11 +329,6 @@ def _first_token(model: LanguageModel, states: Sequence[KVStates], own: Sequence
     context = assemble(states, own, window=model.window, max_new_tokens=1)
     [completion] = complete(model, [Request(context, 1)])
     return completion.token_ids[0]
-
-
-def _encode(model: LanguageModel, root: KVStates, tokens: Sequence[int]) -> KVStates:
-    [states] = encode(model, [EncodeJob(tokens, root.length, Segment(root, 0))])
-    return states
 
 
 def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> dict[str, float]:
@@ -375,7 +367,7 @@ def _ledger_requests(store: KVStore, catalogue: Catalog, requests: int) -> list[
 
 
 def fill_ledger(folder: Path, modules: int) -> None:
-    """Makes a state folder of so many modules in the collection `bench`."""
+    """Creates a state folder with so many modules in the collection `bench`."""
     database = Database.open(folder / "ledger.sqlite")
     store = KVStore.open(folder, database, 1 << 30)
     documents = [

@@ -1,4 +1,4 @@
-"""Time to first token: ordinary prefill, concatenated states, and segments, side by side."""
+"""Time to first token: ordinary prefill, concatenated states, and segments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds
-from ragcache.engine import EncodeJob, LLMEngine, Request, Segment, assemble, encode
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.engine import EncodeJob, LLMEngine, Request, assemble, encode
+from ragcache.models import wrap_causal
+from ragcache.planning import encode_modules
 from ragcache.states import KVStates
 
 
 @dataclass(frozen=True, slots=True)
 class TtftSetting:
-    """The prompt: a preamble, modules, a question; and how often each side runs."""
+    """Lengths of the prompt's preamble, modules and question, and repetitions of each way."""
 
     shape: LlamaShape = LlamaShape()
     preamble_tokens: int = 32
@@ -41,20 +42,16 @@ def bench_ttft(
 ) -> dict[str, Any]:
     """Runs the three ways in turn and returns medians in seconds and their ratios.
 
-    The modules stand in another order than they were encoded in, so that every one was moved.
-    Times end when the first token is known; concatenation counts, as every prompt needs its own.
+    The prompt holds the modules in another order than they were encoded in, so that all are moved.
+    Times end when the first token is known and include concatenation, which every prompt needs.
     """
     setting = setting or TtftSetting()
     progress("building the model")
     model = setting.shape.build(torch.bfloat16).to(setting.device)
     rng = random.Random(1)
-    preamble, question, *modules = (
-        setting.shape.draw_tokens(rng, length)
-        for length in (
-            setting.preamble_tokens,
-            setting.question_tokens,
-            *[setting.module_tokens] * setting.modules,
-        )
+    lengths = [setting.module_tokens] * setting.modules
+    preamble, question, modules = setting.shape.draw_prompt(
+        rng, setting.preamble_tokens, setting.question_tokens, lengths
     )
     prompt = [t for run in (preamble, *reversed(modules), question) for t in run]
 
@@ -62,8 +59,8 @@ def bench_ttft(
     prefill = _median(setting.prefill_runs, lambda: _prefill(model, prompt))
     causal = wrap_causal(model)
     progress("encoding the modules")
-    states = _encode(causal, preamble, modules)
-    placed = [states[0], *reversed(states[1:])]
+    [root] = encode(causal, [EncodeJob(preamble)])
+    placed = [root, *reversed(encode_modules(causal, root, modules))]
     model.set_attn_implementation("sdpa")
     concatenated = partial(_concatenated, model, placed, question)
     concatenated()
@@ -106,17 +103,9 @@ def _prefill(model: Any, prompt: Sequence[int]) -> int:
     return int(logits[0, -1].argmax())
 
 
-def _encode(
-    causal: CausalLM, preamble: Sequence[int], modules: Sequence[Sequence[int]]
-) -> list[KVStates]:
-    [root] = encode(causal, [EncodeJob(preamble)])
-    jobs = [EncodeJob(tokens, root.length, Segment(root, 0)) for tokens in modules]
-    return [root, *encode(causal, jobs)]
-
-
 @torch.inference_mode()
 def _concatenated(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
-    """Plain Hugging Face: every layer's states concatenated into a `DynamicCache`."""
+    """Hugging Face transformers: the states of every layer concatenated into a `DynamicCache`."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
