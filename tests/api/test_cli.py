@@ -14,7 +14,7 @@ import pytest
 
 from ragcache import RagCache
 from ragcache.models import LoadedModel
-from ragcache_api.cli import demo
+from ragcache_api.cli import ask
 from ragcache_api.cli.main import main
 from ragcache_schemas import parse_schema
 from tests.conftest import REPOSITORY, write_notes
@@ -234,12 +234,12 @@ def test_doctor_reports_a_damaged_state_folder(run: Run, tmp_path: Path) -> None
 def test_demo_compares_both_ways_for_every_question(
     run: Run, notes: Path, texts: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "RUNS", 1)
-    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:2])
+    monkeypatch.setattr(ask, "RUNS", 1)
+    monkeypatch.setattr(ask, "QUESTIONS", ask.QUESTIONS[:2])
     for path in notes.iterdir() if texts else ():
         path.write_text(texts or "", encoding="utf-8")
     compared = parsed(run("demo", "--handbook", notes, "--json"))
-    assert [each["question"] for each in compared] == list(demo.QUESTIONS)
+    assert [each["question"] for each in compared] == list(ask.QUESTIONS)
     figures = {"first_token_cached", "first_token_exact", "ratio"}
     for each in compared:
         assert set(each) == ANSWER_KEYS | figures
@@ -250,12 +250,12 @@ def test_demo_compares_both_ways_for_every_question(
 def test_demo_prints_questions_and_ratios(
     run: Run, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "RUNS", 1)
-    monkeypatch.setattr(demo, "QUESTIONS", demo.QUESTIONS[:2])
+    monkeypatch.setattr(ask, "RUNS", 1)
+    monkeypatch.setattr(ask, "QUESTIONS", ask.QUESTIONS[:2])
     status, out, _ = run("demo", "--handbook", notes)
     assert status == 0
     assert "3 documents, 3 modules" in out
-    assert all(question in out for question in demo.QUESTIONS)
+    assert all(question in out for question in ask.QUESTIONS)
 
 
 def test_named_errors_are_one_line_on_standard_error(

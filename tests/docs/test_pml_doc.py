@@ -94,7 +94,7 @@ def test_no_example_is_left_out() -> None:
 
 
 def test_the_tree_that_is_shown_is_the_one_that_is_printed() -> None:
-    from ragcache_api.cli.outline import outline_lines
+    from ragcache_api.cli.schema import outline_lines
     from ragcache_schemas import lay_out
 
     [shown] = [block.text for block in blocks() if block.text.startswith("trip (3 modules)")]

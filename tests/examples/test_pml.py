@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_api.cli.tokens import Tokens
+from ragcache_api.cli.console import Tokens
 from ragcache_schemas import (
     Module,
     Plan,

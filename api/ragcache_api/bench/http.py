@@ -29,7 +29,7 @@ from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shape
 from ragcache.bench.tiers import fill_ledger
 from ragcache_api.bench.clients import first_token, request, run_clients
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.serving import long_lived
+from ragcache_api.http.server import long_lived
 
 _TOPICS = ("boats", "keys", "leave", "lamps", "ropes", "dogs", "stores", "fires")
 _COLLECTION = "bench"

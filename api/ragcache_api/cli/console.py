@@ -1,24 +1,36 @@
 """What all commands share: options, consoles, opening a state folder, progress."""
 
+# MERGED ragcache_api.cli.showing: An answer as people read it: its text, whole or as it comes,
+#   its sources and what it cost.
+# MERGED ragcache_api.cli.tokens: Counting tokens for commands that need no model: its
+#   tokenizer alone is loaded.
+
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ragcache.errors import UnreadableDocument
+from ragcache.errors import ModelNotFound, UnreadableDocument
+from ragcache.models import LoadedModel
+from ragcache.models.loader import READER
+from ragcache.pipeline import ChatTemplate
 
 if TYPE_CHECKING:
-    from ragcache import RagCache
+    from ragcache import Answer, AnswerStream, RagCache
     from ragcache.db import Database
+
 
 UNWRAPPED = 10_000  # characters: a path that a log or a pipe breaks in two is found by nobody
 
@@ -181,3 +193,93 @@ def plain_table(*columns: str, left: int = 1) -> Table:
         else:
             table.add_column(column, justify="right", overflow="fold")
     return table
+
+
+def report(stream: AnswerStream, *, pieces: bool | None) -> None:
+    """Prints an answer; piece by piece if asked to, or on a terminal unless asked not to."""
+    if console.is_terminal if pieces is None else pieces:
+        show_text(stream)
+    else:
+        console.print(_said(stream.result()), style="bold", markup=False, highlight=False)
+    show_account(stream.answer)
+
+
+def show_text(stream: AnswerStream) -> None:
+    """The pieces of an answer as they come, without outer whitespace at the front."""
+    begun = False
+    for piece in stream:
+        text = piece if begun else piece.lstrip()
+        begun = begun or bool(text)
+        console.print(text, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print("" if begun else _said(stream.answer), markup=False, highlight=False)
+
+
+def show_account(answer: Answer) -> None:
+    """Sources, mode, tokens and times."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for source in answer.sources:
+        score = f"{source.score:.3f}" if source.score else ""
+        table.add_row(escape(source.module), score, source.tier, style="dim")
+    console.print(table)
+    timings = answer.timings
+    console.print(
+        f"mode {answer.mode} · prompt {tokens(answer)} · "
+        f"first token {milliseconds(timings.first_token)} · total {milliseconds(timings.total)}",
+        highlight=False,
+    )
+
+
+def tokens(answer: Answer) -> str:
+    """The tokens of the prompt, summed up."""
+    reuse = answer.reuse
+    shared = f"+ {reuse.shared_tokens} shared " if reuse.shared_tokens else ""
+    return (
+        f"{reuse.prompt_tokens} tokens = {reuse.cached_tokens} cached {shared}"
+        f"+ {reuse.computed_tokens} computed"
+    )
+
+
+def _said(answer: Answer) -> str:
+    if answer.finish_reason == "no_documents":
+        return "nothing in this collection shares a word with the question"
+    return answer.text
+
+
+_MARK = re.compile("[\U00100000-\U0010fffd]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A tokenizer and its chat template."""
+
+    model: LoadedModel
+    template: ChatTemplate
+
+    @classmethod
+    def load(cls, model: str | None) -> Tokens:
+        """Those of a model folder or hub name; None is the embedded reader."""
+        from transformers import AutoTokenizer
+
+        source = model or str(READER)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ModelNotFound(
+                f"cannot load the tokenizer of {source!r}: {error}. Give a folder with a "
+                "tokenizer, or the name of a hub model that this machine can reach"
+            ) from error
+        loaded = LoadedModel(source, cast("Any", None), tokenizer)  # text needs no weights
+        return cls(loaded, ChatTemplate(loaded))
+
+    def count_trusted(self, text: str) -> int:
+        """Tokens of a text in which control tokens are recognized, as in a generated schema."""
+        return len(self.model.encode(text))
+
+    def shown(self, text: str) -> str:
+        """`text` with the template's control tokens spelled out."""
+
+        def spelled(mark: re.Match[str]) -> str:
+            found: str = self.model.tokenizer.decode(self.template.encode(mark[0]))
+            return found
+
+        return _MARK.sub(spelled, text)

@@ -8,22 +8,7 @@ import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import (
-    ask,
-    bench,
-    demo,
-    doctor,
-    evaluate,
-    ingest,
-    keys,
-    modules,
-    plan,
-    prompt,
-    schema,
-    serve,
-    stats,
-    verify,
-)
+from ragcache_api.cli import admin, ask, bench, evaluate, plan, schema, serve
 from ragcache_api.cli.console import errors
 from ragcache_schemas import PMLError
 
@@ -34,18 +19,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("demo")(demo.demo)
-app.command("ingest")(ingest.ingest)
+app.command("demo")(ask.demo)
+app.command("ingest")(ask.ingest)
 app.command("ask")(ask.ask)
-app.command("prompt")(prompt.prompt)
+app.command("prompt")(ask.prompt)
 app.command("eval")(evaluate.evaluate_command)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(admin.doctor)
 app.command("serve")(serve.serve)
-app.command("stats")(stats.stats)
+app.command("stats")(admin.stats)
 app.command("plan")(plan.plan)
-app.command("verify")(verify.verify)
-app.add_typer(modules.app, name="modules")
-app.add_typer(keys.app, name="keys")
+app.command("verify")(admin.verify)
+app.add_typer(admin.modules_app, name="modules")
+app.add_typer(admin.keys_app, name="keys")
 app.add_typer(schema.app, name="schema")
 app.add_typer(bench.app, name="bench")
 

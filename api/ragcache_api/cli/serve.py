@@ -30,7 +30,7 @@ def serve(
 
     Settings also come from RAGCACHE_NAME in the environment and from ragcache.toml.
     """
-    from ragcache_api.http.serving import serve as serve_app
+    from ragcache_api.http.server import serve as serve_app
     from ragcache_api.settings import ServiceSettings
 
     settings = ServiceSettings.read(

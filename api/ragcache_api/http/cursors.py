@@ -17,8 +17,8 @@ from cryptography.fernet import Fernet, InvalidToken
 from ragcache import RagCache
 from ragcache.db.sql import NOT_OF_THIS_LIST, after, cursor_of, cut
 from ragcache.errors import InvalidRequest
+from ragcache_api.http.protocol import PageOf
 from ragcache_api.http.service import Call
-from ragcache_api.http.wire.common import PageOf
 
 T = TypeVar("T")
 R = TypeVar("R")

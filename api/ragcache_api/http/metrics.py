@@ -9,9 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
-from ragcache_api.http.looking import Looking
-from ragcache_api.http.recording import hit_or_miss, with_tokens
-from ragcache_api.http.running import Entry, Running
+from ragcache_api.http.admin_view import AdminQueries
+from ragcache_api.http.requests import ActiveRequest, RequestRegistry
+from ragcache_api.http.stats_recorder import hit_or_miss, with_tokens
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -20,9 +20,9 @@ _QUEUED = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
 class Metrics:
-    """What is counted as it happens; `Standing` reads the rest when it is asked for."""
+    """What is counted as it happens; `StateCollector` reads the rest when it is asked for."""
 
-    def __init__(self, looking: Looking, running: Running) -> None:
+    def __init__(self, looking: AdminQueries, running: RequestRegistry) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "ragcache_requests", "Requests that have ended.", ["kind", "outcome"],
@@ -40,9 +40,9 @@ class Metrics:
             "ragcache_queue_seconds", "The wait for the engine.", buckets=_QUEUED,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(Standing(looking, running))
+        self.registry.register(StateCollector(looking, running))
 
-    def ended(self, entry: Entry) -> None:
+    def ended(self, entry: ActiveRequest) -> None:
         """Takes a request that has ended."""
         self._requests.labels(entry.kind, entry.outcome).inc()
         for answer, counts in with_tokens(entry):
@@ -58,11 +58,11 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class Standing(Collector):
+class StateCollector(Collector):
     """What the store and the engine tell of themselves since they were opened. The ledger's record
     of evictions is bounded, so that its rows are no totals."""
 
-    def __init__(self, looking: Looking, running: Running) -> None:
+    def __init__(self, looking: AdminQueries, running: RequestRegistry) -> None:
         self._looking, self._running = looking, running
 
     def describe(self) -> list[Metric]:

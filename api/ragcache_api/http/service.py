@@ -13,12 +13,12 @@ from starlette.concurrency import run_in_threadpool
 from ragcache import RagCache
 from ragcache.engine import LogprobFormat
 from ragcache.errors import DeadlineExceeded
+from ragcache_api.http.admin_view import AdminQueries
 from ragcache_api.http.auth import Caller
-from ragcache_api.http.errors import Refusal
-from ragcache_api.http.looking import Looking
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.metrics import Metrics
-from ragcache_api.http.recording import Recorder
-from ragcache_api.http.running import Running
+from ragcache_api.http.requests import RequestRegistry
+from ragcache_api.http.stats_recorder import StatsRecorder
 from ragcache_api.settings import ServiceSettings
 
 T = TypeVar("T")
@@ -30,15 +30,15 @@ class Service:
 
     rag: RagCache
     settings: ServiceSettings
-    running: Running = field(default_factory=Running)
-    recorder: Recorder = field(default_factory=Recorder)
+    running: RequestRegistry = field(default_factory=RequestRegistry)
+    recorder: StatsRecorder = field(default_factory=StatsRecorder)
     started: float = field(default_factory=time)
-    looking: Looking = field(init=False)
+    looking: AdminQueries = field(init=False)
     metrics: Metrics = field(init=False)
     _within: dict[str, RagCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.looking = Looking.of(self.rag)
+        self.looking = AdminQueries.of(self.rag)
         self.metrics = Metrics(self.looking, self.running)
         self.running.ended += [self.recorder.ended, self.metrics.ended]
 
@@ -90,9 +90,9 @@ class Call:
         return left
 
     def operator(self) -> None:
-        """Raises `Refusal` (403) unless the caller may see what all namespaces share."""
+        """Raises `HTTPProblem` (403) unless the caller may see what all namespaces share."""
         if not self.caller.is_operator:
-            raise Refusal(
+            raise HTTPProblem(
                 403, "forbidden",
                 "this concerns all namespaces: it takes a key of the role `admin` in `default`",
             )  # fmt: skip

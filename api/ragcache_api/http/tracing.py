@@ -18,7 +18,7 @@ from opentelemetry.trace import Tracer
 
 from ragcache import Answer, Timings
 from ragcache.errors import MissingExtra
-from ragcache_api.http.running import Entry
+from ragcache_api.http.requests import ActiveRequest
 
 _SECOND = 1_000_000_000  # in the nanoseconds of OpenTelemetry
 
@@ -39,8 +39,8 @@ def telemetry(on: bool) -> TelemetryConfig:
     }  # fmt: skip
 
 
-def trace_answers(entry: Entry) -> None:
-    """Spans of what a request did, in the trace of its call. For `Running.ended`."""
+def trace_answers(entry: ActiveRequest) -> None:
+    """Spans of what a request did, in the trace of its call. For `RequestRegistry.ended`."""
     began = time.time_ns() - int((time.monotonic() - entry.started) * _SECOND)
     for answer in entry.answers:
         entry.context.run(_trace, trace.get_tracer("ragcache"), answer, began)

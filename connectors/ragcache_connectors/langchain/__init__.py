@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ragcache_connectors.langchain.chat_model import ChatRagCache
+    from ragcache_connectors.langchain.chat_models import ChatRagCache
+    from ragcache_connectors.langchain.document_loaders import RagCacheLoader
     from ragcache_connectors.langchain.embeddings import RagCacheEmbeddings
-    from ragcache_connectors.langchain.loader import RagCacheLoader
-    from ragcache_connectors.langchain.opening import close_shared, shared_rag
+    from ragcache_connectors.langchain.prompts import TemplateSchema, template_schema
     from ragcache_connectors.langchain.record_manager import RagCacheRecordManager
-    from ragcache_connectors.langchain.retriever import RagCacheRetriever
-    from ragcache_connectors.langchain.templates import TemplateSchema, template_schema
-    from ragcache_connectors.langchain.vector_store import RagCacheVectorStore
+    from ragcache_connectors.langchain.retrievers import RagCacheRetriever
+    from ragcache_connectors.langchain.shared import close_shared, shared_rag
+    from ragcache_connectors.langchain.vectorstores import RagCacheVectorStore
 
 __all__ = [
     "ChatRagCache",
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ChatRagCache": "chat_model",
+    "ChatRagCache": "chat_models",
     "RagCacheEmbeddings": "embeddings",
-    "RagCacheLoader": "loader",
+    "RagCacheLoader": "document_loaders",
     "RagCacheRecordManager": "record_manager",
-    "RagCacheRetriever": "retriever",
-    "RagCacheVectorStore": "vector_store",
-    "TemplateSchema": "templates",
-    "close_shared": "opening",
-    "shared_rag": "opening",
-    "template_schema": "templates",
+    "RagCacheRetriever": "retrievers",
+    "RagCacheVectorStore": "vectorstores",
+    "TemplateSchema": "prompts",
+    "close_shared": "shared",
+    "shared_rag": "shared",
+    "template_schema": "prompts",
 }
 
 

@@ -18,8 +18,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
-from ragcache_connectors.langchain.chat_model import ChatRagCache
-from ragcache_connectors.langchain.retriever import RagCacheRetriever
+from ragcache_connectors.langchain.chat_models import ChatRagCache
+from ragcache_connectors.langchain.retrievers import RagCacheRetriever
 
 if TYPE_CHECKING:
     from ragcache import RagCache

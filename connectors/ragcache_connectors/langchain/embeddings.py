@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from langchain_core.embeddings import Embeddings
 
 from ragcache.errors import ConfigurationError
-from ragcache_connectors.langchain.opening import shared_rag
+from ragcache_connectors.langchain.shared import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache

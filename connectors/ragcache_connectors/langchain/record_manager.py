@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from langchain_core.indexing import RecordManager
 
-from ragcache_connectors.langchain.opening import shared_rag
+from ragcache_connectors.langchain.shared import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache

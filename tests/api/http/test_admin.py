@@ -17,7 +17,7 @@ from ragcache import RagCache
 from ragcache.db.tables import EvictionTable
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.metrics import Metrics
-from ragcache_api.http.recording import Heat
+from ragcache_api.http.stats_recorder import Heat
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
 

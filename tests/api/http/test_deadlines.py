@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from starlette.types import Message
 
 from ragcache import RagCache
-from ragcache_api.http import ServiceSettings, asking, create_app, sse
-from ragcache_api.http.errors import Refusal
+from ragcache_api.http import ServiceSettings, create_app, streaming
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.service import Service
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
@@ -59,7 +59,7 @@ def test_a_stream_is_told_that_its_time_is_over(client: TestClient) -> None:
 def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "TOLD_SECONDS", 1.0)
+    monkeypatch.setattr(streaming, "TOLD_SECONDS", 1.0)
     app = create_app(rag, ServiceSettings.read(deadline=2))
     service: Service = app.state.service
     caller = Caller(json.dumps(LONG).encode(), takes=2)
@@ -84,8 +84,8 @@ def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
 
 
 def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "STALL_SECONDS", 0.1)
-    monkeypatch.setattr(sse, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(streaming, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(streaming, "WATCH_SECONDS", 0.02)
     ended = []
 
     async def many() -> AsyncGenerator[bytes, None]:
@@ -96,7 +96,7 @@ def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
             ended.append("events")
 
     caller = Caller(takes=5)
-    events = sse.Events(many(), lambda: ended.append("response"))
+    events = streaming.Events(many(), lambda: ended.append("response"))
     asyncio.run(asyncio.wait_for(caller.call(events, "GET", "/"), 10))
     assert ended == ["events", "response"]
     assert len(caller.told) == 5
@@ -112,18 +112,18 @@ def test_a_stream_whose_request_cannot_be_read_ends() -> None:
 
     async def broken() -> Message:
         await asyncio.sleep(0.05)
-        raise Refusal(408, "body-too-slow", "it did not come")
+        raise HTTPProblem(408, "body-too-slow", "it did not come")
 
     caller = Caller()
-    events = sse.Events(forever(), lambda: ended.append("response"))
+    events = streaming.Events(forever(), lambda: ended.append("response"))
     asyncio.run(asyncio.wait_for(events({}, broken, caller.send), 10))
     assert ended == ["response"]
     assert caller.told
 
 
 def test_a_ping_that_cannot_be_sent_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(sse, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(streaming, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "WATCH_SECONDS", 0.02)
     ended = []
 
     async def silent() -> AsyncGenerator[bytes, None]:
@@ -134,15 +134,15 @@ def test_a_ping_that_cannot_be_sent_ends_the_stream(monkeypatch: pytest.MonkeyPa
         if message.get("body", b"").startswith(b":"):
             raise OSError("the client is gone")
 
-    events = sse.Events(silent(), lambda: ended.append("response"))
+    events = streaming.Events(silent(), lambda: ended.append("response"))
     asyncio.run(asyncio.wait_for(events({}, Caller().receive, send), 10))
     assert ended == ["response"]
 
 
 def test_a_pause_is_filled_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "STALL_SECONDS", 0.1)
-    monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(sse, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(streaming, "STALL_SECONDS", 0.1)
+    monkeypatch.setattr(streaming, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(streaming, "WATCH_SECONDS", 0.02)
 
     async def few() -> AsyncGenerator[bytes, None]:
         yield b"data: 1\n\n"
@@ -150,7 +150,7 @@ def test_a_pause_is_filled_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> N
         yield b"data: 2\n\n"
 
     caller = Caller()
-    asyncio.run(caller.call(sse.Events(few()), "GET", "/"))
+    asyncio.run(caller.call(streaming.Events(few()), "GET", "/"))
     bodies = [message["body"] for message in caller.told[1:]]
     assert [body for body in bodies if body.startswith(b"data")] == [b"data: 1\n\n", b"data: 2\n\n"]
     assert len(bodies) > 4

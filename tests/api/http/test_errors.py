@@ -8,7 +8,7 @@ import pytest
 
 from ragcache import errors
 from ragcache.errors import RagCacheError
-from ragcache_api.http.errors import STATUS, Refusal, fault_of, is_openai
+from ragcache_api.http.errors import STATUS, HTTPProblem, fault_of, is_openai
 from ragcache_schemas import PMLError
 
 NAMED = [
@@ -40,7 +40,7 @@ def test_what_nobody_named_is_not_told() -> None:
 
 
 def test_a_refusal_carries_its_headers() -> None:
-    fault = fault_of(Refusal(429, "rate-limited", "too many", {"Retry-After": "7"}))
+    fault = fault_of(HTTPProblem(429, "rate-limited", "too many", {"Retry-After": "7"}))
     assert fault is not None
     assert fault.headers == {"Retry-After": "7"}
     assert fault.openai()["error"]["type"] == "rate_limit_error"

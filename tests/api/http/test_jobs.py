@@ -9,13 +9,13 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.errors import LedgerUnavailable, UnknownJob
+from ragcache_api.http.protocol import JobResponse
 from ragcache_api.http.routes import jobs
-from ragcache_api.http.wire.documents import JobTold
 from tests.api.http.conftest import client_of
 from tests.api.http.events import events
 
 EVENTS = {"Accept": "text/event-stream"}
-JOB = JobTold(
+JOB = JobResponse(
     public_id="a", target="notes", status="running", done=0, total=2, error="", started_at=1.0,
     finished_at=None,
 )  # fmt: skip
@@ -39,7 +39,7 @@ def test_what_cannot_be_read_is_told(
 ) -> None:
     answers = iter([JOB, JOB.model_copy(update={"done": 1})])
 
-    async def job(*_: object) -> JobTold:
+    async def job(*_: object) -> JobResponse:
         try:
             return next(answers)
         except StopIteration:
@@ -58,7 +58,7 @@ def test_the_end_of_the_service_is_told(
 ) -> None:
     running, asked = client.app.state.service.running, []  # type: ignore[attr-defined]
 
-    async def job(*_: object) -> JobTold:
+    async def job(*_: object) -> JobResponse:
         asked.append(1)
         if len(asked) == 3:
             running.drain()

@@ -15,7 +15,7 @@ from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import RagCacheEmbeddings, close_shared, embeddings
-from ragcache_connectors.langchain.opening import declare
+from ragcache_connectors.langchain.shared import declare
 
 
 class TestUnit(EmbeddingsUnitTests):

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import (
     AIMessage,
+    AIMessageChunk,
     BaseMessage,
     ChatMessage,
     FunctionMessage,
@@ -12,9 +20,15 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
+from ragcache import Generation, RagCache
 from ragcache.errors import InvalidRequest
-from ragcache_connectors.langchain.messages import conversation
+from ragcache.structured import ToolStyle
+from ragcache_connectors.langchain.call_options import Call
+from ragcache_connectors.langchain.messages import Chunks, Trim, _spoiling, conversation, result
+from ragcache_connectors.langchain.model_info import Served
 
 
 def test_each_kind_of_message_gets_its_role() -> None:
@@ -76,3 +90,112 @@ def test_what_is_no_text_is_refused_with_its_place(block: dict[str, Any]) -> Non
 def test_a_message_without_a_role_in_chats_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="message 1 is a FunctionMessage"):
         conversation([FunctionMessage("2", name="add")])
+
+
+pieces = st.lists(st.text(alphabet=" \n\tab", max_size=4), max_size=12)
+
+
+@given(pieces)
+def test_white_space_around_is_left_out_however_the_text_comes(some: list[str]) -> None:
+    trim = Trim()
+    shown = [trim.feed(piece) for piece in some]
+    assert "".join(shown) == "".join(some).strip()
+
+
+@given(pieces)
+def test_text_comes_as_soon_as_it_ends_no_white_space(some: list[str]) -> None:
+    trim, seen = Trim(), ""
+    for n, piece in enumerate(some, start=1):
+        seen += trim.feed(piece)
+        assert seen == "".join(some[:n]).strip()
+
+
+values = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a\\"]}{[', max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=2), values), st.data())
+def test_langchain_mends_no_call_that_was_refused(arguments: Any, data: st.DataObject) -> None:
+    text = json.dumps(arguments)
+    cut = text[: data.draw(st.integers(0, len(text)))] + data.draw(st.sampled_from(["", " junk"]))
+    parts = [cut, _spoiling(cut)]
+    chunks = [
+        AIMessageChunk(content="", tool_call_chunks=[tool_call_chunk(args=part, index=0)])
+        for part in parts
+    ]
+    whole = chunks[0] + chunks[1] + AIMessageChunk(content="", chunk_position="last")
+    assert whole.tool_calls == []
+    assert [call["args"] for call in whole.invalid_tool_calls] == ["".join(parts)]
+
+
+class Written(BaseChatModel):
+    """Says a text, whole or in pieces, with content in version 1."""
+
+    output_version: str = "v1"
+    rag: Any
+    text: str
+
+    @property
+    def _llm_type(self) -> str:
+        return "written"
+
+    @property
+    def _call(self) -> Call:
+        return Call(Generation(), "rooted", True, style=ToolStyle.HERMES)
+
+    def _generate(self, *_: Any, **__: Any) -> ChatResult:
+        answer = self.rag.chat([{"role": "user", "content": "x"}])
+        [choice] = answer.choices
+        written = replace(answer, choices=(replace(choice, text=self.text),))
+        return result(written, self._call, Served(self.rag))
+
+    def _stream(self, *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
+        chunks = Chunks(self._call, Served(self.rag))
+        for begin in range(0, len(self.text), 7):
+            piece: Any = SimpleNamespace(choice=0, text=self.text[begin : begin + 7])
+            yield from chunks.read(piece)
+        yield from chunks.end(self.rag.chat([{"role": "user", "content": "x"}]))
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (f"a {CALL} b {CALL} c", ["a", "call", "b", "call", "c"]),
+        (f"{CALL} b {CALL}", ["call", "b", "call"]),
+        (f"a {CALL}{CALL} b {CALL} c", ["a", "call", "call", "b", "call", "c"]),
+        (f"{CALL}{CALL} b {CALL} c", ["call", "call", "b", "call", "c"]),
+    ],
+)
+def test_streamed_text_and_calls_keep_their_places(
+    rag: RagCache, written: str, said: list[str]
+) -> None:
+    chunks: list[Any] = list(Written(rag=rag, text=written).stream("x"))
+    whole = sum(chunks[1:], chunks[0])
+    kinds = [block.get("text", "call").strip() for block in whole.content]
+    assert kinds == said
+    assert [call["args"] for call in whole.tool_calls] == [{"a": 1}] * said.count("call")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        CALL.replace("}}", "}} junk"),
+        CALL.replace("1}", '1}, "arguments": {"a": 2}'),
+        CALL.replace("1}}", "1"),
+        f"{CALL} {CALL[:-14]}",
+        "<tool_call>no call</tool_call>",
+        "<tool_call></tool_call>",
+    ],
+)
+def test_what_is_no_call_is_none_in_a_stream(rag: RagCache, written: str) -> None:
+    model = Written(rag=rag, text=written)
+    chunks: list[Any] = list(model.stream("x"))
+    told, seen = model.invoke("x"), sum(chunks[1:], chunks[0])
+    assert len(seen.invalid_tool_calls) == len(told.invalid_tool_calls) == 1
+    assert [each["args"] for each in seen.tool_calls] == [each["args"] for each in told.tool_calls]

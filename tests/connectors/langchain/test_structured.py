@@ -4,14 +4,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from ragcache import RagCache
-from ragcache.errors import InvalidRequest
+from ragcache.errors import InvalidRequest, UnsupportedModel
+from ragcache.models import LoadedModel
+from ragcache.structured import ToolStyle, resolve_tool_choice
 from ragcache_connectors.langchain import ChatRagCache
-from tests.connectors.langchain.scripted import STRING, scripted
+from ragcache_connectors.langchain.structured import call_grammar, described
+from tests.connectors.langchain.scripted import AFTER_TOOL, SAID, STRING, scripted
 
 
 class Boat(BaseModel):
@@ -99,3 +106,172 @@ def test_response_format_is_taken_as_openai_writes_it(model: ChatRagCache) -> No
     assert Boat.model_validate_json(str(model.invoke("x", response_format=form).content))
     with pytest.raises(InvalidRequest, match="holds no json_schema"):
         model.invoke("x", response_format={"type": "json_schema"})
+
+
+@tool
+def weather(place: str) -> str:
+    """The weather at a place."""
+    return f"sunny in {place}"
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """The sum."""
+    return a + b
+
+
+@pytest.mark.parametrize(
+    ("choice", "name", "arguments"),
+    [
+        ("any", "weather", {"place": STRING}),
+        ("required", "weather", {"place": STRING}),
+        (True, "weather", {"place": STRING}),
+        ("auto", "weather", {"place": STRING}),
+        (None, "weather", {"place": STRING}),
+        ("add", "add", {"a": 3, "b": 3}),
+        ({"type": "function", "function": {"name": "add"}}, "add", {"a": 3, "b": 3}),
+    ],
+)
+def test_calls_are_some_tools(
+    model: ChatRagCache, choice: Any, name: str, arguments: dict[str, Any]
+) -> None:
+    tools = [weather] if name == "weather" else [weather, add]
+    bound = model.bind_tools(tools, tool_choice=choice)
+    answer = bound.invoke("Do it")
+    assert answer.content == ""
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    [call] = answer.tool_calls
+    assert (call["name"], call["args"]) == (name, arguments)
+    assert len(call["id"]) == 9
+
+
+def test_none_offers_no_tools(model: ChatRagCache) -> None:
+    assert model.bind_tools([weather], tool_choice="none").invoke("x").content == SAID
+    assert model.bind_tools([]).invoke("x").content == SAID
+
+
+async def test_calls_come_in_parts_while_they_are_written(model: ChatRagCache) -> None:
+    bound = model.bind_tools([add], tool_choice="any")
+    chunks: list[Any] = list(bound.stream("Add"))
+    parts = [part for chunk in chunks for part in chunk.tool_call_chunks]
+    assert [part["name"] for part in parts] == ["add"] + [None] * (len(parts) - 1)
+    assert parts[0]["id"] is not None
+    assert "".join(part["args"] for part in parts) == '{"a": 3, "b": 3}'
+    assert len(parts) > 10
+    whole = sum(chunks[1:], chunks[0])
+    assert whole.tool_calls[0]["args"] == {"a": 3, "b": 3}
+    assert whole.response_metadata["finish_reason"] == "tool_calls"
+    assert [c.content async for c in bound.astream("Add")] == [""] * len(chunks)
+
+
+def test_text_still_streams_with_tools_bound(model: ChatRagCache) -> None:
+    call = {"name": "add", "args": {"a": 1, "b": 2}, "id": "abc123xyz", "type": "tool_call"}
+    history = [
+        HumanMessage("1 + 2?"),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage("3", tool_call_id="abc123xyz"),
+    ]
+    bound = model.bind_tools([add])
+    chunks = list(bound.stream(history))
+    assert "".join(str(chunk.content) for chunk in chunks) == AFTER_TOOL
+    assert sum(bool(chunk.content) for chunk in chunks) == len(AFTER_TOOL)
+    assert bound.invoke(history).content == AFTER_TOOL
+
+
+def test_a_call_that_is_cut_off_is_invalid(rag: RagCache) -> None:
+    bound = ChatRagCache(rag=rag, max_tokens=45).bind_tools([weather], tool_choice="any")
+    answer = bound.invoke("x")
+    assert answer.tool_calls == []
+    [wrong] = answer.invalid_tool_calls
+    assert wrong["name"] == "weather"
+    assert answer.response_metadata["finish_reason"] == "length"
+
+
+def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None:
+    bound = ChatRagCache(rag=rag, max_tokens=4).bind_tools([weather], tool_choice="any")
+    answer: Any = bound.invoke("x")
+    chunks: list[Any] = list(bound.stream("x"))
+    for message in (answer, sum(chunks[1:], chunks[0])):
+        assert message.tool_calls == []
+        assert [call["name"] for call in message.invalid_tool_calls] == [None]
+
+
+def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCache) -> None:
+    bound = ChatRagCache(rag=rag).bind_tools([weather], tool_choice="any")
+    length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]
+    for most in range(1, length + 1):
+        chunks: list[Any] = list(bound.stream("x", max_tokens=most))
+        told, seen = bound.invoke("x", max_tokens=most), sum(chunks[1:], chunks[0])
+        assert [c["args"] for c in seen.tool_calls] == [c["args"] for c in told.tool_calls]
+        wrong = [[c["name"] for c in each.invalid_tool_calls] for each in (told, seen)]
+        assert wrong[0] == wrong[1]
+        reasons = {each.response_metadata["finish_reason"] for each in (told, seen)}
+        assert len(reasons) == 1
+
+
+def test_a_template_without_tools_is_named(
+    tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
+) -> None:
+    with RagCache.open(tmp_path_factory.mktemp("reader"), model=reader) as rag:
+        bound = ChatRagCache(rag=rag).bind_tools([weather])
+        with pytest.raises(UnsupportedModel, match="chat template takes no tools"):
+            bound.invoke("x")
+
+
+def test_what_cannot_be_chosen_or_described_is_refused(model: ChatRagCache) -> None:
+    with pytest.raises(InvalidRequest, match="must be auto, required or one of weather, add"):
+        model.bind_tools([weather, add], tool_choice="subtract")
+    with pytest.raises(InvalidRequest, match="names no function"):
+        resolve_tool_choice({"type": "function"}, described([add]))
+    with pytest.raises(InvalidRequest, match="cannot be described"):
+        model.bind_tools([{"nameless": 1}])
+
+
+class BoatTool(BaseModel):
+    """A boat."""
+
+    name: str
+
+
+def test_an_agent_calls_tools_and_answers_in_a_form(model: ChatRagCache) -> None:
+    agent = create_agent(model, tools=[weather], response_format=ProviderStrategy(BoatTool))
+    said = agent.invoke({"messages": [("user", "Which boat?")]}, {"recursion_limit": 6})
+    assert said["structured_response"] == BoatTool(name=STRING)
+    assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
+
+
+def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unheld = [{"name": "f", "parameters": {"type": "object", "not": {"type": "string"}}}]
+    assert call_grammar(unheld, "auto", ToolStyle.HERMES, True) is None
+    with pytest.raises(InvalidRequest, match="'not'"):
+        call_grammar(unheld, "required", ToolStyle.HERMES, True)
+    with pytest.raises(InvalidRequest, match="'not'"):
+        call_grammar(unheld, "auto", ToolStyle.HERMES, True, strict=True)
+    assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is not None
+    monkeypatch.setattr("ragcache_connectors.langchain.structured.find_spec", lambda _: None)
+    assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is None
+    strict = call_grammar(described([add]), "auto", ToolStyle.HERMES, True, strict=True)
+    assert strict is not None, "the engine names the extra that is missing"
+
+
+def test_strict_reaches_the_call(model: ChatRagCache) -> None:
+    unheld = {
+        "title": "f", "description": "f", "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}},
+    }  # fmt: skip
+    assert isinstance(model.bind_tools([unheld]).invoke("x"), AIMessage)
+    with pytest.raises(InvalidRequest, match="'uniqueItems'"):
+        model.bind_tools([unheld], strict=True).invoke("x")
+
+
+def test_parallel_calls_may_be_off(rag: RagCache) -> None:
+    from ragcache_connectors.langchain.call_options import Call
+    from ragcache_connectors.langchain.model_info import Served
+
+    options = {"mode": "rooted", "recognize": True, "tools": described([add])}
+    more = {"tool_choice": "any", "parallel_tool_calls": False}
+    one, several = (Call.of(options, None, given, Served(rag)) for given in (more, {**more,
+                    "parallel_tool_calls": True}))  # fmt: skip
+    assert one.generation.grammar != several.generation.grammar

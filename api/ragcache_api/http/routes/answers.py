@@ -10,21 +10,26 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
-from ragcache_api.http.asking import Opening, answered, streamed
-from ragcache_api.http.compact import CompactResponse
-from ragcache_api.http.errors import Fault
-from ragcache_api.http.running import Entry
+from ragcache_api.http.errors import ErrorInfo
+from ragcache_api.http.protocol import (
+    AnswerRequest,
+    AnswerResponse,
+    CompactResponse,
+    PromptRequest,
+    answer_response,
+    event_stream,
+    problems,
+)
+from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import Call, CallDep
-from ragcache_api.http.sse import event
-from ragcache_api.http.wire.answers import AnswerRequest, AnswerTold, PromptRequest, told_answer
-from ragcache_api.http.wire.common import event_stream, problems
+from ragcache_api.http.streaming import Opening, answered, event, streamed
 
 router = APIRouter(
     prefix="/v1", tags=["answers"], responses={**problems(500), **event_stream("The answer")}
 )
 
 
-@router.post("/answers", response_model=AnswerTold)
+@router.post("/answers", response_model=AnswerResponse)
 async def ask(body: AnswerRequest, call: CallDep) -> Response:
     """Answers a question from the documents of a collection.
 
@@ -37,7 +42,7 @@ async def ask(body: AnswerRequest, call: CallDep) -> Response:
     return await _respond(call, "answer", body.collection, opening, stream=body.stream)
 
 
-@router.post("/prompts", response_model=AnswerTold)
+@router.post("/prompts", response_model=AnswerResponse)
 async def prompt(body: PromptRequest, call: CallDep) -> Response:
     """Answers a PML prompt over a stored schema. Events as for answers."""
     generation, rag = body.generation(call.deadline), call.rag
@@ -56,18 +61,18 @@ async def _respond(
         return await streamed(call, entry, opening, _told, _told_fault)
     with running.entry(kind, call.caller.namespace, collection) as entry:
         [answer] = await answered(call, entry, opening)
-    return CompactResponse(told_answer(entry.id, answer))
+    return CompactResponse(answer_response(entry.id, answer))
 
 
-async def _told(entry: Entry, stream: AsyncAnswerStream) -> AsyncGenerator[bytes, None]:
+async def _told(entry: ActiveRequest, stream: AsyncAnswerStream) -> AsyncGenerator[bytes, None]:
     yield event(stream.sources, "sources")
     async with aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
             if piece.text:
                 yield event({"text": piece.text, "at": monotonic() - entry.started}, "token")
     entry.answers.append(stream.answer)
-    yield event(told_answer(entry.id, stream.answer), "answer")
+    yield event(answer_response(entry.id, stream.answer), "answer")
 
 
-def _told_fault(fault: Fault) -> bytes:
+def _told_fault(fault: ErrorInfo) -> bytes:
     return event(fault.problem("/v1/answers"), "error")

@@ -7,16 +7,16 @@ from typing import Literal
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from ragcache_api.http.errors import Refusal
+from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.metrics import CONTENT_TYPE
-from ragcache_api.http.running import stopping
+from ragcache_api.http.protocol import ResponseModel, problems
+from ragcache_api.http.requests import stopping
 from ragcache_api.http.service import CallDep, ServiceDep, off_loop
-from ragcache_api.http.wire.common import Told, problems
 
 router = APIRouter(tags=["health"])
 
 
-class Health(Told):
+class Health(ResponseModel):
     status: Literal["live", "ready"]
 
 
@@ -32,7 +32,7 @@ async def ready(service: ServiceDep) -> Health:
     if service.running.draining:
         raise stopping()
     if not service.looking.is_open:
-        raise Refusal(503, "engine-closed", "the engine takes no requests any longer")
+        raise HTTPProblem(503, "engine-closed", "the engine takes no requests any longer")
     return Health(status="ready")
 
 

@@ -10,12 +10,19 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from ragcache_api.http.cursors import decrypted, encrypted
-from ragcache_api.http.faults import fault_in_stream
-from ragcache_api.http.running import stopping
+from ragcache_api.http.errors import fault_in_stream
+from ragcache_api.http.protocol import (
+    Cursor,
+    JobResponse,
+    Limit,
+    PageOf,
+    PublicId,
+    event_stream,
+    problems,
+)
+from ragcache_api.http.requests import stopping
 from ragcache_api.http.service import Call, CallDep, off_loop
-from ragcache_api.http.sse import Events, event
-from ragcache_api.http.wire.common import Cursor, Limit, PageOf, PublicId, event_stream, problems
-from ragcache_api.http.wire.documents import JobTold
+from ragcache_api.http.streaming import Events, event
 
 router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
 POLL_SECONDS = 0.25
@@ -23,14 +30,16 @@ _OPEN = ("queued", "running")
 
 
 @router.get("")
-async def list_jobs(call: CallDep, cursor: Cursor = None, limit: Limit = 100) -> PageOf[JobTold]:
+async def list_jobs(
+    call: CallDep, cursor: Cursor = None, limit: Limit = 100
+) -> PageOf[JobResponse]:
     """The ingestions, the newest first."""
     page = await off_loop(call.rag.jobs.list, decrypted(call, cursor), limit)
-    return encrypted(call, PageOf[JobTold].model_validate(page))
+    return encrypted(call, PageOf[JobResponse].model_validate(page))
 
 
-@router.get("/{job}", response_model=JobTold, responses=event_stream("The job"))
-async def get_job(job: PublicId, call: CallDep) -> JobTold | Response:
+@router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))
+async def get_job(job: PublicId, call: CallDep) -> JobResponse | Response:
     """An ingestion. With `Accept: text/event-stream`, an event `progress` whenever it changes,
     until it has ended, or `error`."""
     found = await _job(call, job)
@@ -39,11 +48,11 @@ async def get_job(job: PublicId, call: CallDep) -> JobTold | Response:
     return found
 
 
-async def _job(call: Call, public_id: str) -> JobTold:
-    return JobTold.model_validate(await off_loop(call.rag.jobs.get, public_id))
+async def _job(call: Call, public_id: str) -> JobResponse:
+    return JobResponse.model_validate(await off_loop(call.rag.jobs.get, public_id))
 
 
-async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:
+async def _progress(call: Call, job: JobResponse) -> AsyncGenerator[bytes, None]:
     """Ends with the job, or with an error: of the service's end, or of what could not be read."""
     yield event(job.model_dump(), "progress")
     try:
@@ -55,8 +64,8 @@ async def _progress(call: Call, job: JobTold) -> AsyncGenerator[bytes, None]:
         yield event(fault.problem(call.request.url.path), "error")
 
 
-async def _changes(call: Call, job: JobTold) -> AsyncGenerator[JobTold, None]:
-    """Raises `Refusal` (503) where the service ends before the job does."""
+async def _changes(call: Call, job: JobResponse) -> AsyncGenerator[JobResponse, None]:
+    """Raises `HTTPProblem` (503) where the service ends before the job does."""
     draining = asyncio.Event()
     with call.service.running.watching(draining.set):
         while job.status in _OPEN:

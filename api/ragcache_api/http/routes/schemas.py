@@ -8,17 +8,18 @@ from fastapi import APIRouter, Path
 from pydantic import TypeAdapter, ValidationError
 
 from ragcache_api.http.cursors import page_of
-from ragcache_api.http.errors import Refusal
-from ragcache_api.http.service import Call, CallDep, off_loop
-from ragcache_api.http.wire.common import (
+from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.protocol import (
     Cursor,
     Deleted,
     Limit,
     PageOf,
     PathName,
+    SchemaRequest,
+    SchemaResponse,
     problems,
 )
-from ragcache_api.http.wire.documents import SchemaSent, SchemaTold
+from ragcache_api.http.service import Call, CallDep, off_loop
 from ragcache_schemas import Placement, parse_schema
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"], responses=problems(507))
@@ -29,17 +30,17 @@ _NAME = TypeAdapter(PathName)
 @router.get("")
 async def list_schemas(
     call: CallDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[SchemaTold]:
+) -> PageOf[SchemaResponse]:
     """The schemas, by name."""
     listed = await off_loop(call.service.looking.schemas, call.caller.namespace)
     return page_of(listed, lambda s: s.name, lambda s: s, cursor, limit)
 
 
 @router.post("", status_code=201)
-async def add_schema(body: SchemaSent, call: CallDep) -> SchemaTold:
+async def add_schema(body: SchemaRequest, call: CallDep) -> SchemaResponse:
     """Stores a schema and encodes its modules."""
     name = await off_loop(_add, call, body.text, body.placement)
-    return SchemaTold(name=name, placement=body.placement)
+    return SchemaResponse(name=name, placement=body.placement)
 
 
 def _add(call: Call, text: str, placement: Placement) -> str:
@@ -47,7 +48,7 @@ def _add(call: Call, text: str, placement: Placement) -> str:
     try:
         _NAME.validate_python(name)
     except ValidationError:
-        raise Refusal(
+        raise HTTPProblem(
             422, "unusable-name",
             f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
             "characters and no `/`, and is neither `.` nor `..`",
@@ -56,7 +57,7 @@ def _add(call: Call, text: str, placement: Placement) -> str:
 
 
 @router.get("/{name}")
-async def get_schema(name: Name, call: CallDep) -> SchemaTold:
+async def get_schema(name: Name, call: CallDep) -> SchemaResponse:
     """A schema as it was written."""
     return await off_loop(call.service.looking.schema, call.caller.namespace, name)
 

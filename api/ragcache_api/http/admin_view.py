@@ -1,0 +1,127 @@
+"""What the operator sees of an open `RagCache`: its model, its tiers and its engine's batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ragcache import RagCache, SourceDocument
+from ragcache.db import SchemaTexts
+from ragcache.engine import LLMEngine
+from ragcache.errors import ConfigurationError, UnknownSchema
+from ragcache.models import LoadedModel
+from ragcache.planning import (
+    Budgets,
+    Corpus,
+    advise,
+    corpus_of_collection,
+    corpus_of_sources,
+    make_plan,
+)
+from ragcache.store import KVStore
+from ragcache.store.verify import Report, verify
+from ragcache_api.http.protocol import PlanRequest, SchemaResponse
+from ragcache_api.schema_tree import tree
+from ragcache_schemas import lay_out, render_schema_turns
+
+
+@dataclass(frozen=True, slots=True)
+class AdminQueries:
+    """Reads, and changes nothing but where it says so. All methods may block."""
+
+    rag: RagCache
+    model: LoadedModel
+    engine: LLMEngine
+    store: KVStore
+
+    @classmethod
+    def of(cls, rag: RagCache) -> AdminQueries:
+        shared = rag.internals.shared
+        return cls(rag, shared.model, shared.engine, shared.store)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.engine.is_open
+
+    def leased(self) -> int:
+        """States that requests are reading."""
+        self.rag.internals.shared.deferred.release()
+        memory = self.store.memory
+        with memory.lock:
+            return max(int((e["resident"] & (e["leases"] > 0)).sum()) for e in (
+                index.entries for index in memory.every
+            ))  # fmt: skip
+
+    def work(self) -> dict[str, float]:
+        """What the engine did since it began."""
+        stats = self.engine.stats
+        rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
+        return {
+            "steps": stats.steps,
+            "batch_mean": rows / stats.steps if stats.steps else 0.0,
+            "queued_s": stats.queued,
+            "preempted": stats.preempted,
+        }
+
+    def flush(self) -> None:
+        """Writes to the ledger what has happened."""
+        self.store.ledger.flush(force=True)
+
+    def verify(self, *, repair: bool) -> Report:
+        """Every row against every blob; with `repair`, mends what can be mended."""
+        return verify(self.store, repair=repair)
+
+    def folder(self) -> Path:
+        """Where states are kept on the disk."""
+        return self.store.disk.folder
+
+    def schemas(self, namespace: str) -> list[SchemaResponse]:
+        """Hand-written schemas of a namespace."""
+        texts = self._texts(namespace)
+        found = [(name, texts.get(name)) for name in texts.names()]
+        return [
+            SchemaResponse(name=name, placement=s.placement) for name, s in found if s is not None
+        ]
+
+    def schema(self, namespace: str, name: str) -> SchemaResponse:
+        """Raises `UnknownSchema`."""
+        found = self._texts(namespace).get(name)
+        if found is None:
+            raise UnknownSchema(f"there is no schema {name!r}")
+        return SchemaResponse(name=name, placement=found.placement, text=found.text)
+
+    def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
+        """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
+        prompts = self.rag.within(namespace).internals.prompts
+        schema = render_schema_turns(prompts.load(name).schema, prompts.template.render)
+        return tree(schema, lay_out(schema, prompts.template.count))
+
+    def generated_tree(self, namespace: str, collection: str) -> dict[str, Any]:
+        """The schema of a collection, with one slot. Raises `UnknownCollection`."""
+        schema = self.rag.within(namespace).schema(collection, k=1, expanded=True)
+        count = lambda text: len(self.model.encode(text))  # noqa: E731
+        return tree(schema, lay_out(schema, count, "compact"))
+
+    def plan(self, namespace: str, wanted: PlanRequest, module_tokens: int) -> dict[str, Any]:
+        """What caching a corpus takes and brings; measured beside what runs. Raises
+        `DocumentError`, `ConfigurationError` or `UnknownCollection`."""
+        corpus = self._corpus(namespace, wanted, module_tokens)
+        budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
+        made = make_plan(self.model, corpus, budgets, self.folder(), sample=wanted.sample)
+        return made.to_dict() | {"advice": advise(made, psutil.virtual_memory().total)}
+
+    def _corpus(self, namespace: str, wanted: PlanRequest, module_tokens: int) -> Corpus:
+        if (wanted.texts is None) == (wanted.collection is None):
+            raise ConfigurationError("give either a collection or texts")
+        if wanted.texts is not None:
+            texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
+            return corpus_of_sources(self.model, texts, module_tokens)
+        catalogue = self.rag.within(namespace).internals.catalogue
+        return corpus_of_collection(self.model, catalogue, wanted.collection or "")
+
+    def _texts(self, namespace: str) -> SchemaTexts:
+        return SchemaTexts(self.store.ledger.database, namespace)

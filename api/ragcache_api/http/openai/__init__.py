@@ -1,0 +1,1 @@
+"""OpenAI's interface: its requests and responses, tools, and routes."""

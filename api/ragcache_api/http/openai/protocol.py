@@ -1,0 +1,355 @@
+"""Requests of OpenAI's interface. Unknown fields are passed over, as OpenAI's clients expect; those
+that would change the answer and are not served are refused."""
+
+# MERGED ragcache_api.http.wire.openai_told: Answers of OpenAI's interface.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ragcache import Answer, Citation, Generation
+from ragcache.config import DEFAULT_K
+from ragcache.engine import Choice
+from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.protocol import CollectionName, ResponseModel, compact
+
+Text = Annotated[str, Field(max_length=4_000_000)]
+_LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
+
+
+class OpenAIWire(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    def refuse(self, *names: str) -> None:
+        """Raises `HTTPProblem` (400) where one of the fields asks for anything."""
+        for name in names:
+            if (self.model_extra or {}).get(name):
+                raise unsupported(name)
+
+
+class StreamOptions(OpenAIWire):
+    include_usage: bool | None = None
+
+
+class Part(OpenAIWire):
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+
+    def plain(self) -> str:
+        """Its text, or that of an earlier refusal. Raises `HTTPProblem` (400)."""
+        said = {"text": self.text, "refusal": self.refusal}.get(self.type)
+        if said is None:
+            raise unsupported(f"messages.content.{self.type}")
+        return said
+
+
+class Function(OpenAIWire):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    arguments: Text = "{}"
+
+
+class ToolCallMessage(OpenAIWire):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ChatMessage(OpenAIWire):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """In the form of Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
+        role = "system" if self.role == "developer" else self.role
+        told: dict[str, Any] = {"role": role, "content": self._text()}
+        if self.name is not None:
+            told["name"] = self.name
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            told["tool_calls"] = [_called(call) for call in self.tool_calls]
+        return told
+
+    def _text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        return "".join(part.plain() for part in self.content)
+
+
+class Tool(OpenAIWire):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class NamedFunction(OpenAIWire):
+    name: str
+
+
+class NamedTool(OpenAIWire):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(OpenAIWire):
+    name: str = "answer"
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(OpenAIWire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(OpenAIWire):
+    """What chats and completions have in common. Without a temperature the answer is greedy."""
+
+    model: Annotated[str, Field(max_length=1000)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
+    collection: CollectionName | None = Field(None, description="Documents to answer from.")
+    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
+    mode: Annotated[str | None, Field(max_length=20)] = None
+    filters: dict[str, Any] | None = None
+    threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+    def options(self, deadline: float) -> dict[str, Any]:
+        """Those of `Generation.of`."""
+        return {
+            "max_new_tokens": self.max_tokens, "temperature": self.temperature,
+            "top_p": None if self.top_p is None else max(self.top_p, _LIKELIEST),
+            "n": self.n, "stop": self.stop or None, "seed": self.seed,
+            "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
+            "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
+            "timeout": deadline,
+        }  # fmt: skip
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def reading(self) -> dict[str, Any]:
+        """How kept states are read, if the request says."""
+        return {} if self.mode is None else {"mode": self.mode}
+
+    def retrieval(self) -> dict[str, Any]:
+        """How documents are found and read, as far as the request says."""
+        given = {
+            "k": self.k, "mode": self.mode, "filters": self.filters, "threshold": self.threshold,
+        }  # fmt: skip
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    function_call: Any = None
+
+    def generation(self, deadline: float) -> Generation:
+        """Without a limit of the request's own the answer ends where the model ends it, or the
+        window. Raises `InvalidRequest` or `HTTPProblem` (400)."""
+        self.refuse("logit_bias", "functions", "audio", "web_search_options")
+        if self.function_call not in (None, "none", "auto"):  # without functions these ask nothing
+            raise unsupported("function_call")
+        if self.top_logprobs and not self.logprobs:
+            raise HTTPProblem(400, "invalid-request", "top_logprobs needs logprobs", None,
+                          "top_logprobs")  # fmt: skip
+        most = self.max_completion_tokens or self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        given = self.options(deadline) | {"max_new_tokens": most, "logprobs": logprobs}
+        return Generation.of(**given, unbounded=most is None)
+
+    @property
+    def question(self) -> str:
+        """The last message of the user. Raises `HTTPProblem` (400) where there is none."""
+        for message in reversed(self.messages):
+            if message.role == "user":
+                return str(message.plain()["content"])
+        raise HTTPProblem(400, "invalid-request", "no message is the user's", None, "messages")
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def generation(self, deadline: float) -> Generation:
+        """Raises `InvalidRequest` or `HTTPProblem` (400)."""
+        self.refuse("logit_bias")
+        if self.suffix:
+            raise unsupported("suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported("best_of")
+        if self.echo and self.logprobs is not None:
+            raise unsupported("echo with logprobs")
+        return Generation.of(**self.options(deadline), logprobs=self.logprobs)
+
+    @property
+    def prompts(self) -> list[str]:
+        """Raises `HTTPProblem` (400) for token ids, which another tokenizer may have made."""
+        listed = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        texts = [each for each in listed if isinstance(each, str)]
+        if not texts or len(texts) != len(listed):
+            raise HTTPProblem(
+                400, "invalid-request", "give a text, or a list of texts", None, "prompt"
+            )
+        return texts
+
+
+def unsupported(name: str) -> HTTPProblem:
+    detail = f"{name} is not served, and leaving it out would change the answer"
+    return HTTPProblem(400, "unsupported", detail, None, name)
+
+
+def _called(call: ToolCallMessage) -> dict[str, Any]:
+    """Templates take arguments as values, OpenAI sends them as text."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise HTTPProblem(
+            400, "invalid-request", "arguments of a tool call are no JSON object", None, "messages"
+        )
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+class PromptDetails(ResponseModel):
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    """cached_tokens: those of the prompt that were not computed for this request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class OpenAICompletion(ResponseModel):
+    """A chat completion or a text completion. sources: where a collection was asked."""
+
+    id: str
+    object: Literal["chat.completion", "text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[dict[str, Any]]
+    usage: Usage
+    sources: list[dict[str, Any]] | None = None
+    ragcache: dict[str, Any]
+
+
+class Model(ResponseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ragcache"
+
+
+class Models(ResponseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every part of one answer repeats."""
+
+    id: str
+    model: str
+    fingerprint: str
+    chat: bool
+    created: int
+
+    @classmethod
+    def of(cls, number: str, model: str, fingerprint: str, *, chat: bool) -> Head:
+        return cls(number, model, fingerprint, chat, int(time()))
+
+    def completion(
+        self, choices: list[dict[str, Any]], answers: Sequence[Answer], *, sources: bool
+    ) -> dict[str, Any]:
+        """The whole answer."""
+        told = {
+            "id": self.id,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+            "usage": usage(answers),
+            "ragcache": extras(answers),
+        }
+        return told | ({"sources": sources_response(answers)} if sources else {})
+
+    def prefix(self) -> bytes:
+        """The beginning of every chunk, up to the comma before its choices."""
+        told = {
+            "id": self.id,
+            "object": "chat.completion.chunk" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+        return compact(told)[:-1] + b","
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens of all prompts and all choices."""
+    prompt = sum(answer.reuse.prompt_tokens for answer in answers)
+    kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
+    said = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+        "prompt_tokens_details": {"cached_tokens": kept},
+    }
+
+
+def extras(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What OpenAI has no field for, of the first prompt."""
+    first = answers[0]
+    return {"mode": first.mode, "reuse": first.reuse, "timings": first.timings}
+
+
+def sources_response(answers: Sequence[Answer]) -> list[Citation]:
+    return [source for answer in answers for source in answer.sources]
+
+
+def reason(choice: Choice) -> str:
+    """OpenAI knows no answer that found nothing to read: it has an end, and no sources."""
+    return "length" if choice.finish_reason == "length" else "stop"

@@ -1,0 +1,137 @@
+"""The form of a chat's answer: `response_format`, and tools with the calls that a model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from ragcache import Generation
+from ragcache.errors import InvalidRequest
+from ragcache.structured import (
+    Grammar,
+    TextDelta,
+    ToolCallStream,
+    ToolStyle,
+    resolve_tool_choice,
+    tool_call_grammar,
+    tool_style,
+)
+from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.openai.protocol import ChatRequest, Tool
+
+_PLAIN = {"name", "description", "parameters"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """tools: None where none may be called. style: how the model writes calls. grammar: what
+    decoding keeps to."""
+
+    tools: list[dict[str, Any]] | None
+    style: ToolStyle | None
+    grammar: Grammar | None
+
+    @classmethod
+    def of(cls, body: ChatRequest, tokenizer: Any) -> Shape:
+        """Raises `InvalidRequest` or `HTTPProblem` (400)."""
+        sent = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
+        grammar = Grammar.response_format(sent["response_format"])
+        try:
+            choice = resolve_tool_choice(sent["tool_choice"], sent["tools"] or ())
+        except InvalidRequest as error:
+            raise HTTPProblem(400, "invalid-request", str(error), None, "tool_choice") from None
+        if choice == "none":
+            return cls(None, None, grammar)
+        if body.collection is not None:
+            raise HTTPProblem(400, "unsupported", "tools and collection do not go together", None,
+                          "tools")  # fmt: skip
+        style = tool_style(tokenizer)
+        if style is None:
+            raise HTTPProblem(
+                400, "unsupported", "this model's chat template has no tool calls", None, "tools"
+            )
+        tools = [_plain(tool) for tool in body.tools or ()]
+        if choice != "auto":
+            grammar = tool_call_grammar(tools, choice, style=style)
+        return cls(tools, style, grammar)
+
+    def apply(self, generation: Generation) -> Generation:
+        """How an answer of this form is generated."""
+        if self.grammar is not None:
+            generation = replace(generation, grammar=self.grammar)
+        if self.style is not None and self.style.special:
+            generation = replace(generation, skip_special_tokens=False)
+        return generation
+
+    def reader(self) -> Reader:
+        """Reads the text of one choice."""
+        return Reader(None if self.style is None else ToolCallStream(self.style))
+
+
+class Reader:
+    """Turns text into the fields of OpenAI's deltas. White space before the text is left out."""
+
+    def __init__(self, calls: ToolCallStream | None) -> None:
+        self._calls = calls
+        self._begun = False
+        self.called = 0
+
+    def feed(self, text: str) -> dict[str, Any]:
+        """Takes more text; what is certain of it."""
+        if self._calls is not None:
+            return self._told(self._calls.feed(text))
+        return self._text(text)
+
+    def finish(self) -> dict[str, Any]:
+        """What was held back."""
+        return {} if self._calls is None else self._told(self._calls.finish())
+
+    def ending(self, reason: str) -> str:
+        """`tool_calls` where the model called any."""
+        return "tool_calls" if self.called and reason == "stop" else reason
+
+    def _text(self, text: str) -> dict[str, Any]:
+        text = text if self._begun else text.lstrip()
+        self._begun = self._begun or bool(text)
+        return {"content": text} if text else {}
+
+    def _told(self, deltas: Iterable[Any]) -> dict[str, Any]:
+        text, calls = "", []
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                text += delta.text
+                continue
+            told: dict[str, Any] = {"index": delta.index}
+            if delta.name is not None:
+                told |= {"id": f"call_{uuid4().hex[:24]}", "type": "function"}
+            told["function"] = {"arguments": delta.arguments}
+            if delta.name is not None:
+                told["function"]["name"] = delta.name
+            self.called = max(self.called, delta.index + 1)
+            calls.append(told)
+        return self._text(text) | ({"tool_calls": calls} if calls else {})
+
+
+def joined(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message that deltas make together."""
+    text, calls = "", dict[int, dict[str, Any]]()
+    for delta in deltas:
+        text += delta.get("content", "")
+        for part in delta.get("tool_calls", ()):
+            call = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
+            call |= {key: part[key] for key in ("id", "type") if key in part}
+            call["function"]["name"] += part["function"].get("name", "")
+            call["function"]["arguments"] += part["function"]["arguments"]
+    if not calls:
+        return {"content": text, "refusal": None}
+    return {"content": text or None, "refusal": None, "tool_calls": [*calls.values()]}
+
+
+def _plain(tool: Tool) -> dict[str, Any]:
+    """As Hugging Face's chat templates take it."""
+    function = {key: value for key, value in tool.function.items() if key in _PLAIN}
+    if not isinstance(function.get("name"), str):
+        raise HTTPProblem(400, "invalid-request", "a tool has no name", None, "tools")
+    return {"type": "function", "function": function}

@@ -1,0 +1,495 @@
+"""What all routes share: pages, problems, and the names of things."""
+
+# MERGED ragcache_api.http.wire.admin: What the operator sees and asks for.
+# MERGED ragcache_api.http.wire.answers: Questions to documents, PML prompts, and their
+#   answers.
+# MERGED ragcache_api.http.wire.documents: Collections, documents, schemas and jobs.
+# MERGED ragcache_api.http.compact: JSON as the service writes it.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from fastapi import Path, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import to_json
+from starlette.responses import JSONResponse
+
+from ragcache import Answer, Generation, SourceDocument
+from ragcache.config import DEFAULT_K
+from ragcache.store.admin import Change
+
+T = TypeVar("T")
+
+_NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
+PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
+"""A name that can be one part of a path."""
+CollectionName = PathName
+PublicId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
+Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
+Cursor = Annotated[str | None, Query(max_length=10_000, description="`next` of the page before.")]
+
+Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
+"""In a query: `?name` alone is true."""
+
+
+class RequestModel(BaseModel):
+    """A body of ours: nothing unknown is passed over in silence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ResponseModel(BaseModel):
+    """A value that is answered."""
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=(), from_attributes=True)
+
+
+class Identified(ResponseModel):
+    """A row that callers name by its public id."""
+
+    id: str = Field(validation_alias="public_id")
+
+
+class PageOf(ResponseModel, Generic[T]):
+    """A part of a list. next: the cursor of what follows; None at the end."""
+
+    items: list[T]
+    next: str | None = None
+    total: int | None = None
+
+
+class ProblemLocation(ResponseModel):
+    loc: list[str]
+    msg: str
+
+
+class Problem(ResponseModel):
+    """RFC 9457. type: `urn:ragcache:problem:CODE`."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    errors: list[ProblemLocation] | None = None
+
+
+class OpenAIFault(ResponseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class OpenAIError(ResponseModel):
+    """OpenAI's shape of an error."""
+
+    error: OpenAIFault
+
+
+_STATUSES = {
+    400: "A value that cannot be used", 401: "No valid key", 403: "Not with this key",
+    404: "No such thing", 408: "The body did not come in time", 413: "The body is too large",
+    422: "A body that cannot be read",
+    429: "Too many requests, or the queue is full", 503: "Not now", 504: "The time was over",
+}  # fmt: skip
+
+
+def problems(*more: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route of ours, for the OpenAPI document."""
+    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema = _inlined(schema)
+    return _documented(more, "application/problem+json", schema)
+
+
+def openai_problems() -> dict[int | str, dict[str, Any]]:
+    """The errors of a route of OpenAI's interface, for the OpenAPI document."""
+    schema = _inlined(OpenAIError.model_json_schema(ref_template="#/components/schemas/{model}"))
+    documented = _documented((500, 501, 507), "application/json", schema)
+    return {status: told for status, told in documented.items() if status != 422}
+
+
+def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
+    """Says that a route may also answer with events."""
+    content = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: {"description": description, "content": content}}
+
+
+def _documented(
+    more: tuple[int, ...], media_type: str, schema: dict[str, Any]
+) -> dict[int | str, dict[str, Any]]:
+    told = {**_STATUSES, **dict.fromkeys(more, "The service failed")}
+    return {
+        status: {"description": text, "content": {media_type: {"schema": schema}}}
+        for status, text in told.items()
+    }
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without `$defs`, which OpenAPI keeps elsewhere."""
+    definitions = schema.pop("$defs", {})
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return walk(definitions[node["$ref"].rsplit("/", 1)[1]])
+            return {key: walk(value) for key, value in node.items()}
+        return [walk(each) for each in node] if isinstance(node, list) else node
+
+    inlined: dict[str, Any] = walk(schema)
+    return inlined
+
+
+class Deleted(ResponseModel):
+    """What a deletion did."""
+
+    deleted: int = Field(description="How many there were.")
+
+
+Tier = Annotated[str, Field(min_length=1, max_length=20)]
+
+
+class ModuleResponse(Identified):
+    """last_use: by the store's clock, which counts the uses of all namespaces; None in any but
+    `default`, which is the operator's."""
+
+    name: str
+    document: str
+    collection: str
+    tokens: int
+    nbytes: int
+    tiers: list[str]
+    hits: int
+    last_use: int | None
+    pinned: bool
+    expires_at: float | None
+
+    def without_clock(self) -> Self:
+        """As a tenant sees it."""
+        return self.model_copy(update={"last_use": None})
+
+
+class ModuleTextResponse(ModuleResponse):
+    """With its text, and its states in every tier."""
+
+    text: str
+    uri: str
+    metadata: dict[str, Any]
+    states: list[dict[str, Any]]
+
+    def without_clock(self) -> Self:
+        states = [{**state, "last_use": None} for state in self.states]
+        return super().without_clock().model_copy(update={"states": states})
+
+
+class ChangeResponse(ResponseModel):
+    """One state and what happens to it. tier: where from; to: where it moves."""
+
+    key: str
+    action: str
+    tier: str
+    to: str
+    nbytes: int
+
+
+class ChangesResponse(ResponseModel):
+    """What was done or, with `dry_run`, would be."""
+
+    dry_run: bool
+    changes: list[ChangeResponse]
+    bytes: int
+
+    @classmethod
+    def of(cls, changes: Sequence[Change], *, dry_run: bool = False) -> ChangesResponse:
+        told = [
+            ChangeResponse(key=str(c.key), action=c.action, tier=c.tier, to=c.to, nbytes=c.nbytes)
+            for c in changes
+        ]
+        return cls(dry_run=dry_run, changes=told, bytes=sum(c.nbytes for c in changes))
+
+
+class MoveRequest(RequestModel):
+    tier: Tier
+
+
+class ExpireRequest(RequestModel):
+    """seconds: from now until the states go; null lifts the limit."""
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
+
+class EvictRequest(RequestModel):
+    """What to evict: of a collection, or of all; from a tier, or from all."""
+
+    collection: CollectionName | None = None
+    documents: Annotated[list[str], Field(max_length=10_000)] | None = None
+    tier: Tier | None = None
+
+
+class PlanRequest(RequestModel):
+    """A corpus to plan for: of a collection, or documents' texts. Sizes as `8GiB`."""
+
+    collection: CollectionName | None = None
+    texts: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    host_bytes: int | str = "2GiB"
+    device_bytes: int | str | None = None
+    disk_bytes: int | str | None = None
+    sample: Annotated[int, Field(ge=1, le=16)] = 4
+
+
+class TierResponse(ResponseModel):
+    """budget_bytes: None without a limit."""
+
+    name: str
+    used_bytes: int
+    budget_bytes: int | None
+    pinned_bytes: int
+    states: int
+    hits: int
+    persistent: bool
+
+
+class EvictionResponse(Identified):
+    """reason: pressure, ttl, manual, superseded or corrupt. at: Unix seconds."""
+
+    key: str
+    module: str | None
+    tier: str
+    reason: str
+    nbytes: int
+    at: float
+    fetched_again: bool
+
+
+class StatsResponse(ResponseModel):
+    """Of the caller's namespace; engine and evictions, which all share, of the operator's alone."""
+
+    model: str
+    uptime: float
+    collections: dict[str, int]
+    requests: dict[str, int]
+    tokens: dict[str, int]
+    ttft: dict[str, dict[str, float | int | None]]
+    engine: dict[str, float]
+    series: list[dict[str, Any]]
+    evictions: dict[str, dict[str, int]]
+    refetched: int
+
+
+class VerifyResponse(ResponseModel):
+    states: int
+    modules: int
+    found: list[dict[str, Any]]
+    interrupted: dict[str, int]
+    clean: bool
+
+
+class FlushResponse(ResponseModel):
+    """rows: what was written to the ledger by now is all that had happened."""
+
+    flushed: bool
+
+
+Stops = str | list[str] | None
+
+
+class Choosing(RequestModel):
+    """How an answer is generated. The default is greedy."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = None
+    stream: bool = False
+
+    def generation(self, deadline: float) -> Generation:
+        """Raises `InvalidRequest`."""
+        return Generation.of(
+            max_new_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p,
+            seed=self.seed, stop=self.stop, timeout=deadline,
+        )  # fmt: skip
+
+
+class AnswerRequest(Choosing):
+    """A question to a collection."""
+
+    question: Annotated[str, Field(min_length=1, max_length=1_000_000)]
+    collection: CollectionName
+    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
+    mode: Annotated[str, Field(max_length=20)] | None = Field(None, description="`rooted`.")
+    filters: dict[str, Any] | None = None
+    threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+    def retrieval(self) -> dict[str, Any]:
+        """How documents are found and read, as far as the request says."""
+        given = {
+            "k": self.k, "mode": self.mode, "filters": self.filters, "threshold": self.threshold,
+        }  # fmt: skip
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class PromptRequest(Choosing):
+    """A PML prompt."""
+
+    prompt: Annotated[str, Field(min_length=1, max_length=1_000_000)]
+    mode: Annotated[str, Field(max_length=20)] = "isolated"
+
+
+class SourceResponse(ResponseModel):
+    document: str
+    module: str
+    uri: str
+    score: float
+    tier: str
+    scaffold: str
+
+
+class ReuseResponse(ResponseModel):
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    shared_tokens: int
+    created_tokens: int
+    bytes_moved: dict[str, int]
+
+
+class TimingsResponse(ResponseModel):
+    """Seconds."""
+
+    retrieve: float
+    assemble: float
+    first_token: float
+    total: float
+    queued: float
+
+
+class AnswerResponse(ResponseModel):
+    """finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing."""
+
+    id: str
+    question: str
+    text: str
+    finish_reason: str
+    mode: str
+    sources: list[SourceResponse]
+    reuse: ReuseResponse
+    timings: TimingsResponse
+
+
+def answer_response(number: str, answer: Answer) -> dict[str, Any]:
+    """An answer, to be written as JSON."""
+    return {
+        "id": number,
+        "question": answer.question,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "mode": answer.mode,
+        "sources": answer.sources,
+        "reuse": answer.reuse,
+        "timings": answer.timings,
+    }
+
+
+Id = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class CollectionRequest(RequestModel):
+    """A collection to make, without documents."""
+
+    name: CollectionName
+
+
+class CollectionCreated(ResponseModel):
+    """created: false where it was there already."""
+
+    name: str
+    created: bool
+
+
+class CollectionResponse(ResponseModel):
+    name: str
+    documents: int
+    modules: int
+
+
+class DocumentRequest(RequestModel):
+    id: Id
+    text: Annotated[str, Field(max_length=50_000_000)]
+    uri: Annotated[str, Field(max_length=4000)] = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def source(self) -> SourceDocument:
+        return SourceDocument(self.id, self.text, self.uri, self.metadata)
+
+
+class DocumentsRequest(RequestModel):
+    """Documents to store, each in place of an earlier one of its id."""
+
+    documents: Annotated[list[DocumentRequest], Field(min_length=1, max_length=10_000)]
+
+
+class DocumentResponse(ResponseModel):
+    id: str
+    uri: str
+    digest: str
+    modules: int
+    metadata: dict[str, Any]
+
+
+class JobResponse(Identified):
+    """An ingestion. done and total count modules; times are Unix seconds."""
+
+    target: str
+    status: str
+    done: int
+    total: int
+    error: str
+    started_at: float | None
+    finished_at: float | None
+
+
+class SchemaRequest(RequestModel):
+    """A hand-written schema, in PML. One of the same name is replaced."""
+
+    text: Annotated[str, Field(min_length=1, max_length=10_000_000)]
+    placement: Literal["schema", "compact"] = "schema"
+
+
+class SchemaResponse(ResponseModel):
+    name: str
+    placement: str
+    text: str | None = None
+
+
+MULTIPART = {
+    "required": True,
+    "content": {
+        "application/json": {"schema": {"$ref": "#/components/schemas/DocumentsRequest"}},
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "files": {"type": "array", "items": {"type": "string", "format": "binary"}}
+                },
+                "required": ["files"],
+            }
+        },
+    },
+}
+"""The body of an upload, for the OpenAPI document."""
+
+
+def compact(value: Any) -> bytes:
+    """JSON without spaces, of dataclasses too. Numbers that are not finite have no place in it:
+    null stands there."""
+    return to_json(value, inf_nan_mode="null")
+
+
+class CompactResponse(JSONResponse):
+    """Answers with a value."""
+
+    def render(self, content: Any) -> bytes:
+        return compact(content)

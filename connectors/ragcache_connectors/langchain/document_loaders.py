@@ -1,0 +1,158 @@
+"""What LangChain's loaders and splitters give, as modules."""
+
+# MERGED ragcache_connectors.langchain.documents: LangChain's documents as ragcache keeps them,
+#   and back.
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.document_loaders import BaseLoader
+from langchain_core.documents import BaseDocumentTransformer, Document
+
+from ragcache.documents.source import check_metadata
+from ragcache.errors import DocumentError
+from ragcache_connectors.langchain.shared import shared_rag
+
+if TYPE_CHECKING:
+    from ragcache import Ingestion, RagCache, SourceDocument
+    from ragcache.retrieval import Hit
+
+
+_ABSENT = object()
+
+
+class RagCacheLoader:
+    """Ingests what a loader or a splitter gives: `RagCacheLoader(loader, collection=...).load()`.
+
+    Documents of one `metadata["source"]` become one ragcache document of that name, and each of
+    them a module of it, in their order (several, where it is longer than a module may be). The
+    document keeps the metadata on which all of them agree. One without a source is named by its id.
+
+    documents: a loader, or documents. splitter: cuts them first. rag, or state: as of `shared_rag`.
+    """
+
+    def __init__(
+        self,
+        documents: BaseLoader | Iterable[Document],
+        *,
+        collection: str,
+        splitter: BaseDocumentTransformer | None = None,
+        rag: RagCache | None = None,
+        state: str | Path | None = None,
+    ) -> None:
+        self._documents = documents
+        self._splitter = splitter
+        self._collection = collection
+        self._rag, self._state = rag, state
+
+    def load(self) -> Ingestion:
+        """Reads everything, then stores it. Raises `DocumentError` or `UnstorableMetadata` before
+        anything is stored."""
+        return self._store(self.sources())
+
+    async def aload(self) -> Ingestion:
+        """`load` for asyncio; a loader that reads without a thread does so."""
+        documents = self._documents
+        if isinstance(documents, BaseLoader):
+            documents = [document async for document in documents.alazy_load()]
+        return await asyncio.to_thread(lambda: self._store(self._grouped(documents)))
+
+    def sources(self) -> list[SourceDocument]:
+        """What `load` stores."""
+        documents = self._documents
+        return self._grouped(
+            documents.lazy_load() if isinstance(documents, BaseLoader) else documents
+        )
+
+    def _store(self, sources: Sequence[SourceDocument]) -> Ingestion:
+        return shared_rag(self._rag, self._state).ingest(self._collection, sources)
+
+    def _grouped(self, documents: Iterable[Document]) -> list[SourceDocument]:
+        if self._splitter is not None:
+            documents = self._splitter.transform_documents(list(documents))
+        groups: dict[str, list[Document]] = {}
+        for document in documents:
+            if document.page_content.strip():  # loaders give empty pages, splitters empty ends
+                groups.setdefault(_name(document), []).append(document)
+        return [_source(name, parts) for name, parts in groups.items()]
+
+
+def _name(document: Document) -> str:
+    source = document.metadata.get("source")
+    name = document.id if source is None else source
+    if name is None or not str(name).strip():
+        raise DocumentError(
+            "a document has neither metadata['source'] nor an id to name it by; give it one. It "
+            f"begins {document.page_content[:40]!r}"
+        )
+    return str(name)
+
+
+def _source(name: str, parts: Sequence[Document]) -> SourceDocument:
+    from ragcache import SourceDocument
+
+    texts = tuple(part.page_content for part in parts)
+    metadata = storable(_common([part.metadata for part in parts]), name)
+    uri = str(metadata.get("source", ""))
+    return SourceDocument(name, "\n\n".join(texts), uri, metadata, texts if len(texts) > 1 else ())
+
+
+def _common(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, *others = every
+    return {
+        key: value
+        for key, value in first.items()
+        if all(other.get(key, _ABSENT) == value for other in others)
+    }
+
+
+MARK = "ragcache"
+"""The key of the metadata under which documents tell module, tier and tokens."""
+
+
+def storable(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Metadata as it is stored: without ragcache's own mark. name: of the document, for errors.
+
+    Raises `UnstorableMetadata` for what JSON cannot hold, so that what comes back is what was
+    given: dates and paths are to be written as text.
+    """
+    kept = {key: value for key, value in metadata.items() if key != MARK}
+    check_metadata(kept, name, exact=True)
+    return kept
+
+
+def marks(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
+    """What documents tell of the modules that were found: names, the tier that holds their states
+    (None where they are to be encoded yet), their tokens, and their scores."""
+    placed = rag.placed([hit.module for hit in hits])
+    return [
+        {
+            "module": hit.module.name,
+            "document": hit.module.document,
+            "tier": place.tier,
+            "tokens": place.tokens,
+            "score": hit.score,
+        }
+        for hit, place in zip(hits, placed, strict=True)
+    ]
+
+
+def found_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
+    """Modules as documents: the text that ragcache recognizes in a prompt, the document's metadata
+    with a `source`, and `metadata["ragcache"]`."""
+    return [
+        Document(
+            id=hit.module.name,
+            page_content=hit.module.text.strip(),
+            metadata={
+                "source": hit.module.uri or hit.module.document,
+                **hit.module.attributes,
+                MARK: mark,
+            },
+        )
+        for hit, mark in zip(hits, marks(rag, hits), strict=True)
+    ]

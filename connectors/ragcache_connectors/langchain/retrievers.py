@@ -1,0 +1,87 @@
+"""A LangChain retriever over a collection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun as AsyncRun
+from langchain_core.callbacks import CallbackManagerForRetrieverRun as Run
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
+from pydantic import ConfigDict, Field
+
+from ragcache.errors import InvalidRequest
+from ragcache_connectors.langchain.document_loaders import found_documents
+from ragcache_connectors.langchain.embeddings import unwrapped
+from ragcache_connectors.langchain.shared import shared_rag
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+    from ragcache.retrieval import Retriever, SearchParams
+
+
+_ARGUMENTS = ("k", "search", "filters", "threshold", "mmr", "candidates")
+
+
+class RagCacheRetriever(BaseRetriever):
+    """Modules of a collection as documents, each with `metadata["ragcache"]`: module, document,
+    tier, tokens and score.
+
+    rag: an open `RagCache`, or else state: its folder, opened at first use. embedding: another
+    embedder than that of the folder. k, search, filters, threshold, mmr (maximal marginal
+    relevance, 0 to 1) and candidates: as in `RagCache.retrieve`; each may be given to `invoke`
+    too. Raises `UnknownCollection` or `InvalidRequest` when it is asked.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    collection: str
+    rag: Any = Field(default=None, exclude=True, repr=False)
+    state: str | Path | None = None
+    embedding: Embeddings | None = Field(default=None, exclude=True)
+    k: int = 4
+    search: Literal["hybrid", "sparse", "dense"] = "hybrid"
+    filters: Mapping[str, Any] | None = None
+    threshold: float | None = None
+    mmr: float | None = None
+    candidates: int = 50
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: Run,  # noqa: ARG002
+        **arguments: Any,
+    ) -> list[Document]:
+        params = self._search_params(arguments)
+        rag, retriever = self._parts()
+        return found_documents(rag, retriever.retrieve(query, self.collection, params).hits)
+
+    async def _aget_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: AsyncRun,  # noqa: ARG002
+        **arguments: Any,
+    ) -> list[Document]:
+        params = await asyncio.to_thread(self._search_params, arguments)
+        rag, retriever = await asyncio.to_thread(self._parts)
+        selection = await retriever.aretrieve(query, self.collection, params)
+        return await asyncio.to_thread(found_documents, rag, selection.hits)
+
+    def _search_params(self, arguments: Mapping[str, Any]) -> SearchParams:
+        from ragcache.retrieval import SearchParams
+
+        unknown = sorted(arguments.keys() - set(_ARGUMENTS))
+        if unknown:
+            known = ", ".join(_ARGUMENTS)
+            raise InvalidRequest(f"unknown argument {unknown[0]!r}; arguments: {known}")
+        return SearchParams(**{name: getattr(self, name) for name in _ARGUMENTS} | dict(arguments))
+
+    def _parts(self) -> tuple[RagCache, Retriever]:
+        rag = shared_rag(self.rag, self.state)
+        return rag, rag.retriever(unwrapped(self.embedding))

@@ -1,0 +1,250 @@
+"""A LangChain vector store: documents in the catalogue, their meaning in FAISS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import VectorStore
+
+from ragcache.errors import InvalidRequest, MissingExtra, UnknownCollection
+from ragcache_connectors.langchain.document_loaders import MARK, marks, storable
+from ragcache_connectors.langchain.embeddings import minilm, unwrapped
+from ragcache_connectors.langchain.shared import shared_rag
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+    from ragcache.retrieval import Hit, Retriever, SearchParams, Selection
+
+
+Scored = list[tuple[Document, float]]
+
+
+class RagCacheVectorStore(VectorStore):
+    """The documents of a collection, which is made when the first is added.
+
+    A document is one ragcache document: its states are encoded when it is added, and its id names
+    it. One that is longer than a module may be becomes several modules: a search finds the part
+    that is like the query, under the document's id, and `get_by_ids` gives the whole back.
+
+    embedding: the embedder; None is that of the folder, or else `minilm`; without either a search
+    is by words. rag, or state: as of `shared_rag`. annotated: documents that were found carry
+    `metadata["ragcache"]`; else their metadata is what was given. `filter` of every search is a
+    metadata filter (`ragcache.retrieval.filters`), applied before the cut to `k`.
+    """
+
+    def __init__(
+        self,
+        embedding: Embeddings | None = None,
+        *,
+        collection: str,
+        rag: RagCache | None = None,
+        state: str | Path | None = None,
+        annotated: bool = False,
+    ) -> None:
+        self.collection = collection
+        self.annotated = annotated
+        self._embedding = embedding
+        self._rag, self._state = rag, state
+        self._searches_by: Embeddings | None = None
+
+    @property
+    def rag(self) -> RagCache:
+        """The `RagCache` that holds the documents, opened at first use."""
+        return shared_rag(self._rag, self._state)
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        """The embedder that was given, or, after the first search, that which searches. Nothing is
+        loaded for it."""
+        return self._embedding or self._searches_by
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        """Stores documents, each in place of an earlier one of its id, and returns their ids: those
+        of `ids`, of the documents, or new ones. Raises `UnstorableMetadata` or `DocumentError`
+        before anything is stored."""
+        from ragcache import SourceDocument
+
+        given: Sequence[str | None] = kwargs.get("ids") or [document.id for document in documents]
+        if len(given) != len(documents):
+            raise ValueError(f"{len(documents)} documents have {len(given)} ids")
+        ids = [each or str(uuid4()) for each in given]
+        sources: dict[str, SourceDocument] = {}  # of one id the last stands
+        for name, document in zip(ids, documents, strict=True):
+            metadata = storable(document.metadata, name)
+            uri = str(metadata.get("source", ""))
+            sources[name] = SourceDocument(name, document.page_content, uri, metadata)
+        if sources:
+            self.rag.ingest(self.collection, list(sources.values()))
+        return ids
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        return await asyncio.to_thread(self.add_documents, documents, **kwargs)
+
+    def delete(self, ids: list[str] | None = None, **_: Any) -> bool | None:
+        """Deletes documents; None is all of them. Ids that are unknown do no harm."""
+        try:
+            if ids is None:
+                ids = [row.source_id for row in self.rag.documents(self.collection)]
+            self.rag.delete(self.collection, ids)
+        except UnknownCollection:
+            pass
+        return True
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """Those of the documents that there are, whole, in the order of the ids."""
+        try:
+            texts = self.rag.texts(self.collection, ids)
+            rows = {row.source_id: row for row in self.rag.documents(self.collection, ids)}
+        except UnknownCollection:
+            return []
+        return [
+            Document(id=name, page_content=texts[name], metadata=dict(rows[name].attributes))
+            for name in ids
+            if name in texts and name in rows
+        ]
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
+
+    def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
+        """Documents with their cosines in [-1, 1], the best first; by words, BM25 scores."""
+        return self._found(query, self._search_params(k, **kwargs))
+
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, **kwargs: Any
+    ) -> list[Document]:
+        return _bare(self._found(embedding, self._search_params(k, **kwargs)))
+
+    def max_marginal_relevance_search(
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[Document]:
+        """lambda_mult: 1 is relevance alone, 0 is diversity alone."""
+        return _bare(self._found(query, self._search_params(k, fetch_k, lambda_mult, **kwargs)))
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        **kwargs: Any,
+    ) -> list[Document]:
+        return _bare(self._found(embedding, self._search_params(k, fetch_k, lambda_mult, **kwargs)))
+
+    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        return _bare(await self.asimilarity_search_with_score(query, k, **kwargs))
+
+    async def asimilarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
+        return await self._afound(query, partial(self._search_params, k, **kwargs))
+
+    async def _asimilarity_search_with_relevance_scores(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> Scored:
+        relevance = await asyncio.to_thread(self._select_relevance_score_fn)  # may load a model
+        found = await self.asimilarity_search_with_score(query, k, **kwargs)
+        return [(document, relevance(score)) for document, score in found]
+
+    async def amax_marginal_relevance_search(
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[Document]:
+        params = partial(self._search_params, k, fetch_k, lambda_mult, **kwargs)
+        return _bare(await self._afound(query, params))
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        """The cosine; what points away from the query is as irrelevant as what has nothing to do
+        with it."""
+        if self._searching().embedder is None:
+            raise InvalidRequest("relevance scores are of meaning, and there is no embedder")
+        return lambda cosine: max(0.0, cosine)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> RagCacheVectorStore:
+        """A store with these texts in it. kwargs: as of the constructor."""
+        store = cls(embedding, **kwargs)
+        store.add_texts(texts, metadatas, ids=ids)
+        return store
+
+    def _search_params(
+        self, k: int, fetch_k: int | None = None, lambda_mult: float | None = None, **kwargs: Any
+    ) -> SearchParams:
+        from ragcache.retrieval import SearchParams
+
+        filters = kwargs.pop("filter", None)
+        if kwargs:
+            raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
+        return SearchParams(
+            k,
+            "sparse" if self._searching().embedder is None else "dense",
+            filters,
+            mmr=None if lambda_mult is None else 1 - lambda_mult,
+            candidates=k if fetch_k is None else fetch_k,
+        )
+
+    def _found(self, query: str | Sequence[float], params: SearchParams) -> Scored:
+        searching = self._searching()
+        try:
+            if isinstance(query, str):
+                selection = searching.retrieve(query, self.collection, params)
+            else:
+                selection = searching.retrieve_by_vector(query, self.collection, params)
+        except UnknownCollection:
+            return []
+        return self._documents(selection)
+
+    async def _afound(self, query: str, params: Callable[[], SearchParams]) -> Scored:
+        wanted, searching = await asyncio.to_thread(lambda: (params(), self._searching()))
+        try:
+            selection = await searching.aretrieve(query, self.collection, wanted)
+        except UnknownCollection:
+            return []
+        return await asyncio.to_thread(self._documents, selection)
+
+    def _documents(self, selection: Selection) -> Scored:
+        """A document whose one module was found as it was given, else the part that was found."""
+        hits = selection.hits
+        whole = self.rag.texts(self.collection, [hit.module.document for hit in hits])
+        told = marks(self.rag, hits) if self.annotated else [None] * len(hits)
+        found: Scored = []
+        for hit, mark in zip(hits, told, strict=True):
+            metadata = {**hit.module.attributes} | ({} if mark is None else {MARK: mark})
+            text = _text(hit, whole.get(hit.module.document, ""))
+            document = Document(id=hit.module.document, page_content=text, metadata=metadata)
+            found.append((document, hit.score))
+        return found
+
+    def _searching(self) -> Retriever:
+        rag = self.rag
+        chosen = unwrapped(self._embedding) or rag.retriever().embedder or _default()
+        self._searches_by = chosen
+        return rag.retriever(chosen)
+
+
+def _text(hit: Hit, whole: str) -> str:
+    part = hit.module.text.strip()
+    return whole if whole.strip() == part else part
+
+
+def _bare(scored: Scored) -> list[Document]:
+    return [document for document, _ in scored]
+
+
+def _default() -> Embeddings | None:
+    try:
+        return minilm()
+    except MissingExtra:
+        return None

@@ -1,0 +1,223 @@
+"""`ragcache keys`."""
+
+# MERGED tests.api.cli.test_modules: `ragcache modules`.
+# MERGED tests.api.cli.test_stats: `ragcache stats` and `ragcache modules ls`.
+# MERGED tests.api.cli.test_verify: `ragcache verify`.
+# MERGED tests.api.cli.test_settings_of_commands: Commands read the same settings as the
+#   service: options, the environment, `ragcache.toml`.
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ragcache import RagCache, SourceDocument
+from ragcache.db import ApiKeys, Database
+from ragcache.errors import ConfigurationError, NoState, UnknownKey
+from ragcache.models import LoadedModel
+from ragcache.store import KVStore, RemoteTier, admin
+from ragcache_api.cli.main import app
+from tests.ragcache.conftest import make_key, make_states
+
+runner = CliRunner()
+
+
+def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
+    where = ["--state", str(tmp_path / "state")]
+    made = runner.invoke(app, ["keys", "create", "page", "--role", "admin", "--json", *where])
+    secret = json.loads(made.stdout)["secret"]
+    plain = runner.invoke(app, ["keys", "create", "lab", "--namespace", "lab-1", *where])
+    assert plain.stdout.splitlines()[0].startswith("rc-")
+    database = Database.open(tmp_path / "state" / "ledger.sqlite")
+    assert ApiKeys(database).check(secret) is not None
+    listed = runner.invoke(app, ["keys", "ls", *where]).output
+    assert secret not in listed
+    assert ["1", "page", "admin", "default"] in [line.split()[:4] for line in listed.splitlines()]
+    assert runner.invoke(app, ["keys", "revoke", "1", *where]).exit_code == 0
+    assert ApiKeys(database).check(secret) is None
+    rows = json.loads(runner.invoke(app, ["keys", "ls", "--json", *where]).stdout)
+    assert [bool(row["revoked_at"]) for row in rows] == [True, False]
+    assert rows[1]["namespace"] == "lab-1"
+    database.close()
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    where = ["--state", str(tmp_path / "state")]
+    assert isinstance(runner.invoke(app, ["keys", "ls", *where]).exception, NoState)
+    wrong = runner.invoke(app, ["keys", "create", "page", "--role", "root", *where])
+    assert isinstance(wrong.exception, ConfigurationError)
+    assert "no keys yet" in runner.invoke(app, ["keys", "ls", *where]).output
+    assert isinstance(runner.invoke(app, ["keys", "revoke", "7", *where]).exception, UnknownKey)
+
+
+@pytest.fixture
+def state(tmp_path: Path, reader: LoadedModel) -> Path:
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
+    return tmp_path / "state"
+
+
+def listed(state: Path) -> dict[str, Any]:
+    [row] = json.loads(
+        runner.invoke(app, ["modules", "ls", "--state", str(state), "--json"]).stdout
+    )
+    return dict(row)
+
+
+def expire(state: Path, *words: str) -> Any:
+    return runner.invoke(app, ["modules", "expire", *words, "--state", str(state)])
+
+
+def test_a_limit_is_set_and_lifted(state: Path) -> None:
+    number = str(listed(state)["id"])
+    dry = expire(state, number, "--after", "60", "--dry-run")
+    assert "1 states would be kept for 60 s, unless they are pinned" in dry.output
+    assert listed(state)["expires_at"] is None
+    assert "1 states are kept for 60 s" in expire(state, number, "--after", "60").output
+    assert listed(state)["expires_at"] == pytest.approx(time.time() + 60, abs=30)
+    done = json.loads(expire(state, number, "--never", "--json").stdout)
+    assert [(each["action"], each["tier"]) for each in done] == [("keep", "disk")]
+    assert listed(state)["expires_at"] is None
+
+
+@pytest.mark.parametrize("words", [["1"], ["1", "--after", "1", "--never"], ["--never"]])
+def test_what_is_wanted_must_be_said(state: Path, words: list[str]) -> None:
+    assert expire(state, *words).exit_code == 2
+
+
+def test_an_unknown_module_is_named(state: Path) -> None:
+    failed = expire(state, "999", "--never")
+    assert failed.exit_code != 0
+    assert "there is no module 999" in str(failed.exception)
+
+
+@pytest.fixture
+def state_stats(reader: LoadedModel, notes: Path, tmp_path: Path) -> Path:
+    """Three documents of which one is pinned, and another was evicted."""
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        rag.ingest("notes", notes)
+        rag.modules.pin("notes", ["boats.md"])
+        rag.modules.evict("notes", ["keys.md"])
+    return tmp_path / "state"
+
+
+def test_stats_sum_up_collections_tiers_and_evictions(state_stats: Path) -> None:
+    shown = runner.invoke(app, ["stats", "--state", str(state_stats)]).output.splitlines()
+    assert ["notes", "3"] in [line.split() for line in shown]
+    tiers = [line.split() for line in shown if line.startswith("disk")]
+    assert tiers[0][:2] == ["disk", "3"], "two modules and the preamble"
+    assert tiers[1] == ["disk", "1", "0"], "evicted by hand, not fetched again"
+    plain = json.loads(runner.invoke(app, ["stats", "--state", str(state_stats), "--json"]).stdout)
+    assert plain["collections"] == {"notes": 3}
+    assert plain["tiers"]["disk"]["states"] == 3
+    assert plain["evictions"]["disk"]["manual"] == 1
+
+
+def test_modules_are_listed_with_their_pins(state_stats: Path) -> None:
+    lines = runner.invoke(app, ["modules", "ls", "--state", str(state_stats)]).output.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines}
+    assert rows["boats.md#1"][-1] == "pinned"
+    assert rows["boats.md#1"][2] == "disk"
+    assert rows["keys.md#1"][2:4] == ["none", "0"]
+    assert "pinned" not in rows["leave.md#1"]
+
+
+def test_an_empty_state_says_what_to_do(tmp_path: Path) -> None:
+    Database.open(tmp_path / "ledger.sqlite").close()
+    for command in (["stats"], ["modules", "ls"]):
+        assert "ragcache ingest" in runner.invoke(app, [*command, "--state", str(tmp_path)]).output
+
+
+@pytest.fixture
+def state_verify(tmp_path: Path) -> Path:
+    """A store with one state that nothing needs."""
+    database = Database.open(tmp_path / "ledger.sqlite")
+    store = KVStore.open(tmp_path, database, 1 << 20)
+    store.put(make_key(1), make_states(1))
+    store.close()
+    database.close()
+    return tmp_path
+
+
+def test_what_disagrees_is_printed_and_mended_on_request(state_verify: Path) -> None:
+    found = runner.invoke(app, ["verify", "--state", str(state_verify)])
+    assert found.exit_code == 1
+    assert "unowned" in found.output
+    assert "1 states, 0 modules: 1 disagreement, 0 mended" in found.output
+    assert f"{str(make_key(1))[:12]}…" in found.output
+    assert "--repair" in found.output
+    mended = runner.invoke(app, ["verify", "--state", str(state_verify), "--repair"])
+    assert (mended.exit_code, "1 disagreement, 1 mended" in mended.output) == (0, True)
+    clean = runner.invoke(app, ["verify", "--state", str(state_verify)])
+    assert (clean.exit_code, "0 states, 0 modules: nothing disagrees" in clean.output) == (0, True)
+
+
+def test_a_program_reads_json(state_verify: Path) -> None:
+    result = runner.invoke(app, ["verify", "--state", str(state_verify), "--json"])
+    report = json.loads(result.stdout)
+    assert (report["clean"], report["states"], report["found"][0]["kind"]) == (False, 1, "unowned")
+
+
+def test_the_remote_and_a_ledger_elsewhere_are_verified(tmp_path: Path) -> None:
+    url, far = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}", f"file://{tmp_path / 'far'}"
+    database = Database.open(url)
+    store = KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))
+    store.put(make_key(1), make_states(1))
+    admin.move(store, [make_key(1)], "remote")
+    store.close()
+    database.close()
+    command = ["verify", "--state", str(tmp_path), "--ledger", url, "--json"]
+    without = json.loads(runner.invoke(app, command).stdout)
+    with_remote = json.loads(runner.invoke(app, [*command, "--remote", far]).stdout)
+    assert (without["states"], with_remote["states"]) == (0, 1)
+    assert {each["kind"] for each in with_remote["found"]} == {"unowned"}
+    [blob] = (tmp_path / "far").rglob("*.safetensors")
+    blob.write_bytes(blob.read_bytes()[:-1])
+    broken = json.loads(runner.invoke(app, [*command, "--remote", far]).stdout)
+    assert "corrupt" in {each["kind"] for each in broken["found"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder, with one state in `here` under a ledger that stands elsewhere."""
+    database = Database.open(f"sqlite:///{tmp_path / 'elsewhere.sqlite'}")
+    store = KVStore.open(tmp_path / "here", database, 1 << 20)
+    store.put(make_key(1), make_states(1))
+    store.close()
+    database.close()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def states_told(*arguments: str) -> int:
+    result = runner.invoke(app, ["verify", "--json", *arguments])
+    return int(json.loads(result.stdout)["states"])
+
+
+def test_the_file_says_where_state_and_ledger_are(folder: Path) -> None:
+    url = f"sqlite:///{folder / 'elsewhere.sqlite'}"
+    (folder / "ragcache.toml").write_text(f'state = "here"\nledger = "{url}"\n', encoding="utf-8")
+    assert states_told() == 1
+
+
+def test_an_option_comes_before_the_environment_and_that_before_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "ragcache.toml").write_text('ledger = "sqlite:///nowhere/a"\n', encoding="utf-8")
+    monkeypatch.setenv("RAGCACHE_STATE", "here")
+    monkeypatch.setenv("RAGCACHE_LEDGER", f"sqlite:///{folder / 'elsewhere.sqlite'}")
+    assert states_told() == 1
+    empty = f"sqlite:///{folder / 'empty.sqlite'}"
+    assert states_told("--ledger", empty) == 0
+
+
+def test_a_setting_that_does_not_exist_is_named(folder: Path) -> None:
+    (folder / "ragcache.toml").write_text("stat = 1\n", encoding="utf-8")
+    result = runner.invoke(app, ["verify"])
+    assert result.exit_code != 0
+    assert "stat" in str(result.exception)

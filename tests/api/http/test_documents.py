@@ -1,0 +1,361 @@
+"""Collections and pages of documents: made, listed along the index, and deleted."""
+
+# MERGED tests.api.http.test_ingestions: Ingestions that wait, end early, and are sent again.
+# MERGED tests.api.http.test_uploads: Documents over the wire: forms, JSON, and what is too
+#   large to be read.
+# MERGED tests.api.http.test_metadata: Metadata over the wire: what JSON cannot give back is
+#   refused before it is stored.
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from starlette.testclient import TestClient
+
+from ragcache import RagCache, SourceDocument
+from ragcache.errors import EngineClosed
+from ragcache.pipeline.module_states import ModuleEncoder
+from tests.api.http.conftest import LEAVE
+from tests.api.http.events import events
+from tests.api.http.server_process import Started
+
+LONG = "質" * 330  # as many bytes as an id of a thousand letters
+
+
+def test_a_collection_is_made_empty_and_deleted_with_its_row(client: TestClient) -> None:
+    made = client.post("/v1/collections", json={"name": "bare"})
+    assert (made.status_code, made.json()) == (201, {"name": "bare", "created": True})
+    again = client.post("/v1/collections", json={"name": "bare"})
+    assert (again.status_code, again.json()["created"]) == (200, False)
+    listed = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}
+    assert listed["bare"] == {"name": "bare", "documents": 0, "modules": 0}
+    assert client.get("/v1/collections/bare/documents").json()["total"] == 0
+    assert client.delete("/v1/collections/bare").json() == {"deleted": 0}
+    names = [each["name"] for each in client.get("/v1/collections").json()["items"]]
+    assert "bare" not in names
+    assert client.delete("/v1/collections/bare").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 201, "a\nb", "\x7f"])
+def test_names_that_no_path_holds_name_nothing(client: TestClient, name: str) -> None:
+    assert client.post("/v1/collections", json={"name": name}).status_code == 422
+
+
+@pytest.mark.parametrize("name", ["a/b", ".", "..", "x" * 250])
+def test_a_schema_that_could_not_be_reached_is_not_stored(client: TestClient, name: str) -> None:
+    text = f"<schema name='{name}'><module name='a'>Some words.</module></schema>"
+    refused = client.post("/v1/schemas", json={"text": text})
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["type"] == "urn:ragcache:problem:unusable-name"
+    assert name not in [each["name"] for each in client.get("/v1/schemas").json()["items"]]
+
+
+@pytest.mark.parametrize("name", ["...", ".hidden", "..a", "x" * 200, "Bücher & mehr"])
+def test_odd_names_that_a_path_holds_are_reached(client: TestClient, name: str) -> None:
+    text = f"<schema name='{name.replace('&', '&amp;')}'><module name='a'>Words.</module></schema>"
+    assert client.post("/v1/schemas", json={"text": text}).json()["name"] == name
+    path = f"/v1/schemas/{name.replace('&', '%26')}"
+    assert client.get(path).json()["text"] == text
+    assert client.delete(path).status_code == 200
+
+
+def test_cursors_of_long_names_lead_on(client: TestClient, rag: RagCache) -> None:
+    ids = [f"{n}{LONG}" for n in range(3)]
+    rag.ingest("long", [SourceDocument(name, f"Paper {name[0]}.") for name in ids])
+    for path, name, query in (
+        ("/v1/collections/long/documents", "id", {}),
+        ("/admin/modules", "document", {"collection": "long", "sort": "name"}),
+    ):
+        seen: list[str] = []
+        page: dict[str, Any] = {"next": None}
+        while len(seen) < 9 and (not seen or page["next"]):
+            cursor = {"cursor": page["next"]} if page["next"] else {}
+            answer = client.get(path, params={**query, "limit": 1, **cursor})
+            assert answer.status_code == 200, answer.text
+            page = answer.json()
+            seen += [each[name] for each in page["items"]]
+        assert seen == ids, path
+
+
+def test_no_page_and_no_document_reads_the_others(client: TestClient, rag: RagCache) -> None:
+    rag.ingest("many", [SourceDocument(f"d{n:02}", f"Leaf {n}.") for n in range(30)])
+    read: list[str] = []
+
+    def note(target: Any, _: Any) -> None:
+        read.append(target.source_id)
+
+    from ragcache.db.tables import DocumentTable
+
+    event.listen(DocumentTable, "load", note)
+    try:
+        one = client.get("/v1/collections/many/documents/d07").json()
+        assert (one["id"], one["modules"], read) == ("d07", 1, ["d07"])
+        read.clear()
+        page = client.get("/v1/collections/many/documents", params={"limit": 3}).json()
+        assert [each["id"] for each in page["items"]] == ["d00", "d01", "d02"]
+        assert len(read) == 4, "those of the page, and one that tells whether more follow"
+        assert page["total"] == 30
+    finally:
+        event.remove(DocumentTable, "load", note)
+
+
+def test_collections_are_listed_in_pages(client: TestClient) -> None:
+    names = [f"page {n}" for n in range(3)]
+    for name in names:
+        client.post("/v1/collections", json={"name": name})
+    seen: list[str] = []
+    query: dict[str, Any] = {"limit": 2}
+    while query:
+        page = client.get("/v1/collections", params=query).json()
+        seen += [each["name"] for each in page["items"]]
+        query = {"limit": 2, "cursor": page["next"]} if page["next"] else {}
+    assert seen == sorted(seen)
+    assert set(names) <= set(seen)
+    assert client.get("/v1/collections?cursor=zz").status_code == 400
+
+
+HEADERS = {"Idempotency-Key": "herons"}
+BODY = {"documents": [{"id": "q", "text": "An interrupted document about herons."}]}
+PATH = "/v1/collections/birds/documents"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds encoding up until it is set."""
+    opened, lease = threading.Event(), ModuleEncoder.lease
+
+    def held(*arguments: Any, **named: Any) -> Any:
+        assert opened.wait(20)
+        return lease(*arguments, **named)
+
+    monkeypatch.setattr(ModuleEncoder, "lease", held)
+    yield opened
+    opened.set()
+
+
+def test_what_was_interrupted_goes_on_when_it_is_sent_again(
+    client: TestClient, rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as closing:
+        closing.setattr(rag.jobs.worker.__class__, "put_job", lambda *_: None)
+        job = client.post(PATH, json=BODY, headers=HEADERS).json()["id"]
+    rag.jobs.rows.fail(rag.jobs.get(job).id, EngineClosed("the folder was closed"))
+    assert client.get(f"/v1/jobs/{job}").json()["status"] == "interrupted"
+    again = client.post(PATH, json=BODY, headers=HEADERS)
+    assert (again.status_code, again.json()["id"]) == (202, job)
+    assert rag.jobs.wait(job, 20).status == "done"
+    assert client.get(PATH).json()["total"] == 1
+
+
+def test_more_than_may_wait_gets_429_and_what_waits_is_known(
+    client: TestClient, rag: RagCache, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rag.jobs.worker, "_budget", 1000)
+    bodies = [
+        {"documents": [{"id": "a", "text": f"{number} herons. " * 60}]} for number in range(2)
+    ]
+    first = client.post(PATH, json=bodies[0], headers={"Idempotency-Key": "0"})
+    assert first.status_code == 202
+    refused = client.post(PATH, json=bodies[1])
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 0
+    known = client.post(PATH, json=bodies[0], headers={"Idempotency-Key": "0"})
+    assert (known.status_code, known.json()["id"]) == (202, first.json()["id"])
+    gate.set()
+    rag.jobs.wait(first.json()["id"], 20)
+    last = client.post(PATH, json=bodies[1])
+    assert rag.jobs.wait(last.json()["id"], 20).status == "done"
+
+
+def test_a_large_body_is_parsed_off_the_loop(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache_api.http.routes import documents
+
+    seen: list[str] = []
+
+    def noting(sent: type[Any]) -> Any:
+        validate = sent.model_validate_json
+
+        def noted(body: bytes) -> Any:
+            seen.append(threading.current_thread().name)
+            return validate(body)
+
+        return noted
+
+    monkeypatch.setattr(
+        documents.DocumentsRequest,
+        "model_validate_json",
+        staticmethod(noting(documents.DocumentsRequest)),
+    )
+    client.post("/v1/collections/loop/documents", json=BODY)
+    assert seen
+    assert all("AnyIO worker" in name for name in seen), seen
+
+
+PATH_uploads = "/v1/collections/sent/documents"
+
+
+def ended(client: TestClient, location: str) -> dict[str, Any]:
+    """A job's end, as its events tell it."""
+    response = client.get(location, headers={"Accept": "text/event-stream"})
+    told = events(response.text)
+    assert {name for name, _ in told} == {"progress"}
+    final: dict[str, Any] = told[-1][1]
+    return final
+
+
+def test_files_become_documents(client: TestClient, rag: RagCache) -> None:
+    files = [
+        ("files", ("sub/boat.md", b"# Boat\n\nThe boat is blue.", "text/markdown")),
+        ("files", ("quay.txt", "\ufeffThe quay is long.".encode(), "text/plain")),
+    ]
+    response = client.post(PATH_uploads, files=files)
+    assert response.status_code == 202
+    job = response.json()
+    assert response.headers["location"] == f"/v1/jobs/{job['id']}"
+    final = ended(client, response.headers["location"])
+    assert final["status"] == "done"
+    assert final["done"] == final["total"] == 2
+    told = client.get(PATH_uploads).json()
+    assert [each["id"] for each in told["items"]] == ["quay.txt", "sub/boat.md"]
+    assert told["total"] == 2
+    one = client.get(f"{PATH_uploads}/sub/boat.md").json()
+    assert one["modules"] == 1
+    assert client.delete(f"{PATH_uploads}/sub/boat.md").json() == {"deleted": 1}
+    assert client.delete(f"{PATH_uploads}/sub/boat.md").status_code == 404
+    names = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}
+    assert names["sent"]["documents"] == names["sent"]["modules"] == 1
+    assert client.delete("/v1/collections/sent").json() == {"deleted": 1}
+
+
+def test_json_documents_carry_metadata_that_filters_find(client: TestClient) -> None:
+    sent = {"documents": [{"id": f"n{n}", "text": f"{LEAVE} {n}", "metadata": {"n": n}}
+                          for n in range(3)]}  # fmt: skip
+    made = client.post("/v1/collections/json/documents", json=sent)
+    assert ended(client, made.headers["location"])["status"] == "done"
+    body = {"question": LEAVE, "collection": "json", "filters": {"n": {"$gte": 2}}, "max_tokens": 1}
+    told = client.post("/v1/answers", json=body).json()
+    assert [source["document"] for source in told["sources"]] == ["n2"]
+    odd = client.post("/v1/answers", json={**body, "filters": {"n": {"$odd": 2}}})
+    assert odd.status_code == 400
+
+
+def test_an_idempotency_key_makes_one_job_of_two_requests(client: TestClient) -> None:
+    body = {"documents": [{"id": "a", "text": "The lamp is green."}]}
+    headers = {"Idempotency-Key": "first"}
+    path = "/v1/collections/again/documents"
+    first, second = (client.post(path, json=body, headers=headers) for _ in range(2))
+    assert first.json()["id"] == second.json()["id"]
+    ended(client, first.headers["location"])
+    other = client.post(path, json={"documents": [{"id": "b", "text": "x"}]}, headers=headers)
+    assert other.status_code == 409
+
+
+def test_pages_of_documents_follow_each_other(client: TestClient) -> None:
+    sent = {"documents": [{"id": f"p{n}", "text": f"Page {n}."} for n in range(5)]}
+    made = client.post("/v1/collections/pages/documents", json=sent)
+    ended(client, made.headers["location"])
+    seen, cursor = [], None
+    while True:
+        query = {"limit": 2} | ({"cursor": cursor} if cursor else {})
+        page = client.get("/v1/collections/pages/documents", params=query).json()
+        seen += [each["id"] for each in page["items"]]
+        cursor = page["next"]
+        if cursor is None:
+            break
+    assert seen == [f"p{n}" for n in range(5)]
+
+
+def test_jobs_are_listed_the_newest_first(client: TestClient) -> None:
+    sent = {"documents": [{"id": "j", "text": "A job."}]}
+    numbers = []
+    for _ in range(2):
+        made = client.post("/v1/collections/jobs/documents", json=sent)
+        ended(client, made.headers["location"])
+        numbers.append(made.json()["id"])
+    page = client.get("/v1/jobs", params={"limit": 1}).json()
+    assert [each["id"] for each in page["items"]] == numbers[1:]
+    following = client.get("/v1/jobs", params={"limit": 1, "cursor": page["next"]}).json()
+    assert [each["id"] for each in following["items"]] == numbers[:1]
+
+
+@pytest.mark.parametrize(
+    ("files", "status"),
+    [
+        ([("files", ("a.bin", b"a\0b", "text/plain"))], 422),
+        ([("files", ("a.txt", b"\xff\xfe\xfa", "text/plain"))], 422),
+        ([("files", ("a.txt", b"", "text/plain"))], 422),
+        ([("files", ("a.txt", b"x", "text/plain")), ("files", ("a.txt", b"y", "text/plain"))], 422),
+        ([("files", (None, b"no file"))], 400),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_at_once(
+    client: TestClient, files: Any, status: int
+) -> None:
+    assert client.post(PATH_uploads, files=files).status_code == status
+
+
+@pytest.mark.enable_socket
+@pytest.mark.allow_hosts(["127.0.0.1"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_gigabyte_is_refused_before_it_is_read(server: Started, declared: bool) -> None:
+    head = f"POST {PATH_uploads} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+    length = "Content-Length: 1073741824" if declared else "Transfer-Encoding: chunked"
+    head += f"Content-Type: application/json\r\n{length}\r\n\r\n"
+    block = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+    sent, answer = 0, b""
+    with socket.create_connection(("127.0.0.1", server.port), 30) as link:
+        link.sendall(head.encode())
+        if declared:
+            answer = link.recv(4096)
+        while not answer and sent < 2**30:
+            link.settimeout(30)
+            with suppress(ConnectionError):  # what was answered before can still be read
+                link.sendall(block)
+            sent += len(block)
+            link.settimeout(0.001)
+            with suppress(TimeoutError):
+                answer = link.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 413"), answer
+    assert sent <= 2**27, "the limit, and what was under way"
+
+
+JSON = {"Content-Type": "application/json"}
+PATH_metadata = "/v1/collections/tagged/documents"
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        '{"a": "\\ud800"}', '{"\\ud800": 1}', '{"a": NaN}', '{"a": 1e999}', '{"a": [-Infinity]}',
+        '{"a":' * 150 + "1" + "}" * 150, '{"a":' * 400 + "1" + "}" * 400,
+        '{"a": ' + "9" * 5000 + "}",
+    ],
+)  # fmt: skip
+def test_what_json_cannot_give_back_is_not_stored(client: TestClient, metadata: str) -> None:
+    body = f'{{"documents": [{{"id": "x", "text": "Words.", "metadata": {metadata}}}]}}'
+    refused = client.post(PATH_metadata, content=body, headers=JSON)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["detail"]
+    assert client.get(PATH_metadata).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        '{"id": "\\ud800", "text": "b"}', '{"id": "x", "text": "\\ud800"}',
+        '{"id": "x", "text": "b", "uri": "\\u0000"}', '{"id": "\\u0000", "text": "b"}',
+        '{"id": "x", "text": "b", "\\ud800": 1}',
+    ],
+)  # fmt: skip
+def test_names_and_texts_are_utf_8(client: TestClient, document: str) -> None:
+    refused = client.post(PATH_metadata, content=f'{{"documents": [{document}]}}', headers=JSON)
+    assert refused.status_code == 422, refused.text
+    assert refused.headers["content-type"] == "application/problem+json"

@@ -1,0 +1,280 @@
+"""`POST /v1/chat/completions`, but for what the clients of others show (test_openai_clients)."""
+
+# MERGED tests.api.http.test_completions: `POST /v1/completions`.
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from ragcache import Generation, RagCache
+from tests.api.http.conftest import LEAVE
+from tests.api.http.events import events
+
+MODEL = "ragcache-reader"
+
+
+def ask(client: TestClient, **body: Any) -> Any:
+    given = {"model": MODEL, "messages": [{"role": "user", "content": LEAVE}], "max_tokens": 4}
+    return client.post("/v1/chat/completions", json=given | body)
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    told = [value for _, value in events(text)]
+    assert told[-1] == "[DONE]"
+    return told[:-1]
+
+
+def test_a_chat_is_that_of_the_library(client: TestClient, rag: RagCache) -> None:
+    told = ask(client).json()
+    from ragcache import Generation
+
+    answer = rag.chat([{"role": "user", "content": LEAVE}], generation=Generation(max_new_tokens=4))
+    [choice] = told["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == answer.choices[0].text.lstrip()
+    assert told["usage"]["prompt_tokens"] == answer.reuse.prompt_tokens
+    assert told["usage"]["completion_tokens"] == len(answer.choices[0].token_ids)
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert told["system_fingerprint"].startswith("fp_")
+    assert "sources" not in told
+
+
+def test_a_stream_adds_up_to_the_whole(client: TestClient) -> None:
+    whole = ask(client, n=2, seed=1, temperature=0.9).json()
+    streamed = chunks(ask(client, n=2, seed=1, temperature=0.9, stream=True).text)
+    for index in range(2):
+        deltas = [
+            choice["delta"].get("content", "")
+            for chunk in streamed
+            for choice in chunk["choices"]
+            if choice["index"] == index
+        ]
+        assert "".join(deltas) == whole["choices"][index]["message"]["content"]
+    last = streamed[-1]["choices"]
+    assert [c["finish_reason"] for c in last] == [c["finish_reason"] for c in whole["choices"]]
+    assert all("usage" not in chunk for chunk in streamed)
+
+
+def test_usage_comes_last_where_it_is_asked_for(client: TestClient) -> None:
+    streamed = chunks(ask(client, stream=True, stream_options={"include_usage": True}).text)
+    assert streamed[-1]["choices"] == []
+    assert streamed[-1]["usage"]["completion_tokens"] > 0
+    assert "cached_tokens" in streamed[-1]["usage"]["prompt_tokens_details"]
+    assert all(chunk["usage"] is None for chunk in streamed[:-1])
+
+
+def test_a_collection_turns_retrieval_on(client: TestClient, rag: RagCache) -> None:
+    told = ask(client, collection="notes", max_tokens=None).json()
+    answer = rag.ask(LEAVE, collection="notes")
+    assert told["choices"][0]["message"]["content"].strip() == answer.text
+    assert [s["module"] for s in told["sources"]] == [s.module for s in answer.sources]
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    streamed = chunks(ask(client, collection="notes", stream=True).text)
+    assert streamed[-1]["sources"] == told["sources"]
+
+
+def test_a_collection_answers_the_last_question(client: TestClient) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A reader."},
+        {"role": "user", "content": [{"type": "text", "text": LEAVE}]},
+    ]
+    assert ask(client, messages=messages, collection="notes").json()["sources"]
+    silent = ask(client, messages=messages[:1], collection="notes")
+    assert silent.status_code == 400
+
+
+def test_documents_in_a_message_are_recognized(client: TestClient) -> None:
+    text = (
+        "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow two weeks "
+        "ahead."
+    )
+    told = ask(client, messages=[{"role": "user", "content": f"{text}\n\n{LEAVE}"}]).json()
+    assert told["ragcache"]["mode"].startswith("recognized")
+    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_log_probabilities_have_openais_form(client: TestClient) -> None:
+    told = ask(client, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert len(told) == 4
+    for entry in told:
+        assert entry["logprob"] <= 0
+        assert len(entry["top_logprobs"]) == 2
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+    streamed = chunks(ask(client, logprobs=True, top_logprobs=2, stream=True).text)
+    entries = [
+        entry
+        for chunk in streamed
+        for choice in chunk["choices"]
+        if choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]
+    assert [entry["token"] for entry in entries] == [entry["token"] for entry in told]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"model": "gpt-4o"}, "model"),
+        ({"n": 0}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"response_format": {"type": "json_schema"}}, None),
+    ],
+)
+def test_what_is_not_served_is_refused_in_openais_shape(
+    client: TestClient, body: dict[str, Any], param: str | None
+) -> None:
+    response = ask(client, **body)
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    error = response.json()["error"]
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"k": None}, {"mode": None}, {"k": None, "mode": None, "collection": "notes"},
+        {"function_call": "none"}, {"function_call": None}, {"function_call": "auto"},
+    ],
+)  # fmt: skip
+def test_what_clients_send_for_nothing_is_nothing(client: TestClient, body: dict[str, Any]) -> None:
+    plain = {"collection": body["collection"]} if "collection" in body else {}
+    told = ask(client, **body)
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"] == ask(client, **plain).json()["choices"]
+
+
+def test_a_top_p_of_nothing_takes_the_likeliest(client: TestClient) -> None:
+    drawn = ask(client, temperature=1.5, top_p=0, seed=1)
+    assert drawn.json()["choices"] == ask(client).json()["choices"]
+
+
+def test_a_refusal_that_a_client_sends_back_is_text(client: TestClient) -> None:
+    def asked(part: dict[str, str]) -> Any:
+        said = [{"role": "assistant", "content": [part]}, {"role": "user", "content": LEAVE}]
+        return ask(client, messages=[{"role": "user", "content": "Hi"}, *said])
+
+    told = asked({"type": "refusal", "refusal": "No."})
+    assert told.status_code == 200, told.text
+    assert told.json()["choices"] == asked({"type": "text", "text": "No."}).json()["choices"]
+    assert asked({"type": "refusal", "text": "No."}).status_code == 400
+
+
+def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
+    client: TestClient, rag: RagCache
+) -> None:
+    window = rag.internals.shared.model.causal.window
+    words = "word " * (window - 200)  # so that the answer, which never ends, is short
+    messages = [{"role": "user", "content": words}]
+    told = ask(client, messages=messages, max_tokens=None, ignore_eos=True).json()
+    usage = told["usage"]
+    assert told["choices"][0]["finish_reason"] == "length"
+    assert usage["completion_tokens"] > 64
+    assert usage["total_tokens"] == window
+    too_long = ask(client, messages=[{"role": "user", "content": words * 2}], max_tokens=None)
+    assert too_long.status_code == 400
+
+
+def test_unknown_fields_that_change_nothing_are_passed_over(client: TestClient) -> None:
+    told = ask(client, user="me", metadata={"a": "b"}, service_tier="auto", logit_bias={})
+    assert told.status_code == 200
+
+
+def test_an_error_after_the_beginning_is_an_event(client: TestClient) -> None:
+    late = client.post(
+        "/v1/chat/completions",
+        json={
+            "model": MODEL, "messages": [{"role": "user", "content": LEAVE}], "stream": True,
+            "max_tokens": 2000, "logprobs": False, "temperature": 100, "seed": 2,
+        },
+        headers={"X-Request-Timeout": "2"},
+    )  # fmt: skip
+    assert late.status_code == 200
+    told = [value for _, value in events(late.text)]
+    assert told[-1]["error"]["code"] == "deadline_exceeded"
+
+
+PROMPT = "The survey boat is"
+
+
+def complete(client: TestClient, **body: Any) -> Any:
+    given = {"model": "ragcache-reader", "prompt": PROMPT, "max_tokens": 4}
+    return client.post("/v1/completions", json=given | body)
+
+
+def test_a_text_is_continued_without_a_template(client: TestClient, rag: RagCache) -> None:
+    told = complete(client).json()
+    answer = rag.chat(PROMPT, generation=Generation(max_new_tokens=4))
+    assert told["object"] == "text_completion"
+    assert told["choices"][0]["text"] == answer.choices[0].text
+    assert told["usage"]["prompt_tokens"] == answer.reuse.prompt_tokens
+
+
+def test_several_prompts_with_several_choices(client: TestClient) -> None:
+    told = complete(client, prompt=[PROMPT, "Dogs"], n=2, temperature=1.0, seed=5, echo=True).json()
+    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
+    starts = [choice["text"][:4] for choice in told["choices"]]
+    assert starts == ["The ", "The ", "Dogs", "Dogs"]
+
+
+def test_a_stream_adds_up_to_the_whole_completions(client: TestClient) -> None:
+    whole = complete(client, logprobs=2, echo=False).json()["choices"][0]
+    streamed = complete(client, logprobs=2, stream=True, stream_options={"include_usage": True})
+    told = [value for _, value in events(streamed.text)]
+    assert told[-1] == "[DONE]"
+    parts = [choice for chunk in told[:-1] for choice in chunk["choices"]]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
+    assert [each["tokens"][0] for each in logprobs] == whole["logprobs"]["tokens"]
+    assert [each["text_offset"][0] for each in logprobs] == whole["logprobs"]["text_offset"]
+    assert told[-2]["usage"]["total_tokens"] > 4
+
+
+def test_a_stop_string_ends_the_text(client: TestClient) -> None:
+    whole = complete(client).json()["choices"][0]["text"]
+    word = whole.split()[-1]
+    cut = complete(client, stop=word).json()["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    assert word not in cut["text"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1, 2, 3]},
+        {"prompt": []},
+        {"suffix": "x"},
+        {"best_of": 3},
+        {"echo": True, "logprobs": 1},
+        {"stream": True, "prompt": ["a", "b"]},
+        {"max_tokens": 0},
+        {"prompt": None},
+    ],
+)
+def test_what_is_not_served_is_refused(client: TestClient, body: dict[str, Any]) -> None:
+    response = complete(client, **body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+def test_models_are_listed(client: TestClient) -> None:
+    assert client.get("/v1/models").json()["data"][0]["id"] == "ragcache-reader"
+    assert client.get("/v1/models/ragcache-reader").json()["object"] == "model"
+    missing = client.get("/v1/models/other/name")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"

@@ -1,0 +1,148 @@
+"""How the server listens: whose word counts, and how many it takes at once."""
+
+# MERGED tests.api.http.test_shutdown: SIGTERM in the middle of a load: everybody gets an end
+#   or an error, and all is written.
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sqlite3
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from ragcache_api.http import ServiceSettings, create_app
+from ragcache_api.http.server import KeyNeeded, check_reach, is_loopback, long_lived, server_config
+from tests.api.http.asgi import App, Caller
+from tests.api.http.conftest import LEAVE, Start
+from tests.api.http.events import events
+from tests.api.http.server_process import Started
+
+
+async def statuses(app: App, client: str, number: int) -> list[int]:
+    """Of calls over connections from one address, each of which names another in a header."""
+    callers = [Caller() for _ in range(number)]
+    for each, caller in enumerate(callers):
+        await caller.call(app, "GET", "/v1/models", client=client, x_forwarded_for=f"10.0.0.{each}")
+    return [caller.status for caller in callers]
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client", "refused"),
+    [("", "127.0.0.1", True), ("127.0.0.1", "127.0.0.1", False), ("127.0.0.1", "127.0.0.2", True)],
+)
+def test_only_proxies_that_are_named_tell_who_calls(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch, trusted: str, client: str, refused: bool
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn reads it by itself
+    settings = ServiceSettings.read(rate="2/minute", trusted_proxies=trusted)
+    config = server_config(create_app(rag, settings), settings)
+    config.load()
+    assert (429 in asyncio.run(statuses(config.loaded_app, client, 3))) is refused
+
+
+def test_connections_are_counted(rag: RagCache) -> None:
+    settings = ServiceSettings.read(connections=7)
+    assert server_config(create_app(rag, settings), settings).limit_concurrency == 7
+
+
+def test_full_collections_pass_by_what_stood_when_serving_began() -> None:
+    with long_lived():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1"])]
+LONG = {
+    "question": LEAVE, "collection": "notes", "stream": True, "max_tokens": 2500,
+    "temperature": 100,
+}  # fmt: skip
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: dict[str, object]) -> str:
+    """How a request ended: `answer`, `error`, or the status that refused it."""
+    try:
+        response = await client.post(f"{url}/v1/answers", json=body)
+    except httpx.ConnectError:
+        return "refused"
+    if response.status_code != 200:
+        return str(response.status_code)
+    return events(response.text)[-1][0] if body["stream"] else "answer"
+
+
+async def load(server: Started, clients: int, seconds: float) -> list[str]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        short = {**LONG, "max_tokens": 3}
+        whole = {**LONG, "stream": False}
+        asked = [
+            asyncio.create_task(ask(client, server.url, body))
+            for _ in range(clients // 3)
+            for body in (LONG, short, whole)
+        ]
+        await asyncio.sleep(seconds)
+        server.process.terminate()
+        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+
+def test_every_client_gets_an_end_or_an_error(start: Start, state: Path) -> None:
+    server = start(state, "--set", "grace=1")
+    begun = time.monotonic()
+    ends = asyncio.run(load(server, 24, 0.7))
+    assert server.stop() == 0, "".join(server.log)
+    assert time.monotonic() - begun < 60
+    assert set(ends) <= {"answer", "error", "503", "refused"}
+    assert "error" in ends or "503" in ends, "the long ones cannot have ended by themselves"
+    with sqlite3.connect(state / "ledger.sqlite") as ledger:
+        assert ledger.execute("select count(*) from sessions").fetchone() == (0,)
+
+
+def test_what_runs_has_time_to_finish(start: Start, state: Path) -> None:
+    server = start(state)
+    body = {**LONG, "max_tokens": 150}
+
+    async def ask_and_stop() -> str:
+        async with httpx.AsyncClient(timeout=60) as client:
+            asked = asyncio.create_task(ask(client, server.url, body))
+            while not (await client.get(f"{server.url}/admin/requests")).json()["running"]:
+                await asyncio.sleep(0.02)
+            server.process.terminate()
+            return await asked
+
+    assert asyncio.run(ask_and_stop()) == "answer"
+    assert server.stop() == 0
+
+
+def test_further_signals_do_not_keep_the_folder_from_being_closed(
+    start: Start, state: Path
+) -> None:
+    server = start(state)
+    while server.process.is_alive():
+        server.process.terminate()
+        time.sleep(0.005)
+    assert server.process.exitcode == 0, "".join(server.log)
+    with sqlite3.connect(state / "ledger.sqlite") as ledger:
+        assert ledger.execute("select count(*) from sessions").fetchone() == (0,)
+
+
+def test_an_open_address_without_a_key_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        check_reach(rag, ServiceSettings.read(host="127.0.0.1"))
+        with pytest.raises(KeyNeeded, match="ragcache keys create"):
+            check_reach(rag, ServiceSettings.read(host="0.0.0.0"))
+        rag.keys.create("me")
+        check_reach(rag, ServiceSettings.read(host="0.0.0.0"))
+
+
+@pytest.mark.parametrize(
+    ("host", "closed"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
+     ("0.0.0.0", False), ("::", False), ("192.168.0.7", False), ("reader.example", False)],
+)  # fmt: skip
+def test_loopback_is_known_by_its_address(host: str, closed: bool) -> None:
+    assert is_loopback(host) is closed

@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, trim_messages
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import ConfigurableField
+from pydantic import ValidationError
+
+from ragcache import RagCache
+from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
+from ragcache.models import LoadedModel
+from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
+from ragcache_connectors.langchain.model_info import Served
+from tests.connectors.langchain.chats import DOCUMENT, idle, notes_open
+from tests.connectors.langchain.scripted import SAID, scripted
+
+QUESTION = f"Answer from this:\n\n{DOCUMENT}\n\nWhere is the boat?"
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
+    with notes_open(tmp_path_factory.mktemp("reader"), reader) as rag:
+        yield rag
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+    """Says `SAID` whatever it is asked."""
+    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted()) as rag:
+        yield rag
+
+
+def total(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    return sum(chunks[1:], chunks[0])
+
+
+def plain(message: AIMessage) -> tuple[object, ...]:
+    """What every style of call must tell alike."""
+    told = {k: v for k, v in message.response_metadata.items() if k != "ragcache"}
+    return message.content, message.usage_metadata, told
+
+
+def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=4)
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", "Answer from the context."), ("human", "{context}\n\nQuestion: {question}")]
+    )
+    values = {"context": DOCUMENT, "question": "Where is the boat?"}
+    answer = (prompt | model).invoke(values)
+    assert answer.content == (prompt | model | StrOutputParser()).invoke(values)
+    told = answer.response_metadata["ragcache"]
+    assert told["mode"] == "recognized:rooted"
+    assert [source["document"] for source in told["sources"]] == ["boats"]
+    details = answer.usage_metadata["input_token_details"]
+    length = len(model.get_token_ids(DOCUMENT))
+    assert details["cache_read"] >= length - 2
+    assert answer.usage_metadata["input_tokens"] > length
+
+
+def test_recognition_may_be_off_for_a_model_or_a_call(rag: RagCache) -> None:
+    off = ChatRagCache(rag=rag, max_tokens=2, recognize=False).invoke(QUESTION)
+    assert off.response_metadata["ragcache"]["sources"] == []
+    exact = ChatRagCache(rag=rag, max_tokens=2).invoke(QUESTION, mode="exact")
+    assert exact.response_metadata["ragcache"]["mode"] == "exact"
+    assert [s["tier"] for s in exact.response_metadata["ragcache"]["sources"]] == ["computed"]
+
+
+def test_states_that_a_request_encodes_are_counted_as_created(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    with notes_open(tmp_path, reader) as rag:
+        rag.modules.evict(documents=["boats"], collection="notes")
+        model = ChatRagCache(rag=rag, max_tokens=2)
+        first, second = model.invoke(QUESTION), model.invoke(QUESTION)
+    created = first.usage_metadata["input_token_details"]
+    assert created["cache_creation"] > 20 > created["cache_read"]
+    read = second.usage_metadata["input_token_details"]
+    assert read["cache_creation"] == 0
+    assert read["cache_read"] >= created["cache_creation"]
+
+
+async def test_all_styles_of_call_tell_the_same(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=6, min_tokens=6)
+    model.invoke(QUESTION)  # what was private is shared from now on
+    invoked = plain(model.invoke(QUESTION))
+    assert invoked[0]
+    assert plain(total(list(model.stream(QUESTION)))) == invoked
+    assert plain(await model.ainvoke(QUESTION)) == invoked
+    assert plain(total([chunk async for chunk in model.astream(QUESTION)])) == invoked
+    assert [plain(each) for each in model.batch([QUESTION] * 2)] == [invoked] * 2
+    assert [plain(each) for each in await model.abatch([QUESTION] * 2)] == [invoked] * 2
+    assert invoked[2]["finish_reason"] == "length"
+    assert invoked[2]["model_name"] == "ragcache-reader"
+
+
+def test_tokens_come_one_by_one_and_usage_once(rag: RagCache) -> None:
+    chunks = list(ChatRagCache(rag=rag, max_tokens=6).stream("Hello"))
+    assert sum(bool(chunk.content) for chunk in chunks) >= 5
+    assert [chunk.usage_metadata is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [
+        True
+    ]
+    assert chunks[-1].chunk_position == "last"
+
+
+@pytest.mark.parametrize("given", ["field", "alias", "call", "bound"])
+def test_stop_is_taken_everywhere_and_may_span_tokens(said: RagCache, given: str) -> None:
+    stop = [SAID[1:]]  # of two tokens
+    model = ChatRagCache(rag=said)
+    if given == "field":
+        answer = ChatRagCache(rag=said, stop=stop).invoke("x")
+    elif given == "alias":
+        answer = ChatRagCache(rag=said, stop_sequences=stop).invoke("x")
+    elif given == "call":
+        answer = total(list(model.stream("x", stop=stop)))
+    else:
+        answer = model.bind(stop=stop).batch(["x", "y"])[1]
+    assert answer.content == SAID[0]
+    assert answer.response_metadata["finish_reason"] == "stop"
+
+
+def test_a_stop_of_the_call_replaces_the_models(said: RagCache) -> None:
+    model = ChatRagCache(rag=said, stop=[SAID[0]])
+    assert model.invoke("x").content == ""
+    assert model.invoke("x", stop=["?"]).content == SAID
+
+
+def test_n_answers_are_counted_once(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=3, min_tokens=3, n=2, temperature=1.0, seed=4)
+    [generations] = model.generate([[HumanMessage("Hello")]]).generations
+    assert len(generations) == 2
+    first, second = (generation.message for generation in generations)
+    assert isinstance(first, AIMessage)
+    assert isinstance(second, AIMessage)
+    assert first.usage_metadata["output_tokens"] == 6
+    assert second.usage_metadata is None
+    assert total(list(model.stream("Hello"))).content == first.content
+
+
+def test_log_probabilities_come_whole_and_in_chunks(said: RagCache) -> None:
+    model = ChatRagCache(rag=said, logprobs=True, top_logprobs=2)
+    told = model.invoke("x").response_metadata["logprobs"]["content"]
+    assert "".join(each["token"] for each in told) == SAID
+    assert all(each["logprob"] <= 0 and len(each["top_logprobs"]) == 2 for each in told)
+    streamed = total(list(model.stream("x")))
+    assert streamed.response_metadata["logprobs"]["content"] == told
+    assert "logprobs" not in model.invoke("x", logprobs=False).response_metadata
+
+
+class Tokens(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+        self.seen.append(token)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_callbacks_hear_each_token_once(said: RagCache, streaming: bool) -> None:
+    handler = Tokens()
+    model = ChatRagCache(rag=said, streaming=streaming)
+    assert model.invoke("x", config={"callbacks": [handler]}).content == SAID
+    assert "".join(handler.seen) == (SAID if streaming else "")
+
+
+def test_an_answer_may_be_written_as_json_and_read_again(said: RagCache) -> None:
+    answer = ChatRagCache(rag=said).invoke("x")
+    assert AIMessage.model_validate_json(answer.model_dump_json()) == answer
+
+
+def test_options_may_be_chosen_when_a_chain_runs(said: RagCache) -> None:
+    chosen = ChatRagCache(rag=said).configurable_fields(max_tokens=ConfigurableField(id="most"))
+    assert chosen.with_config(configurable={"most": 1}).invoke("x").content == SAID[0]
+    assert chosen.invoke("x").content == SAID
+    chunks = list(chosen.with_config(configurable={"most": 3}).stream("x"))
+    assert sum(bool(chunk.content) for chunk in chunks) == len(SAID), "it still streams"
+
+
+def test_langchains_own_counter_counts_right(said: RagCache) -> None:
+    counter = UsageMetadataCallbackHandler()
+    answers = ChatRagCache(rag=said).batch(["a", "b"], config={"callbacks": [counter]})
+    counted = counter.usage_metadata["scripted"]
+    assert counted["input_tokens"] == sum(a.usage_metadata["input_tokens"] for a in answers)
+    assert counted["output_tokens"] == 2 * len(SAID)
+
+
+def test_tokens_of_messages_are_those_of_the_prompt(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=1)
+    counted = model.get_num_tokens_from_messages([HumanMessage("How many?")])
+    assert counted == model.invoke("How many?").usage_metadata["input_tokens"]
+    assert model.get_num_tokens_from_messages([]) == 0
+    kept = trim_messages(
+        [HumanMessage("Hello"), AIMessage("Which boat is it?")], max_tokens=counted,
+        token_counter=model, strategy="first", allow_partial=True,
+    )  # fmt: skip
+    assert kept[0].content == "Hello"
+
+
+def test_too_long_a_prompt_raises_in_langchains_terms(said: RagCache) -> None:
+    from langchain_core import exceptions
+
+    overflow = getattr(exceptions, "ContextOverflowError", exceptions.LangChainException)
+    model = ChatRagCache(rag=said)
+    for ask in (model.invoke, lambda text: list(model.stream(text))):
+        with pytest.raises(PromptTooLong) as caught:
+            ask("x" * 9000)
+        assert isinstance(caught.value, overflow)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "wrong"),
+    [
+        ([], {}, "there are no messages"),
+        ([("system", ""), {"role": "robot", "content": "x"}], {}, "robot"),
+        ("x", {"temprature": 1}, "unknown option 'temprature'"),
+        ("x", {"temperature": -1}, "temperature is -1"),
+        ("x", {"model": "another"}, "'another' is not open"),
+        ("x", {"mode": "quick"}, "unknown mode"),
+        ("x", {"tool_choice": "any"}, "there are no tools"),
+        ("x", {"response_format": {"type": "xml"}}, "'xml'"),
+        ("x", {"stop": ["x"] * 17}, "17 strings"),
+    ],
+)
+def test_bad_input_is_named(
+    said: RagCache, messages: Any, options: dict[str, Any], wrong: str
+) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        ChatRagCache(rag=said).invoke(messages, **options)
+
+
+def test_a_request_may_time_out(said: RagCache) -> None:
+    with pytest.raises(DeadlineExceeded):
+        ChatRagCache(rag=said, timeout=1e-9).invoke("x")
+
+
+@pytest.mark.parametrize("options", [{"temprature": 1}, {"rag": object(), "state": "x"}])
+def test_a_model_is_not_made_of_what_it_does_not_know(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ChatRagCache(**options)
+
+
+def test_what_changes_an_answer_identifies_the_model(said: RagCache, tmp_path: Path) -> None:
+    base = ChatRagCache(rag=said)._identifying_params
+    assert base["model"] == "scripted"
+    assert base["fingerprint"] == Served(said).model.causal.fingerprint
+    for option in (
+        {"mode": "exact"}, {"recognize": False}, {"temperature": 0.5}, {"stop": ["x"]},
+        {"max_tokens": 3}, {"seed": 1}, {"top_k": 2},
+    ):  # fmt: skip
+        assert ChatRagCache(rag=said, **option)._identifying_params != base
+    assert ChatRagCache(rag=said.within("other"))._identifying_params != base
+    folders = [ChatRagCache(state=tmp_path / name)._identifying_params for name in "ab"]
+    assert folders[0] != folders[1]
+
+
+def test_the_cache_of_langchain_knows_the_models_own_stop(said: RagCache) -> None:
+    cache = InMemoryCache()
+    whole, short = (ChatRagCache(rag=said, cache=cache, stop=s) for s in (None, [SAID[1:]]))
+    assert whole._get_llm_string() != short._get_llm_string()
+    assert [whole.invoke("x").content, short.invoke("x").content] == [SAID, SAID[0]]
+
+
+def test_a_model_that_the_open_folder_has_not_is_refused(said: RagCache) -> None:
+    assert ChatRagCache(rag=said, model="scripted").invoke("x").content == SAID
+    with pytest.raises(ValidationError, match="open with the model 'scripted', not with 'another'"):
+        ChatRagCache(rag=said, model="another")
+
+
+def test_a_model_of_a_folder_may_be_pickled_and_copied_at_any_time(tmp_path: Path) -> None:
+    model = ChatRagCache(state=tmp_path, max_tokens=2)
+    try:
+        for _ in range(2):
+            copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+            said = [each.invoke("Hello").content for each in (model, *copies)]
+            assert said == [said[0]] * 3
+    finally:
+        close_shared()
+
+
+def test_a_folder_is_opened_at_the_first_call_and_once(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    models = [ChatRagCache(state=folder, model=scripted()) for _ in range(2)]
+    assert not folder.exists()
+    assert models[0].model_name == "scripted"
+    try:
+        assert models[0].invoke("x").content == SAID
+        assert asyncio.run(models[1].ainvoke("x")).content == SAID
+        assert models[0]._open() is models[1]._open()
+    finally:
+        close_shared()
+
+
+def test_whoever_opens_the_folder_opens_it_with_the_chats_model(tmp_path: Path) -> None:
+    model = ChatRagCache(state=tmp_path, model=scripted(), open_options={"max_new_tokens": 2})
+    try:
+        assert shared_rag(None, tmp_path).internals.shared.model.name == "scripted"
+        assert model.invoke("x").content == SAID[:2]
+        with pytest.raises(ValidationError, match="is opened with model="):
+            ChatRagCache(state=tmp_path, model="another")
+        assert ChatRagCache(state=tmp_path).invoke("x").content == SAID[:2]
+    finally:
+        close_shared()
+
+
+def test_leaving_a_stream_gives_the_answer_up(rag: RagCache) -> None:
+    chunks = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000).stream("Hello")
+    next(chunks)
+    chunks.close()
+    assert ChatRagCache(rag=rag, max_tokens=1).invoke("Hello").content
+    idle(rag)
+
+
+async def test_canceling_a_task_gives_the_answer_up(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000)
+    task = asyncio.create_task(model.ainvoke("Hello"))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await ChatRagCache(rag=rag, max_tokens=1).ainvoke("Hello")).content
+    idle(rag)
+
+
+def test_importing_the_package_loads_no_model_library() -> None:
+    code = (
+        "import sys; from ragcache_connectors.langchain import ChatRagCache; "
+        "ChatRagCache(state='nowhere', temperature=0.5); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'xgrammar', 'faiss')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_requests_of_unknown_kinds_of_messages_are_refused(said: RagCache) -> None:
+    image = HumanMessage([{"type": "image", "base64": "AA", "mime_type": "image/png"}])
+    with pytest.raises(InvalidRequest, match="no images"):
+        ChatRagCache(rag=said).invoke([image])

@@ -1,0 +1,187 @@
+"""One `RagCache` for each folder and process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from langchain_core import exceptions
+
+from ragcache import RagCache, SourceDocument, errors
+from ragcache.errors import ConfigurationError, ModelNotFound, StoreError
+from ragcache.models import LoadedModel
+from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
+from ragcache_connectors.langchain.model_info import Served
+from ragcache_connectors.langchain.shared import as_langchain, ashared_rag, declare
+from tests.connectors.langchain.scripted import scripted
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_shared()
+
+
+def test_an_open_one_is_used_as_it_is(rag: RagCache, tmp_path: Path) -> None:
+    assert shared_rag(rag, None) is rag
+    assert shared_rag(rag, None, model=None) is rag
+    with pytest.raises(ConfigurationError, match="or else state, k_bytes; not both"):
+        shared_rag(rag, tmp_path, k_bytes=1)
+
+
+def test_a_folder_is_opened_once(tmp_path: Path, reader: LoadedModel) -> None:
+    folder = tmp_path / "state"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: shared_rag(None, folder, model=reader), range(8)))
+    assert len(set(map(id, found))) == 1
+    assert shared_rag(None, str(folder)) is found[0], "options may be left out"
+    assert shared_rag(None, tmp_path / "x" / ".." / "state") is found[0]
+    assert shared_rag(None, tmp_path / "other", model=reader) is not found[0]
+
+
+def test_options_that_differ_are_named(tmp_path: Path, reader: LoadedModel) -> None:
+    shared_rag(None, tmp_path, model=reader, module_tokens=64)
+    with pytest.raises(ConfigurationError, match=r"module_tokens=64 in .*; module_tokens=96 needs"):
+        shared_rag(None, tmp_path, module_tokens=96)
+    with pytest.raises(ConfigurationError, match=r"queue=None in .*; queue=5 needs"):
+        shared_rag(None, tmp_path, queue=5)
+
+
+def test_what_was_declared_holds_for_whoever_comes_first(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    declare(tmp_path, model=reader, module_tokens=None)
+    declare(tmp_path, model=reader, module_tokens=64)
+    assert not (tmp_path / "ledger.sqlite").exists(), "nothing is opened"
+    rag = shared_rag(None, tmp_path)
+    rag.ingest("notes", SourceDocument("a", "A boat. " * 100))
+    assert max(row.tokens for row in rag.list_modules()) <= 64
+
+
+def test_until_a_folder_is_open_the_later_declaration_holds(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    declare(tmp_path, model="mistyped")
+    declare(tmp_path, model=reader)
+    assert Served(shared_rag(None, tmp_path)).name == reader.name
+    with pytest.raises(ConfigurationError, match="is opened with model="):
+        declare(tmp_path, model="mistyped")
+
+
+def test_options_that_opened_nothing_are_forgotten(tmp_path: Path, reader: LoadedModel) -> None:
+    for state in (tmp_path, None):
+        with pytest.raises(ModelNotFound):
+            shared_rag(None, state, model=tmp_path / "mistyped")
+        assert Served(shared_rag(None, state, model=reader)).name == reader.name
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Opening a folder named `slow` waits: set when it has begun, and to be set."""
+    begun, go, opening = Event(), Event(), RagCache.open
+
+    def opened(folder: Path, **options: Any) -> RagCache:
+        if folder.name == "slow":
+            begun.set()
+            go.wait(60)
+        return opening(folder, **options)
+
+    monkeypatch.setattr(RagCache, "open", opened)
+    yield begun, go
+    go.set()
+
+
+async def test_nobody_waits_for_another_folder(
+    tmp_path: Path, reader: LoadedModel, slowly: tuple[Event, Event]
+) -> None:
+    begun, go = slowly
+    ready = shared_rag(None, tmp_path / "ready", model=reader)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(shared_rag, None, tmp_path / "slow", model=reader)
+        assert begun.wait(60)
+        made = pool.submit(ChatRagCache, state=tmp_path / "slow")
+        assert made.result(timeout=60).model_name == "ragcache-reader"
+        assert await ashared_rag(None, tmp_path / "ready") is ready
+        waits = asyncio.create_task(ashared_rag(None, tmp_path / "slow"))
+        await asyncio.sleep(0)
+        assert not slow.done(), "the event loop goes on while the folder is opened"
+        go.set()
+        assert await waits is await asyncio.wrap_future(slow)
+
+
+def test_the_process_has_a_folder_for_each_model(reader: LoadedModel) -> None:
+    one, other = (ChatRagCache(model=each, max_tokens=1) for each in (reader, scripted()))
+    assert other.invoke("x").response_metadata["model_name"] == "scripted"
+    assert one.invoke("x").response_metadata["model_name"] == reader.name
+    assert shared_rag(None, None) is shared_rag(None, None, model=scripted()), "the first opened"
+    assert one.invoke("x").response_metadata["model_name"] == reader.name
+
+
+def test_a_folder_that_cannot_be_opened_may_be_tried_again(
+    tmp_path: Path, reader: LoadedModel
+) -> None:
+    blocked = tmp_path / "state"
+    blocked.write_text("a file")
+    with pytest.raises(StoreError):
+        shared_rag(None, blocked, model=reader)
+    blocked.unlink()
+    assert shared_rag(None, blocked, model=reader).stats().collections == {}
+
+
+def test_after_closing_it_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:
+    first = shared_rag(None, tmp_path, model=reader)
+    first.records("kept").update(["a"])
+    close_shared()
+    second = shared_rag(None, tmp_path, model=reader)
+    assert second is not first
+    assert second.records("kept").keys() == ["a"]
+
+
+def test_without_a_folder_there_is_one_of_the_process(reader: LoadedModel) -> None:
+    first = shared_rag(None, None, model=reader)
+    assert shared_rag(None, None) is first
+    assert first.stats().collections == {}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (errors.PromptTooLong, "ContextOverflowError"),
+        (errors.DeadlineExceeded, "ModelTimeoutError"),
+        (errors.QueueFull, "ModelRateLimitError"),
+        (errors.EngineFailed, "ModelAPIError"),
+        (errors.ModelNotFound, "ModelNotFoundError"),
+        (errors.UnsupportedModel, "ModelInvalidRequestError"),
+        (errors.UnknownCollection, "ModelInvalidRequestError"),
+        (errors.InvalidRequest, "ModelInvalidRequestError"),
+    ],
+)
+def test_an_error_is_of_both_types(ours: type[Exception], theirs: str) -> None:
+    with pytest.raises(ours, match="what it was") as caught, as_langchain():
+        raise ours("what it was")
+    assert isinstance(caught.value, getattr(exceptions, theirs, exceptions.LangChainException))
+    assert type(caught.value).__name__ == ours.__name__
+    assert type(caught.value.__cause__) is ours
+
+
+@pytest.mark.parametrize("kind", [errors.EngineClosed, errors.StoreFull, errors.MissingExtra])
+def test_an_error_without_a_name_there_passes(kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, as_langchain():
+        raise kind("x")
+    assert type(caught.value) is kind
+
+
+def test_an_error_is_made_both_once() -> None:
+    with pytest.raises(errors.InvalidRequest) as caught, as_langchain(), as_langchain():
+        raise errors.InvalidRequest("x")
+    assert type(caught.value.__cause__) is errors.InvalidRequest
+
+
+def test_errors_of_programs_pass() -> None:
+    with pytest.raises(ZeroDivisionError), as_langchain():
+        raise ZeroDivisionError
