@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
+from ragcache.engine.core import EngineCore
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
 from tests.api.http.server_process import Started, start_server
@@ -38,6 +40,18 @@ def client_of(rag: RagCache, **settings: Any) -> TestClient:
     """A client of a service with some settings."""
     app = create_app(rag, ServiceSettings.read(**settings))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 ms at least: no machine is so quick that a long answer ends before its time."""
+    step = EngineCore.step
+
+    def slow_step(core: EngineCore) -> None:
+        time.sleep(0.01)
+        step(core)
+
+    monkeypatch.setattr(EngineCore, "step", slow_step)
 
 
 Start = Callable[..., Started]

@@ -49,6 +49,7 @@ def test_retrieval_counts(
     assert client.get("/admin/requests").json()["running"] == []
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_stream_is_told_that_its_time_is_over(client: TestClient) -> None:
     told = client.post("/v1/answers", json=LONG, headers={"X-Request-Timeout": "2"})
     assert told.status_code == 200
@@ -56,6 +57,7 @@ def test_a_stream_is_told_that_its_time_is_over(client: TestClient) -> None:
     assert "deadline-exceeded" in told.text
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ def test_unknown_fields_that_change_nothing_are_passed_over(client: TestClient) 
     assert told.status_code == 200
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_an_error_after_the_beginning_is_an_event(client: TestClient) -> None:
     late = client.post(
         "/v1/chat/completions",
