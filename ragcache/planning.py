@@ -77,16 +77,16 @@ def corpus_of_sources(
 
 def corpus_of_collection(
     model: LoadedModel,
-    catalogue: Catalog,
+    catalog: Catalog,
     collection: str,
     progress: Progress = lambda *_: None,
 ) -> Corpus:
     """The corpus of a stored collection, in tokens of the model. Raises `UnknownCollection`."""
-    rows = catalogue.modules(collection)
+    rows = catalog.modules(collection)
     modules: list[array[int]] = []
     for start in range(0, len(rows), _ROWS):
         part = rows[start : start + _ROWS]
-        known = catalogue.token_ids([row.id for row in part])
+        known = catalog.token_ids([row.id for row in part])
         modules += [
             array("i", known.get(row.id) or model.encode_untrusted(row.text)) for row in part
         ]

@@ -222,12 +222,12 @@ class RagCache:
     def rename(self, collection: str, document_id: str, to: str) -> None:
         """Changes the id of a document; nothing is encoded. Raises `UnknownCollection` or
         `DocumentError`."""
-        self._internals.catalogue.rename(collection, document_id, to)
+        self._internals.catalog.rename_document(collection, document_id, to)
 
     def create_collection(self, collection: str) -> bool:
         """Makes an empty collection; False if it exists. `ingest` makes collections by itself.
         Raises `ConfigurationError`."""
-        return self._internals.catalogue.add_collection(check_collection(collection))
+        return self._internals.catalog.add_collection(check_collection(collection))
 
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection with all its contents; returns how many documents it had. Raises
@@ -444,7 +444,7 @@ class RagCache:
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
         writes the modules into the slots. Raises `UnknownCollection`."""
-        modules = self._internals.catalogue.modules(collection)
+        modules = self._internals.catalog.modules(collection)
         schema = generated_schema(collection, self._internals.questions.encoder.frame, k)
         return expand_slots(schema, {collection: members(modules)}) if expanded else schema
 
@@ -522,12 +522,12 @@ class RagCache:
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """The modules with these names, in the order of the names; unknown names are skipped.
         Raises `UnknownCollection`."""
-        return self._internals.catalogue.modules(collection, names)
+        return self._internals.catalog.modules(collection, names)
 
     def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
         """The whole texts of documents by id; unknown ids are skipped. Raises
         `UnknownCollection`."""
-        return self._internals.catalogue.texts(collection, document_ids)
+        return self._internals.catalog.texts(collection, document_ids)
 
     def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
         """The lengths of modules, and the first tier that holds their states."""
@@ -536,8 +536,8 @@ class RagCache:
     def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
         """The documents of a collection, in the order in which they were stored, or those with
         these ids; unknown ids are skipped. Raises `UnknownCollection`."""
-        self._internals.catalogue.stamp(collection)
-        return list(self._internals.catalogue.documents(collection, ids).values())
+        self._internals.catalog.stamp(collection)
+        return list(self._internals.catalog.documents(collection, ids).values())
 
     def document_page(
         self, collection: str, cursor: str | None = None, limit: int = 100

@@ -50,10 +50,10 @@ class Found:
 
 
 class Recognizer:
-    """Finds modules of all collections of one catalogue. Thread-safe."""
+    """Finds modules of all collections of one catalog. Thread-safe."""
 
-    def __init__(self, catalogue: Catalog) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._index = _Index({}, {}, FingerprintTable(Fingerprints.joined(())))
         self._building = threading.Lock()
 
@@ -63,12 +63,12 @@ class Recognizer:
         return find(text, self._current().table)
 
     def _current(self) -> _Index:
-        """The index over what the catalogue holds now, whichever process changed it. Costs one
+        """The index over what the catalog holds now, whichever process changed it. Costs one
         query where nothing changed; else the collections that changed are read, and no others."""
-        if self._index.stamps == self._catalogue.stamps():
+        if self._index.stamps == self._catalog.stamps():
             return self._index
         with self._building:  # threads that come at once wait for one index
-            stamps, old = self._catalogue.stamps(), self._index
+            stamps, old = self._catalog.stamps(), self._index
             if old.stamps != stamps:
                 parts = {name: self._part(name, stamp, old) for name, stamp in stamps.items()}
                 table = FingerprintTable(
@@ -81,7 +81,7 @@ class Recognizer:
         if old.stamps.get(name) == stamp:
             return old.parts[name]
         try:
-            return Fingerprints.of(self._catalogue.modules(name))
+            return Fingerprints.of(self._catalog.modules(name))
         except UnknownCollection:  # it went meanwhile, and its stamp will say so
             return Fingerprints.of(())
 

@@ -319,7 +319,7 @@ def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) ->
     store = KVStore(Ledger(database), memory, shared)
     store.ledger.begin()
     for key, each in states.items():
-        store.put(key, each)
+        store.put_states(key, each)
         for index in store.memory.indexes[1:]:
             store.memory.place(index, key, each, 0, admitted=True)
     return store
@@ -350,8 +350,8 @@ def bench_ledger(folder: Path, modules: int = 100_000, requests: int = 1000) -> 
     return {"ledger_ms_p50": 1000 * statistics.median(times), "open_s": opened}
 
 
-def _ledger_requests(store: KVStore, catalogue: Catalog, requests: int) -> list[float]:
-    rows = catalogue.modules("bench")[:_WARM]
+def _ledger_requests(store: KVStore, catalog: Catalog, requests: int) -> list[float]:
+    rows = catalog.modules("bench")[:_WARM]
     keys = [made_up_key(number) for number in range(_WARM)]
     for _ in range(2):  # the second use admits
         store.fetch(keys).release()
@@ -359,8 +359,8 @@ def _ledger_requests(store: KVStore, catalogue: Catalog, requests: int) -> list[
     for number in range(requests):
         chosen = [(7 * number + i) % _WARM for i in range(_A_REQUEST)]
         began = time.perf_counter()
-        catalogue.stamp("bench")
-        catalogue.token_ids([rows[i].id for i in chosen])
+        catalog.stamp("bench")
+        catalog.token_ids([rows[i].id for i in chosen])
         with store.fetch([keys[i] for i in chosen]):
             times.append(time.perf_counter() - began)
     return times
@@ -377,10 +377,10 @@ def fill_ledger(folder: Path, modules: int) -> None:
         ])
         for first in range(0, modules, _A_DOCUMENT)
     ]  # fmt: skip
-    Catalog(database, "tokenizer", None).replace("bench", documents)
+    Catalog(database, "tokenizer", None).replace_documents("bench", documents)
     states = KVStates(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), 0)
     for number in range(_WARM):
-        store.put(made_up_key(number), states, LeaseRequest("ingest", "rooted"))
+        store.put_states(made_up_key(number), states, LeaseRequest("ingest", "rooted"))
     facts = StateMetadata(3, 0.1, "rooted", made_up_key(-1), "model")
     rows: list[dict[str, Any]] = []
     for number in range(_WARM, modules):

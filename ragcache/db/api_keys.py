@@ -48,7 +48,7 @@ class ApiKeyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KeyCheck:
     """exist: whether a key was ever made, from when on nobody gets in without one, also when all
     are revoked. key: the one that the secret belongs to, None where it belongs to none."""
 
@@ -132,15 +132,15 @@ class ApiKeys:
         """Whether a key was ever made."""
         return self._current(_AGE).exist
 
-    def judge(self, secret: str) -> Verdict:
+    def judge(self, secret: str) -> KeyCheck:
         """Whom a secret lets in. May read rows."""
         verdict = self.recall(secret)
         if verdict is None:
             known = self._current(_UNKNOWN_AGE)
-            verdict = Verdict(known.exist, self._find(known, secret))
+            verdict = KeyCheck(known.exist, self._find(known, secret))
         return verdict
 
-    def recall(self, secret: str) -> Verdict | None:
+    def recall(self, secret: str) -> KeyCheck | None:
         """As `judge`, from memory and without waiting; None where rows are to be read first."""
         known = self._known
         if known is None or self._age(known) > _AGE:
@@ -149,7 +149,7 @@ class ApiKeys:
         young = self._age(known) <= _UNKNOWN_AGE
         if found is None and secret.startswith(_MARK) and not young:
             return None
-        return Verdict(known.exist, found)
+        return KeyCheck(known.exist, found)
 
     def flush(self) -> None:
         """Writes when keys were last used. Where that fails nothing is lost but a time."""

@@ -1,6 +1,6 @@
-"""The catalogue: collections, documents and their modules. The document is the unit of change."""
+"""The catalog: collections, documents and their modules. The document is the unit of change."""
 
-# MERGED ragcache.store.documents: Documents and modules as the catalogue takes and gives them.
+# MERGED ragcache.store.documents: Documents and modules as the catalog takes and gives them.
 # MERGED ragcache.store.insertion: Storing documents with all that belongs to them.
 # MERGED ragcache.store.removal: Deleting documents with all that belongs to them.
 # MERGED ragcache.store.vectors: Embeddings of modules. The ledger keeps them; the index over
@@ -95,7 +95,7 @@ class Catalog:
                     found[d.source_id] = row
         return found
 
-    def replace(
+    def replace_documents(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None
     ) -> list[KVKey]:
         """Stores documents, each in place of an earlier one of its name, with all that belongs to
@@ -105,9 +105,9 @@ class Catalog:
         """
         with self._database.transaction() as session:
             owner = self._change(session, collection)
-            freed = delete_documents(session, owner, [d.source_id for d in documents])
+            freed = _delete_rows(session, owner, [d.source_id for d in documents])
             for document in documents:
-                insert_document(session, owner, document, self._tokenizer, self._embedder)
+                _insert_rows(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
                 freed += jobs.complete(session, job)
             return retire(session, freed)
@@ -156,7 +156,7 @@ class Catalog:
         return found
 
     def token_ids(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Token ids under this catalogue's tokenizer, of the modules that have them."""
+        """Token ids under this catalog's tokenizer, of the modules that have them."""
         known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
         missing = [number for number in module_ids if number not in known]
         if missing:
@@ -203,7 +203,7 @@ class Catalog:
         with self._database.transaction() as session:
             insert_for_module(session, TokenTable, module_id, **values)
 
-    def claim(self, module_id: int, key: KVKey) -> None:
+    def add_key(self, module_id: int, key: KVKey) -> None:
         """Notes that states belong to a module."""
         with self._database.transaction() as session:
             insert_for_module(session, EncodingTable, module_id, key=str(key))
@@ -231,12 +231,12 @@ class Catalog:
             collection_id(session, collection, self.namespace)
             return {KVKey(key): number for key, number in session.execute(statement)}
 
-    def delete(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
-        """Deletes documents with all that belongs to them; returns as `replace`."""
+    def delete_documents(self, collection: str, source_ids: Sequence[str]) -> list[KVKey]:
+        """Deletes documents with all that belongs to them; returns as `replace_documents`."""
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
-            return retire(session, delete_documents(session, owner, source_ids))
+            return retire(session, _delete_rows(session, owner, source_ids))
 
     def add_collection(self, collection: str) -> bool:
         """Makes a collection without documents; False where it is there already."""
@@ -246,16 +246,16 @@ class Catalog:
 
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
         """Deletes a collection with all that belongs to it; the number of its documents, and keys
-        as `replace` returns them. Raises `UnknownCollection`."""
+        as `replace_documents` returns them. Raises `UnknownCollection`."""
         with self._database.transaction() as session:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
-            freed = delete_documents(session, owner, names)
+            freed = _delete_rows(session, owner, names)
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
             return len(names), retire(session, freed)
 
-    def rename(self, collection: str, source_id: str, to: str) -> None:
+    def rename_document(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
         `DocumentError` where there is no such document, or one of the new name already."""
         with self._database.transaction() as session:
@@ -344,7 +344,7 @@ class ModuleRow:
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-def insert_document(
+def _insert_rows(
     session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
 ) -> None:
     """Stores a document in the collection `owner`, which holds none of its name. tokenizer and
@@ -374,7 +374,7 @@ def insert_document(
             session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
 
 
-def delete_documents(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
+def _delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
     """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
     found: list[KVKey] = []
     modules: set[int] = set()
@@ -404,7 +404,7 @@ class Vectors:
         self._embedder = embedder
         self._namespace = namespace
 
-    def of(self, collection: str) -> dict[int, np.ndarray]:
+    def read_vectors(self, collection: str) -> dict[int, np.ndarray]:
         """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
         D is one number unless the embedder has changed under its name."""
         statement = (
@@ -421,7 +421,7 @@ class Vectors:
             rows = session.execute(statement)
             return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}
 
-    def add(self, ids: Sequence[int], vectors: np.ndarray) -> None:
+    def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:
         """Stores vectors of modules that were ingested under another embedder, or none."""
         with self._database.transaction() as session:
             for number, vector in zip(ids, vectors, strict=True):

@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, and_, bindparam, delete, func, insert, or_
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
-from ragcache.db.sessions import BEAT_SECONDS, KeyLocks, Sessions
+from ragcache.db.sessions import HEARTBEAT_SECONDS, KeyLocks, Sessions
 from ragcache.db.sql import chunks, upsert
 from ragcache.db.tables import Base, ClaimTable, EvictionTable, StateTable
 from ragcache.errors import StoreError
@@ -53,14 +53,14 @@ class Ledger:
         self.database = database
         self.place = place
         self.sessions = Sessions(database)
-        self.claims = KeyLocks(self.sessions)
-        self.notes = UsageBuffer(self.sessions.id)
+        self.locks = KeyLocks(self.sessions)
+        self.usage = UsageBuffer(self.sessions.id)
         self.failures = 0
         self.refetched: Counter[str] = Counter()
         self._clock = 0
-        self._ticking = threading.Lock()
+        self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
-        self._beaten = time.monotonic()
+        self._last_heartbeat = time.monotonic()
 
     def begin(self) -> list[StateRow]:
         """Opens a session; returns the rows of tiers that outlive processes."""
@@ -77,9 +77,9 @@ class Ledger:
         except StoreError as error:
             logger.warning("%s; the next process to open the ledger ends this session", error)
 
-    def tick(self) -> int:
+    def advance_clock(self) -> int:
         """The next tick of the logical clock."""
-        with self._ticking:
+        with self._clock_lock:
             self._clock += 1
             return self._clock
 
@@ -106,7 +106,7 @@ class Ledger:
             upsert(session, StateTable, values, _CHANGED)
             again = note_fetched_again(session, [(str(row.key), row.tier)])
             if last:
-                self.claims.drop_within(session, [row.key])
+                self.locks.release_within(session, [row.key])
             else:
                 self._reserve(session, row.key, "", 0)
         self._count_again(again)
@@ -119,27 +119,27 @@ class Ledger:
         rows = []
         with self.database.transaction() as session:
             # Claims first: who has just recorded a row gave its claim back in the same transaction.
-            taken = self.claims.take_within(session, keys)
+            taken = self.locks.acquire_within(session, keys)
             for chunk in chunks(key for key in keys if key not in unreadable):
                 statement = select(*COLUMNS).where(self._shared(), StateTable.key.in_(chunk))
                 rows += [state_row(row) for row in session.execute(statement)]
             found = {row.key for row in rows}
-            self.claims.drop_within(session, [key for key in taken if key in found])
+            self.locks.release_within(session, [key for key in taken if key in found])
             claimed = [key for key in taken if key not in found]
         if len(taken) < len(keys):
-            self.sessions.bury()
+            self.sessions.reap_dead()
         return rows, claimed
 
     def reclaim(self, tier: str, keys: Sequence[KVKey]) -> list[KVKey]:
         """Claims those of the keys of which a shared tier has no row, to delete what it holds."""
         with self.database.transaction() as session:
-            taken = self.claims.take_within(session, keys)
+            taken = self.locks.acquire_within(session, keys)
             found: set[str] = set()
             for chunk in chunks(taken):
                 rows = self._at(tier) & StateTable.key.in_(chunk)
                 found |= set(session.scalars(select(StateTable.key).where(rows)))
             gone = [key for key in taken if str(key) not in found]
-            self.claims.drop_within(session, set(taken) - set(gone))
+            self.locks.release_within(session, set(taken) - set(gone))
         return gone
 
     def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
@@ -158,12 +158,12 @@ class Ledger:
 
     def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
-        until `claims.drop`. Returns the keys that were claimed and have no row now: none that
+        until `locks.release`. Returns the keys that were claimed and have no row now: none that
         another session is working at, nor, for pressure and time, one that it has pinned or
         whose limit it has lifted."""
         stays = _stays(reason, time.time())
         with self.database.transaction() as session:
-            taken = self.claims.take_within(session, keys)
+            taken = self.locks.acquire_within(session, keys)
             kept: set[str] = set()
             for chunk in chunks(taken):
                 rows = self._at(tier) & StateTable.key.in_(chunk)
@@ -178,7 +178,7 @@ class Ledger:
                     ))  # fmt: skip
                 session.execute(delete(StateTable).where(rows))
             gone = [key for key in taken if str(key) not in kept]
-            self.claims.drop_within(session, set(taken) - set(gone))
+            self.locks.release_within(session, set(taken) - set(gone))
         return gone
 
     def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
@@ -211,18 +211,18 @@ class Ledger:
 
     def _flush(self, force: bool) -> None:
         now = time.monotonic()
-        if not (self.notes or force or now - self._beaten > BEAT_SECONDS):
+        if not (self.usage or force or now - self._last_heartbeat > HEARTBEAT_SECONDS):
             return
         pending = None
         try:
             with self.database.transaction() as session:
-                pending = self.notes.write(session)
-                self.sessions.beat(session)
-            self._beaten = now
+                pending = self.usage.write(session)
+                self.sessions.heartbeat(session)
+            self._last_heartbeat = now
             self._count_again(pending.again)
         except StoreError as error:
             if pending is not None:
-                self.notes.restore(pending)
+                self.usage.restore(pending)
             self.failures += 1
             logger.warning("%s; the use of states is counted later", error)
 
@@ -252,7 +252,7 @@ class Ledger:
         return counts
 
     def _count_again(self, again: Counter[str]) -> None:
-        with self._ticking:
+        with self._clock_lock:
             self.refetched.update(again)
 
     def _at(self, tier: str) -> ColumnElement[bool]:
@@ -347,7 +347,7 @@ _CHANGED_notes = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens", "encod
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingUsage:
     """Changes that no row tells of yet."""
 
     touches: dict[KVKey, tuple[int, int]] = field(default_factory=dict)  # hits, last tick
@@ -366,7 +366,7 @@ class UsageBuffer:
     def __init__(self, place: str) -> None:
         """place: of the rows of tiers in memory, which is the session."""
         self._place = place
-        self._pending = Pending()
+        self._pending = PendingUsage()
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -399,11 +399,11 @@ class UsageBuffer:
         with self._lock:
             self._pending.costs[key] = seconds
 
-    def write(self, session: Session) -> Pending:
+    def write(self, session: Session) -> PendingUsage:
         """Writes everything; what was written is returned, for `restore` should the transaction
         fail."""
         with self._lock:
-            pending, self._pending = self._pending, Pending()
+            pending, self._pending = self._pending, PendingUsage()
         try:
             pending.again = _write_memory(session, pending, self._place)
             _write_touches(session, pending, self._place)
@@ -413,7 +413,7 @@ class UsageBuffer:
             raise
         return pending
 
-    def restore(self, pending: Pending) -> None:
+    def restore(self, pending: PendingUsage) -> None:
         """Takes back what could not be written; what was noted since comes after it."""
         with self._lock:
             later, self._pending = self._pending, pending
@@ -426,7 +426,7 @@ class UsageBuffer:
             pending.costs.update(later.costs)
 
 
-def _write_memory(session: Session, pending: Pending, place: str) -> Counter[str]:
+def _write_memory(session: Session, pending: PendingUsage, place: str) -> Counter[str]:
     gone: dict[str, list[KVKey]] = {}
     rows = []
     for (tier, key), row in pending.memory.items():
@@ -445,7 +445,7 @@ def _write_memory(session: Session, pending: Pending, place: str) -> Counter[str
     return note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
 
 
-def _write_touches(session: Session, pending: Pending, place: str) -> None:
+def _write_touches(session: Session, pending: PendingUsage, place: str) -> None:
     table = Base.metadata.tables[StateTable.__tablename__]
     lasting = or_(table.c.tier == "disk", table.c.tier == "remote")
     chosen = update(table).where(
@@ -463,7 +463,7 @@ def _write_touches(session: Session, pending: Pending, place: str) -> None:
         )
 
 
-def _write_evictions(session: Session, pending: Pending) -> None:
+def _write_evictions(session: Session, pending: PendingUsage) -> None:
     if pending.evictions:
         session.execute(insert(EvictionTable), pending.evictions)
         newest = session.scalar(select(func.max(EvictionTable.id))) or 0

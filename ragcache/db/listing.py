@@ -308,7 +308,7 @@ def module_page(
         number = session.scalar(named)
         if number is None:
             return Page((), None, 0)
-        matching = Matching(session, wanted, number, owner)
+        matching = _ModuleQuery(session, wanted, number, owner)
         walk = _Walk(matching, matching.few(), sort, descending, limit)
         places, more = cut(walk.places(last), limit)
         items = listings(session, [place[-1] for place in places])
@@ -320,7 +320,7 @@ def module_page(
 class _Walk:
     """Modules in order. few: the ids among which they are, if they are few."""
 
-    matching: Matching
+    matching: _ModuleQuery
     few: Sequence[int] | None
     sort: str
     descending: bool
@@ -435,7 +435,7 @@ class ModuleFilter:
 
 
 @dataclass(frozen=True, slots=True)
-class Matching:
+class _ModuleQuery:
     """A filter in a session. namespace: its id; owner: that of the collection, if one is named."""
 
     session: Session

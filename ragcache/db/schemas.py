@@ -44,7 +44,7 @@ class SchemaTexts:
         self._database = database
         self.namespace = namespace
 
-    def put(
+    def put_schema(
         self, name: str, schema: SchemaText, keys: Iterable[KVKey] = (), job: int | None = None
     ) -> list[KVKey]:
         """Stores a schema with the keys of its modules' states in place of an earlier one of its
@@ -63,7 +63,7 @@ class SchemaTexts:
                 freed += jobs.complete(session, job)
             return retire(session, freed)
 
-    def own(self, name: str, keys: Iterable[KVKey]) -> None:
+    def add_keys(self, name: str, keys: Iterable[KVKey]) -> None:
         """Notes that more states belong to a schema, if it is still there."""
         with self._database.transaction() as session:
             row = session.scalar(self._named(select(SchemaTable), name))
@@ -71,7 +71,7 @@ class SchemaTexts:
                 owned = [{"schema_id": row.id, "key": str(key)} for key in dict.fromkeys(keys)]
                 insert_new(session, SchemaStateTable, owned)
 
-    def get(self, name: str) -> SchemaText | None:
+    def get_schema(self, name: str) -> SchemaText | None:
         with self._database.reading() as session:
             row = session.scalar(self._named(select(SchemaTable), name))
             return None if row is None else SchemaText(row.text, row.placement)
@@ -82,8 +82,8 @@ class SchemaTexts:
             mine = statement.where(NamespaceTable.name == self.namespace)
             return list(session.scalars(mine))
 
-    def delete(self, name: str) -> list[KVKey]:
-        """Deletes a schema; returns as `put`. Raises `UnknownSchema`."""
+    def delete_schema(self, name: str) -> list[KVKey]:
+        """Deletes a schema; returns as `put_schema`. Raises `UnknownSchema`."""
         with self._database.transaction() as session:
             if session.scalar(self._named(select(SchemaTable.id), name)) is None:
                 raise UnknownSchema(f"there is no schema {name!r}")
@@ -115,13 +115,13 @@ class ScaffoldRows:
         self._database = database
         self._namespace = namespace
 
-    def of(self, collection: str) -> set[Members]:
+    def read_scaffolds(self, collection: str) -> set[Members]:
         """All scaffolds of a collection; none where it does not exist."""
         statement = self._within(select(ScaffoldTable.members), collection)
         with self._database.reading() as session:
             return {tuple(members) for members in session.scalars(statement)}
 
-    def keep(self, collection: str, members: Members, key: KVKey) -> None:
+    def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         """Notes which states a scaffold has, unless a module of it was deleted meanwhile."""
         with self._database.transaction() as session:
             owner = session.scalar(

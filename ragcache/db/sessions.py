@@ -24,7 +24,7 @@ from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable
 from ragcache.states import KVKey
 
-BEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 10.0
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
 
@@ -72,9 +72,9 @@ class Sessions:
                     heartbeat=time.time(),
                 )
             )  # fmt: skip
-        self.bury()
+        self.reap_dead()
 
-    def beat(self, session: Session) -> None:
+    def heartbeat(self, session: Session) -> None:
         """Says that this process lives, in a transaction of the caller's."""
         row = update(SessionTable).where(SessionTable.id == self.id)
         session.execute(row.values(heartbeat=time.time()))
@@ -90,7 +90,7 @@ class Sessions:
             rows = list(session.scalars(select(SessionTable).where(SessionTable.id != self.id)))
         return [row.id for row in rows if _is_dead(row)]
 
-    def bury(self) -> None:
+    def reap_dead(self) -> None:
         """Ends the sessions that died."""
         found = self.dead()
         if found:
@@ -142,16 +142,16 @@ class KeyLocks:
 
     sessions: Sessions
 
-    def take(self, keys: Sequence[KVKey]) -> list[KVKey]:
+    def acquire(self, keys: Sequence[KVKey]) -> list[KVKey]:
         """Claims what nobody else has claimed; returns it. Claims of dead sessions do not count."""
         with self.sessions.database.transaction() as session:
-            taken = self.take_within(session, keys)
+            taken = self.acquire_within(session, keys)
         if len(taken) < len(keys):
-            self.sessions.bury()
+            self.sessions.reap_dead()
         return taken
 
-    def take_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
-        """As `take`, in a transaction of the caller's."""
+    def acquire_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
+        """As `acquire`, in a transaction of the caller's."""
         me = self.sessions.id
         busy: set[str] = set()
         for chunk in chunks(keys):
@@ -163,15 +163,15 @@ class KeyLocks:
             busy |= set(session.scalars(others))
         return [key for key in keys if str(key) not in busy]
 
-    def drop(self, keys: Iterable[KVKey]) -> None:
+    def release(self, keys: Iterable[KVKey]) -> None:
         """Gives claims back."""
         keys = list(keys)
         if keys:
             with self.sessions.database.transaction() as session:
-                self.drop_within(session, keys)
+                self.release_within(session, keys)
 
-    def drop_within(self, session: Session, keys: Iterable[KVKey]) -> None:
-        """As `drop`, in a transaction of the caller's."""
+    def release_within(self, session: Session, keys: Iterable[KVKey]) -> None:
+        """As `release`, in a transaction of the caller's."""
         mine = delete(ClaimTable).where(ClaimTable.session == self.sessions.id)
         for chunk in chunks(keys):
             session.execute(mine.where(ClaimTable.key.in_(chunk)))
@@ -188,7 +188,7 @@ class KeyLocks:
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_WAIT)
-            self.sessions.bury()
+            self.sessions.reap_dead()
 
     def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[str]:
         others = select(ClaimTable.key).where(ClaimTable.session != self.sessions.id)

@@ -20,7 +20,7 @@ from ragcache.retrieval import Retriever, SearchParams, Selection
 class AskPipeline:
     """Builds prompts of questions: the preamble, the modules that were retrieved, the question."""
 
-    catalogue: Catalog
+    catalog: Catalog
     encoder: ModuleEncoder
     tokens: ModuleTokens
     retriever: Retriever
@@ -71,7 +71,7 @@ class AskPipeline:
     ) -> tuple[str, ...]:
         """Declares a scaffold and encodes it; returns the names of its modules. Raises
         `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
-        modules = scaffold_modules(self.catalogue.modules(collection), ids)
+        modules = scaffold_modules(self.catalog.modules(collection), ids)
         token_ids = tuple(token for ids in self.tokens.of(modules) for token in ids)
         submitter.check_sizes(own=len(self.encoder.preamble_ids), documents=len(token_ids))
         key = self.encoder.key(token_ids, "rooted")
@@ -100,9 +100,7 @@ class AskPipeline:
     def _states(self, layout: PromptLayout, collection: str, mode: str) -> ModuleStates:
         encoded = "isolated" if mode == "isolated" else "rooted"
         groups = tuple(layout.groups)
-        return ModuleStates(
-            self.encoder, self.catalogue, groups, encoded, self.scaffolds, collection
-        )
+        return ModuleStates(self.encoder, self.catalog, groups, encoded, self.scaffolds, collection)
 
 
 def lay_out(

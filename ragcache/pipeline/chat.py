@@ -61,7 +61,7 @@ class RenderedChat:
 class ChatPipeline:
     """Builds prompts of conversations.
 
-    Module texts of the catalogue that occur in them are read from the modules' kept states, which
+    Module texts of the catalog that occur in them are read from the modules' kept states, which
     were encoded after the preamble of the collections' prompts, or alone, and follow another
     beginning here.
     """
@@ -69,7 +69,7 @@ class ChatPipeline:
     template: ChatTemplate
     tokenizer: InContextTokenizer
     recognizer: Recognizer
-    catalogue: Catalog
+    catalog: Catalog
     encoder: ModuleEncoder
     tokens: ModuleTokens
 
@@ -128,7 +128,7 @@ class ChatPipeline:
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
     def _states(self, layout: PromptLayout, options: ChatCall) -> ModuleStates:
-        return ModuleStates(self.encoder, self.catalogue, tuple(layout.groups), options.encoded)
+        return ModuleStates(self.encoder, self.catalog, tuple(layout.groups), options.encoded)
 
 
 def _citation(found: Found) -> Citation:

@@ -82,7 +82,7 @@ class Ingestion:
 class Ingestor:
     """Stores documents with their modules, vectors and states."""
 
-    catalogue: Catalog
+    catalog: Catalog
     store: KVStore
     encoder: ModuleEncoder
     retriever: Retriever
@@ -101,7 +101,7 @@ class Ingestor:
         check_collection(collection)
         loaded = load_sources(sources)
         documents = loaded.documents
-        known = self.catalogue.documents(collection, [d.id for d in documents])
+        known = self.catalog.documents(collection, [d.id for d in documents])
         changed = [
             d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
         ]
@@ -123,13 +123,13 @@ class Ingestor:
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
-        known = self.catalogue.documents(collection, document_ids)
-        self.store.discard(self.catalogue.delete(collection, document_ids))
+        known = self.catalog.documents(collection, document_ids)
+        self.store.discard(self.catalog.delete_documents(collection, document_ids))
         return len(known)
 
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection with everything in it; returns how many documents there were."""
-        documents, freed = self.catalogue.delete_collection(collection)
+        documents, freed = self.catalog.delete_collection(collection)
         self.store.discard(freed)
         return documents
 
@@ -143,7 +143,7 @@ class Ingestor:
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. New states belong to the job until then; if it is interrupted, the next job of the
         collection finds them."""
-        jobs = self.store.jobs.within(self.catalogue.namespace)
+        jobs = self.store.jobs.within(self.catalog.namespace)
         rows, done, encoded = [], 0, 0
         total = sum(len(modules) for _, modules in prepared)
         with jobs.running(f"collection {collection}", total, queued) as job:
@@ -158,7 +158,7 @@ class Ingestor:
                     if progress is not None:
                         progress(done, total)
                 rows.append(self._row(document, modules))
-            self.store.discard(self.catalogue.replace(collection, rows, job))
+            self.store.discard(self.catalog.replace_documents(collection, rows, job))
         return encoded
 
     def _digest(self, document: SourceDocument) -> str:

@@ -171,15 +171,15 @@ class ModuleEncoder(StateEncoder):
 class ModuleTokens:
     """Token ids of stored modules, made anew where another tokenizer was used before."""
 
-    catalogue: Catalog
+    catalog: Catalog
     model: LoadedModel
 
     def of(self, modules: Sequence[ModuleRow]) -> list[tuple[int, ...]]:
-        known = self.catalogue.token_ids([module.id for module in modules])
+        known = self.catalog.token_ids([module.id for module in modules])
         for module in modules:
             if module.id not in known:
                 known[module.id] = tuple(self.model.encode_untrusted(module.text))
-                self.catalogue.add_tokens(module.id, known[module.id])
+                self.catalog.add_tokens(module.id, known[module.id])
         return [known[module.id] for module in modules]
 
 
@@ -319,13 +319,13 @@ class Scaffolds:
         """Notes which states a scaffold has, so that they end with its documents."""
         kept = (tuple(modules), key)  # equal texts of two collections have one key
         if kept not in self._kept:
-            self._rows.keep(collection, *kept)
+            self._rows.add_scaffold(collection, *kept)
             self._kept.add(kept)
 
     def _of(self, collection: str) -> set[Members]:
         known = self._known.get(collection)
         if known is None:
-            stored = self._rows.of(collection)
+            stored = self._rows.read_scaffolds(collection)
             with self._lock:
                 known = self._known.setdefault(collection, stored)
         return known

@@ -20,7 +20,7 @@ from ragcache.db import (
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.states import KVKey
 from ragcache.store import KVStore, admin
-from ragcache.store.admin import Change
+from ragcache.store.admin import StateChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Modules:
     `UnknownCollection`.
     """
 
-    catalogue: Catalog
+    catalog: Catalog
     store: KVStore
     encoder: ModuleEncoder
     tokens: ModuleTokens
@@ -60,30 +60,30 @@ class Modules:
         """
         wanted = ModuleFilter(collection, document, tier, pinned, search)
         return module_page(
-            self._database, self.catalogue.namespace, wanted, sort, descending=descending,
+            self._database, self.catalog.namespace, wanted, sort, descending=descending,
             cursor=cursor, limit=limit,
         )  # fmt: skip
 
     def get(self, module: int | str) -> ModuleDetail:
         """All that is known of a module, by its id or its public id. Raises `UnknownModule`."""
         self.store.ledger.flush()
-        return module_detail(self._database, module, self.catalogue.namespace)
+        return module_detail(self._database, module, self.catalog.namespace)
 
     def warm(
         self, collection: str, documents: Sequence[str] | None = None, *, mode: str = "rooted",
         dry_run: bool = False, names: Sequence[str] | None = None,
-    ) -> list[Change]:  # fmt: skip
+    ) -> list[StateChange]:  # fmt: skip
         """Brings states to the first tier, encoding those that no tier has, and keeps them."""
         rows = self._rows(collection, documents, names)
         tokens = self.tokens.of(rows)
         wanted = {self.encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
         done = admin.move(self.store, list(wanted), self._first, dry_run=True)
         missing = [key for key in wanted if not self._is_held(key)]
-        done += [Change(key, "encode", self._first, "", 0) for key in missing]
+        done += [StateChange(key, "encode", self._first, "", 0) for key in missing]
         if dry_run:
             return done
         for key in missing:
-            self.catalogue.claim(wanted[key].id, key)
+            self.catalog.add_key(wanted[key].id, key)
         for part in portions(tokens):
             with self.encoder.lease(part, mode, "warm"):
                 pass
@@ -92,14 +92,14 @@ class Modules:
     def pin(
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
-    ) -> list[Change]:  # fmt: skip
+    ) -> list[StateChange]:  # fmt: skip
         """Keeps states from being evicted for pressure or time."""
         return admin.pin(self.store, self._keys(collection, documents, names), dry_run=dry_run)
 
     def unpin(
         self, collection: str, documents: Sequence[str] | None = None, *, dry_run: bool = False,
         names: Sequence[str] | None = None,
-    ) -> list[Change]:  # fmt: skip
+    ) -> list[StateChange]:  # fmt: skip
         """Lets states be evicted again."""
         return admin.pin(
             self.store, self._keys(collection, documents, names), False, dry_run=dry_run
@@ -107,7 +107,7 @@ class Modules:
 
     def expire(
         self, ids: Sequence[int], seconds: float | None, *, dry_run: bool = False
-    ) -> list[Change]:
+    ) -> list[StateChange]:
         """Evicts the states of modules when a time has passed.
 
         The documents stay: what a question needs afterwards is encoded again, without a limit.
@@ -126,13 +126,13 @@ class Modules:
             ConfigurationError: `seconds` is negative or not finite.
         """
         self.store.ledger.flush()
-        keys = held_keys(self._database, ids, self.catalogue.namespace)
+        keys = held_keys(self._database, ids, self.catalog.namespace)
         return admin.expire(self.store, keys, seconds, dry_run=dry_run)
 
     def move(
         self, collection: str, tier: str, documents: Sequence[str] | None = None, *,
         dry_run: bool = False, names: Sequence[str] | None = None,
-    ) -> list[Change]:  # fmt: skip
+    ) -> list[StateChange]:  # fmt: skip
         """Brings states to a tier, and takes them from those above it."""
         return admin.move(
             self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
@@ -141,7 +141,7 @@ class Modules:
     def evict(
         self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
         dry_run: bool = False, names: Sequence[str] | None = None,
-    ) -> list[Change]:  # fmt: skip
+    ) -> list[StateChange]:  # fmt: skip
         """Removes states from a tier, or from all; the documents stay, and are encoded again when
         a question needs them."""
         return admin.evict(
@@ -174,7 +174,7 @@ class Modules:
     ) -> list[ModuleRow]:
         return [
             row
-            for row in self.catalogue.modules(collection)
+            for row in self.catalog.modules(collection)
             if (documents is None or row.document in documents)
             and (names is None or row.name in names)
         ]
@@ -182,4 +182,4 @@ class Modules:
     def _keys(
         self, collection: str, documents: Sequence[str] | None, names: Sequence[str] | None
     ) -> list[KVKey]:
-        return list(self.catalogue.keys(collection, documents, names))
+        return list(self.catalog.keys(collection, documents, names))

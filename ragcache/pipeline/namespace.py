@@ -99,7 +99,7 @@ class Namespace:
 
     name: str
     shared: SharedServices
-    catalogue: Catalog
+    catalog: Catalog
     ingestor: Ingestor
     questions: AskPipeline
     prompts: PmlPipeline
@@ -115,33 +115,33 @@ class Namespace:
         database, model, store = shared.database, shared.model, shared.store
         salt, encode = salt_of(name), shared.engine.encode
         vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
-        catalogue = Catalog(database, model.tokenizer_fingerprint, vectors, name)
-        retrievers = Retrievers(catalogue, database, shared.embedder)
+        catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name)
+        retrievers = Retrievers(catalog, database, shared.embedder)
         encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
         scopes = ScopeEncoder(model, shared.template, store, encode, salt)
         submitter = Submitter(
             model, shared.engine, shared.deferred, shared.config, name, shared.monitor
         )
-        tokens = ModuleTokens(catalogue, model)
-        ingestor = Ingestor(catalogue, store, encoder, retrievers.retriever_for(), shared.config)
+        tokens = ModuleTokens(catalog, model)
+        ingestor = Ingestor(catalog, store, encoder, retrievers.retriever_for(), shared.config)
         scaffolds = Scaffolds(ScaffoldRows(database, name), shared.config.scaffold_after)
         return cls(
             name,
             shared,
-            catalogue,
+            catalog,
             ingestor,
-            AskPipeline(catalogue, encoder, tokens, retrievers.retriever_for(), scaffolds),
+            AskPipeline(catalog, encoder, tokens, retrievers.retriever_for(), scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, shared.template),
             ChatPipeline(
                 shared.template,
                 InContextTokenizer(model, shared.template),
-                Recognizer(catalogue),
-                catalogue,
+                Recognizer(catalog),
+                catalog,
                 encoder,
                 tokens,
             ),
             submitter,
-            Modules(catalogue, store, encoder, tokens),
+            Modules(catalog, store, encoder, tokens),
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),
         )
@@ -181,7 +181,7 @@ class Stats:
         store.ledger.flush()
         return cls(
             model=namespace.shared.model.name,
-            collections=namespace.catalogue.collections(),
+            collections=namespace.catalog.collections(),
             tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
             evictions=store.ledger.evictions(),
             host_budget_bytes=store.host.budget_bytes or 0,

@@ -69,7 +69,7 @@ class SchemaStates:
 
     def record_owners(self, lease: Lease) -> None:
         if made := [key for key in lease.keys if lease.source[key] == "encoded"]:
-            self.texts.own(self.schema, made)
+            self.texts.add_keys(self.schema, made)
 
 
 @dataclass(slots=True)
@@ -97,14 +97,14 @@ class PmlPipeline:
             for portion in portions(groups):
                 with self.encoder.lease(portion, "ingest"):
                     pass
-            store.discard(self.texts.put(schema.name, stored, keys, job))
+            store.discard(self.texts.put_schema(schema.name, stored, keys, job))
         self._loaded[schema.name] = loaded
         return schema
 
     def load(self, name: str) -> LoadedSchema:
         """The schema of a name as it is stored now: another thread or process may have replaced it.
         Raises `UnknownSchema`."""
-        stored = self.texts.get(name)
+        stored = self.texts.get_schema(name)
         if stored is None:
             known = ", ".join(map(repr, self.texts.names())) or "none yet"
             raise UnknownSchema(
@@ -118,7 +118,7 @@ class PmlPipeline:
 
     def delete(self, name: str) -> None:
         """Deletes a schema with the states that nothing else needs. Raises `UnknownSchema`."""
-        self.encoder.store.discard(self.texts.delete(name))
+        self.encoder.store.discard(self.texts.delete_schema(name))
         self._loaded.pop(name, None)
 
     def prepare_prompt(self, text: str, mode: str, source: str = "<string>") -> BuiltPrompt:
@@ -242,7 +242,7 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
-    """The union schema of a collection. Its slots draw on the catalogue; see `members`."""
+    """The union schema of a collection. Its slots draw on the catalog; see `members`."""
     return collection_schema(
         module_name(collection),
         frame.preamble,

@@ -79,7 +79,7 @@ class ModuleStates:
     """
 
     encoder: ModuleEncoder
-    catalogue: Catalog
+    catalog: Catalog
     groups: tuple[ModuleGroup, ...]
     encoded: str
     scaffolds: Scaffolds | None = None
@@ -98,7 +98,7 @@ class ModuleStates:
             if len(group.modules) > 1 and self.scaffolds is not None:
                 self.scaffolds.keep(self.collection, group.modules, key)
             elif group.modules and lease.source[key] == "encoded":
-                self.catalogue.claim(group.modules[0], key)
+                self.catalog.add_key(group.modules[0], key)
 
     def _placed(self) -> tuple[list[tuple[int, ...]], list[int]]:
         groups = self.groups[1:]

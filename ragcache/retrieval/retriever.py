@@ -77,7 +77,7 @@ class SearchParams:
         return max(self.k, self.candidates)
 
 
-# MERGED ragcache.retrieval.retrievers: The retrievers of one catalogue: one for each embedder.
+# MERGED ragcache.retrieval.retrievers: The retrievers of one catalog: one for each embedder.
 # MERGED ragcache.retrieval.mmr: Maximal marginal relevance (Carbonell and Goldstein,
 #   SIGIR 1998).
 
@@ -114,12 +114,12 @@ class Retriever:
 
     def __init__(
         self,
-        catalogue: Catalog,
+        catalog: Catalog,
         embedder: Embeddings | None = None,
         vectors: Vectors | None = None,
     ) -> None:
         self.embedder = embedder
-        self._catalogue = catalogue
+        self._catalog = catalog
         self._vectors = vectors
         self._indexed: dict[str, _Indexed] = {}
         self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -139,14 +139,14 @@ class Retriever:
             InvalidRequest: A `dense` search without an embedder.
             ConfigurationError: The embedder gives vectors of several lengths.
         """
-        self._catalogue.stamp(collection)  # a collection that is unknown costs no embedding
+        self._catalog.stamp(collection)  # a collection that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, params)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
-        await asyncio.to_thread(self._catalogue.stamp, collection)
+        await asyncio.to_thread(self._catalog.stamp, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
         return await asyncio.to_thread(self._select, query, vector, collection, params)
@@ -200,13 +200,13 @@ class Retriever:
         """The index over what the collection holds now, by any process, with vectors of
         `dimension` where it is given."""
         indexed = self._indexed.get(collection)
-        stamp = self._catalogue.stamp(collection)
+        stamp = self._catalog.stamp(collection)
         if indexed is not None and _serves(indexed, stamp, dimension):
             return indexed
         with self._guard:
             building = self._building[collection]
         with building:
-            stamp = self._catalogue.stamp(collection)
+            stamp = self._catalog.stamp(collection)
             indexed = self._indexed.get(collection)
             if indexed is None or indexed.stamp != stamp:
                 indexed = self._build(collection, stamp)
@@ -219,7 +219,7 @@ class Retriever:
             return indexed
 
     def _build(self, collection: str, stamp: tuple[int, int]) -> _Indexed:
-        modules = {row.id: row for row in self._catalogue.modules(collection)}
+        modules = {row.id: row for row in self._catalog.modules(collection)}
         ids = np.fromiter(modules, dtype=np.int64, count=len(modules))
         index = CollectionIndex(ids, [row.text for row in modules.values()])
         return _Indexed(stamp, index, modules)
@@ -231,7 +231,7 @@ class Retriever:
         which an embedder leaves that changed under its name."""
         by_id: dict[int, np.ndarray] = {}
         if self._vectors is not None:
-            stored = self._vectors.of(collection)
+            stored = self._vectors.read_vectors(collection)
             by_id = {n: v for n, v in stored.items() if len(v) == dimension}
         missing = [number for number in modules if number not in by_id]
         if missing:
@@ -243,7 +243,7 @@ class Retriever:
                     f"{made.shape[1]}; both must come from one embedder"
                 )
             if self._vectors is not None:
-                self._vectors.add(missing, made)
+                self._vectors.add_vectors(missing, made)
             by_id.update(zip(missing, made, strict=True))
         return np.stack([by_id[number] for number in modules])
 
@@ -300,12 +300,12 @@ class Retrievers:
     """The retrievers of a namespace, one for each embedder. Thread-safe; embedders of one name
     share vectors and index."""
 
-    def __init__(self, catalogue: Catalog, database: Database, embedder: Embeddings | None) -> None:
-        self._catalogue = catalogue
+    def __init__(self, catalog: Catalog, database: Database, embedder: Embeddings | None) -> None:
+        self._catalog = catalog
         self._database = database
         self._known: dict[str, Retriever] = {}
         self._finding = threading.Lock()
-        self._first = Retriever(catalogue) if embedder is None else self.retriever_for(embedder)
+        self._first = Retriever(catalog) if embedder is None else self.retriever_for(embedder)
 
     def retriever_for(self, embedder: Embeddings | None = None) -> Retriever:
         """The retriever of an embedder; without one, that of the namespace's own embedder, or a
@@ -316,8 +316,8 @@ class Retrievers:
         with self._finding:
             found = self._known.get(name)
             if found is None:
-                vectors = Vectors(self._database, name, self._catalogue.namespace)
-                found = self._known[name] = Retriever(self._catalogue, embedder, vectors)
+                vectors = Vectors(self._database, name, self._catalog.namespace)
+                found = self._known[name] = Retriever(self._catalog, embedder, vectors)
         return found if found.embedder is embedder else found.using(embedder)
 
 

@@ -20,7 +20,7 @@ Action = Literal["pin", "unpin", "expire", "keep", "evict", "move", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """One state and what happens to it. tier: where from, or where it is pinned or encoded; to:
     where it moves; nbytes: allocated in `tier`, 0 where that is not known before."""
 
@@ -33,11 +33,12 @@ class Change:
 
 def pin(
     store: KVStore, keys: Sequence[KVKey], pinned: bool = True, *, dry_run: bool = False
-) -> list[Change]:
+) -> list[StateChange]:
     """Pins states, or unpins them, in every tier that holds them."""
     action: Action = "pin" if pinned else "unpin"
     changes = [
-        Change(key, action, index.name, "", nbytes) for key, index, nbytes in _held(store, keys)
+        StateChange(key, action, index.name, "", nbytes)
+        for key, index, nbytes in _held(store, keys)
     ]
     if not dry_run:
         store.pin(keys, pinned)
@@ -46,7 +47,7 @@ def pin(
 
 def expire(
     store: KVStore, keys: Sequence[KVKey], seconds: float | None, *, dry_run: bool = False
-) -> list[Change]:
+) -> list[StateChange]:
     """Limits the life of states in every tier to `seconds` from now, or lifts the limit with None.
 
     Raises `ConfigurationError` for seconds that are negative or not finite.
@@ -55,7 +56,8 @@ def expire(
         raise ConfigurationError(f"states expire after 0 seconds or more, not {seconds}")
     action: Action = "keep" if seconds is None else "expire"
     changes = [
-        Change(key, action, index.name, "", nbytes) for key, index, nbytes in _held(store, keys)
+        StateChange(key, action, index.name, "", nbytes)
+        for key, index, nbytes in _held(store, keys)
     ]
     if not dry_run:
         store.expire(keys, None if seconds is None else time.time() + seconds)
@@ -64,13 +66,13 @@ def expire(
 
 def evict(
     store: KVStore, keys: Sequence[KVKey], tier: str | None = None, *, dry_run: bool = False
-) -> list[Change]:
+) -> list[StateChange]:
     """Removes states from a tier, or from all. Pinned ones go too: it is asked for by hand. Raises
     `ConfigurationError` for an unknown tier."""
     if tier is not None:
         _tier_index(store, tier)
     changes = [
-        Change(key, "evict", index.name, "", nbytes)
+        StateChange(key, "evict", index.name, "", nbytes)
         for key, index, nbytes in _held(store, keys)
         if tier in (None, index.name)
     ]
@@ -81,7 +83,7 @@ def evict(
 
 def move(
     store: KVStore, keys: Sequence[KVKey], tier: str, *, dry_run: bool = False
-) -> list[Change]:
+) -> list[StateChange]:
     """Brings states to a tier, and takes them from the tiers above it: from memory to the disk,
     say, or back. Tiers below keep their copies. Raises `ConfigurationError` for an unknown tier,
     and `StoreBudgetExceeded` where it has no room."""
@@ -91,7 +93,7 @@ def move(
     for key, (index, nbytes) in nearest.items():
         if index is target:
             continue
-        changes.append(Change(key, "move", index.name, tier, nbytes))
+        changes.append(StateChange(key, "move", index.name, tier, nbytes))
         if not dry_run:
             _bring(store, key, target)
             for each in above:
@@ -104,7 +106,7 @@ def _bring(store: KVStore, key: KVKey, target: TierIndex) -> None:
         states = lease.found.get(key)
         if states is None or key in target.entries:
             return
-        tick = store.ledger.tick()
+        tick = store.ledger.advance_clock()
         if target.tier.persistent:
             store.persistent.add_to(target, key, states, tick)
         else:

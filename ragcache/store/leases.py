@@ -220,7 +220,7 @@ class StateLoader:
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
         """Holds keys, and reads what the tiers have of them."""
         below = [index.name for index in self._memory.every[1:]]
-        lease = Lease(self, keys, request, self._ledger.tick(), below)
+        lease = Lease(self, keys, request, self._ledger.advance_clock(), below)
         unique = lease.missing
         self._memory.hold(unique)
         try:
@@ -245,7 +245,7 @@ class StateLoader:
         if not abandoned:
             found = [key for key, tier in lease.source.items() if tier != "encoded"]
             self._counters.hits.update(lease.source[key] for key in found)
-            self._ledger.notes.touch(found, self._ledger.tick())
+            self._ledger.usage.touch(found, self._ledger.advance_clock())
 
     def load(self, lease: Lease, *, wait: bool = False) -> None:
         """Brings what the tiers have to memory. wait: also for what other threads are reading or
@@ -292,7 +292,7 @@ class StateLoader:
             self._end_claims(lease)
             tokens = max(1, sum(claimed.lengths.values()))
             for each, length in claimed.lengths.items():
-                self._ledger.notes.cost(each, claimed.seconds * length / tokens)
+                self._ledger.usage.cost(each, claimed.seconds * length / tokens)
                 self._memory.cost(each, claimed.seconds * length / tokens)
         claimed.since = time.perf_counter()
 
@@ -306,7 +306,7 @@ class StateLoader:
             if flight.mine:
                 found = self._in_memory(key) or self._persistent.read(key, room)
             if found is not None:
-                tick, top = self._ledger.tick(), self._memory.top
+                tick, top = self._ledger.advance_clock(), self._memory.top
                 if self._memory.place(top, key, found[1], tick, admitted=False) is not None:
                     self._ahead[key] = found[0].name
 
@@ -378,7 +378,7 @@ class StateLoader:
                 return claimed
             left = [key for key in left if key not in lease.found]
             if left and not rows:
-                self._ledger.claims.wait_for(left, ENCODING_SECONDS)
+                self._ledger.locks.wait_for(left, ENCODING_SECONDS)
         return None
 
     def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
@@ -407,7 +407,7 @@ class StateLoader:
         if claimed is None:
             return
         try:
-            self._ledger.claims.drop(claimed.in_ledger)
+            self._ledger.locks.release(claimed.in_ledger)
         except StoreError as error:
             logger.warning("%s; claims stay until this process ends", error)
         finally:

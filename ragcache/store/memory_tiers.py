@@ -43,7 +43,7 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class Victim:
     """States that have to go. reason: `pressure` or `ttl`; None for those on probation, whose going
     is no eviction: they were never admitted."""
 
@@ -93,7 +93,7 @@ class TierIndex:
         self.probation.pop(key, None)
         return nbytes
 
-    def choose(self, need: int, now: float, *, admitted: bool) -> list[Leaving] | None:
+    def choose(self, need: int, now: float, *, admitted: bool) -> list[Victim] | None:
         """What has to go so that `need` bytes become free; None where that cannot be. For states
         that are not admitted nothing goes but what is on probation."""
         leaving = list(self._on_probation(need))
@@ -113,23 +113,23 @@ class TierIndex:
         self.clock = victims.clock
         for number, key in enumerate(victims.keys):
             reason = "ttl" if number < victims.expired else "pressure"
-            leaving.append(Leaving(key, self.entries.get(key).nbytes, reason))
+            leaving.append(Victim(key, self.entries.get(key).nbytes, reason))
         return leaving
 
-    def overdue(self, now: float) -> list[Leaving]:
+    def overdue(self, now: float) -> list[Victim]:
         """What has expired."""
         return [
-            Leaving(key, self.entries.get(key).nbytes, "ttl") for key in expired(self.entries, now)
+            Victim(key, self.entries.get(key).nbytes, "ttl") for key in expired(self.entries, now)
         ]
 
-    def _on_probation(self, need: int) -> Iterator[Leaving]:
+    def _on_probation(self, need: int) -> Iterator[Victim]:
         for key in list(self.probation):
             entry = self.entries.get(key)
             if need <= 0:
                 return
             if not (entry.leased or entry.pinned):
                 need -= entry.nbytes
-                yield Leaving(key, entry.nbytes, None)
+                yield Victim(key, entry.nbytes, None)
 
 
 class MemoryTiers:
@@ -144,7 +144,7 @@ class MemoryTiers:
     def __init__(
         self,
         indexes: Sequence[TierIndex],
-        notes: UsageBuffer,
+        usage: UsageBuffer,
         counters: Counters,
         persistent: Sequence[TierIndex] = (),
     ) -> None:
@@ -157,7 +157,7 @@ class MemoryTiers:
         self.pinned: set[KVKey] = set()
         self.until: dict[KVKey, float] = {}  # Unix seconds
         self.dropped: dict[KVKey, tuple[str, str | None]] = {}  # to go after their last lease
-        self._notes, self._counters = notes, counters
+        self._usage, self._counters = usage, counters
         self._held: Counter[KVKey] = Counter()
         self._loose: dict[KVKey, tuple[KVStates, int]] = {}  # with bytes beside the budget
         self._placing = {index.name: threading.RLock() for index in self.indexes}
@@ -259,7 +259,7 @@ class MemoryTiers:
             row = self.row(index, key, nbytes, tick)
             with self.lock:
                 self.enter(index, row, admitted=admitted)
-                self._notes.admitted(row)
+                self._usage.admitted(row)
             return restored(index.tier.get(key))
 
     def has_room(self, key: KVKey) -> bool:
@@ -326,13 +326,13 @@ class MemoryTiers:
                     index.tier.delete(key)
                     self._left(index, key, nbytes, reason)
 
-    def take_out(self, index: TierIndex, leaving: Iterable[Leaving]) -> None:
+    def take_out(self, index: TierIndex, leaving: Iterable[Victim]) -> None:
         """Takes states from a tier in memory; those that leave for pressure go to the next one."""
         with self.lock:
             demoted = self._remove(index, leaving)
         self._demote(index, demoted)
 
-    def _remove(self, index: TierIndex, leaving: Iterable[Leaving]) -> list[_Demoted]:
+    def _remove(self, index: TierIndex, leaving: Iterable[Victim]) -> list[_Demoted]:
         demoted: list[_Demoted] = []
         below = self._below(index)
         for each in leaving:
@@ -345,7 +345,7 @@ class MemoryTiers:
         return demoted
 
     def _left(self, index: TierIndex, key: KVKey, nbytes: int, reason: str | None) -> None:
-        self._notes.left(index.name, key, nbytes, reason)
+        self._usage.left(index.name, key, nbytes, reason)
         if reason is not None:
             self._counters.evicted(index.name, reason, 1)
 

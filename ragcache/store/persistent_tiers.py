@@ -182,7 +182,7 @@ class PersistentTiers:
                     raise
                 logger.warning("%s; the states stay in the tiers before", error)
                 self._counters.unreadable += 1
-                self._ledger.claims.drop([key])
+                self._ledger.locks.release([key])
 
     def add(self, key: KVKey, states: KVStates, tick: int) -> None:
         """Keeps states in the tiers that lack them, unless another process is at it. Raises
@@ -198,11 +198,11 @@ class PersistentTiers:
     def _add(self, lacking: list[TierIndex], key: KVKey, states: KVStates, tick: int) -> None:
         with self._flights.begin([key] if lacking else []) as flight:
             try:
-                claimed = self._ledger.claims.take(flight.mine) if flight.mine else []
+                claimed = self._ledger.locks.acquire(flight.mine) if flight.mine else []
                 for index in lacking if claimed else ():
                     self._write(index, key, states, tick, last=index is lacking[-1])
             finally:
-                self._ledger.claims.drop(flight.mine)
+                self._ledger.locks.release(flight.mine)
 
     def _write(
         self, index: TierIndex, key: KVKey, states: KVStates, tick: int, *, last: bool
@@ -270,13 +270,15 @@ class PersistentTiers:
             if key in after[0].entries:
                 continue
             found = self.read(key)
-            if found is None or not self._ledger.claims.take([key]):
+            if found is None or not self._ledger.locks.acquire([key]):
                 continue
             try:
-                self._write(after[0], key, restored(found[1]), self._ledger.tick(), last=True)
+                self._write(
+                    after[0], key, restored(found[1]), self._ledger.advance_clock(), last=True
+                )
             except StoreError as error:
                 logger.warning("%s; the states leave without a copy", error)
-                self._ledger.claims.drop([key])
+                self._ledger.locks.release([key])
 
     def _expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         if not keys:
@@ -316,7 +318,7 @@ class PersistentTiers:
             gone = self._ledger.reclaim(index.name, flight.mine) if flight.mine else []
             found = bool(gone) and key in index.tier
             self._delete_blobs(index, gone if remove else [])
-            self._ledger.claims.drop(gone)
+            self._ledger.locks.release(gone)
             return found
 
     def _delete_blobs(self, index: TierIndex, keys: Sequence[KVKey]) -> None:
@@ -329,4 +331,4 @@ class PersistentTiers:
             logger.warning("%s; blobs without a row stay until the next opening", error)
             self._counters.unreadable += 1
         finally:
-            self._ledger.claims.drop(keys)
+            self._ledger.locks.release(keys)

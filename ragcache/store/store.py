@@ -33,7 +33,7 @@ from ragcache.store.tiers import DiskTier, HostTier, Tier
 logger = logging.getLogger(__name__)
 
 WINDOW = 10_000  # uses within which a second one counts as observed reuse
-TICK_SECONDS = 1.0
+SWEEP_SECONDS = 1.0
 _WAITING = 256  # prefetches; when more wait, the next are left out
 
 
@@ -58,7 +58,7 @@ class KVStore:
         indexes = [TierIndex(tier, policy) for tier in persistent]
         flights = SingleFlight()
         self.memory = MemoryTiers(
-            [TierIndex(tier, policy) for tier in memory], ledger.notes, self.counters, indexes
+            [TierIndex(tier, policy) for tier in memory], ledger.usage, self.counters, indexes
         )
         self.persistent = PersistentTiers(indexes, ledger, self.memory, flights, self.counters)
         self._loader = StateLoader(
@@ -146,7 +146,7 @@ class KVStore:
         """
         return self._loader.lease(keys, request or LeaseRequest())
 
-    def put(self, key: KVKey, states: KVStates, request: LeaseRequest | None = None) -> None:
+    def put_states(self, key: KVKey, states: KVStates, request: LeaseRequest | None = None) -> None:
         """Keeps states that were encoded elsewhere, as ingestion would."""
         with self.lease([key], request or LeaseRequest("ingest")) as lease:
             while lease.claim():
@@ -193,7 +193,7 @@ class KVStore:
         return lease
 
     def discard(self, keys: Iterable[KVKey]) -> None:
-        """Removes states whose rows a transaction of the catalogue has retired: blobs at once, what
+        """Removes states whose rows a transaction of the catalog has retired: blobs at once, what
         is in use after its last lease."""
         self.persistent.discard(keys)
 
@@ -253,7 +253,7 @@ class KVStore:
             owned = owned_among(session, keys)
         with self.borrow([key for key in keys if key in owned]) as lease:
             for key, states in lease.found.items():
-                self.persistent.add(key, states, self.ledger.tick())
+                self.persistent.add(key, states, self.ledger.advance_clock())
 
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""
@@ -300,7 +300,7 @@ class Background:
 
 
 def _sweep(reference: weakref.ref[KVStore], stopped: threading.Event) -> None:
-    while not stopped.wait(TICK_SECONDS):
+    while not stopped.wait(SWEEP_SECONDS):
         store = reference()
         if store is None:
             return
@@ -323,7 +323,7 @@ def _prefetch(
 ) -> None:
     while not stopped.is_set():
         try:
-            keys = wanted.get(timeout=TICK_SECONDS)
+            keys = wanted.get(timeout=SWEEP_SECONDS)
         except queue.Empty:
             if reference() is None:
                 return

@@ -49,7 +49,7 @@ class Disagreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What a verification found. interrupted: ingestions that did not end, with the number of
     states that are kept for the next one of the same target; they disagree with nothing."""
 
@@ -64,7 +64,9 @@ class Report:
         return all(each.mended for each in self.found)
 
 
-def verify(store: KVStore, *, repair: bool = False, progress: Progress | None = None) -> Report:
+def verify(
+    store: KVStore, *, repair: bool = False, progress: Progress | None = None
+) -> VerifyReport:
     """Reads every blob of every tier that outlives processes. repair: removes rows and blobs that
     are wrong (what is needed is encoded again), and forgets interrupted ingestions.
 
@@ -85,7 +87,7 @@ def verify(store: KVStore, *, repair: bool = False, progress: Progress | None = 
     found += _index(store)
     with store.ledger.database.reading() as session:
         modules = session.scalar(select(func.count()).select_from(ModuleTable)) or 0
-    return Report(total, modules, tuple(found), _interrupted(store))
+    return VerifyReport(total, modules, tuple(found), _interrupted(store))
 
 
 def _blobs(

@@ -55,11 +55,11 @@ def test_corpus_is_split_as_ingestion_splits_it(
         3, ingestion.modules, ingestion.tokens
     )  # fmt: skip
     database = Database.open_existing(tmp_path / "state" / "ledger.sqlite")
-    catalogue = Catalog(database, reader.tokenizer_fingerprint, None)
+    catalog = Catalog(database, reader.tokenizer_fingerprint, None)
     try:
-        stored = corpus_of_collection(reader, catalogue, "notes")
+        stored = corpus_of_collection(reader, catalog, "notes")
         with pytest.raises(UnknownCollection):
-            corpus_of_collection(reader, catalogue, "other")
+            corpus_of_collection(reader, catalog, "other")
     finally:
         database.close()
     assert sorted(map(tuple, stored.modules)) == sorted(map(tuple, planned.modules))

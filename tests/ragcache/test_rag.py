@@ -130,7 +130,7 @@ def test_a_changed_document_replaces_the_old_one(
     (notes / "keys.md").write_text("# Keys\n\nThe spare key hangs in the blue tin.")
     done = rag.ingest("notes", [notes])
     assert (done.added, done.updated, done.unchanged) == (0, 1, 2)
-    texts = [m.text for m in rag.internals.catalogue.modules("notes")]
+    texts = [m.text for m in rag.internals.catalog.modules("notes")]
     assert any("blue tin" in text for text in texts)
     assert not any("red cupboard" in text for text in texts)
     after = blobs(rag, tmp_path)

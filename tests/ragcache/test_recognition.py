@@ -39,7 +39,7 @@ def document(name: str, text: str) -> NewDocument:
 
 
 class Reading(Catalog):
-    """A catalogue that tells which collections were read."""
+    """A catalog that tells which collections were read."""
 
     def __init__(self, database: Database, namespace: str = "default") -> None:
         super().__init__(database, "tokens", None, namespace)
@@ -62,52 +62,52 @@ def names(recognizer: Recognizer, text: str = BOATS + KEYS) -> list[str]:
 
 
 def test_modules_of_every_collection_are_found(database: Database) -> None:
-    catalogue = Reading(database)
-    recognizer = Recognizer(catalogue)
+    catalog = Reading(database)
+    recognizer = Recognizer(catalog)
     assert names(recognizer) == []
-    catalogue.replace("a", [document("boats", BOATS)])
+    catalog.replace_documents("a", [document("boats", BOATS)])
     assert names(recognizer) == ["boats#1"]
-    catalogue.replace("b", [document("keys", KEYS)])
+    catalog.replace_documents("b", [document("keys", KEYS)])
     assert names(recognizer) == ["boats#1", "keys#1"]
     assert names(recognizer) == ["boats#1", "keys#1"]
-    assert catalogue.read == ["a", "b"], "each was read once, when it had changed"
+    assert catalog.read == ["a", "b"], "each was read once, when it had changed"
 
 
 def test_what_was_deleted_or_renamed_is_not_found_by_its_old_name(database: Database) -> None:
-    catalogue = Reading(database)
-    recognizer = Recognizer(catalogue)
-    catalogue.replace("a", [document("boats", BOATS), document("keys", KEYS)])
+    catalog = Reading(database)
+    recognizer = Recognizer(catalog)
+    catalog.replace_documents("a", [document("boats", BOATS), document("keys", KEYS)])
     assert names(recognizer) == ["boats#1", "keys#1"]
-    catalogue.rename("a", "keys", "locks")
+    catalog.rename_document("a", "keys", "locks")
     assert names(recognizer) == ["boats#1", "locks#1"]
-    catalogue.delete("a", ["boats"])
+    catalog.delete_documents("a", ["boats"])
     assert names(recognizer) == ["locks#1"]
 
 
 def test_another_namespace_is_not_seen(database: Database) -> None:
     mine, theirs = Reading(database, "mine"), Reading(database, "theirs")
-    theirs.replace("a", [document("boats", BOATS)])
+    theirs.replace_documents("a", [document("boats", BOATS)])
     assert names(Recognizer(mine)) == []
     assert mine.read == []
     assert names(Recognizer(theirs)) == ["boats#1"]
 
 
 def test_a_collection_that_goes_while_it_is_read_is_empty(database: Database) -> None:
-    catalogue = Reading(database)
-    catalogue.replace("a", [document("boats", BOATS)])
-    stamps = {**catalogue.stamps(), "gone": (99, 1)}
-    catalogue.stamps = lambda: stamps  # type: ignore[method-assign]
-    assert names(Recognizer(catalogue)) == ["boats#1"]
+    catalog = Reading(database)
+    catalog.replace_documents("a", [document("boats", BOATS)])
+    stamps = {**catalog.stamps(), "gone": (99, 1)}
+    catalog.stamps = lambda: stamps  # type: ignore[method-assign]
+    assert names(Recognizer(catalog)) == ["boats#1"]
 
 
 def test_threads_that_ask_at_once_build_one_index(database: Database) -> None:
-    catalogue = Reading(database)
-    catalogue.replace("a", [document("boats", BOATS), document("keys", KEYS)])
-    recognizer = Recognizer(catalogue)
+    catalog = Reading(database)
+    catalog.replace_documents("a", [document("boats", BOATS), document("keys", KEYS)])
+    recognizer = Recognizer(catalog)
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(lambda _: names(recognizer), range(24)))
     assert all(each == ["boats#1", "keys#1"] for each in found)
-    assert catalogue.read == ["a"]
+    assert catalog.read == ["a"]
 
 
 HEAD = "# The handbook of the harbour\n\n## Boats\n\n"  # longer than a fingerprint

@@ -88,8 +88,8 @@ def _corpus(
             return corpus_of_sources(model, paths, module_tokens, report)
         database = Database.open_existing(state / "ledger.sqlite")
         try:
-            catalogue = Catalog(database, model.tokenizer_fingerprint, None)
-            return corpus_of_collection(model, catalogue, collection, report)
+            catalog = Catalog(database, model.tokenizer_fingerprint, None)
+            return corpus_of_collection(model, catalog, collection, report)
         finally:
             database.close()
 

@@ -22,7 +22,7 @@ from ragcache.planning import (
     make_plan,
 )
 from ragcache.store import KVStore
-from ragcache.store.verify import Report, verify
+from ragcache.store.verify import VerifyReport, verify
 from ragcache_api.http.protocol import PlanRequest, SchemaResponse
 from ragcache_api.schema_tree import tree
 from ragcache_schemas import lay_out, render_schema_turns
@@ -71,7 +71,7 @@ class AdminQueries:
         """Writes to the ledger what has happened."""
         self.store.ledger.flush(force=True)
 
-    def verify(self, *, repair: bool) -> Report:
+    def verify(self, *, repair: bool) -> VerifyReport:
         """Every row against every blob; with `repair`, mends what can be mended."""
         return verify(self.store, repair=repair)
 
@@ -82,14 +82,14 @@ class AdminQueries:
     def schemas(self, namespace: str) -> list[SchemaResponse]:
         """Hand-written schemas of a namespace."""
         texts = self._texts(namespace)
-        found = [(name, texts.get(name)) for name in texts.names()]
+        found = [(name, texts.get_schema(name)) for name in texts.names()]
         return [
             SchemaResponse(name=name, placement=s.placement) for name, s in found if s is not None
         ]
 
     def schema(self, namespace: str, name: str) -> SchemaResponse:
         """Raises `UnknownSchema`."""
-        found = self._texts(namespace).get(name)
+        found = self._texts(namespace).get_schema(name)
         if found is None:
             raise UnknownSchema(f"there is no schema {name!r}")
         return SchemaResponse(name=name, placement=found.placement, text=found.text)
@@ -120,8 +120,8 @@ class AdminQueries:
         if wanted.texts is not None:
             texts = [SourceDocument(str(n), text) for n, text in enumerate(wanted.texts, start=1)]
             return corpus_of_sources(self.model, texts, module_tokens)
-        catalogue = self.rag.within(namespace).internals.catalogue
-        return corpus_of_collection(self.model, catalogue, wanted.collection or "")
+        catalog = self.rag.within(namespace).internals.catalog
+        return corpus_of_collection(self.model, catalog, wanted.collection or "")
 
     def _texts(self, namespace: str) -> SchemaTexts:
         return SchemaTexts(self.store.ledger.database, namespace)

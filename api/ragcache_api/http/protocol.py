@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 
 from ragcache import Answer, Generation, SourceDocument
 from ragcache.config import DEFAULT_K
-from ragcache.store.admin import Change
+from ragcache.store.admin import StateChange
 
 T = TypeVar("T")
 
@@ -202,7 +202,7 @@ class ChangesResponse(ResponseModel):
     bytes: int
 
     @classmethod
-    def of(cls, changes: Sequence[Change], *, dry_run: bool = False) -> ChangesResponse:
+    def of(cls, changes: Sequence[StateChange], *, dry_run: bool = False) -> ChangesResponse:
         told = [
             ChangeResponse(key=str(c.key), action=c.action, tier=c.tier, to=c.to, nbytes=c.nbytes)
             for c in changes

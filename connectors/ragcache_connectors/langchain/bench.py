@@ -130,7 +130,7 @@ def _synthetic(
         questions = [f"What is said of the {subject}?" for subject in asked]
         chains = _chains(rag, "synthetic", questions, setting, progress)
         batch = _batch(rag, setting, progress)
-        rows = rag.internals.catalogue.modules("synthetic")
+        rows = rag.internals.catalog.modules("synthetic")
         found = {
             "plain": _recognition(rows, setting, progress),
             "headed": _recognition(headed(rows, setting.headed_words), setting, progress),
@@ -215,7 +215,7 @@ def _batch(rag: RagCache, setting: LangChainSetting, progress: Progress) -> dict
     """Tokens a second of conversations over the same documents: together, and one by one."""
     new = setting.new_tokens
     model = ChatRagCache(rag=rag, max_tokens=new, min_tokens=new)
-    texts = [row.text for row in rag.internals.catalogue.modules("synthetic")[: setting.shared]]
+    texts = [row.text for row in rag.internals.catalog.modules("synthetic")[: setting.shared]]
 
     def asked(run: str) -> list[Any]:
         orders = [texts[i % len(texts) :] + texts[: i % len(texts)] for i in range(setting.batch)]
@@ -275,7 +275,7 @@ def fill(rag: RagCache, collection: str, count: int, words: int) -> None:
         ids = encoder.model.encode_untrusted(text)
         module = NewModule(f"{name}#1", text, ids, encoder.key(ids, "rooted"))
         rows.append(NewDocument(name, name, name, [module], {}, text))
-    rag.internals.catalogue.replace(collection, rows)
+    rag.internals.catalog.replace_documents(collection, rows)
 
 
 def headed(rows: Sequence[ModuleRow], words: int) -> list[ModuleRow]:

@@ -1,4 +1,4 @@
-"""A LangChain vector store: documents in the catalogue, their meaning in FAISS."""
+"""A LangChain vector store: documents in the catalog, their meaning in FAISS."""
 
 from __future__ import annotations
 

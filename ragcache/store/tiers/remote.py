@@ -42,8 +42,8 @@ class RemoteTier:
 
     Elsewhere than in an object store, which shows a whole object or none, a blob is written under a
     temporary name and renamed; the checksum holds in every case. Every call ends: it is given
-    `patience.seconds`, tried `patience.attempts` times, and after the last, calls fail at once for
-    `patience.rest` seconds. `used_bytes` counts what the last `scan` found and what this process
+    `retry.seconds`, tried `retry.attempts` times, and after the last, calls fail at once for
+    `retry.rest` seconds. `used_bytes` counts what the last `scan` found and what this process
     wrote and deleted since.
     """
 
@@ -52,14 +52,14 @@ class RemoteTier:
 
     def __init__(
         self, files: Any, root: str, budget_bytes: int | None = None, *,
-        kv_dtype: KVDtype = "model", patience: RetryPolicy | None = None,
+        kv_dtype: KVDtype = "model", retry: RetryPolicy | None = None,
     ) -> None:  # fmt: skip
         """files: an fsspec file system, root: the folder on it."""
         self.budget_bytes, self.kv_dtype = budget_bytes, kv_dtype
         self.root = root.rstrip("/")
-        self._files = files
+        self.files = files
         self._whole = bool(_WHOLE & set(_protocols(files)))
-        self._calls = Calls(self.root, patience or RetryPolicy())
+        self._calls = RemoteCalls(self.root, retry or RetryPolicy())
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class RemoteTier:
     @classmethod
     def open(
         cls, url: str, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model",
-        patience: RetryPolicy | None = None, **options: Any,
+        retry: RetryPolicy | None = None, **options: Any,
     ) -> RemoteTier:  # fmt: skip
         """url: such as `s3://bucket/states`; options: fsspec's for its protocol.
 
@@ -83,7 +83,7 @@ class RemoteTier:
             raise MissingExtra(f"{url} needs a package that is not installed: {error}") from error
         except ValueError as error:
             raise ConfigurationError(f"cannot use {url!r} as a remote tier: {error}") from error
-        return cls(files, root, budget_bytes, kv_dtype=kv_dtype, patience=patience)
+        return cls(files, root, budget_bytes, kv_dtype=kv_dtype, retry=retry)
 
     @property
     def used_bytes(self) -> int:
@@ -131,7 +131,7 @@ class RemoteTier:
     def delete(self, key: KVKey) -> None:
         with self._turn(key):
             with suppress(FileNotFoundError):  # another machine may be first
-                self._call("delete", lambda: self._files.rm_file(self.path(key)))
+                self._call("delete", lambda: self.files.rm_file(self.path(key)))
             with self._lock:
                 self._used -= self._sizes.pop(key, 0)
 
@@ -148,7 +148,7 @@ class RemoteTier:
     def _fetch(self, key: KVKey) -> bytes:
         path = self.path(key)
         try:
-            content: bytes = self._call("read", lambda: self._files.cat_file(path))
+            content: bytes = self._call("read", lambda: self.files.cat_file(path))
         except FileNotFoundError:
             raise StateMissing(f"there is no blob {path}") from None
         return content
@@ -156,27 +156,27 @@ class RemoteTier:
     def _write(self, path: str, blob: bytes) -> None:
         """Overwrites what another machine wrote, which is the same."""
         folder = path.rpartition("/")[0]
-        self._files.makedirs(folder, exist_ok=True)
+        self.files.makedirs(folder, exist_ok=True)
         if self._whole:
-            self._files.pipe_file(path, blob)
+            self.files.pipe_file(path, blob)
             return
         part = f"{path}.{uuid4().hex}{PART}"
         try:
-            self._files.pipe_file(part, blob)
-            self._files.mv(part, path)
+            self.files.pipe_file(part, blob)
+            self.files.mv(part, path)
         except BaseException:
-            if self._files.exists(part):
-                self._files.rm_file(part)
+            if self.files.exists(part):
+                self.files.rm_file(part)
             raise
 
     def _exists(self, path: str) -> bool:
-        self._files.invalidate_cache()
-        return bool(self._files.exists(path))
+        self.files.invalidate_cache()
+        return bool(self.files.exists(path))
 
     def _list(self) -> dict[KVKey, int]:
-        self._files.invalidate_cache()  # other machines write, too
+        self.files.invalidate_cache()  # other machines write, too
         try:
-            found = self._files.find(self.root, detail=True)
+            found = self.files.find(self.root, detail=True)
         except FileNotFoundError:
             return {}
         keys = {key_of(path.rpartition("/")[2]): facts["size"] for path, facts in found.items()}
@@ -209,13 +209,13 @@ class RetryPolicy:
     rest: float = 5.0
 
 
-class Calls:
-    """Runs operations on one remote with patience."""
+class RemoteCalls:
+    """Runs operations on one remote with retry."""
 
     def __init__(
-        self, where: str, patience: RetryPolicy, clock: Callable[[], float] = time.monotonic
+        self, where: str, retry: RetryPolicy, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.where, self.patience, self.clock = where, patience, clock
+        self.where, self.retry, self.clock = where, retry, clock
         self._rests_until = 0.0
 
     def run(self, verb: str, operation: Callable[[], T]) -> T:
@@ -232,8 +232,8 @@ class Calls:
             )
         attempts = Retrying(
             retry=retry_if_exception(_may_pass),
-            stop=stop_after_attempt(self.patience.attempts),
-            wait=wait_exponential(self.patience.pause),
+            stop=stop_after_attempt(self.retry.attempts),
+            wait=wait_exponential(self.retry.pause),
             reraise=True,
         )
         try:
@@ -242,9 +242,9 @@ class Calls:
             raise
         except Exception as error:
             if _may_pass(error):
-                self._rests_until = self.clock() + self.patience.rest
+                self._rests_until = self.clock() + self.retry.rest
                 raise RemoteUnavailable(
-                    f"cannot {verb} under {self.where}, tried {self.patience.attempts} times "
+                    f"cannot {verb} under {self.where}, tried {self.retry.attempts} times "
                     f"({str(error) or type(error).__name__}); check the address, the network and "
                     "the credentials"
                 ) from error
@@ -265,11 +265,11 @@ class Calls:
 
         thread = threading.Thread(target=work, name="ragcache-remote", daemon=True)
         thread.start()
-        thread.join(self.patience.seconds)
+        thread.join(self.retry.seconds)
         if failed:
             raise failed[0]
         if not done:
-            raise TimeoutError(f"no answer within {self.patience.seconds:g} s")
+            raise TimeoutError(f"no answer within {self.retry.seconds:g} s")
         return done[0]
 
 

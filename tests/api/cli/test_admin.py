@@ -138,7 +138,7 @@ def state_verify(tmp_path: Path) -> Path:
     """A store with one state that nothing needs."""
     database = Database.open(tmp_path / "ledger.sqlite")
     store = KVStore.open(tmp_path, database, 1 << 20)
-    store.put(make_key(1), make_states(1))
+    store.put_states(make_key(1), make_states(1))
     store.close()
     database.close()
     return tmp_path
@@ -167,7 +167,7 @@ def test_the_remote_and_a_ledger_elsewhere_are_verified(tmp_path: Path) -> None:
     url, far = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}", f"file://{tmp_path / 'far'}"
     database = Database.open(url)
     store = KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))
-    store.put(make_key(1), make_states(1))
+    store.put_states(make_key(1), make_states(1))
     admin.move(store, [make_key(1)], "remote")
     store.close()
     database.close()
@@ -187,7 +187,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder, with one state in `here` under a ledger that stands elsewhere."""
     database = Database.open(f"sqlite:///{tmp_path / 'elsewhere.sqlite'}")
     store = KVStore.open(tmp_path / "here", database, 1 << 20)
-    store.put(make_key(1), make_states(1))
+    store.put_states(make_key(1), make_states(1))
     store.close()
     database.close()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The catalogue: the document is the unit of change."""
+"""The catalog: the document is the unit of change."""
 
 # MERGED tests.ragcache.store.test_vectors: Vectors in the ledger.
 
@@ -34,7 +34,7 @@ from tests.ragcache.conftest import make_key
 
 
 @pytest.fixture
-def catalogue(database: Database) -> Catalog:
+def catalog(database: Database) -> Catalog:
     return Catalog(database, "tokenizer", "embedder")
 
 
@@ -47,8 +47,8 @@ def document(name: str, *numbers: int, digest: str = "digest") -> NewDocument:
     return NewDocument(name, f"file:///{name}", digest, modules)
 
 
-def texts(catalogue: Catalog, collection: str = "notes") -> list[str]:
-    return [row.text for row in catalogue.modules(collection)]
+def texts(catalog: Catalog, collection: str = "notes") -> list[str]:
+    return [row.text for row in catalog.modules(collection)]
 
 
 def rows(database: Database) -> dict[str, int]:
@@ -57,159 +57,159 @@ def rows(database: Database) -> dict[str, int]:
         return {t.name: session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
 
 
-def test_documents_are_stored_with_their_modules_in_order(catalogue: Catalog) -> None:
-    assert catalogue.replace("notes", [document("a", 2, 1), document("b", 3)]) == []
-    assert catalogue.collections() == {"notes": 2}
-    assert texts(catalogue) == ["text 2", "text 1", "text 3"]
-    first = catalogue.modules("notes")[0]
+def test_documents_are_stored_with_their_modules_in_order(catalog: Catalog) -> None:
+    assert catalog.replace_documents("notes", [document("a", 2, 1), document("b", 3)]) == []
+    assert catalog.collections() == {"notes": 2}
+    assert texts(catalog) == ["text 2", "text 1", "text 3"]
+    first = catalog.modules("notes")[0]
     assert (first.name, first.document, first.uri) == ("m2", "a", "file:///a")
-    assert catalogue.documents("notes")["b"].digest == "digest"
-    assert catalogue.documents("unknown") == {}
+    assert catalog.documents("notes")["b"].digest == "digest"
+    assert catalog.documents("unknown") == {}
 
 
-def test_a_document_takes_the_place_of_the_one_of_its_name(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1, 2), document("b", 3)])
-    replaced = catalogue.replace("notes", [document("a", 4, digest="new")])
+def test_a_document_takes_the_place_of_the_one_of_its_name(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1, 2), document("b", 3)])
+    replaced = catalog.replace_documents("notes", [document("a", 4, digest="new")])
     assert set(replaced) == {make_key(1), make_key(2)}
-    assert texts(catalogue) == ["text 3", "text 4"]
-    assert catalogue.documents("notes")["a"].digest == "new"
-    assert catalogue.collections() == {"notes": 2}
+    assert texts(catalog) == ["text 3", "text 4"]
+    assert catalog.documents("notes")["a"].digest == "new"
+    assert catalog.collections() == {"notes": 2}
 
 
-def test_the_same_name_in_another_collection_is_another_document(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1)])
-    assert catalogue.replace("plans", [document("a", 2)]) == []
-    assert catalogue.delete("plans", ["a"]) == [make_key(2)]
-    assert texts(catalogue) == ["text 1"]
-    assert catalogue.collections() == {"notes": 1, "plans": 0}
+def test_the_same_name_in_another_collection_is_another_document(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1)])
+    assert catalog.replace_documents("plans", [document("a", 2)]) == []
+    assert catalog.delete_documents("plans", ["a"]) == [make_key(2)]
+    assert texts(catalog) == ["text 1"]
+    assert catalog.collections() == {"notes": 1, "plans": 0}
 
 
-def test_a_replacement_that_fails_changes_nothing(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1)])
+def test_a_replacement_that_fails_changes_nothing(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1)])
     broken = NewDocument("b", "", "", [NewModule("m", "t", ["no number"], make_key(2))])
     with pytest.raises(ValueError, match="no number"):
-        catalogue.replace("notes", [document("a", 3), broken])
-    assert texts(catalogue) == ["text 1"]
+        catalog.replace_documents("notes", [document("a", 3), broken])
+    assert texts(catalog) == ["text 1"]
 
 
 def test_deleting_cascades_to_everything_of_a_document(
-    catalogue: Catalog, database: Database
+    catalog: Catalog, database: Database
 ) -> None:
-    catalogue.replace("notes", [document("a", 1, 2), document("b", 3)])
-    catalogue.claim(catalogue.modules("notes")[0].id, make_key(9))
-    keys = catalogue.delete("notes", ["a", "never there"])
+    catalog.replace_documents("notes", [document("a", 1, 2), document("b", 3)])
+    catalog.add_key(catalog.modules("notes")[0].id, make_key(9))
+    keys = catalog.delete_documents("notes", ["a", "never there"])
     assert set(keys) == {make_key(1), make_key(2), make_key(9)}
     left = rows(database)
     for table in ("documents", "modules", "module_tokens", "vectors", "encodings"):
         assert left[table] == 1, table
-    assert catalogue.delete("notes", ["a"]) == []
+    assert catalog.delete_documents("notes", ["a"]) == []
 
 
-def test_more_documents_than_one_statement_takes(catalogue: Catalog) -> None:
+def test_more_documents_than_one_statement_takes(catalog: Catalog) -> None:
     many = [NewDocument(f"d{n}", "", "", []) for n in range(CHUNK + 1)]
-    catalogue.replace("notes", many)
-    catalogue.delete("notes", [d.source_id for d in many])
-    assert catalogue.collections() == {"notes": 0}
+    catalog.replace_documents("notes", many)
+    catalog.delete_documents("notes", [d.source_id for d in many])
+    assert catalog.collections() == {"notes": 0}
 
 
-def test_the_stamp_changes_with_every_change(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1), document("b", 2)])
-    stamps = [catalogue.stamp("notes")]
-    assert catalogue.stamp("notes") == stamps[0], "reading is no change"
-    catalogue.delete("notes", ["b"])
-    stamps.append(catalogue.stamp("notes"))
-    catalogue.replace("notes", [document("b", 2)])
-    stamps.append(catalogue.stamp("notes"))
-    catalogue.replace("notes", [document("b", 5)])
-    stamps.append(catalogue.stamp("notes"))
-    catalogue.delete("notes", ["a", "b"])
-    stamps.append(catalogue.stamp("notes"))
-    catalogue.replace("notes", [document("a", 1)])
-    stamps.append(catalogue.stamp("notes"))
+def test_the_stamp_changes_with_every_change(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1), document("b", 2)])
+    stamps = [catalog.stamp("notes")]
+    assert catalog.stamp("notes") == stamps[0], "reading is no change"
+    catalog.delete_documents("notes", ["b"])
+    stamps.append(catalog.stamp("notes"))
+    catalog.replace_documents("notes", [document("b", 2)])
+    stamps.append(catalog.stamp("notes"))
+    catalog.replace_documents("notes", [document("b", 5)])
+    stamps.append(catalog.stamp("notes"))
+    catalog.delete_documents("notes", ["a", "b"])
+    stamps.append(catalog.stamp("notes"))
+    catalog.replace_documents("notes", [document("a", 1)])
+    stamps.append(catalog.stamp("notes"))
     assert len(set(stamps)) == len(stamps)
 
 
-def test_a_stamp_belongs_to_one_collection(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1)])
-    before = catalogue.stamp("notes")
-    catalogue.replace("plans", [document("a", 2)])
-    assert catalogue.stamp("notes") == before
+def test_a_stamp_belongs_to_one_collection(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1)])
+    before = catalog.stamp("notes")
+    catalog.replace_documents("plans", [document("a", 2)])
+    assert catalog.stamp("notes") == before
 
 
-def test_an_unknown_collection_names_the_known(catalogue: Catalog, database: Database) -> None:
+def test_an_unknown_collection_names_the_known(catalog: Catalog, database: Database) -> None:
     with pytest.raises(UnknownCollection, match="'plan'; known: none yet"):
-        catalogue.stamp("plan")
+        catalog.stamp("plan")
     for name in ("plans", "notes"):
-        catalogue.replace(name, [document("a", 1)])
+        catalog.replace_documents(name, [document("a", 1)])
     for call in (
-        lambda: catalogue.modules("plan"),
-        lambda: catalogue.stamp("plan"),
-        lambda: catalogue.delete("plan", ["a"]),
+        lambda: catalog.modules("plan"),
+        lambda: catalog.stamp("plan"),
+        lambda: catalog.delete_documents("plan", ["a"]),
         lambda: list_modules(database, "plan"),
     ):
         with pytest.raises(UnknownCollection) as caught:
             call()
         assert "no collection 'plan'; known: 'notes', 'plans'." in str(caught.value)
         assert "`ragcache ingest plan PATH`" in str(caught.value)
-    assert set(catalogue.collections()) == {"notes", "plans"}, "asking makes no collection"
+    assert set(catalog.collections()) == {"notes", "plans"}, "asking makes no collection"
 
 
-def test_tokens_belong_to_a_tokenizer(catalogue: Catalog, database: Database) -> None:
-    catalogue.replace("notes", [document("a", 1, 70_000)])
-    first, second = (row.id for row in catalogue.modules("notes"))
-    assert catalogue.token_ids([first, second, 999]) == {first: (1, 2), second: (70_000, 70_001)}
+def test_tokens_belong_to_a_tokenizer(catalog: Catalog, database: Database) -> None:
+    catalog.replace_documents("notes", [document("a", 1, 70_000)])
+    first, second = (row.id for row in catalog.modules("notes"))
+    assert catalog.token_ids([first, second, 999]) == {first: (1, 2), second: (70_000, 70_001)}
     other = Catalog(database, "another tokenizer", None)
     assert other.token_ids([first]) == {}
     for tokens in ([8], [9, 10]):
         other.add_tokens(first, tokens)
     assert other.token_ids([first, second]) == {first: (9, 10)}
-    assert catalogue.token_ids([first]) == {first: (1, 2)}
+    assert catalog.token_ids([first]) == {first: (1, 2)}
 
 
 def test_what_comes_too_late_for_a_deleted_module_is_left_out(
-    catalogue: Catalog, database: Database
+    catalog: Catalog, database: Database
 ) -> None:
     """Another process may delete a document while this one answers from it."""
-    catalogue.replace("notes", [document("a", 1)])
-    [module] = catalogue.modules("notes")
-    catalogue.delete("notes", ["a"])
-    catalogue.claim(module.id, make_key(9))
-    catalogue.add_tokens(module.id, [1, 2])
-    Vectors(database, "e").add([module.id], np.ones((1, 2), dtype=np.float32))
-    assert catalogue.token_ids([module.id]) == {}
+    catalog.replace_documents("notes", [document("a", 1)])
+    [module] = catalog.modules("notes")
+    catalog.delete_documents("notes", ["a"])
+    catalog.add_key(module.id, make_key(9))
+    catalog.add_tokens(module.id, [1, 2])
+    Vectors(database, "e").add_vectors([module.id], np.ones((1, 2), dtype=np.float32))
+    assert catalog.token_ids([module.id]) == {}
     with database.reading() as session:
         assert owned_among(session, [make_key(9)]) == set()
 
 
-def test_a_claim_is_noted_once(catalogue: Catalog, database: Database) -> None:
-    catalogue.replace("notes", [document("a", 1)])
-    number = catalogue.modules("notes")[0].id
+def test_a_claim_is_noted_once(catalog: Catalog, database: Database) -> None:
+    catalog.replace_documents("notes", [document("a", 1)])
+    number = catalog.modules("notes")[0].id
     for key in (make_key(1), make_key(5), make_key(5)):
-        catalogue.claim(number, key)
+        catalog.add_key(number, key)
     assert rows(database)["encodings"] == 2
 
 
 def test_vectors_are_kept_only_under_an_embedder(database: Database) -> None:
-    Catalog(database, "tokenizer", None).replace("notes", [document("a", 1)])
+    Catalog(database, "tokenizer", None).replace_documents("notes", [document("a", 1)])
     assert rows(database)["vectors"] == 0
 
 
-def test_metadata_may_hold_dates_and_paths(catalogue: Catalog, database: Database) -> None:
+def test_metadata_may_hold_dates_and_paths(catalog: Catalog, database: Database) -> None:
     metadata = {"page": 3, "when": datetime.date(2024, 5, 1), "where": Path("a/b")}
-    catalogue.replace("notes", [NewDocument("a", "", "", [], metadata)])
+    catalog.replace_documents("notes", [NewDocument("a", "", "", [], metadata)])
     with database.transaction() as session:
         stored = session.scalars(select(DocumentTable.attributes)).one()
     assert json.dumps(stored) == '{"page": 3, "when": "2024-05-01", "where": "a/b"}'
 
 
-def test_the_listing_joins_modules_and_tiers(catalogue: Catalog, database: Database) -> None:
-    catalogue.replace("notes", [document("a", 1, 2)])
-    catalogue.replace("plans", [document("b", 3)])
+def test_the_listing_joins_modules_and_tiers(catalog: Catalog, database: Database) -> None:
+    catalog.replace_documents("notes", [document("a", 1, 2)])
+    catalog.replace_documents("plans", [document("b", 3)])
     ledger = Ledger(database)
     row = StateRow(make_key(1), "disk", 300, 0, 0, True, math.inf, "model", StateMetadata(4))
     ledger.record(row, last=True)
-    ledger.notes.admitted(row._replace(tier="host", nbytes=256))
-    ledger.notes.touch([make_key(1)], 1)
+    ledger.usage.admitted(row._replace(tier="host", nbytes=256))
+    ledger.usage.touch([make_key(1)], 1)
     ledger.flush()
     first, second = list_modules(database, "notes")
     assert (first.tokens, first.nbytes, first.tiers, first.hits) == (4, 300, ("disk", "host"), 1)
@@ -218,134 +218,136 @@ def test_the_listing_joins_modules_and_tiers(catalogue: Catalog, database: Datab
     assert [row.collection for row in list_modules(database)] == ["notes", "notes", "plans"]
 
 
-def test_a_renamed_document_keeps_its_modules_and_states(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1, 2), document("b", 3)])
-    before, stamp = catalogue.modules("notes"), catalogue.stamp("notes")
-    catalogue.rename("notes", "a", "c")
-    after = catalogue.modules("notes")
+def test_a_renamed_document_keeps_its_modules_and_states(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1, 2), document("b", 3)])
+    before, stamp = catalog.modules("notes"), catalog.stamp("notes")
+    catalog.rename_document("notes", "a", "c")
+    after = catalog.modules("notes")
     assert [row.id for row in after] == [row.id for row in before]
     assert [row.name for row in after] == ["c#1", "c#2", "m3"]
-    assert set(catalogue.documents("notes")) == {"b", "c"}
-    assert catalogue.stamp("notes") != stamp
+    assert set(catalog.documents("notes")) == {"b", "c"}
+    assert catalog.stamp("notes") != stamp
     with pytest.raises(DocumentError, match="holds a 'b' already"):
-        catalogue.rename("notes", "c", "b")
+        catalog.rename_document("notes", "c", "b")
     with pytest.raises(DocumentError, match="holds no 'a'"):
-        catalogue.rename("notes", "a", "d")
+        catalog.rename_document("notes", "a", "d")
 
 
-def test_namespaces_see_nothing_of_each_other(catalogue: Catalog, database: Database) -> None:
+def test_namespaces_see_nothing_of_each_other(catalog: Catalog, database: Database) -> None:
     other = Catalog(database, "tokenizer", "embedder", "another tenant")
-    catalogue.replace("notes", [document("a", 1)])
+    catalog.replace_documents("notes", [document("a", 1)])
     with pytest.raises(UnknownCollection, match="known: none yet"):
         other.modules("notes")
-    other.replace("notes", [document("a", 2)])
-    assert (texts(catalogue), texts(other)) == (["text 1"], ["text 2"])
-    assert other.delete("notes", ["a"]) == [make_key(2)]
-    assert catalogue.collections() == {"notes": 1}
+    other.replace_documents("notes", [document("a", 2)])
+    assert (texts(catalog), texts(other)) == (["text 1"], ["text 2"])
+    assert other.delete_documents("notes", ["a"]) == [make_key(2)]
+    assert catalog.collections() == {"notes": 1}
 
 
 def test_states_of_a_schema_are_owned_by_it_until_it_is_replaced(database: Database) -> None:
     schemas, key = SchemaTexts(database), make_key
-    assert schemas.put("trip", SchemaText("one", "schema"), [key(1), key(2)]) == []
-    schemas.own("trip", [key(3), key(3)])
-    schemas.own("unknown", [key(4)])
+    assert schemas.put_schema("trip", SchemaText("one", "schema"), [key(1), key(2)]) == []
+    schemas.add_keys("trip", [key(3), key(3)])
+    schemas.add_keys("unknown", [key(4)])
     with database.reading() as session:
         assert owned_among(session, map(key, range(9))) == {key(1), key(2), key(3)}
-    freed = schemas.put("trip", SchemaText("two", "schema"), [key(2)])
+    freed = schemas.put_schema("trip", SchemaText("two", "schema"), [key(2)])
     assert set(freed) == {key(1), key(3)}
-    assert schemas.delete("trip") == [key(2)]
+    assert schemas.delete_schema("trip") == [key(2)]
     with pytest.raises(UnknownSchema, match="no schema 'trip'"):
-        schemas.delete("trip")
+        schemas.delete_schema("trip")
 
 
 def test_schemas_are_stored_by_name(database: Database) -> None:
     schemas = SchemaTexts(database)
     for name, text in (("trip", "one"), ("plan", "two"), ("trip", "three")):
-        schemas.put(name, SchemaText(text, "compact"))
-    assert (schemas.names(), schemas.get("trip")) == (
+        schemas.put_schema(name, SchemaText(text, "compact"))
+    assert (schemas.names(), schemas.get_schema("trip")) == (
         ["plan", "trip"],
         SchemaText("three", "compact"),
     )
-    assert schemas.get("unknown") is None
+    assert schemas.get_schema("unknown") is None
 
 
-def test_keys_come_back_as_keys(catalogue: Catalog) -> None:
-    catalogue.replace("notes", [document("a", 1)])
-    assert all(isinstance(key, KVKey) for key in catalogue.delete("notes", ["a"]))
+def test_keys_come_back_as_keys(catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [document("a", 1)])
+    assert all(isinstance(key, KVKey) for key in catalog.delete_documents("notes", ["a"]))
 
 
-def test_stored_vectors_are_found_by_their_modules(catalogue: Catalog, database: Database) -> None:
-    catalogue.replace("notes", [document("a", 7)])
-    [(number, vector)] = Vectors(database, "embedder").of("notes").items()
-    assert number == catalogue.modules("notes")[0].id
+def test_stored_vectors_are_found_by_their_modules(catalog: Catalog, database: Database) -> None:
+    catalog.replace_documents("notes", [document("a", 7)])
+    [(number, vector)] = Vectors(database, "embedder").read_vectors("notes").items()
+    assert number == catalog.modules("notes")[0].id
     assert vector.tolist() == [7.0, 0.5]
 
 
-def test_documents_come_with_metadata_and_numbers_of_modules(catalogue: Catalog) -> None:
+def test_documents_come_with_metadata_and_numbers_of_modules(catalog: Catalog) -> None:
     first, second = document("b", 1, 2), document("a", 3)
     whole = NewDocument("c", "", "d", document("c").modules, {"year": 2024}, "")
-    catalogue.replace("notes", [first, second, whole])
-    found = catalogue.documents("notes")
+    catalog.replace_documents("notes", [first, second, whole])
+    found = catalog.documents("notes")
     assert {name: row.modules for name, row in found.items()} == {"b": 2, "a": 1, "c": 0}
     assert found["c"].attributes == {"year": 2024}
-    assert list(catalogue.documents("notes", ["c", "a", "nowhere"])) == ["a", "c"]
-    assert catalogue.documents("notes", []) == catalogue.documents("plans", ["a"]) == {}
+    assert list(catalog.documents("notes", ["c", "a", "nowhere"])) == ["a", "c"]
+    assert catalog.documents("notes", []) == catalog.documents("plans", ["a"]) == {}
     assert len({*found.values()}) == 3, "rows can be hashed"
 
 
-def test_modules_carry_metadata_and_are_found_by_name(catalogue: Catalog) -> None:
+def test_modules_carry_metadata_and_are_found_by_name(catalog: Catalog) -> None:
     plain = document("a", 1, 2)
-    catalogue.replace("notes", [NewDocument("a", "", "d", plain.modules, {"tags": ["x"]})])
-    rows = catalogue.modules("notes", ["m2", "m9", "m1", "m2"])
+    catalog.replace_documents("notes", [NewDocument("a", "", "d", plain.modules, {"tags": ["x"]})])
+    rows = catalog.modules("notes", ["m2", "m9", "m1", "m2"])
     assert [row.name for row in rows] == ["m2", "m1", "m2"]
     assert rows[0].attributes == {"tags": ["x"]}
-    assert catalogue.modules("notes", []) == []
+    assert catalog.modules("notes", []) == []
     with pytest.raises(UnknownCollection):
-        catalogue.modules("plans", [])
+        catalog.modules("plans", [])
 
 
-def test_the_whole_text_comes_back(catalogue: Catalog, database: Database) -> None:
+def test_the_whole_text_comes_back(catalog: Catalog, database: Database) -> None:
     plain = document("a", 1)
-    catalogue.replace("notes", [NewDocument("a", "", "d", plain.modules, {}, " as it came ")])
-    assert catalogue.texts("notes", ["a", "nowhere"]) == {"a": " as it came "}
-    catalogue.replace("notes", [NewDocument("a", "", "e", plain.modules, {}, "changed")])
-    assert catalogue.texts("notes", ["a"]) == {"a": "changed"}
-    catalogue.delete("notes", ["a"])
-    assert catalogue.texts("notes", ["a"]) == {}
+    catalog.replace_documents(
+        "notes", [NewDocument("a", "", "d", plain.modules, {}, " as it came ")]
+    )
+    assert catalog.texts("notes", ["a", "nowhere"]) == {"a": " as it came "}
+    catalog.replace_documents("notes", [NewDocument("a", "", "e", plain.modules, {}, "changed")])
+    assert catalog.texts("notes", ["a"]) == {"a": "changed"}
+    catalog.delete_documents("notes", ["a"])
+    assert catalog.texts("notes", ["a"]) == {}
     assert rows(database)["document_texts"] == 0
     with pytest.raises(UnknownCollection):
-        catalogue.texts("plans", ["a"])
+        catalog.texts("plans", ["a"])
 
 
 def test_of_documents_from_before_texts_were_kept_there_are_the_modules(
-    catalogue: Catalog, database: Database
+    catalog: Catalog, database: Database
 ) -> None:
-    catalogue.replace("notes", [document("a", 2, 1)])
+    catalog.replace_documents("notes", [document("a", 2, 1)])
     with database.transaction() as session:
         session.execute(delete(DocumentTextTable))
-    assert catalogue.texts("notes", ["a"]) == {"a": "text 2text 1"}
+    assert catalog.texts("notes", ["a"]) == {"a": "text 2text 1"}
 
 
 @pytest.fixture
 def numbers(database: Database) -> list[int]:
     """The ids of three stored modules; the third is in another collection."""
-    catalogue = Catalog(database, "tokenizer", None)
+    catalog = Catalog(database, "tokenizer", None)
     for n, collection in enumerate(("notes", "notes", "plans")):
         module = NewModule("m", f"text {n}", [n], make_key(n))
-        catalogue.replace(collection, [NewDocument(f"d{n}", "", "", [module])])
-    return [row.id for name in ("notes", "plans") for row in catalogue.modules(name)]
+        catalog.replace_documents(collection, [NewDocument(f"d{n}", "", "", [module])])
+    return [row.id for name in ("notes", "plans") for row in catalog.modules(name)]
 
 
 def test_nothing_stored_is_nothing(database: Database, numbers: list[int]) -> None:
-    assert Vectors(database, "e").of("notes") == {}
+    assert Vectors(database, "e").read_vectors("notes") == {}
 
 
 def test_vectors_come_back_to_the_bit_in_the_order_of_ids(
     database: Database, numbers: list[int]
 ) -> None:
     rows = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
-    Vectors(database, "e").add(numbers[::-1], rows)
-    stored = Vectors(database, "e").of("notes")
+    Vectors(database, "e").add_vectors(numbers[::-1], rows)
+    stored = Vectors(database, "e").read_vectors("notes")
     assert list(stored) == numbers[:2]
     assert {vector.dtype for vector in stored.values()} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(np.stack(list(stored.values())), rows[[2, 1]])
@@ -355,30 +357,30 @@ def test_vectors_of_one_embedder_are_not_those_of_another(
     database: Database, numbers: list[int]
 ) -> None:
     one, other = Vectors(database, "one"), Vectors(database, "other")
-    one.add(numbers[:1], np.ones((1, 2), dtype=np.float32))
-    other.add(numbers[:1], np.zeros((1, 7), dtype=np.float32))
-    assert one.of("notes")[numbers[0]].tolist() == [1.0, 1.0]
-    assert other.of("notes")[numbers[0]].shape == (7,)
+    one.add_vectors(numbers[:1], np.ones((1, 2), dtype=np.float32))
+    other.add_vectors(numbers[:1], np.zeros((1, 7), dtype=np.float32))
+    assert one.read_vectors("notes")[numbers[0]].tolist() == [1.0, 1.0]
+    assert other.read_vectors("notes")[numbers[0]].shape == (7,)
 
 
 def test_a_vector_may_be_stored_again(database: Database, numbers: list[int]) -> None:
     vectors = Vectors(database, "e")
     for value in (1.0, 2.0):
-        vectors.add(numbers[:1], np.full((1, 2), value))
-    assert vectors.of("notes")[numbers[0]].tolist() == [2.0, 2.0]
+        vectors.add_vectors(numbers[:1], np.full((1, 2), value))
+    assert vectors.read_vectors("notes")[numbers[0]].tolist() == [2.0, 2.0]
 
 
 def test_vectors_of_several_lengths_may_stand_side_by_side(
     database: Database, numbers: list[int]
 ) -> None:
     vectors = Vectors(database, "e")
-    vectors.add(numbers[:1], np.ones((1, 2)))
-    vectors.add(numbers[1:2], np.ones((1, 3)))
-    assert [len(vector) for vector in vectors.of("notes").values()] == [2, 3]
+    vectors.add_vectors(numbers[:1], np.ones((1, 2)))
+    vectors.add_vectors(numbers[1:2], np.ones((1, 3)))
+    assert [len(vector) for vector in vectors.read_vectors("notes").values()] == [2, 3]
 
 
 def test_ids_and_vectors_must_be_as_many(database: Database, numbers: list[int]) -> None:
     vectors = Vectors(database, "e")
     with pytest.raises(ValueError, match="zip"):
-        vectors.add(numbers, np.ones((2, 2)))
-    assert vectors.of("notes") == {}, "nothing is stored of it"
+        vectors.add_vectors(numbers, np.ones((2, 2)))
+    assert vectors.read_vectors("notes") == {}, "nothing is stored of it"

@@ -67,7 +67,7 @@ def test_a_row_comes_back_as_it_was_recorded(ledger: Ledger, another: Callable[[
 
 def test_recording_again_takes_the_new_size_and_keeps_the_hits(ledger: Ledger) -> None:
     record(ledger, 1)
-    ledger.notes.touch([make_key(1)], 1)
+    ledger.usage.touch([make_key(1)], 1)
     ledger.flush()
     ledger.record(row(1, nbytes=12, tokens=4), last=True)
     assert ledger.totals() == {"disk": TierTotals(1, 12, 4, 1)}
@@ -78,7 +78,7 @@ def test_memory_tiers_belong_to_their_session(
 ) -> None:
     other = another()
     for each, number in ((ledger, 1), (other, 2)):
-        each.notes.admitted(row(number, "host"))
+        each.usage.admitted(row(number, "host"))
         each.flush()
     record(ledger, 3)
     assert (ledger.keys("host"), other.keys("host")) == ({make_key(1)}, {make_key(2)})
@@ -91,13 +91,13 @@ def test_touches_are_noted_without_sql_and_written_together(
     ledger: Ledger, database: Database
 ) -> None:
     record(ledger, 1, 2, 3)
-    ledger.notes.admitted(row(1, "host"))
+    ledger.usage.admitted(row(1, "host"))
     statements: list[str] = []
     event.listen(database.engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
     commits: list[object] = []
     event.listen(database.engine, "commit", commits.append)
     for tick in (1, 3):
-        ledger.notes.touch([make_key(tick), make_key(2)], tick)
+        ledger.usage.touch([make_key(tick), make_key(2)], tick)
     assert statements == []
     ledger.flush()
     assert len(commits) == 1
@@ -114,11 +114,11 @@ def test_what_could_not_be_written_is_written_later(
         raise StoreFull("full")
 
     record(ledger, 1)
-    ledger.notes.touch([make_key(1)], 1)
+    ledger.usage.touch([make_key(1)], 1)
     with monkeypatch.context() as patched:
         patched.setattr("ragcache.db.ledger._write_touches", full)
         ledger.flush()
-        ledger.notes.touch([make_key(1)], 2)
+        ledger.usage.touch([make_key(1)], 2)
         ledger.flush()
     assert (ledger.failures, uses(database, "disk")) == (2, {"01": (0, 0)})
     ledger.flush()
@@ -127,17 +127,17 @@ def test_what_could_not_be_written_is_written_later(
 
 def test_a_tier_in_memory_forgets_what_left_it_and_keeps_the_reason(ledger: Ledger) -> None:
     for number in (1, 2):
-        ledger.notes.admitted(row(number, "host"))
+        ledger.usage.admitted(row(number, "host"))
     ledger.flush()
-    ledger.notes.left("host", make_key(1), 10, "pressure")
-    ledger.notes.left("host", make_key(2), 10, None)
+    ledger.usage.left("host", make_key(1), 10, "pressure")
+    ledger.usage.left("host", make_key(2), 10, None)
     ledger.flush()
     assert ledger.keys("host") == set()
     assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 0}}
-    ledger.notes.admitted(row(1, "host"))
+    ledger.usage.admitted(row(1, "host"))
     ledger.flush()
     assert ledger.evictions() == {"host": {"pressure": 1, "fetched_again": 1}}
-    ledger.notes.admitted(row(1, "host"))
+    ledger.usage.admitted(row(1, "host"))
     ledger.flush()
     assert ledger.refetched == {"host": 1}
 
@@ -147,7 +147,7 @@ def test_the_record_of_evictions_is_bounded(
 ) -> None:
     monkeypatch.setattr("ragcache.db.ledger.EVICTIONS_KEPT", 3)
     for number in range(5):
-        ledger.notes.left("host", make_key(number), 10, "pressure")
+        ledger.usage.left("host", make_key(number), 10, "pressure")
     ledger.flush()
     with database.reading() as session:
         kept = list(session.scalars(select(EvictionTable.key).order_by(EvictionTable.id)))
@@ -164,7 +164,7 @@ def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
     assert ledger.evictions() == {"disk": {"manual": 1, "fetched_again": 0}}
     other = another()
     assert other.claim([make_key(1)], ()) == ([], [])
-    ledger.claims.drop([make_key(1)])
+    ledger.locks.release([make_key(1)])
     assert other.claim([make_key(1)], ()) == ([], [make_key(1)])
     other.record(row(1), last=True)
     assert ledger.evictions()["disk"]["fetched_again"] == 1
@@ -187,7 +187,7 @@ def test_what_is_claimed_elsewhere_is_not_expelled(
     ledger: Ledger, another: Callable[[], Ledger]
 ) -> None:
     record(ledger, 1)
-    assert another().claims.take([make_key(1)]) == [make_key(1)]
+    assert another().locks.acquire([make_key(1)]) == [make_key(1)]
     assert ledger.expel("disk", [make_key(1)], "manual") == []
     assert ledger.keys("disk") == {make_key(1)}
 
@@ -197,8 +197,8 @@ def test_reservations_of_all_processes_count_against_one_budget(
 ) -> None:
     other = another()
     record(ledger, 1)
-    ledger.claims.take([make_key(2)])
-    other.claims.take([make_key(3)])
+    ledger.locks.acquire([make_key(2)])
+    other.locks.acquire([make_key(3)])
     assert ledger.reserve("disk", make_key(2), 50, 100) == 0
     assert other.reserve("disk", make_key(3), 50, 100) == 10
     assert other.reserve("disk", make_key(3), 40, 100) == 0, "in place of the first reservation"
@@ -224,6 +224,6 @@ def test_an_idle_session_still_says_that_it_lives(
     first = beat()
     ledger.flush()
     assert beat() == first
-    monkeypatch.setattr("ragcache.db.ledger.BEAT_SECONDS", -1.0)
+    monkeypatch.setattr("ragcache.db.ledger.HEARTBEAT_SECONDS", -1.0)
     ledger.flush()
     assert beat() > first

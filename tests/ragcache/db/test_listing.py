@@ -43,20 +43,20 @@ pytestmark = pytest.mark.enable_socket
 
 
 @pytest.fixture
-def catalogue(database: Database) -> Catalog:
+def catalog(database: Database) -> Catalog:
     return Catalog(database, "tokenizer", None)
 
 
-def add(catalogue: Catalog, collection: str, name: str, modules: int = 1) -> None:
+def add(catalog: Catalog, collection: str, name: str, modules: int = 1) -> None:
     made = [NewModule(f"{name}#{n}", "text", (1, 2), make_key(n)) for n in range(modules)]
-    catalogue.replace(collection, [NewDocument(name, "", "digest", made, {"n": modules})])
+    catalog.replace_documents(collection, [NewDocument(name, "", "digest", made, {"n": modules})])
 
 
-def test_documents_come_by_id_with_their_modules(catalogue: Catalog, database: Database) -> None:
+def test_documents_come_by_id_with_their_modules(catalog: Catalog, database: Database) -> None:
     names = [f"d{n}" for n in (4, 0, 3, 1, 2)]
     for number, name in enumerate(names):
-        add(catalogue, "notes", name, number)
-    add(catalogue, "others", "d9")
+        add(catalog, "notes", name, number)
+    add(catalog, "others", "d9")
     page = document_page(database, "default", "notes", limit=2)
     assert page.total == 5
     found = list(page.items)
@@ -75,13 +75,13 @@ def test_documents_come_by_id_with_their_modules(catalogue: Catalog, database: D
 
 
 def test_collections_are_made_counted_and_told_by_name(
-    catalogue: Catalog, database: Database
+    catalog: Catalog, database: Database
 ) -> None:
     assert collection_page(database, "default") == Page((), None, 0)
-    assert catalogue.add_collection("bare")
-    assert not catalogue.add_collection("bare")
+    assert catalog.add_collection("bare")
+    assert not catalog.add_collection("bare")
     for name in ("a", "b"):
-        add(catalogue, "full", name, 2)
+        add(catalog, "full", name, 2)
     Catalog(database, "tokenizer", None, "tenant").add_collection("bare")
     page = collection_page(database, "default", limit=1)
     assert page.total == 2
@@ -89,8 +89,8 @@ def test_collections_are_made_counted_and_told_by_name(
     told = [(row.name, row.documents, row.modules) for row in (*page.items, *rest.items)]
     assert told == [("bare", 0, 0), ("full", 2, 4)]
     assert rest.next is None
-    assert catalogue.delete_collection("bare") == (0, [])
-    assert catalogue.add_collection("bare"), "its row is gone"
+    assert catalog.delete_collection("bare") == (0, [])
+    assert catalog.add_collection("bare"), "its row is gone"
 
 
 COLLECTIONS = {"notes": 3, "plans": 2}
@@ -124,7 +124,7 @@ def fill(database: Database, namespace: str, seed: int) -> None:
     """Documents whose modules have states in no, one or two tiers; some have two kinds of states,
     and some share theirs."""
     rng = random.Random(seed)
-    catalogue = Catalog(database, "tokenizer", None, namespace)
+    catalog = Catalog(database, "tokenizer", None, namespace)
     keys: list[KVKey] = []
     for collection, documents in COLLECTIONS.items():
         for name in [f"{letter}_{n}%" for n in range(documents) for letter in "ab"]:
@@ -133,10 +133,10 @@ def fill(database: Database, namespace: str, seed: int) -> None:
             shared = [key_of(f"{namespace} shared" if n == 3 else texts[n]) for n in range(4)]
             keys += shared
             modules = [NewModule(f"{source}#{n + 1}", texts[n], [n], shared[n]) for n in range(4)]
-            catalogue.replace(collection, [NewDocument(source, "", "", modules)])
-        for row in catalogue.modules(collection)[::3]:
+            catalog.replace_documents(collection, [NewDocument(source, "", "", modules)])
+        for row in catalog.modules(collection)[::3]:
             keys.append(key_of(f"isolated {namespace} {row.id}"))
-            catalogue.claim(row.id, keys[-1])
+            catalog.add_key(row.id, keys[-1])
     rows = [
         state(key, tier, rng)
         for key in dict.fromkeys(keys)
@@ -264,8 +264,8 @@ def filled_evictions(database: Database) -> Database:
     for number, namespace in enumerate(("default", "tenant")):
         modules = [NewModule(f"{namespace}#1", "text", [1], make_key(number))]
         document = NewDocument(namespace, "", "", modules)
-        Catalog(database, "t", None, namespace).replace("notes", [document])
-    SchemaTexts(database, "tenant").put("trip", SchemaText("", "schema"), [make_key(2)])
+        Catalog(database, "t", None, namespace).replace_documents("notes", [document])
+    SchemaTexts(database, "tenant").put_schema("trip", SchemaText("", "schema"), [make_key(2)])
     with database.transaction() as session:
         for number in (0, 1, 2, 3) * 3:
             row = {"key": str(make_key(number)), "tier": "host", "reason": "ttl", "nbytes": number}

@@ -135,7 +135,7 @@ def test_reuse_counts_what_was_read_and_what_was_made(rag: RagCache) -> None:
 
 def test_states_that_were_made_for_a_chat_belong_to_their_modules(rag: RagCache) -> None:
     rag.chat(PASTED, mode="isolated")
-    keys = rag.internals.catalogue.keys("notes")
+    keys = rag.internals.catalog.keys("notes")
     assert len(keys) == 4, "both modules, rooted and isolated"
     assert rag.delete("notes", ["boats", "keys"]) == 2
     gone = rag.chat(PASTED)

@@ -159,7 +159,7 @@ def test_segments_have_the_names_of_the_namespaces_modules(tmp_path: Path) -> No
     for number, namespace in enumerate(("default", "tenant")):
         modules = [NewModule(f"{namespace}#1", "text", [1], make_key(number))]
         document = NewDocument(namespace, "", "", modules)
-        Catalog(database, "t", None, namespace).replace("notes", [document])
+        Catalog(database, "t", None, namespace).replace_documents("notes", [document])
     uses = tuple(
         SegmentUse(f"{make_key(n)}{part}", 3, 2, 4) for n, part in enumerate(("", "[1:3]"))
     )

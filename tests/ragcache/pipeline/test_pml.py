@@ -292,6 +292,7 @@ def test_other_modes_have_no_meaning_for_a_schema(pipeline: PmlPipeline) -> None
 
 
 def test_a_prompt_without_any_text_is_refused(pipeline: PmlPipeline) -> None:
-    pipeline.texts = cast("Any", {"none": SchemaText('<schema name="none"/>', "schema")})
+    stored = {"none": SchemaText('<schema name="none"/>', "schema")}
+    pipeline.texts = cast("SchemaTexts", SimpleNamespace(get_schema=stored.get))
     with pytest.raises(InvalidRequest, match="the prompt has no text"):
         pipeline.build('<prompt schema="none"/>', "isolated")

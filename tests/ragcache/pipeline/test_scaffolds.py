@@ -36,10 +36,10 @@ class FakeRows:
 
     kept: dict[str, dict[Members, KVKey]] = field(default_factory=dict)
 
-    def of(self, collection: str) -> set[Members]:
+    def read_scaffolds(self, collection: str) -> set[Members]:
         return set(self.kept.get(collection, ()))
 
-    def keep(self, collection: str, members: Members, key: KVKey) -> None:
+    def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         self.kept.setdefault(collection, {})[members] = key
 
 

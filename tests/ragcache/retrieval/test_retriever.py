@@ -89,7 +89,7 @@ def document(name: str, text: str, vector: np.ndarray | None = None) -> NewDocum
     return NewDocument(name, "", text, [NewModule(f"{name}#1", text, [1, 2], key, vector)])
 
 
-def fill(catalogue: Catalog, embedder: Embeddings | None = None) -> None:
+def fill(catalog: Catalog, embedder: Embeddings | None = None) -> None:
     documents = [
         document(
             name,
@@ -98,7 +98,7 @@ def fill(catalogue: Catalog, embedder: Embeddings | None = None) -> None:
         )
         for name, text in TEXTS.items()
     ]
-    catalogue.replace("notes", documents)
+    catalog.replace_documents("notes", documents)
 
 
 def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
@@ -107,9 +107,9 @@ def found(retriever: Retriever, query: str, k: int = 3) -> list[str]:
 
 
 def test_sparse_search_finds_modules_best_first(database: Database) -> None:
-    catalogue = Catalog(database, "tokenizer", None)
-    fill(catalogue)
-    retriever = Retriever(catalogue)
+    catalog = Catalog(database, "tokenizer", None)
+    fill(catalog)
+    retriever = Retriever(catalog)
     selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", SearchParams(3))
     assert selection.query == "Does the spare key of the boat hang?"
     assert [hit.module.document for hit in selection.hits] == ["keys.md", "boats.md"]
@@ -122,9 +122,9 @@ def test_sparse_search_finds_modules_best_first(database: Database) -> None:
 
 def test_dense_search_finds_texts_without_common_words(database: Database) -> None:
     embedder = Topics()
-    catalogue = Catalog(database, "tokenizer", "topics")
-    fill(catalogue, embedder)
-    retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
+    catalog = Catalog(database, "tokenizer", "topics")
+    fill(catalog, embedder)
+    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
     assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
     assert found(retriever, "Which holiday?", k=1) == ["leave.md"]
     assert embedder.embedded == [], "stored vectors are used as they are"
@@ -133,21 +133,21 @@ def test_dense_search_finds_texts_without_common_words(database: Database) -> No
 def test_hybrid_search_fuses_both_rankings(database: Database) -> None:
     """keys.md is second by meaning and first by words; boats.md first by meaning only."""
     embedder = Topics()
-    catalogue = Catalog(database, "tokenizer", "topics")
-    fill(catalogue, embedder)
-    retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
+    catalog = Catalog(database, "tokenizer", "topics")
+    fill(catalog, embedder)
+    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
     assert found(retriever, "vessel ship lock cupboard")[:2] == ["keys.md", "boats.md"]
 
 
 def test_vectors_of_an_earlier_embedder_are_computed_again_once(database: Database) -> None:
     fill(Catalog(database, "tokenizer", None))
     embedder = Topics()
-    catalogue = Catalog(database, "tokenizer", "topics")
-    retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
+    catalog = Catalog(database, "tokenizer", "topics")
+    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
     assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
     assert sorted(embedder.embedded) == sorted(TEXTS.values())
     again = Topics()
-    assert found(Retriever(catalogue, again, Vectors(database, "topics")), "holiday?", 1) == [
+    assert found(Retriever(catalog, again, Vectors(database, "topics")), "holiday?", 1) == [
         "leave.md"
     ]
     assert again.embedded == []
@@ -155,10 +155,10 @@ def test_vectors_of_an_earlier_embedder_are_computed_again_once(database: Databa
 
 def test_only_missing_vectors_are_computed(database: Database) -> None:
     embedder = Topics()
-    catalogue = Catalog(database, "tokenizer", "topics")
-    fill(catalogue, embedder)
-    catalogue.replace("notes", [document("rooms.md", "A locked room.")])
-    retriever = Retriever(catalogue, embedder, Vectors(database, "topics"))
+    catalog = Catalog(database, "tokenizer", "topics")
+    fill(catalog, embedder)
+    catalog.replace_documents("notes", [document("rooms.md", "A locked room.")])
+    retriever = Retriever(catalog, embedder, Vectors(database, "topics"))
     assert set(found(retriever, "lock", k=2)) == {"rooms.md", "keys.md"}
     assert embedder.embedded == ["A locked room."]
 
@@ -173,46 +173,46 @@ def test_many_texts_are_embedded_in_order(database: Database) -> None:
 
 
 def test_changes_by_other_processes_are_seen(database: Database, tmp_path: Path) -> None:
-    catalogue = Catalog(database, "tokenizer", None)
-    fill(catalogue)
-    retriever = Retriever(catalogue)
+    catalog = Catalog(database, "tokenizer", None)
+    fill(catalog)
+    retriever = Retriever(catalog)
     assert found(retriever, "cupboard") == ["keys.md"]
     elsewhere = Database.open(tmp_path / "ledger.sqlite")
     other = Catalog(elsewhere, "tokenizer", None)
-    other.replace("notes", [document("keys.md", "The spare key hangs in the blue tin.")])
+    other.replace_documents("notes", [document("keys.md", "The spare key hangs in the blue tin.")])
     assert found(retriever, "cupboard") == []
     assert found(retriever, "tin") == ["keys.md"]
-    other.delete("notes", ["keys.md"])
+    other.delete_documents("notes", ["keys.md"])
     assert found(retriever, "tin") == []
-    other.delete("notes", list(TEXTS))
+    other.delete_documents("notes", list(TEXTS))
     assert found(retriever, "boat") == [], "an empty collection finds nothing"
     elsewhere.close()
 
 
 def test_collections_do_not_see_each_other(database: Database) -> None:
-    catalogue = Catalog(database, "tokenizer", None)
-    fill(catalogue)
-    catalogue.replace("other", [document("boats.md", "Another boat.")])
-    retriever = Retriever(catalogue)
+    catalog = Catalog(database, "tokenizer", None)
+    fill(catalog)
+    catalog.replace_documents("other", [document("boats.md", "Another boat.")])
+    retriever = Retriever(catalog)
     hits = retriever.retrieve("boat", "other", SearchParams(5)).hits
     assert [hit.module.text for hit in hits] == ["Another boat."]
 
 
 def test_unknown_collection_error_lists_the_known_ones(database: Database) -> None:
-    catalogue = Catalog(database, "tokenizer", None)
-    retriever = Retriever(catalogue)
+    catalog = Catalog(database, "tokenizer", None)
+    retriever = Retriever(catalog)
     with pytest.raises(UnknownCollection, match=r"no collection 'notes'; known: none yet\. Make"):
         retriever.retrieve("boat", "notes", SearchParams(3))
-    fill(catalogue)
+    fill(catalog)
     with pytest.raises(UnknownCollection, match=r"'recipes'; known: 'notes'\."):
         retriever.retrieve("boat", "recipes", SearchParams(3))
 
 
 def opened(database: Database, embedder: Topics | None = None) -> tuple[Catalog, Retriever]:
     name = None if embedder is None else "topics"
-    catalogue = Catalog(database, "tokenizer", name)
+    catalog = Catalog(database, "tokenizer", name)
     vectors = None if embedder is None else Vectors(database, "topics")
-    return catalogue, Retriever(catalogue, embedder, vectors)
+    return catalog, Retriever(catalog, embedder, vectors)
 
 
 def attributed(name: str, text: str, **attributes: object) -> NewDocument:
@@ -225,8 +225,8 @@ def names(selection: Selection) -> list[str]:
 
 
 def test_sparse_and_dense_search_rank_differently(database: Database) -> None:
-    catalogue, retriever = opened(database, embedder := Topics())
-    fill(catalogue, embedder)
+    catalog, retriever = opened(database, embedder := Topics())
+    fill(catalog, embedder)
     words = retriever.retrieve("cupboard vessel", "notes", SearchParams(3, "sparse"))
     assert names(words) == ["keys.md"]
     meaning = retriever.retrieve("cupboard vessel", "notes", SearchParams(1, "dense"))
@@ -246,8 +246,8 @@ def test_sparse_search_embeds_nothing(database: Database) -> None:
 
 
 def test_dense_search_without_an_embedder_is_refused(database: Database) -> None:
-    catalogue, retriever = opened(database)
-    fill(catalogue)
+    catalog, retriever = opened(database)
+    fill(catalog)
     with pytest.raises(InvalidRequest, match="needs an embedder"):
         retriever.retrieve("boat", "notes", SearchParams(1, "dense"))
     with pytest.raises(InvalidRequest, match="needs an embedder"):
@@ -257,10 +257,10 @@ def test_dense_search_without_an_embedder_is_refused(database: Database) -> None
 @pytest.mark.parametrize("search", ["sparse", "dense", "hybrid"])
 def test_filters_apply_before_the_cut(database: Database, search: SearchKind) -> None:
     """The two that are wanted rank below sixty that are not, more than there are candidates."""
-    catalogue, retriever = opened(database, Topics())
+    catalog, retriever = opened(database, Topics())
     better = [attributed(f"b{n}", f"boat boat boat {n}", team="lab") for n in range(60)]
     wanted = [attributed(f"w{n}", f"boat key leave filler words {n}", team="ops") for n in range(2)]
-    catalogue.replace("notes", [*better, *wanted])
+    catalog.replace_documents("notes", [*better, *wanted])
     params = SearchParams(2, search, {"team": "ops"})
     selection = retriever.retrieve("boat", "notes", params)
     assert sorted(names(selection)) == ["w0", "w1"]
@@ -270,14 +270,14 @@ def test_filters_apply_before_the_cut(database: Database, search: SearchKind) ->
 
 
 def test_k_may_exceed_the_candidates(database: Database) -> None:
-    catalogue, retriever = opened(database)
-    catalogue.replace("notes", [document(f"d{n}", f"boat {n}") for n in range(70)])
+    catalog, retriever = opened(database)
+    catalog.replace_documents("notes", [document(f"d{n}", f"boat {n}") for n in range(70)])
     assert len(retriever.retrieve("boat", "notes", SearchParams(65)).hits) == 65
 
 
 def test_threshold_drops_lower_scores(database: Database) -> None:
-    catalogue, retriever = opened(database, embedder := Topics())
-    fill(catalogue, embedder)
+    catalog, retriever = opened(database, embedder := Topics())
+    fill(catalog, embedder)
     for search in ("sparse", "dense", "hybrid"):
         every = retriever.retrieve("spare key boat", "notes", SearchParams(3, search)).hits
         least = every[0].score
@@ -291,9 +291,9 @@ def test_threshold_drops_lower_scores(database: Database) -> None:
 
 @pytest.mark.parametrize("embedder", [Topics(), None])
 def test_mmr_passes_over_duplicates(database: Database, embedder: Topics | None) -> None:
-    catalogue, retriever = opened(database, embedder)
+    catalog, retriever = opened(database, embedder)
     texts = {"a": "boat boat ship", "b": "boat boat ship", "c": "boat key lock holiday"}
-    catalogue.replace("notes", [document(name, text) for name, text in texts.items()])
+    catalog.replace_documents("notes", [document(name, text) for name, text in texts.items()])
     plain = retriever.retrieve("boat ship", "notes", SearchParams(2))
     assert sorted(names(plain)) == ["a", "b"]
     diverse = retriever.retrieve("boat ship", "notes", SearchParams(2, mmr=0.8))
@@ -309,11 +309,11 @@ class Wide(Topics):
 
 
 def test_changed_embedder_of_the_same_name_embeds_again(database: Database) -> None:
-    catalogue, retriever = opened(database, before := Topics())
-    fill(catalogue, before)
+    catalog, retriever = opened(database, before := Topics())
+    fill(catalog, before)
     assert found(retriever, "Which vessel?", k=1) == ["boats.md"]
     _, changed = opened(database, wide := Wide())
-    catalogue.replace("notes", [document("new.md", "A sloop.")])
+    catalog.replace_documents("notes", [document("new.md", "A sloop.")])
     assert found(changed, "Which vessel?", k=1) == ["boats.md"]
     assert sorted(wide.embedded) == sorted([*TEXTS.values(), "A sloop."])
     assert found(changed, "Which holiday?", k=1) == ["leave.md"]
@@ -326,8 +326,8 @@ class Uneven(Topics):
 
 
 def test_vectors_of_different_lengths_are_refused(database: Database) -> None:
-    catalogue, retriever = opened(database, Uneven())
-    fill(catalogue)
+    catalog, retriever = opened(database, Uneven())
+    fill(catalog)
     with pytest.raises(ConfigurationError, match="vector has 3 numbers, those of texts have 2"):
         retriever.retrieve("boat", "notes", SearchParams(1))
 
@@ -335,8 +335,8 @@ def test_vectors_of_different_lengths_are_refused(database: Database) -> None:
 def test_concurrent_threads_build_one_index(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalogue, retriever = opened(database, embedder := Topics())
-    fill(catalogue)
+    catalog, retriever = opened(database, embedder := Topics())
+    fill(catalog)
     built: list[int] = []
     first = CollectionIndex.__init__
     monkeypatch.setattr(
@@ -358,9 +358,9 @@ def test_building_one_index_does_not_block_another(database: Database) -> None:
             return super().embed_documents(texts)
 
     entered, go = threading.Event(), threading.Event()
-    catalogue, retriever = opened(database, Stuck())
-    fill(catalogue)
-    catalogue.replace("slow", [document("s", "stop boat")])
+    catalog, retriever = opened(database, Stuck())
+    fill(catalog)
+    catalog.replace_documents("slow", [document("s", "stop boat")])
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(retriever.retrieve, "boat", "slow", SearchParams(1))
         assert entered.wait(30)
@@ -370,11 +370,11 @@ def test_building_one_index_does_not_block_another(database: Database) -> None:
 
 
 def test_recreated_collection_gets_a_new_index(database: Database) -> None:
-    catalogue, retriever = opened(database)
-    catalogue.replace("notes", [document("old", "boat")])
+    catalog, retriever = opened(database)
+    catalog.replace_documents("notes", [document("old", "boat")])
     assert found(retriever, "boat") == ["old"]
-    catalogue.delete_collection("notes")
-    catalogue.replace("notes", [document("new", "boat")])
+    catalog.delete_collection("notes")
+    catalog.replace_documents("notes", [document("new", "boat")])
     assert found(retriever, "boat") == ["new"]
 
 
@@ -386,14 +386,16 @@ class Other(DeterministicFakeEmbedding):
 def with_module(database: Database) -> Database:
     """A database with the module `boat` in the collection `notes`."""
     module = NewModule("a#1", "boat", [1], KVKey("0" * 64))
-    Catalog(database, "tokenizer", None).replace("notes", [NewDocument("a", "", "", [module])])
+    Catalog(database, "tokenizer", None).replace_documents(
+        "notes", [NewDocument("a", "", "", [module])]
+    )
     return database
 
 
 def test_each_embedder_has_one_retriever(with_module: Database) -> None:
-    catalogue = Catalog(with_module, "tokenizer", None)
+    catalog = Catalog(with_module, "tokenizer", None)
     first, other = DeterministicFakeEmbedding(size=4), Other(size=4)
-    retrievers = Retrievers(catalogue, with_module, first)
+    retrievers = Retrievers(catalog, with_module, first)
     assert retrievers.retriever_for() is retrievers.retriever_for(first)
     assert (
         retrievers.retriever_for(other)
@@ -401,7 +403,7 @@ def test_each_embedder_has_one_retriever(with_module: Database) -> None:
         is not retrievers.retriever_for()
     )
     assert retrievers.retriever_for(other).embedder is other
-    assert Retrievers(catalogue, with_module, None).retriever_for().embedder is None
+    assert Retrievers(catalog, with_module, None).retriever_for().embedder is None
 
 
 def test_embedders_of_one_name_share_the_index(
@@ -430,11 +432,11 @@ def test_vectors_of_a_namespace_are_found_again(with_module: Database) -> None:
             return super().embed_documents(texts)
 
     embedded: list[str] = []
-    catalogue = Catalog(with_module, "tokenizer", None, "tenant")
+    catalog = Catalog(with_module, "tokenizer", None, "tenant")
     module = NewModule("b#1", "ship", [1], KVKey("1" * 64))
-    catalogue.replace("notes", [NewDocument("b", "", "", [module])])
+    catalog.replace_documents("notes", [NewDocument("b", "", "", [module])])
     for _ in range(2):
-        retriever = Retrievers(catalogue, with_module, None).retriever_for(Counted(size=4))
+        retriever = Retrievers(catalog, with_module, None).retriever_for(Counted(size=4))
         [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "dense")).hits
         assert hit.module.document == "b"
     assert embedded == ["ship"]

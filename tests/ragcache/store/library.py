@@ -35,12 +35,12 @@ def texts_of(name: str, version: int) -> list[str]:
 
 
 class Library:
-    """An open store with a catalogue. `made` counts what had to be encoded."""
+    """An open store with a catalog. `made` counts what had to be encoded."""
 
     def __init__(self, folder: Path, where: Path | str, states: int = 24) -> None:
         self.database = Database.open(where)
         self.store = KVStore.open(folder, self.database, states * STATE_BYTES)
-        self.catalogue = Catalog(self.database, "tokenizer", None)
+        self.catalog = Catalog(self.database, "tokenizer", None)
         self.made: list[KVKey] = []
 
     def produce(self, keys: Sequence[KVKey]) -> Iterator[KVStates]:
@@ -73,18 +73,18 @@ class Library:
                 for n, (text, key) in enumerate(zip(texts, keys, strict=True))
             ]
             document = NewDocument(name, "", str(version), modules)
-            self.store.discard(self.catalogue.replace(COLLECTION, [document], job))
+            self.store.discard(self.catalog.replace_documents(COLLECTION, [document], job))
 
     def delete(self, name: str) -> None:
-        self.store.discard(self.catalogue.delete(COLLECTION, [name]))
+        self.store.discard(self.catalog.delete_documents(COLLECTION, [name]))
 
     def keys(self, name: str) -> list[KVKey]:
-        return list(self.catalogue.keys(COLLECTION, [name]))
+        return list(self.catalog.keys(COLLECTION, [name]))
 
     def read(self, name: str) -> list[str]:
         """What a question over one document reads: its texts, whose states are found to be right.
         Returns where they came from."""
-        rows = [row for row in self.catalogue.modules(COLLECTION) if row.document == name]
+        rows = [row for row in self.catalog.modules(COLLECTION) if row.document == name]
         keys = [key_of(row.text) for row in rows]
         with self.lease(keys, "question") as lease:
             for key, states in zip(lease.keys, lease.states, strict=True):
@@ -93,10 +93,8 @@ class Library:
 
     def versions(self) -> dict[str, int]:
         """The documents and the versions that they have, whose modules are theirs."""
-        found = {
-            name: int(row.digest) for name, row in self.catalogue.documents(COLLECTION).items()
-        }
-        rows = self.catalogue.modules(COLLECTION) if found else []
+        found = {name: int(row.digest) for name, row in self.catalog.documents(COLLECTION).items()}
+        rows = self.catalog.modules(COLLECTION) if found else []
         for name, version in found.items():
             texts = [row.text for row in rows if row.document == name]
             assert texts == texts_of(name, version), f"{name} is not whole"

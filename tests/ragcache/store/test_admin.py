@@ -15,7 +15,7 @@ def test_tiers_tell_what_they_hold(tmp_path: Path) -> None:
     database = Database.open(tmp_path / "ledger.sqlite")
     store = KVStore.open(tmp_path, database, 1 << 20, disk_bytes=1 << 24)
     for number in range(3):
-        store.put(make_key(number), make_states(number))
+        store.put_states(make_key(number), make_states(number))
     store.pin([make_key(1)])
     store.fetch([make_key(2)]).release()
     statements: list[str] = []

@@ -151,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert set(store.disk.keys()) == store.ledger.keys("disk")
 
     @invariant()
-    def the_catalogue_is_the_model(self) -> None:
+    def the_catalog_is_the_model(self) -> None:
         if self.open:
             assert self.open[0].versions() == self.documents
 
@@ -178,7 +178,7 @@ def run(machine: type[StoreMachine], examples: int) -> None:
         derandomize=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(store, "TICK_SECONDS", 3600.0)  # upkeep is a rule: `sweep`
+        patched.setattr(store, "SWEEP_SECONDS", 3600.0)  # upkeep is a rule: `sweep`
         run_state_machine_as_test(machine, settings=chosen)
 
 

@@ -80,8 +80,8 @@ def test_readers_see_a_whole_document_while_another_process_replaces_it(
     seen = set()
     deadline = time.monotonic() + 60
     while 11 not in seen and time.monotonic() < deadline:
-        if "library" in library.catalogue.collections():
-            rows = library.catalogue.modules("library")
+        if "library" in library.catalog.collections():
+            rows = library.catalog.modules("library")
             texts = [row.text for row in rows]
             versions = [n for n in range(12) if texts == texts_of("ash", n)]
             assert versions or not texts, f"a mixture: {texts}"

@@ -68,7 +68,7 @@ def keys(*numbers: int) -> list[KVKey]:
 
 def fill(store: KVStore, *numbers: int) -> None:
     for number in numbers:
-        store.put(make_key(number), make_states(number))
+        store.put_states(make_key(number), make_states(number))
 
 
 def sources(store: KVStore, *numbers: int, request: LeaseRequest | None = None) -> list[str]:
@@ -157,7 +157,7 @@ class TestOpening:
         assert set(reopen().disk.keys()) == set(keys(1))
 
     def test_blobs_that_another_process_is_writing_stay(self, store: KVStore, reopen: Open) -> None:
-        store.ledger.claims.take(keys(2))
+        store.ledger.locks.acquire(keys(2))
         store.disk.put(make_key(2), make_states(2))
         assert set(reopen().disk.keys()) == set(keys(2))
 
@@ -295,7 +295,7 @@ class TestClaims:
             with pytest.raises(ValueError, match="2 states were claimed, 1 put"):
                 lease.claim()
         assert leased(store) == set()
-        assert store.ledger.claims.take(keys(1, 2)) == keys(1, 2)
+        assert store.ledger.locks.acquire(keys(1, 2)) == keys(1, 2)
 
     def test_only_what_is_claimed_can_be_put(self, store: KVStore) -> None:
         fill(store, 1)
@@ -706,7 +706,7 @@ def test_a_claim_of_a_process_that_died_does_not_count(
     store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = reopen()
-    other.ledger.claims.take(keys(1))
+    other.ledger.locks.acquire(keys(1))
     assert store.ledger.claim(keys(1), ()) == ([], [])
     pid = os.fork()
     if pid == 0:

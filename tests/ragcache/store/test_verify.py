@@ -12,7 +12,7 @@ from sqlalchemy import update
 from ragcache.db import Catalog, Database, NewDocument, NewModule
 from ragcache.db.tables import StateTable, VectorTable
 from ragcache.store import KVStore, LeaseRequest
-from ragcache.store.verify import Report, verify
+from ragcache.store.verify import VerifyReport, verify
 from tests.ragcache.conftest import full_lease, make_key, make_states
 
 
@@ -24,23 +24,23 @@ def store(tmp_path: Path, database: Database) -> Iterator[KVStore]:
 
 
 @pytest.fixture
-def catalogue(store: KVStore) -> Catalog:
+def catalog(store: KVStore) -> Catalog:
     """Two documents of two modules with their states."""
-    catalogue = Catalog(store.ledger.database, "tokenizer", "embedder")
+    catalog = Catalog(store.ledger.database, "tokenizer", "embedder")
     documents = []
     with store.jobs.running("collection notes", 4) as job:
         for first in (1, 3):
             numbers = (first, first + 1)
             store.jobs.expect(job, map(make_key, numbers))
             for number in numbers:
-                store.put(make_key(number), make_states(number))
+                store.put_states(make_key(number), make_states(number))
             modules = [NewModule(f"m{n}", "text", [n], make_key(n), np.ones(2)) for n in numbers]
             documents.append(NewDocument(f"d{first}", "", "digest", modules))
-        assert catalogue.replace("notes", documents, job) == []
-    return catalogue
+        assert catalog.replace_documents("notes", documents, job) == []
+    return catalog
 
 
-def kinds(report: Report) -> list[tuple[str, str]]:
+def kinds(report: VerifyReport) -> list[tuple[str, str]]:
     return [(each.kind, each.subject) for each in report.found]
 
 
@@ -48,7 +48,7 @@ def subject(number: int) -> str:
     return f"disk {make_key(number)}"
 
 
-@pytest.mark.usefixtures("catalogue")
+@pytest.mark.usefixtures("catalog")
 class TestOneFault:
     """Each is found, mended, and not found again; the rest of the store is left alone."""
 
@@ -88,7 +88,7 @@ class TestOneFault:
         self.check(store, "corrupt", subject(1), 3)
 
     def test_states_that_nothing_needs(self, store: KVStore) -> None:
-        store.put(make_key(9), make_states(9))
+        store.put_states(make_key(9), make_states(9))
         self.check(store, "unowned", subject(9), 4)
 
     def test_states_of_an_earlier_format(self, store: KVStore) -> None:
@@ -104,7 +104,7 @@ class TestOneFault:
         self.check(store, "size", subject(4), 3)
 
 
-def test_a_store_that_is_right_is_clean(store: KVStore, catalogue: Catalog) -> None:
+def test_a_store_that_is_right_is_clean(store: KVStore, catalog: Catalog) -> None:
     seen: list[tuple[int, int]] = []
     report = verify(store, progress=lambda *at: seen.append(at))
     assert (report.clean, report.states, report.modules, report.found) == (True, 4, 4, ())
@@ -112,11 +112,11 @@ def test_a_store_that_is_right_is_clean(store: KVStore, catalogue: Catalog) -> N
 
 
 def test_what_another_process_is_writing_is_passed_over(
-    store: KVStore, catalogue: Catalog, tmp_path: Path, where: Path | str
+    store: KVStore, catalog: Catalog, tmp_path: Path, where: Path | str
 ) -> None:
     elsewhere = Database.open(where)
     other = KVStore.inspect(tmp_path, elsewhere)
-    store.ledger.claims.take([make_key(9)])
+    store.ledger.locks.acquire([make_key(9)])
     store.disk.put(make_key(9), make_states(9))
     assert verify(other, repair=True).found == ()
     assert make_key(9) in set(store.disk.keys())
@@ -125,7 +125,7 @@ def test_what_another_process_is_writing_is_passed_over(
 
 
 def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaired(
-    store: KVStore, catalogue: Catalog
+    store: KVStore, catalog: Catalog
 ) -> None:
     def interrupt() -> None:
         with store.jobs.running("collection plans", 2) as job:
@@ -146,7 +146,7 @@ def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaire
 
 
 def test_vectors_of_different_lengths_cannot_stand_in_one_index(
-    store: KVStore, catalogue: Catalog
+    store: KVStore, catalog: Catalog
 ) -> None:
     with store.ledger.database.transaction() as session:
         first = update(VectorTable).where(VectorTable.module_id == 1)
@@ -156,7 +156,7 @@ def test_vectors_of_different_lengths_cannot_stand_in_one_index(
     assert "vectors of embedder have 2 to 3 numbers; ingest the collection again" in found.detail
 
 
-def test_a_document_that_no_question_finds_is_named(store: KVStore, catalogue: Catalog) -> None:
-    catalogue.replace("notes", [NewDocument("empty", "", "digest", [])])
+def test_a_document_that_no_question_finds_is_named(store: KVStore, catalog: Catalog) -> None:
+    catalog.replace_documents("notes", [NewDocument("empty", "", "digest", [])])
     [found] = verify(store).found
     assert (found.kind, found.subject) == ("module", "notes empty")

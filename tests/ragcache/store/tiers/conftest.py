@@ -18,7 +18,7 @@ _made = 0
 
 
 def _remote(url: str, budget: int, kv_dtype: KVDtype) -> RemoteTier:
-    return RemoteTier.open(url, budget, kv_dtype=kv_dtype, patience=QUICK)
+    return RemoteTier.open(url, budget, kv_dtype=kv_dtype, retry=QUICK)
 
 
 def make_tier(kind: str, folder: Path, budget: int, kv_dtype: KVDtype = "model") -> Tier:

@@ -22,7 +22,7 @@ from ragcache.errors import (
     StoreUnwritable,
 )
 from ragcache.store.tiers import RemoteTier, RetryPolicy
-from ragcache.store.tiers.remote import Calls
+from ragcache.store.tiers.remote import RemoteCalls
 from tests.ragcache.conftest import make_key, make_states, same
 
 PATIENT = RetryPolicy(seconds=5.0, attempts=3, pause=0.0, rest=0.0)
@@ -51,7 +51,7 @@ class Flaky:
 
 
 def flaky(error: BaseException, failures: int, root: str, **changes: Any) -> RemoteTier:
-    return RemoteTier(Flaky(error, failures), root, patience=RetryPolicy(**{
+    return RemoteTier(Flaky(error, failures), root, retry=RetryPolicy(**{
         "seconds": 5.0, "attempts": 3, "pause": 0.0, "rest": 0.0, **changes,
     }))  # fmt: skip
 
@@ -62,7 +62,7 @@ def root(request: pytest.FixtureRequest) -> str:
 
 
 def test_machines_see_what_others_write_and_delete(root: str) -> None:
-    here, there = (RemoteTier.open(f"memory://{root}", patience=PATIENT) for _ in range(2))
+    here, there = (RemoteTier.open(f"memory://{root}", retry=PATIENT) for _ in range(2))
     assert list(here.keys()) == []
     there.put(make_key(1), make_states(1, 9))
     assert make_key(1) in here
@@ -80,16 +80,16 @@ def test_machines_see_what_others_write_and_delete(root: str) -> None:
 def test_on_a_file_system_nothing_partial_is_seen_under_a_blobs_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = RemoteTier.open(f"file://{tmp_path}/remote", patience=PATIENT)
+    tier = RemoteTier.open(f"file://{tmp_path}/remote", retry=PATIENT)
     seen = []
-    write = tier._files.pipe_file
+    write = tier.files.pipe_file
 
     def watched(path: str, blob: bytes) -> None:
         write(path, blob[: len(blob) // 2])
         seen.append(list(tier.keys()))
         write(path, blob)
 
-    monkeypatch.setattr(tier._files, "pipe_file", watched)
+    monkeypatch.setattr(tier.files, "pipe_file", watched)
     tier.put(make_key(1), make_states(1))
     assert seen == [[]]
     assert list(tier.keys()) == [make_key(1)]
@@ -98,11 +98,11 @@ def test_on_a_file_system_nothing_partial_is_seen_under_a_blobs_name(
 
 @pytest.mark.parametrize("change", ["flip", "truncate"])
 def test_a_damaged_object_is_never_served(root: str, change: str) -> None:
-    tier = RemoteTier.open(f"memory://{root}", patience=PATIENT)
+    tier = RemoteTier.open(f"memory://{root}", retry=PATIENT)
     tier.put(make_key(1), make_states(1))
-    content = bytearray(tier._files.cat_file(tier.path(make_key(1))))
+    content = bytearray(tier.files.cat_file(tier.path(make_key(1))))
     content[-1] ^= 1
-    tier._files.pipe_file(
+    tier.files.pipe_file(
         tier.path(make_key(1)), bytes(content if change == "flip" else content[:-7])
     )
     with pytest.raises(StateCorrupt, match=make_key(1).digest):
@@ -119,7 +119,7 @@ def test_a_failure_that_stays_is_named_after_the_last_attempt(root: str) -> None
     tier = flaky(ConnectionResetError("reset by peer"), 99, root)
     with pytest.raises(RemoteUnavailable, match=r"cannot write .* tried 3 times .reset by peer"):
         tier.put(make_key(1), make_states(1))
-    assert tier._files.calls == 3
+    assert tier.files.calls == 3
     assert tier.used_bytes == 0
     for operation in (lambda: tier.get(make_key(1)), lambda: make_key(1) in tier, tier.scan):
         with pytest.raises(RemoteUnavailable):
@@ -142,14 +142,14 @@ def test_what_does_not_pass_is_not_tried_again(
     tier = flaky(OSError(number, os.strerror(number)), 99, root)
     with pytest.raises(error):
         tier.put(make_key(1), make_states(1))
-    assert tier._files.calls == 1
+    assert tier.files.calls == 1
 
 
 def test_what_may_not_be_read_is_not_called_unwritable(root: str) -> None:
     tier = flaky(PermissionError("Forbidden"), 99, root)
     with pytest.raises(StoreUnreadable, match=r"cannot read .* Forbidden"):
         tier.get(make_key(1))
-    assert tier._files.calls == 1
+    assert tier.files.calls == 1
 
 
 def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) -> None:
@@ -163,8 +163,8 @@ def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) ->
             stopped.wait(30)
             return b""
 
-    patience = RetryPolicy(seconds=0.05, attempts=2, pause=0.0, rest=60.0)
-    tier = RemoteTier(Hanging(), root, patience=patience)
+    retry = RetryPolicy(seconds=0.05, attempts=2, pause=0.0, rest=60.0)
+    tier = RemoteTier(Hanging(), root, retry=retry)
     try:
         with pytest.raises(RemoteUnavailable, match=r"tried 2 times .no answer within 0\.05 s"):
             tier.get(make_key(1))
@@ -177,7 +177,7 @@ def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) ->
 
 def test_after_its_rest_a_remote_is_asked_again() -> None:
     now = 0.0
-    calls = Calls("there", RetryPolicy(attempts=1, rest=5.0), clock=lambda: now)
+    calls = RemoteCalls("there", RetryPolicy(attempts=1, rest=5.0), clock=lambda: now)
 
     def fail() -> None:
         raise ConnectionError
@@ -192,7 +192,7 @@ def test_after_its_rest_a_remote_is_asked_again() -> None:
 
 
 def test_an_operation_may_return_nothing() -> None:
-    assert Calls("there", PATIENT).run("delete", lambda: None) is None
+    assert RemoteCalls("there", PATIENT).run("delete", lambda: None) is None
 
 
 def test_a_url_that_nothing_knows_is_refused() -> None:
