@@ -237,12 +237,17 @@ def test_documents_whose_names_are_alike_get_modules_of_their_own() -> None:
 # The pure builder: no store and no engine takes part.
 
 
+def stored(name: str, text: str) -> SchemaTexts:
+    """The texts of one schema, without a database."""
+    texts = {name: SchemaText(text, "schema")}
+    return cast("SchemaTexts", SimpleNamespace(get_schema=texts.get))
+
+
 @pytest.fixture
 def pipeline(reader: LoadedModel) -> PmlPipeline:
     none, template = cast("Any", None), ChatTemplate(reader)
-    stored = {"trip": SchemaText(SCHEMA, "schema")}
     scopes = ScopeEncoder(reader, template, none, none)
-    return PmlPipeline(cast("Any", stored), scopes, template)
+    return PmlPipeline(stored("trip", SCHEMA), scopes, template)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -292,7 +297,6 @@ def test_other_modes_have_no_meaning_for_a_schema(pipeline: PmlPipeline) -> None
 
 
 def test_a_prompt_without_any_text_is_refused(pipeline: PmlPipeline) -> None:
-    stored = {"none": SchemaText('<schema name="none"/>', "schema")}
-    pipeline.texts = cast("SchemaTexts", SimpleNamespace(get_schema=stored.get))
+    pipeline.texts = stored("none", '<schema name="none"/>')
     with pytest.raises(InvalidRequest, match="the prompt has no text"):
         pipeline.build('<prompt schema="none"/>', "isolated")
