@@ -43,7 +43,7 @@ class _Failure:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiter:
+class Waiter:
     """Woken once, when there are more than `seen` events or the request has ended."""
 
     seen: float
@@ -64,7 +64,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         self._wake = wake
         self._events: list[EventT] = []  # only grows, so that every reader sees all
         self._outcome: _Success[ResultT] | _Failure | None = None
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[Waiter] = []
         self._lock = threading.RLock()  # reentrant: an iteration may be collected inside of `put`
 
     @property
@@ -76,6 +76,11 @@ class RequestChannel(Generic[EventT, ResultT]):
     def waits(self) -> bool:
         """Whether the request is neither begun nor ended."""
         return not self.started and self._outcome is None
+
+    @property
+    def waiter_count(self) -> int:
+        """How many callers wait for an event or the end."""
+        return len(self._waiters)
 
     @property
     def state(self) -> str:
@@ -98,7 +103,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         with self._lock:
             ended = self._outcome is not None
             if not ended:
-                self._waiters.append(_Waiter(math.inf, call))
+                self._waiters.append(Waiter(math.inf, call))
         if ended:
             call()
 
@@ -136,7 +141,7 @@ class RequestChannel(Generic[EventT, ResultT]):
             waiter.wake()
         return True
 
-    def _take_ready(self) -> list[_Waiter]:
+    def _take_ready(self) -> list[Waiter]:
         ready = [waiter for waiter in self._waiters if self._is_ready(waiter.seen)]
         self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
         return ready
@@ -144,14 +149,15 @@ class RequestChannel(Generic[EventT, ResultT]):
     def _is_ready(self, seen: float) -> bool:
         return self._outcome is not None or len(self._events) > seen
 
-    def _join(self, waiter: _Waiter) -> None:
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Wakes the waiter when it is ready, or at once."""
         with self._lock:
             if not self._is_ready(waiter.seen):
                 self._waiters.append(waiter)
                 return
         waiter.wake()
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def remove_waiter(self, waiter: Waiter) -> None:
         """Removes a waiter that no longer waits."""
         with self._lock:
             self._waiters = [other for other in self._waiters if other is not waiter]
@@ -241,13 +247,13 @@ class RequestHandle(Generic[EventT, ResultT]):
         if self._channel._is_ready(seen):
             return True
         woken = threading.Event()
-        waiter = _Waiter(seen, woken.set)
-        self._channel._join(waiter)
+        waiter = Waiter(seen, woken.set)
+        self._channel.add_waiter(waiter)
         try:
             return woken.wait(timeout)
         finally:
             if not woken.is_set():
-                self._channel._leave(waiter)
+                self._channel.remove_waiter(waiter)
 
     async def _ready(self, seen: float) -> bool:
         """Waits in the running loop until there are more than `seen` events or the end."""
@@ -255,12 +261,12 @@ class RequestHandle(Generic[EventT, ResultT]):
             return True
         waker = running_loop_waker()
         woken = waker.new_future()
-        waiter = _Waiter(seen, partial(waker.wake, woken))
-        self._channel._join(waiter)
+        waiter = Waiter(seen, partial(waker.wake, woken))
+        self._channel.add_waiter(waiter)
         try:
             await woken
         except BaseException:
-            self._channel._leave(waiter)
+            self._channel.remove_waiter(waiter)
             raise
         return True
 

@@ -244,6 +244,15 @@ class RadixCache:
         # use that may be out of date. What a later use changed is set right when it is popped.
         self._queue: list[tuple[int, int, RadixNode]] = []
 
+    def __len__(self) -> int:
+        """How many nodes there are."""
+        return len(self._nodes)
+
+    @property
+    def queue_length(self) -> int:
+        """How many nodes are queued for eviction."""
+        return len(self._queue)
+
     @property
     def retained(self) -> int:
         """How many blocks no request uses."""

@@ -1,6 +1,4 @@
-"""The states themselves."""
-
-# MERGED ragcache.states.key: Names of states: a digest of everything that they depend on.
+"""Key and value states of a module, and the key under which they are stored."""
 
 from __future__ import annotations
 
@@ -45,7 +43,10 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True, order=True)
 class KVKey:
-    """`digest` is 64 hexadecimal digits; equal keys mean interchangeable states."""
+    """A digest of everything that states depend on, 64 hexadecimal digits.
+
+    Equal keys mean interchangeable states.
+    """
 
     digest: str
 

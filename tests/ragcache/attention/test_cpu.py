@@ -64,7 +64,7 @@ def test_without_the_fused_kernel_the_definition_serves(monkeypatch: pytest.Monk
 
 @given(shapes())
 @settings(max_examples=80)
-def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
+def test_every_row_equals_the_definition(shape: Shape) -> None:
     scene = make_scene(shape, torch.float32)
     out = attend(scene)
     assert out.dtype == torch.float32
@@ -152,7 +152,7 @@ def surprising(excess: float, value: float, dtype: torch.dtype, at: int = 1) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("excess", [60.0, 80.0, 90.0, 200.0])
-def test_a_score_far_above_what_was_expected_goes_to_the_definition(
+def test_scores_far_above_the_base_fall_back_to_the_reference(
     dtype: torch.dtype, excess: float, handed_over: list[AttentionMetadata]
 ) -> None:
     scene = surprising(excess, 3.0, dtype)
@@ -160,7 +160,7 @@ def test_a_score_far_above_what_was_expected_goes_to_the_definition(
     assert len(handed_over) == (excess > 70)
 
 
-def test_a_sink_at_the_beginning_of_a_run_is_expected(handed_over: list[AttentionMetadata]) -> None:
+def test_attention_sinks_do_not_fall_back(handed_over: list[AttentionMetadata]) -> None:
     for at in (0, SAMPLE_STRIDE):
         scene = surprising(200.0, 3.0, torch.float32, at)
         expected = torch.full_like(scene.query.transpose(0, 1), 3.0)
@@ -170,16 +170,14 @@ def test_a_sink_at_the_beginning_of_a_run_is_expected(handed_over: list[Attentio
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [-1e4, 50.0])
-def test_a_denominator_may_be_finite_where_the_numerator_is_not(
-    dtype: torch.dtype, value: float
-) -> None:
+def test_overflowing_numerators_are_computed_again(dtype: torch.dtype, value: float) -> None:
     """exp(88) is finite; times a value above 2 it is not."""
     scene = surprising(88.0, value, dtype)
     expected = torch.full_like(scene.query.transpose(0, 1), value)
     torch.testing.assert_close(attend(scene), expected, rtol=ROUNDING, atol=0)
 
 
-def test_one_row_that_overflows_leaves_the_others_right(
+def test_one_overflowing_row_leaves_the_others_right(
     handed_over: list[AttentionMetadata],
 ) -> None:
     scene = make_scene(MIXED, torch.float32)
@@ -196,7 +194,9 @@ def test_scores_far_below_the_rows_own_weigh_nothing(dtype: torch.dtype) -> None
     torch.testing.assert_close(attend(scene)[0], scene.value[:, 0], rtol=0, atol=0)
 
 
-def test_loud_scores_in_an_own_square_stay_right(handed_over: list[AttentionMetadata]) -> None:
+def test_large_scores_in_a_causal_block_do_not_fall_back(
+    handed_over: list[AttentionMetadata],
+) -> None:
     """What is large everywhere is no reason to fall back: only the difference counts."""
     scene = make_scene(Shape((2,), ((3, ((0, 2, 0),)),), group=1), torch.float32)
     scene.query.copy_(torch.ones_like(scene.query) * 100)
@@ -208,7 +208,7 @@ def test_loud_scores_in_an_own_square_stay_right(handed_over: list[AttentionMeta
     torch.testing.assert_close(out[1], values.mean(1), rtol=1e-4, atol=1e-5)
 
 
-def test_biases_and_float16_go_to_the_definition(handed_over: list[AttentionMetadata]) -> None:
+def test_alibi_and_float16_use_the_reference(handed_over: list[AttentionMetadata]) -> None:
     biased = make_scene(MIXED, torch.float32, alibi=True)
     out = attend(biased)
     assert [metadata is biased.metadata for metadata in handed_over] == [True]
@@ -254,7 +254,7 @@ def allocated(scene: Scene) -> int:
     return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
 
 
-def test_no_key_of_a_run_is_copied() -> None:
+def test_no_shared_key_is_copied() -> None:
     """Fourteen query heads over two key heads: memory stays far under even one copy."""
     scene = make_scene(Shape((1, -3), ((4096, ((0, 2, 7),)),), group=7, dim=16), torch.float32)
     assert allocated(scene) < scene.metadata.shared_kv[0].keys[LAYER].nbytes / 4
@@ -267,7 +267,7 @@ def test_no_new_key_is_copied_per_head() -> None:
     assert allocated(scene) < 2 * scene.query.nbytes + per_head / 2
 
 
-def test_pages_are_gathered_once_for_all_heads() -> None:
+def test_blocks_are_gathered_once_for_all_heads() -> None:
     scene = make_scene(Shape((-2048, -2000), (), group=7, dim=16), torch.float32)
     pages = scene.metadata.paged_queries
     assert pages is not None
@@ -279,7 +279,7 @@ def test_pages_are_gathered_once_for_all_heads() -> None:
 @pytest.mark.parametrize(
     "backend", [CpuAttentionBackend(), ReferenceAttentionBackend()], ids=["products", "reference"]
 )
-def test_a_run_without_tokens_changes_nothing(
+def test_shared_states_without_tokens_change_nothing(
     backend: CpuAttentionBackend | ReferenceAttentionBackend,
 ) -> None:
     """What is left of a module of one token whose last token is computed again."""
@@ -289,7 +289,7 @@ def test_a_run_without_tokens_changes_nothing(
     torch.testing.assert_close(out, scene.expected(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_reads_a_run_twice_where_its_prompt_holds_it_twice() -> None:
+def test_a_row_reads_states_twice_where_its_prompt_holds_them_twice() -> None:
     """The same states at two places: two of the row's results, one run."""
     scene = make_scene(Shape((1,), ((6, ((0, 1, 4), (0, 1, 40))),), group=1), torch.float32)
     assert isinstance(scene.metadata.shared_queries, SharedQueries)

@@ -1,9 +1,4 @@
-"""Partial attention and its fusion (RelayAttention eq. 7)."""
-
-# MERGED tests.ragcache.attention.test_rotary: Relocation: turning the query equals turning the
-#   keys.
-# MERGED tests.ragcache.attention.test_alibi: ALiBi by parts equals ALiBi over absolute
-#   positions (Press et al., 2022, §3), in float64.
+"""Partial attention, its fusion (RelayAttention eq. 7), relocation and ALiBi."""
 
 from __future__ import annotations
 
@@ -82,9 +77,7 @@ def test_merging_any_split_equals_full_softmax_in_float64(
     seed=st.integers(0, 10_000),
 )
 @settings(max_examples=60)
-def test_a_table_with_holes_joins_every_row_with_what_it_asked(
-    readers: list[list[int]], seed: int
-) -> None:
+def test_merge_states_with_empty_slots(readers: list[list[int]], seed: int) -> None:
     """readers: of each run of three keys, the rows that ask it. The last four are their own."""
     rows = 5
     query, key, value = draw(2, rows, 3 * len(readers) + 4, seed)
@@ -111,7 +104,7 @@ def test_a_table_with_holes_joins_every_row_with_what_it_asked(
         torch.testing.assert_close(joined.lse[row], alone.lse[0], **EXACT)
 
 
-def test_a_row_that_asked_nothing_keeps_its_own_bit_by_bit() -> None:
+def test_a_row_without_shared_states_is_unchanged() -> None:
     query, key, value = draw(2, 3, 9, seed=1)
     own = partial_attention(query, key[:, :4], value[:, :4], scale=SCALE)
     asked = partial_attention(query[:, :1], key[:, 4:], value[:, 4:], scale=SCALE)
@@ -121,7 +114,7 @@ def test_a_row_that_asked_nothing_keeps_its_own_bit_by_bit() -> None:
     assert not torch.equal(joined.out[2], own.out[2])
 
 
-def test_joining_leaves_its_inputs_as_they_were() -> None:
+def test_merging_leaves_its_inputs_unchanged() -> None:
     query, key, value = draw(2, 3, 9, seed=1)
     own = partial_attention(query, key[:, :4], value[:, :4], scale=SCALE)
     asked = partial_attention(query, key[:, 4:], value[:, 4:], scale=SCALE)
@@ -139,7 +132,7 @@ def test_lse_is_the_natural_logarithm_of_the_denominator() -> None:
     torch.testing.assert_close(lse, scores.exp().sum(-1).log())
 
 
-def test_scores_beyond_the_range_of_exp_are_joined() -> None:
+def test_scores_beyond_the_range_of_exp_are_merged() -> None:
     query, key, value = draw(2, 3, 8, seed=3)
     parts = [
         partial_attention(query, key[:, run] * 10_000, value[:, run], scale=SCALE)
@@ -263,14 +256,14 @@ def test_interleaved_pairs_are_the_halves_in_another_order() -> None:
     torch.testing.assert_close(rotate(x, rotation(9, interleaved=True)), expected)
 
 
-SCALE_alibi, KV_HEADS_alibi, GROUP, DIM_alibi = 0.25, 2, 3, 8
-SLOPES = 2.0 ** (-8 * torch.arange(1, KV_HEADS_alibi * GROUP + 1, dtype=torch.float64) / 6)
-EXACT_alibi = {"rtol": 1e-10, "atol": 1e-10}
+GROUP = 3
+SLOPES = 2.0 ** (-8 * torch.arange(1, KV_HEADS * GROUP + 1, dtype=torch.float64) / 6)
+ALIBI_EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def normal(*sizes: int, seed: int) -> Tensor:
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    return torch.randn(*sizes, DIM_alibi, generator=generator, dtype=torch.float64)
+    return torch.randn(*sizes, DIM, generator=generator, dtype=torch.float64)
 
 
 def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tensor) -> Tensor:
@@ -279,10 +272,10 @@ def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tenso
     query: [Hkv, N, G, D]; returns [N, Hkv, G, D].
     """
     distance = where[None] - at[:, None]  # [N, S]
-    out = torch.empty(len(at), KV_HEADS_alibi, GROUP, DIM_alibi, dtype=torch.float64)
-    for head in range(KV_HEADS_alibi):
+    out = torch.empty(len(at), KV_HEADS, GROUP, DIM, dtype=torch.float64)
+    for head in range(KV_HEADS):
         for i in range(GROUP):
-            scores = query[head, :, i] @ key[head].T * SCALE_alibi
+            scores = query[head, :, i] @ key[head].T * SCALE
             scores = scores + SLOPES[head * GROUP + i] * distance
             scores = scores.masked_fill(distance > 0, -torch.inf)
             out[:, head, i] = scores.softmax(-1) @ value[head]
@@ -295,48 +288,48 @@ def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tenso
     seed=st.integers(0, 10_000),
 )
 @settings(max_examples=40)
-def test_a_moved_run_and_own_tokens_equal_the_whole(start: int, gaps: list[int], seed: int) -> None:
+def test_moved_segment_and_own_tokens_equal_full_alibi(
+    start: int, gaps: list[int], seed: int
+) -> None:
     """A run of seven keys placed at `start`, then new tokens with gaps between them."""
     rows = len(gaps)
-    query = normal(KV_HEADS_alibi, rows, GROUP, seed=seed)
-    key, value = normal(2, KV_HEADS_alibi, 7 + rows, seed=seed + 1)
+    query = normal(KV_HEADS, rows, GROUP, seed=seed)
+    key, value = normal(2, KV_HEADS, 7 + rows, seed=seed + 1)
     at = start + 6 + torch.tensor(gaps).cumsum(0)
     past = partial_attention(
         query,
         key[:, :7],
         value[:, :7],
-        scale=SCALE_alibi,
+        scale=SCALE,
         bias=alibi_segment_bias(SLOPES, key[:, :7]),
     )
     past = alibi_shift(past, SLOPES, (start - at).double())
-    bias = causal_bias(rows, key.device) + alibi_causal_bias(SLOPES, at.double(), KV_HEADS_alibi)
-    own = partial_attention(query, key[:, 7:], value[:, 7:], scale=SCALE_alibi, bias=bias)
+    bias = causal_bias(rows, key.device) + alibi_causal_bias(SLOPES, at.double(), KV_HEADS)
+    own = partial_attention(query, key[:, 7:], value[:, 7:], scale=SCALE, bias=bias)
     where = torch.cat([torch.arange(start, start + 7), at])
     expected = absolute(query, at, key, where, value)
-    torch.testing.assert_close(merge_state(past, own).out, expected, **EXACT_alibi)
+    torch.testing.assert_close(merge_state(past, own).out, expected, **ALIBI_EXACT)
 
 
-def test_moving_a_run_shifts_its_lse_alone() -> None:
-    query, key = normal(KV_HEADS_alibi, 4, GROUP, seed=1), normal(KV_HEADS_alibi, 5, seed=2)
-    part = partial_attention(
-        query, key, key, scale=SCALE_alibi, bias=alibi_segment_bias(SLOPES, key)
-    )
+def test_moving_a_segment_shifts_only_its_lse() -> None:
+    query, key = normal(KV_HEADS, 4, GROUP, seed=1), normal(KV_HEADS, 5, seed=2)
+    part = partial_attention(query, key, key, scale=SCALE, bias=alibi_segment_bias(SLOPES, key))
     distance = torch.tensor([-5.0, -8.0, -100.0, 0.0], dtype=torch.float64)
     placed = alibi_shift(part, SLOPES, distance)
     assert torch.equal(placed.out, part.out)
     shift = (placed.lse - part.lse).flatten(1)  # [N, Hq]
-    torch.testing.assert_close(shift, distance[:, None] * SLOPES, **EXACT_alibi)
+    torch.testing.assert_close(shift, distance[:, None] * SLOPES, **ALIBI_EXACT)
 
 
-def test_pages_carry_the_bias_of_every_key() -> None:
-    query = normal(KV_HEADS_alibi, 3, GROUP, seed=3)
-    key, value = normal(2, KV_HEADS_alibi, 3, 6, seed=4)  # [Hkv, B, S, D]
+def test_paged_alibi_bias_equals_the_definition() -> None:
+    query = normal(KV_HEADS, 3, GROUP, seed=3)
+    key, value = normal(2, KV_HEADS, 3, 6, seed=4)  # [Hkv, B, S, D]
     where = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 9, 10, 11, 30, 31], [7, 8, 9, 10, 11, 12]])
     at = torch.tensor([5, 31, 40])
     distance = (where - at[:, None]).double()
-    bias = alibi_paged_bias(SLOPES, distance, KV_HEADS_alibi)
-    together = partial_attention(query, key, value, scale=SCALE_alibi, bias=bias)
+    bias = alibi_paged_bias(SLOPES, distance, KV_HEADS)
+    together = partial_attention(query, key, value, scale=SCALE, bias=bias)
     for row in range(3):
         one = slice(row, row + 1)
         alone = absolute(query[:, one], at[one], key[:, row], where[row], value[:, row])
-        torch.testing.assert_close(together.out[row], alone[0], **EXACT_alibi)
+        torch.testing.assert_close(together.out[row], alone[0], **ALIBI_EXACT)

@@ -11,7 +11,7 @@ from tests.ragcache.attention.scenes import Shape, make_scene, shapes
 
 @given(shapes())
 @settings(max_examples=80)
-def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
+def test_every_row_equals_the_definition(shape: Shape) -> None:
     scene = make_scene(shape)
     out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
@@ -19,13 +19,13 @@ def test_every_row_attends_to_all_that_it_sees(shape: Shape) -> None:
 
 @given(shapes())
 @settings(max_examples=40)
-def test_under_alibi_every_run_stands_where_its_reader_holds_it(shape: Shape) -> None:
+def test_every_row_equals_the_definition_under_alibi(shape: Shape) -> None:
     scene = make_scene(shape, alibi=True)
     out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 
 
-def test_paged_rows_before_squares_need_their_own_order() -> None:
+def test_paged_rows_before_causal_blocks_are_put_in_order() -> None:
     shape = Shape((-6, 3, -2, 2), ((5, ((0, 7, 0),)),))
     scene = make_scene(shape)
     assert scene.metadata.own_index is not None, "the case that this is about"
@@ -33,7 +33,7 @@ def test_paged_rows_before_squares_need_their_own_order() -> None:
     torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 
 
-def test_half_precision_is_computed_in_float32_and_returned_as_it_came() -> None:
+def test_half_precision_is_computed_in_float32() -> None:
     shape = Shape((4, -7), ((9, ((0, 5, 30),)), (3, ((2, 4, -8), (0, 1, 0)))))
     for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
         scene = make_scene(shape, dtype)

@@ -1,4 +1,4 @@
-"""Engines with small blocks, stepped by hand."""
+"""An engine core with small blocks and a manual clock, stepped by the test."""
 
 from __future__ import annotations
 

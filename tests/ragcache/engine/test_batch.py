@@ -39,7 +39,7 @@ def pool(causal: CausalLM) -> BlockPool:
     return small_pool(causal)
 
 
-def test_the_works_are_flattened_in_order(causal: CausalLM) -> None:
+def test_chunks_are_flattened_in_order(causal: CausalLM) -> None:
     chunks = [
         contiguous_chunk(causal, [], [4, 5, 9]),
         contiguous_chunk(causal, [], [7], wants_logits=False),
@@ -59,7 +59,9 @@ def test_the_works_are_flattened_in_order(causal: CausalLM) -> None:
     assert step.metadata.own_index is None, "causal blocks in the order of the rows"
 
 
-def test_paged_rows_before_squares_are_put_in_order(causal: CausalLM, pool: BlockPool) -> None:
+def test_paged_rows_before_causal_blocks_are_put_in_order(
+    causal: CausalLM, pool: BlockPool
+) -> None:
     first, last = (request_in_blocks(causal, pool, 3, seed) for seed in (1, 2))
     chunks = [first.next_chunk(), contiguous_chunk(causal, [], [0, 1]), last.next_chunk()]
     metadata = BatchBuilder(causal).build_batch(chunks).metadata
@@ -69,7 +71,7 @@ def test_paged_rows_before_squares_are_put_in_order(causal: CausalLM, pool: Bloc
     assert metadata.own_index.tolist() == [2, 0, 1, 3]
 
 
-def test_runs_are_asked_by_their_readers_and_found_by_the_table(causal: CausalLM) -> None:
+def test_shared_states_have_their_readers_and_index(causal: CausalLM) -> None:
     a, b = encoded_module(causal, 8), encoded_module(causal, 5)
     chunks = [
         contiguous_chunk(causal, [Segment(a, 0), Segment(b, 8)], [13, 14]),
@@ -96,7 +98,7 @@ def test_an_unmoved_segment_turns_no_query(causal: CausalLM) -> None:
     assert metadata.shared_queries.distance is None, "that is for ALiBi"
 
 
-def test_every_asking_row_turns_as_its_run_was_moved(causal: CausalLM) -> None:
+def test_shared_queries_turn_by_how_far_the_segment_was_moved(causal: CausalLM) -> None:
     states = encoded_module(causal, 6, start=20)
     chunks = [
         contiguous_chunk(causal, [Segment(states, 3)], [9, 10]),
@@ -123,7 +125,7 @@ def test_states_are_grouped_by_memory_not_by_content(causal: CausalLM) -> None:
     ]
 
 
-def test_pages_are_written_at_once_and_every_room_by_itself(
+def test_paged_rows_are_one_write_and_contiguous_rows_one_each(
     causal: CausalLM, pool: BlockPool
 ) -> None:
     a, b = (request_in_blocks(causal, pool, 3, seed) for seed in (1, 2))
@@ -176,9 +178,7 @@ def test_a_token_before_a_gap_answers_as_if_the_later_segment_were_absent(
     assert not torch.allclose(behind, alone, atol=1e-3), "a token behind it does see it"
 
 
-def test_what_another_request_left_in_its_block_is_never_read(
-    causal: CausalLM, pool: BlockPool
-) -> None:
+def test_blocks_of_other_requests_are_never_read(causal: CausalLM, pool: BlockPool) -> None:
     """A row with fewer pages than its neighbors is filled up with a page that is hidden: states
     that are not finite, of whomever, must not reach it."""
     broken = request_in_blocks(causal, pool, BLOCK_SIZE, seed=1)
@@ -246,7 +246,7 @@ def tails(layout: BatchLayout) -> list[tuple[int, list[int]]]:
     return [(tail.row, [tail.private.block_ids[n] for n in tail.blocks]) for tail in layout.tails]
 
 
-def test_rows_follow_one_another_and_several_new_tokens_are_a_square(
+def test_several_new_tokens_are_a_causal_block(
     numbered_pool: BlockPool,
 ) -> None:
     chunks = [
@@ -264,7 +264,7 @@ def test_rows_follow_one_another_and_several_new_tokens_are_a_square(
     assert tails(layout) == [(0, [0]), (7, [2])]
 
 
-def test_a_room_is_a_group_behind_its_square() -> None:
+def test_contiguous_states_are_a_group() -> None:
     private = contiguous_kv(5)
     [group] = lay_out_batch([chunk(private, 2)]).groups
     assert group.keys.shape[2] == 5
@@ -272,7 +272,7 @@ def test_a_room_is_a_group_behind_its_square() -> None:
     assert (group.readers, group.deltas, group.starts) == ([(0, 2)], [0], [100])
 
 
-def test_a_prefilling_request_reads_its_filling_block_as_a_run(numbered_pool: BlockPool) -> None:
+def test_prefilling_request_reads_its_partial_block_as_a_group(numbered_pool: BlockPool) -> None:
     layout = lay_out_batch([chunk(block_table(numbered_pool, [3, 7], 6), 2)])
     assert [(group.keys.flatten().tolist(), group.readers) for group in layout.groups] == [
         ([12, 13, 14, 15], [(0, 2)]),
@@ -282,7 +282,7 @@ def test_a_prefilling_request_reads_its_filling_block_as_a_run(numbered_pool: Bl
 
 
 @pytest.mark.parametrize("filled", [0, 1, 3, 4, 5, 7, 8])
-def test_the_block_that_fills_is_in_the_tail_and_never_in_a_run(
+def test_the_partial_block_is_in_the_tail_and_never_in_a_group(
     numbered_pool: BlockPool, filled: int
 ) -> None:
     """At 4 and 8 tokens the step begins a block."""
@@ -376,7 +376,7 @@ def test_a_decoding_tree_leaves_its_leaves_to_the_tails(numbered_pool: BlockPool
     assert tails(layout) == [(0, [3]), (1, [4, 9]), (2, [6])]
 
 
-def test_a_long_span_of_one_request_is_a_run(numbered_pool: BlockPool) -> None:
+def test_a_long_span_of_one_request_is_a_group(numbered_pool: BlockPool) -> None:
     ids = list(range(3, 3 + LONG_SPAN))
     layout = lay_out_batch(
         [chunk(block_table(numbered_pool, [*ids, 12], LONG_SPAN * BLOCK_SIZE + 1))]
@@ -402,7 +402,7 @@ def test_a_short_span_beside_a_long_one_stays_in_the_tail(numbered_pool: BlockPo
     assert tails(layout) == [(0, [2, 5, 17])]
 
 
-def test_without_gaps_nothing_is_cut(numbered_pool: BlockPool) -> None:
+def test_spans_without_gaps_are_not_cut(numbered_pool: BlockPool) -> None:
     chunks = [
         chunk(block_table(numbered_pool, [0, 1, 5], 10)),
         chunk(block_table(numbered_pool, [0, 1, 8], 9)),
@@ -473,7 +473,7 @@ def test_a_segment_is_moved_from_where_it_was_encoded(numbered_pool: BlockPool) 
     assert (group.deltas, group.starts) == ([-18], [12])
 
 
-def test_views_of_one_modules_states_are_one_run(numbered_pool: BlockPool) -> None:
+def test_views_of_one_modules_states_are_one_group(numbered_pool: BlockPool) -> None:
     whole = states(12, start=10)
     parts = [whole.part(4, 9, 14), whole.part(4, 9, 14), whole.part(4, 8, 14), whole.part(0, 5, 10)]
     chunks = [
@@ -488,7 +488,7 @@ def test_views_of_one_modules_states_are_one_run(numbered_pool: BlockPool) -> No
     ]
 
 
-def test_one_module_twice_in_a_prompt_is_asked_twice(numbered_pool: BlockPool) -> None:
+def test_a_module_twice_in_a_prompt_has_two_readers(numbered_pool: BlockPool) -> None:
     twice = states(8)
     segments = [Segment(twice, 0), Segment(twice, 8)]
     [group] = lay_out_batch([chunk(block_table(numbered_pool, [0], 0), 2, segments)]).groups

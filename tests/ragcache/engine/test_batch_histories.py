@@ -1,7 +1,4 @@
-"""Frames that stay while requests decode, and requests beside others."""
-
-# MERGED tests.ragcache.engine.test_batch_histories: Any history of steps, against attention by
-#   definition: rotary positions and ALiBi.
+"""Batches that are kept between steps, and random histories of steps against the definition."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def decoding(causal: CausalLM, pool: BlockPool, filled: Sequence[int]) -> list[P
     return asked
 
 
-def test_a_frame_stays_until_a_block_fills(causal: CausalLM, pool: BlockPool) -> None:
+def test_batch_is_kept_until_a_block_fills(causal: CausalLM, pool: BlockPool) -> None:
     """Blocks of 4: the second request begins one with its 9th and 13th token, the first at 9."""
     builder, asked = BatchBuilder(causal), decoding(causal, pool, [5, 6])
     rebuilt = []
@@ -61,7 +58,7 @@ def test_a_frame_stays_until_a_block_fills(causal: CausalLM, pool: BlockPool) ->
     assert rebuilt == [1, 1, 2, 3, 3, 3, 4, 5]
 
 
-def test_a_frame_ends_when_a_request_joins_or_leaves(causal: CausalLM, pool: BlockPool) -> None:
+def test_batch_is_rebuilt_when_a_request_joins_or_leaves(causal: CausalLM, pool: BlockPool) -> None:
     builder, (a, b, c) = BatchBuilder(causal), decoding(causal, pool, [4, 4, 4])
     rebuilt = []
     for batch in ([a, b], [a, b], [a, b, c], [a, c], [a], [b, c], [c, b]):
@@ -70,7 +67,7 @@ def test_a_frame_ends_when_a_request_joins_or_leaves(causal: CausalLM, pool: Blo
     assert rebuilt == [1, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_frame_ends_when_other_logits_are_wanted(causal: CausalLM, pool: BlockPool) -> None:
+def test_batch_is_rebuilt_when_other_logits_are_wanted(causal: CausalLM, pool: BlockPool) -> None:
     builder, (a, b) = BatchBuilder(causal), decoding(causal, pool, [4, 4])
     assert builder.build_batch([a.next_chunk(), b.next_chunk()]).logit_rows.tolist() == [0, 1]
     assert builder.build_batch(
@@ -79,9 +76,7 @@ def test_a_frame_ends_when_other_logits_are_wanted(causal: CausalLM, pool: Block
     assert builder.rebuilt == 2
 
 
-def test_a_frame_ends_when_a_token_comes_to_see_a_segment(
-    causal: CausalLM, pool: BlockPool
-) -> None:
+def test_batch_is_rebuilt_when_a_token_reaches_a_segment(causal: CausalLM, pool: BlockPool) -> None:
     """A prompt's own tokens before and behind a segment, computed one by one."""
     segment = Segment(encoded_module(causal, 5, start=3), 2)
     asked = request_in_blocks(causal, pool, 4, 1, [segment])
@@ -91,9 +86,7 @@ def test_a_frame_ends_when_a_token_comes_to_see_a_segment(
         assert_same_alone(run_step(builder, [asked]), [asked])
 
 
-def test_an_equal_request_in_the_place_of_another_is_noticed(
-    causal: CausalLM, pool: BlockPool
-) -> None:
+def test_batch_is_rebuilt_for_an_equal_request(causal: CausalLM, pool: BlockPool) -> None:
     builder = BatchBuilder(causal)
     for seed in (1, 2):
         [asked] = decoding(causal, pool, [5])
@@ -102,7 +95,7 @@ def test_an_equal_request_in_the_place_of_another_is_noticed(
     assert builder.rebuilt == 2
 
 
-def test_no_frame_stays_while_a_request_prefills_or_has_a_room(
+def test_batch_is_rebuilt_while_a_request_prefills_or_is_contiguous(
     causal: CausalLM, pool: BlockPool
 ) -> None:
     builder, [asked] = BatchBuilder(causal), decoding(causal, pool, [4])
@@ -117,7 +110,7 @@ def test_no_frame_stays_while_a_request_prefills_or_has_a_room(
     assert builder.rebuilt == 4
 
 
-def test_a_builder_that_forgot_builds_again(causal: CausalLM, pool: BlockPool) -> None:
+def test_forget_rebuilds_the_batch(causal: CausalLM, pool: BlockPool) -> None:
     builder, asked = BatchBuilder(causal), decoding(causal, pool, [5])
     run_step(builder, asked)
     builder.forget()
@@ -125,7 +118,7 @@ def test_a_builder_that_forgot_builds_again(causal: CausalLM, pool: BlockPool) -
     assert builder.rebuilt == 2
 
 
-def test_a_step_of_a_kept_frame_equals_a_fresh_one(causal: CausalLM, pool: BlockPool) -> None:
+def test_kept_batch_equals_a_fresh_one(causal: CausalLM, pool: BlockPool) -> None:
     builder, asked = BatchBuilder(causal), decoding(causal, pool, [8, 9, 9])
     for _ in range(3):
         chunks = [each.next_chunk() for each in asked]
@@ -136,9 +129,7 @@ def test_a_step_of_a_kept_frame_equals_a_fresh_one(causal: CausalLM, pool: Block
     assert builder.rebuilt == 1, "the case that this is about"
 
 
-def test_mixed_batches_give_every_request_what_it_has_alone(
-    causal: CausalLM, pool: BlockPool
-) -> None:
+def test_mixed_batches_equal_single_requests(causal: CausalLM, pool: BlockPool) -> None:
     """Two prefill in portions, one decodes all the while, one encodes in a room."""
     a, b = encoded_module(causal, 7, start=30), encoded_module(causal, 12)
     decodes = request_in_blocks(causal, pool, 30, 1, [Segment(a, 0), Segment(b, 7)], 19)
@@ -339,7 +330,7 @@ def placed(segment: Segment, scheme: Exact | Alibi) -> Seen:
 @pytest.mark.parametrize("scheme", [Exact(), Alibi()], ids=["rotary", "alibi"])
 @given(data=st.data())
 @settings(max_examples=40)
-def test_every_row_of_any_step_sees_what_it_should(
+def test_rows_of_random_histories_equal_the_definition(
     scheme: Exact | Alibi, data: st.DataObject
 ) -> None:
     history = History(data, scheme)

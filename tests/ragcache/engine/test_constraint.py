@@ -134,7 +134,7 @@ def test_every_token_is_one_that_the_constraint_allows(
     assert_all_blocks_free(core)
 
 
-def test_the_likeliest_allowed_token_is_chosen_and_the_others_rows_are_free(
+def test_constraint_of_one_row_leaves_other_rows_unchanged(
     causal: CausalLM,
 ) -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator(DEVICE).manual_seed(1))
@@ -202,7 +202,7 @@ def test_a_constraint_that_fails_ends_its_own_request_only(
     assert_all_blocks_free(core)
 
 
-def test_a_constraint_goes_on_where_it_was_after_a_pre_emption(causal: CausalLM) -> None:
+def test_constraint_continues_after_preemption(causal: CausalLM) -> None:
     made: list[Rising] = []
 
     def make() -> Rising:
@@ -232,7 +232,7 @@ def test_a_constraint_goes_on_where_it_was_after_a_pre_emption(causal: CausalLM)
     assert_all_blocks_free(tight)
 
 
-def test_requests_without_a_constraint_are_served_as_before(causal: CausalLM) -> None:
+def test_requests_without_a_constraint_are_unchanged(causal: CausalLM) -> None:
     alone = one(core_of(causal))
     core = core_of(causal)
     free, _ = run_requests(

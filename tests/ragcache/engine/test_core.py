@@ -1,4 +1,4 @@
-"""The engine: whoever runs beside a request, and whatever room there is, its answer is the same."""
+"""The engine core: answers do not depend on other requests, memory or the step's size."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Run:
 
 @settings(max_examples=50, derandomize=True)
 @given(DAYS)
-def test_every_request_answers_as_if_it_were_alone(world: World, day: Day) -> None:
+def test_batched_answers_equal_single_answers(world: World, day: Day) -> None:
     engine = Run(world, day)
     engine.play()
     for number, visit in enumerate(day.visits):
@@ -248,7 +248,7 @@ def spec(**changes: int | str | tuple[int, ...] | None) -> Spec:
     return Spec(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_requests_that_were_preempted_answer_the_same(world: World) -> None:
+def test_preempted_requests_answer_the_same(world: World) -> None:
     specs = [spec(tail=n, limit=10, tenant=None, seed=n) for n in range(1, 7)]
     core = core_of(world.causal, config_of(world.causal, blocks=17))
     completions = run_requests(core, *(world.request(each) for each in specs))
@@ -289,7 +289,7 @@ def steps_of(core: EngineCore) -> Iterator[None]:
         yield
 
 
-def test_a_long_prompt_does_not_stall_those_that_decode(causal_core: CausalLM) -> None:
+def test_long_prompt_does_not_stall_decoding_requests(causal_core: CausalLM) -> None:
     core = core_of(causal_core, config_of(causal_core, step_tokens=8))
     answering = [
         submit_request(core, Request(plain_context(random_tokens(3, seed=n)), 40)) for n in range(3)
@@ -299,7 +299,7 @@ def test_a_long_prompt_does_not_stall_those_that_decode(causal_core: CausalLM) -
     prefilling = 0
     before = [1, 1, 1]
     for _ in steps_of(core):
-        now = [len(handle._channel._events) for handle in answering]
+        now = [handle.channel.count for handle in answering]
         if not long.done:
             prefilling += 1
             assert now == [count + 1 for count in before], "each gets its token in every step"
@@ -307,7 +307,7 @@ def test_a_long_prompt_does_not_stall_those_that_decode(causal_core: CausalLM) -
     assert prefilling == 11, "60 tokens in portions of 5, the last with the answer"
 
 
-def test_portions_of_one_token_see_the_segments_before_them(world: World) -> None:
+def test_single_token_chunks_see_earlier_segments(world: World) -> None:
     each = spec(modules=(0, 3), lead=2, tail=3)
     core = core_of(world.causal, config_of(world.causal, step_tokens=1, prefill_tokens=1))
     [completion] = run_requests(core, world.request(each))
@@ -321,7 +321,7 @@ def over(segments: tuple[Segment, ...], own: int, seed: int) -> Context:
     )
 
 
-def test_a_step_tells_who_reads_what(causal: CausalLM) -> None:
+def test_snapshot_lists_segments_and_readers(causal: CausalLM) -> None:
     core = core_of(causal)
     assert core.snapshot == IDLE
     shared, own = encoded_module(causal, 5), encoded_module(causal, 7)
@@ -348,7 +348,7 @@ def test_a_step_tells_who_reads_what(causal: CausalLM) -> None:
     assert_all_blocks_free(core)
 
 
-def test_who_waits_has_not_started(causal: CausalLM) -> None:
+def test_waiting_requests_have_not_started(causal: CausalLM) -> None:
     core = core_of(causal)
     handle = submit_request(core, Request(over((Segment(encoded_module(causal, 5), 0),), 3, 1), 4))
     assert not handle.channel.started

@@ -187,7 +187,7 @@ def test_tokens_of_the_answer_are_penalized(
     assert completion.token_ids == tuple(expected)
 
 
-def test_penalties_count_what_was_said_before_a_preemption(causal: CausalLM) -> None:
+def test_penalties_count_tokens_from_before_a_preemption(causal: CausalLM) -> None:
     sampling = SamplingParams(presence_penalty=2.0, temperature=0.7, seed=3)
     requests = [
         Request(plain_context(random_tokens(9, seed=n)), 14, sampling=sampling) for n in range(4)
@@ -213,7 +213,7 @@ def test_times_are_those_of_the_clock(causal: CausalLM) -> None:
     assert (core.stats.admitted, core.stats.queued) == (2, 1 + 3)
 
 
-def test_a_request_ends_when_its_time_is_over(causal: CausalLM) -> None:
+def test_request_fails_at_its_deadline(causal: CausalLM) -> None:
     clock = ManualClock()
     core = core_of(causal, config_of(causal, running=1), clock)
     running = submit_request(core, Request(plain_context(PROMPT), 50, timeout=5.0, tenant="a"))
@@ -230,13 +230,13 @@ def test_a_request_ends_when_its_time_is_over(causal: CausalLM) -> None:
     core.step()
     with pytest.raises(DeadlineExceeded, match=r"5\.0 s were over while it ran"):
         running.result(0)
-    assert len(running._channel._events) == 4, "what came before is there"
+    assert running.channel.count == 4, "what came before is there"
     drain(core)
     assert patient.result(0).finish_reason == "length"
     assert_all_blocks_free(core)
 
 
-def test_what_could_never_run_is_refused(causal: CausalLM) -> None:
+def test_requests_that_could_never_run_are_refused(causal: CausalLM) -> None:
     core = core_of(causal, config_of(causal, blocks=5))
     core.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT)))
     with pytest.raises(PromptTooLong, match="may need 21 tokens of its own, but the pool holds 20"):

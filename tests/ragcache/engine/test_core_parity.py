@@ -1,9 +1,4 @@
-"""Prompts without segments: the answers of Hugging Face's own `generate`."""
-
-# MERGED tests.ragcache.engine.test_core_sharing: What requests share that nobody declared:
-#   blocks of equal first tokens, while they run and
-# MERGED tests.ragcache.engine.test_core_leaks: After many requests an engine holds what it
-#   held after a few.
+"""The engine beside `generate`, what requests share, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -137,7 +132,7 @@ def test_answers_that_go_on_alike_go_on_sharing(sharing_core: EngineCore) -> Non
     assert len({handle.result(0).token_ids for handle in handles}) == 1
 
 
-def test_a_later_prompt_finds_what_stands(sharing_core: EngineCore) -> None:
+def test_a_later_prompt_finds_retained_blocks(sharing_core: EngineCore) -> None:
     first = submit_request(sharing_core, Request(plain_context(PROMPT), 30, tenant="a"))
     sharing_core.step()
     [second] = run_requests(
@@ -182,7 +177,7 @@ def test_the_next_turn_of_a_chat_finds_question_and_answer(
 
 
 @pytest.mark.parametrize(("name", "start"), [("other", 0), ("handbook", 1), (None, 0)])
-def test_what_stands_behind_other_segments_is_not_found(
+def test_blocks_behind_other_segments_are_not_found(
     sharing_core: EngineCore, causal: CausalLM, name: str | None, start: int
 ) -> None:
     [states] = encode(causal, [EncodeJob(random_tokens(9))])
@@ -233,7 +228,7 @@ def test_more_answers_than_may_run_wait_for_each_other(causal: CausalLM) -> None
     assert handle.result(0).choices == wide.choices
 
 
-def test_pieces_of_several_answers_name_theirs(sharing_core: EngineCore) -> None:
+def test_token_deltas_name_their_choice(sharing_core: EngineCore) -> None:
     request = Request(plain_context(PROMPT), 5, n=3, sampling=SamplingParams(temperature=3, seed=4))
     handle = submit_request(sharing_core, request)
     drain(sharing_core)
@@ -243,7 +238,7 @@ def test_pieces_of_several_answers_name_theirs(sharing_core: EngineCore) -> None
         assert tuple(own) == choice.token_ids
 
 
-def test_what_is_retained_never_keeps_a_request_out(causal: CausalLM) -> None:
+def test_retained_blocks_never_keep_a_request_out(causal: CausalLM) -> None:
     sharing_core = core_of(causal, config_of(causal, blocks=8))
     for seed in range(6):
         tokens = random_tokens(26, seed=seed)
@@ -257,11 +252,11 @@ def test_what_is_retained_never_keeps_a_request_out(causal: CausalLM) -> None:
 
 
 FEW, MANY = 200, 10_000
-TOGETHER = 50
+BATCH = 50
 
 
 @pytest.fixture(scope="module")
-def causal_core_leaks() -> CausalLM:
+def smallest_model() -> CausalLM:
     """As small as a model can be."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "vocab_size": 16}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -288,8 +283,8 @@ def request(number: int) -> Request:
 
 
 def serve(core: EngineCore, count: int) -> None:
-    for begin in range(0, count, TOGETHER):
-        handles = [submit_request(core, request(begin + at)) for at in range(TOGETHER)]
+    for begin in range(0, count, BATCH):
+        handles = [submit_request(core, request(begin + at)) for at in range(BATCH)]
         handles[7].cancel()
         core.step()
         handles[8].cancel()
@@ -298,25 +293,25 @@ def serve(core: EngineCore, count: int) -> None:
 
 
 def held(core: EngineCore) -> tuple[int, int, int, int]:
-    """Python objects that the collector knows; nodes and queue of the tree; traced bytes."""
+    """Python objects that the collector knows; nodes and queue of the radix cache; traced bytes."""
     gc.collect()
-    tree = core.kv_manager.radix_cache
+    cache = core.kv_manager.radix_cache
     traced, _ = tracemalloc.get_traced_memory()
-    return len(gc.get_objects()), len(tree._nodes), len(tree._queue), traced
+    return len(gc.get_objects()), len(cache), cache.queue_length, traced
 
 
 def test_ten_thousand_requests_leave_nothing_behind(
-    causal_core_leaks: CausalLM, tracing: None
+    smallest_model: CausalLM, tracing: None
 ) -> None:
-    core = core_of(causal_core_leaks, config_of(causal_core_leaks, blocks=60))
-    tree = core.kv_manager.radix_cache
+    core = core_of(smallest_model, config_of(smallest_model, blocks=60))
+    cache = core.kv_manager.radix_cache
     serve(core, FEW)
-    assert tree.retained == tree.budget, "what is retained grows no more"
+    assert cache.retained == cache.budget, "what is retained grows no more"
     objects, nodes, _, traced = held(core)
     serve(core, MANY)
     objects_now, nodes_now, queue_now, traced_now = held(core)
     assert core.stats.admitted > 0.9 * MANY
-    assert nodes_now == nodes == tree.retained
+    assert nodes_now == nodes == cache.retained
     assert queue_now <= nodes
     assert objects_now - objects < 100
     assert traced_now - traced < 32 * MANY, "one object a request would be more"

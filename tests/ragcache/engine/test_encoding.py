@@ -1,7 +1,4 @@
-"""Encoding: what stands together in a pass changes no states."""
-
-# MERGED tests.ragcache.engine.test_core_encoding: Encoding beside answering: in portions, each
-#   job once, and nothing kept afterwards.
+"""Encoding modules: in one pass, in portions, and beside requests."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def test_jobs_of_one_pass_equal_jobs_one_by_one(causal: CausalLM) -> None:
         same(states, alone)
 
 
-def test_the_root_is_seen(causal: CausalLM) -> None:
+def test_states_depend_on_the_root(causal: CausalLM) -> None:
     tokens = random_tokens(12, seed=1)
     [root] = encode(causal, [EncodeJob(random_tokens(10))])
     [rooted, alone] = encode(
@@ -93,7 +90,7 @@ def test_more_tokens_than_one_pass_takes_are_split_between_jobs(
     assert passes == [20, 20, 20, 25, 3], "full passes, and one job longer than a pass by itself"
 
 
-def test_a_pass_really_holds_two_thousand_tokens(
+def test_one_pass_holds_two_thousand_tokens(
     causal: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = count_passes(causal, monkeypatch)
@@ -148,7 +145,7 @@ def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
     same(encoding.states(), whole)
 
 
-def test_encoding_does_not_stall_those_that_decode(causal: CausalLM) -> None:
+def test_encoding_does_not_stall_decoding_requests(causal: CausalLM) -> None:
     core = core_of(causal, config_of(causal, step_tokens=8))
     answering = submit_request(core, Request(plain_context(random_tokens(3)), 30))
     core.step()
@@ -160,7 +157,7 @@ def test_encoding_does_not_stall_those_that_decode(causal: CausalLM) -> None:
     while not handle.done:
         core.step()
         steps += 1
-        assert len(answering._channel._events) == 1 + steps
+        assert answering.channel.count == 1 + steps
     assert steps == 5, "35 tokens in portions of 7"
     assert core.stats.encoded_tokens == 35
     for states, expected in zip(handle, encode(causal, jobs), strict=True):
@@ -178,7 +175,7 @@ def test_each_job_is_computed_once(causal: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("jobs", [[], [EncodeJob([])]])
-def test_nothing_to_encode_ends_at_once(causal: CausalLM, jobs: list[EncodeJob]) -> None:
+def test_encoding_without_jobs_ends_at_once(causal: CausalLM, jobs: list[EncodeJob]) -> None:
     core, channel = core_of(causal), StatesChannel(lambda: None)
     handle = RequestHandle(channel)
     core.add_encoding(jobs, channel)
@@ -187,7 +184,7 @@ def test_nothing_to_encode_ends_at_once(causal: CausalLM, jobs: list[EncodeJob])
     assert [states.length for states in handle] == [0] * len(jobs)
 
 
-def test_jobs_of_a_caller_who_went_away_are_dropped(causal: CausalLM) -> None:
+def test_jobs_of_a_cancelled_call_are_dropped(causal: CausalLM) -> None:
     core, channel = (
         core_of(causal, config_of(causal, prefill_tokens=4)),
         StatesChannel(lambda: None),

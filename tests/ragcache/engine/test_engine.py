@@ -1,14 +1,10 @@
-"""The engine's thread: many callers at once, and that none of them waits in vain."""
-
-# MERGED tests.ragcache.engine.test_offline: Requests run in the caller's thread: when one
-#   ends, and that nobody else notices.
+"""The engine's thread with many callers, and requests in the calling thread."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -39,8 +35,7 @@ from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
 from tests.conftest import random_tokens, tiny_model
-from tests.ragcache.engine.conftest import LONG
-from tests.ragcache.engine.loops import CountingLoop
+from tests.ragcache.engine.channels import LONG, CountingLoop
 from tests.ragcache.engine.stepped_engine import assert_all_blocks_free, plain_context
 
 PROMPTS = [random_tokens(5 + n, seed=n) for n in range(16)]
@@ -105,7 +100,7 @@ def settled(engine: LLMEngine) -> None:
     engine.close(drain=True)
 
 
-def test_threads_get_the_answers_that_they_asked_for(
+def test_threads_get_their_own_answers(
     engine: LLMEngine, model: CausalLM, threads: ThreadPoolExecutor
 ) -> None:
     expected = complete(model, [request(number) for number in range(16)])
@@ -123,7 +118,7 @@ def test_threads_get_the_answers_that_they_asked_for(
     assert_all_blocks_free(engine.core)
 
 
-def test_tasks_get_the_answers_that_they_asked_for(engine: LLMEngine, model: CausalLM) -> None:
+def test_tasks_get_their_own_answers(engine: LLMEngine, model: CausalLM) -> None:
     expected = complete(model, [request(number) for number in range(8)])
 
     async def awaited(number: int) -> tuple[int, ...]:
@@ -139,7 +134,7 @@ def test_tasks_get_the_answers_that_they_asked_for(engine: LLMEngine, model: Cau
     assert asyncio.run(ask()) == [completion.token_ids for completion in expected]
 
 
-def test_pieces_come_while_the_request_runs(engine: LLMEngine, gate: Gate) -> None:
+def test_token_deltas_come_while_the_request_runs(engine: LLMEngine, gate: Gate) -> None:
     handle = engine.submit_request(request(limit=50))
     pieces = iter(handle)
     next(pieces)
@@ -179,7 +174,7 @@ def test_a_queued_request_is_cancelled_and_never_runs(model: CausalLM, gate: Gat
         assert engine.stats.admitted == 2, "the running one and the one that settled"
 
 
-def test_a_request_that_nobody_holds_gives_its_memory_back(engine: LLMEngine, gate: Gate) -> None:
+def test_dropped_handle_frees_memory(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     handle = engine.submit_request(request(0, limit=400))
     gate.wait()
@@ -191,7 +186,7 @@ def test_a_request_that_nobody_holds_gives_its_memory_back(engine: LLMEngine, ga
     assert_all_blocks_free(engine.core)
 
 
-def test_a_loop_that_is_left_early_gives_the_request_up(engine: LLMEngine) -> None:
+def test_leaving_an_iteration_cancels_the_request(engine: LLMEngine) -> None:
     handle = engine.submit_request(request(0, limit=400))
     for _ in handle:
         break
@@ -201,7 +196,7 @@ def test_a_loop_that_is_left_early_gives_the_request_up(engine: LLMEngine) -> No
     assert_all_blocks_free(engine.core)
 
 
-def test_no_more_wait_than_the_queue_holds(engine: LLMEngine, gate: Gate) -> None:
+def test_full_queue_refuses_requests(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     first = engine.submit_request(request())
     gate.wait()
@@ -213,9 +208,7 @@ def test_no_more_wait_than_the_queue_holds(engine: LLMEngine, gate: Gate) -> Non
     assert len(engine.submit_request(request()).result(LONG).token_ids) == 8, "there is room again"
 
 
-def test_requests_that_were_given_up_free_their_places_at_once(
-    engine: LLMEngine, gate: Gate
-) -> None:
+def test_cancelled_requests_free_their_queue_places_at_once(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     first = engine.submit_request(request())
     gate.wait()
@@ -228,9 +221,7 @@ def test_requests_that_were_given_up_free_their_places_at_once(
     assert {len(handle.result(LONG).token_ids) for handle in (first, *later)} == {8}
 
 
-def test_requests_that_come_and_go_during_a_step_leave_nothing_to_begin(
-    engine: LLMEngine, gate: Gate
-) -> None:
+def test_requests_cancelled_during_a_step_never_begin(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     first = engine.submit_request(request(0, limit=4))
     gate.wait()
@@ -284,7 +275,7 @@ def test_an_iteration_goes_on_in_another_loop(engine: LLMEngine, gate: Gate) -> 
     assert len(handle.result(LONG).token_ids) == 5
 
 
-def test_what_could_never_run_is_refused_where_it_is_submitted(engine: LLMEngine) -> None:
+def test_submit_refuses_requests_that_could_never_run(engine: LLMEngine) -> None:
     with pytest.raises(PromptTooLong):
         engine.submit_request(request(limit=600))
 
@@ -327,7 +318,7 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(
     assert_all_blocks_free(engine.core)
 
 
-def test_what_failed_is_not_kept(
+def test_failed_step_keeps_no_states(
     engine: LLMEngine, gate: Gate, model: CausalLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not by the engine's thread either, whose error would hold the states of the step."""
@@ -336,14 +327,16 @@ def test_what_failed_is_not_kept(
     keys = weakref.ref(states.keys)
     gate.failure = RuntimeError("broken")
     handle = engine.submit_request(Request(Context((Segment(states, 0),), (1, 2), (3, 4), 5), 4))
-    assert handle._wait(math.inf, LONG)
+    ended = threading.Event()
+    handle.channel.call_when_done(ended.set)
+    assert ended.wait(LONG)
     engine.submit_request(request(limit=1)).result(LONG)
     del states, handle
     gc.collect()
     assert keys() is None
 
 
-def test_an_error_that_its_caller_saw_is_not_kept(engine: LLMEngine) -> None:
+def test_raised_errors_are_not_kept(engine: LLMEngine) -> None:
     handle = engine.submit_request(request(limit=300))
     handle.cancel()
     with pytest.raises(RequestCancelled):
@@ -368,7 +361,7 @@ def test_modules_are_encoded_beside_requests(engine: LLMEngine, model: CausalLM)
     assert list(engine.encode([])) == []
 
 
-def test_closing_fails_what_still_runs(engine: LLMEngine, gate: Gate) -> None:
+def test_close_fails_running_requests(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     running = engine.submit_request(request(0, limit=300))
     gate.wait()
@@ -383,7 +376,7 @@ def test_closing_fails_what_still_runs(engine: LLMEngine, gate: Gate) -> None:
     assert_all_blocks_free(engine.core)
 
 
-def test_closing_may_wait_for_what_runs(engine: LLMEngine, gate: Gate) -> None:
+def test_close_with_drain_waits_for_running_requests(engine: LLMEngine, gate: Gate) -> None:
     gate.shut()
     handles = [engine.submit_request(request(number)) for number in range(4)]
     gate.wait()
@@ -397,14 +390,14 @@ def test_closing_may_wait_for_what_runs(engine: LLMEngine, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_a_closed_engine_takes_nothing(engine: LLMEngine, drain: bool) -> None:
+def test_closed_engine_refuses_requests(engine: LLMEngine, drain: bool) -> None:
     engine.close(drain=drain)
     engine.close()
     with pytest.raises(EngineClosed):
         engine.submit_request(request())
     with pytest.raises(EngineClosed):
         engine.encode([EncodeJob([1])])
-    assert not engine._thread.is_alive()
+    assert not engine.is_running
 
 
 NEVER: frozenset[int] = frozenset()
@@ -464,7 +457,7 @@ def test_a_stop_token_right_after_the_limit_changes_nothing(causal: CausalLM) ->
     assert (completion.token_ids, completion.finish_reason) == (tokens[:at], "length")
 
 
-def test_requests_that_leave_early_change_nothing_for_the_others(causal: CausalLM) -> None:
+def test_finished_requests_leave_others_unchanged(causal: CausalLM) -> None:
     contexts = [prompt(causal, seed=10 * n, modules=n) for n in range(4)]
     long = [run_requests(causal, context, 12).token_ids for context in contexts]
     stop = frozenset({long[1][fresh_at(long[1])]})
@@ -494,7 +487,7 @@ def test_times_follow_the_order_of_leaving(causal: CausalLM) -> None:
     assert b.first_token_at == b.finished_at, "its first token was its last"
 
 
-def test_the_answer_stands_where_the_context_says(causal: CausalLM) -> None:
+def test_answer_positions_follow_the_context(causal: CausalLM) -> None:
     """Positions count on after the prompt even where the prompt has gaps."""
     plain = prompt(causal, seed=6)
     moved = Context(plain.segments, plain.token_ids, plain.position_ids, plain.next_position + 40)

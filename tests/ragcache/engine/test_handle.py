@@ -1,9 +1,4 @@
-"""A request's two ends: no event is lost, and nobody waits in vain."""
-
-# MERGED tests.ragcache.engine.test_handle_cancellation: Who leaves a request cancels it, and
-#   the engine hears of it.
-# MERGED tests.ragcache.engine.test_bell: Tasks of a loop are woken by one wake-up for all that
-#   came at once, and no loop is kept.
+"""Request handles: events, results, cancellation, and waking event loops."""
 
 from __future__ import annotations
 
@@ -18,30 +13,28 @@ from typing import Any
 
 import pytest
 
-from ragcache.engine.handle import RequestHandle, _Waiter, coalesced_wakeups, running_loop_waker
+from ragcache.engine.handle import RequestHandle, Waiter, coalesced_wakeups, running_loop_waker
 from ragcache.errors import RequestCancelled
-from tests.ragcache.engine.conftest import (
+from tests.ragcache.engine.channels import (
     LONG,
+    CountingLoop,
     IntChannel,
     IntHandle,
     Wakes,
+    finish_with_events,
     iterate,
-    waiting,
-    write,
+    wait_for_callers,
 )
-from tests.ragcache.engine.loops import CountingLoop
 
 
 def test_events_come_in_order_and_then_the_result(channel: IntChannel, handle: IntHandle) -> None:
-    write(channel, 3)
+    finish_with_events(channel, 3)
     assert list(handle) == [0, 1, 2]
     assert handle.result() == "the end"
 
 
-def test_events_are_given_to_every_iteration_from_the_first_on(
-    channel: IntChannel, handle: IntHandle
-) -> None:
-    write(channel, 3)
+def test_every_iteration_gets_all_events(channel: IntChannel, handle: IntHandle) -> None:
+    finish_with_events(channel, 3)
     assert [list(handle), list(handle)] == [[0, 1, 2]] * 2
 
 
@@ -50,8 +43,8 @@ def test_events_reach_many_threads_while_they_are_put(
 ) -> None:
     readers: list[Future[list[int]]] = [threads.submit(list, handle) for _ in range(6)]
     results = [threads.submit(handle.result) for _ in range(6)]
-    waiting(channel, 12)
-    write(channel, 500)
+    wait_for_callers(channel, 12)
+    finish_with_events(channel, 500)
     assert [reader.result(LONG) for reader in readers] == [list(range(500))] * 6
     assert [result.result(LONG) for result in results] == ["the end"] * 6
 
@@ -63,8 +56,8 @@ def test_events_reach_several_loops_while_they_are_put(
         return await asyncio.gather(iterate(handle), iterate(handle), handle)
 
     loops = [threads.submit(asyncio.run, read_twice()) for _ in range(3)]
-    waiting(channel, 9)
-    write(channel, 500)
+    wait_for_callers(channel, 9)
+    finish_with_events(channel, 500)
     every = list(range(500))
     assert [loop.result(LONG) for loop in loops] == [[every, every, "the end"]] * 3
 
@@ -96,28 +89,26 @@ def test_events_put_before_a_failure_come_before_it_in_a_loop(
     assert seen == [0]
 
 
-def test_the_end_is_waited_for_no_longer_than_wanted(
-    channel: IntChannel, handle: IntHandle, wakes: Wakes
-) -> None:
+def test_result_times_out(channel: IntChannel, handle: IntHandle, wakes: Wakes) -> None:
     channel.put(0)
     with pytest.raises(TimeoutError, match=r"0\.01 s"):
         handle.result(timeout=0.01)
     assert (handle.done, channel.cancelled, wakes.count) == (False, False, 0)
-    assert channel._waiters == [], "the waiter has left"
-    write(channel, 0)
+    assert channel.waiter_count == 0, "the waiter has left"
+    finish_with_events(channel, 0)
     assert handle.result(timeout=0) == "the end"
 
 
-def test_the_end_is_awaited(channel: IntChannel, handle: IntHandle) -> None:
+def test_awaiting_a_handle_gives_the_result(channel: IntChannel, handle: IntHandle) -> None:
     async def ask() -> str:
-        asyncio.get_running_loop().call_soon(write, channel, 2)
+        asyncio.get_running_loop().call_soon(finish_with_events, channel, 2)
         return await handle
 
     assert asyncio.run(ask()) == "the end"
     assert asyncio.run(ask()) == "the end", "again, in another loop"
 
 
-def test_the_end_is_raised_where_it_is_awaited(channel: IntChannel, handle: IntHandle) -> None:
+def test_awaiting_a_failed_request_raises(channel: IntChannel, handle: IntHandle) -> None:
     async def ask() -> str:
         asyncio.get_running_loop().call_soon(channel.fail, ValueError("broken"))
         return await handle
@@ -126,9 +117,9 @@ def test_the_end_is_raised_where_it_is_awaited(channel: IntChannel, handle: IntH
         asyncio.run(ask())
 
 
-def test_the_end_comes_once(channel: IntChannel, handle: IntHandle, wakes: Wakes) -> None:
+def test_only_the_first_end_counts(channel: IntChannel, handle: IntHandle, wakes: Wakes) -> None:
     assert not handle.done
-    write(channel, 1)
+    finish_with_events(channel, 1)
     assert handle.done
     channel.put(9)
     channel.fail(ValueError("late"))
@@ -137,10 +128,10 @@ def test_the_end_comes_once(channel: IntChannel, handle: IntHandle, wakes: Wakes
     assert (channel.cancelled, wakes.count) == (False, 0)
 
 
-def test_an_event_put_while_a_caller_begins_to_wait_wakes_it(channel: IntChannel) -> None:
+def test_event_before_the_waiter_is_added_wakes_it(channel: IntChannel) -> None:
     channel.put(0)  # after the caller looked, before it waits
     woken = threading.Event()
-    channel._join(_Waiter(0, woken.set))
+    channel.add_waiter(Waiter(0, woken.set))
     assert woken.is_set()
 
 
@@ -216,7 +207,7 @@ WAYS_TO_LEAVE = (
 
 
 @pytest.mark.parametrize("leave", WAYS_TO_LEAVE, ids=lambda way: way.__name__)
-def test_cancellation_follows_from_leaving_early(
+def test_leaving_early_cancels(
     leave: Callable[[IntHandle], None],
     channel: IntChannel,
     handle: IntHandle,
@@ -225,14 +216,14 @@ def test_cancellation_follows_from_leaving_early(
     channel.put(0)
     leave(handle)
     assert (channel.cancelled, wakes.count) == (True, 1)
-    assert channel._waiters == []
+    assert channel.waiter_count == 0
     channel.put(1)
     channel.finish("too late")
     with pytest.raises(RequestCancelled):
         handle.result()
 
 
-def test_cancellation_ends_what_others_wait_for(
+def test_cancellation_ends_the_request_for_all_waiters(
     channel: IntChannel, handle: IntHandle, threads: ThreadPoolExecutor
 ) -> None:
     async def ask() -> str:
@@ -243,7 +234,7 @@ def test_cancellation_ends_what_others_wait_for(
         threads.submit(lambda: str(list(handle))),
         threads.submit(asyncio.run, ask()),
     ]
-    waiting(channel, 3)
+    wait_for_callers(channel, 3)
     handle.cancel()
     for other in others:
         with pytest.raises(RequestCancelled):
@@ -251,9 +242,7 @@ def test_cancellation_ends_what_others_wait_for(
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_cancellation_follows_from_losing_the_handle(
-    in_a_cycle: bool, channel: IntChannel, wakes: Wakes
-) -> None:
+def test_losing_the_handle_cancels(in_a_cycle: bool, channel: IntChannel, wakes: Wakes) -> None:
     channel.put(0)
     held: list[object] = [IntHandle(channel)]
     if in_a_cycle:
@@ -264,7 +253,7 @@ def test_cancellation_follows_from_losing_the_handle(
     assert (channel.cancelled, wakes.count) == (True, 1)
 
 
-def test_cancellation_does_not_follow_from_losing_the_handle_of_an_ended_request(
+def test_losing_the_handle_of_an_ended_request_does_not_cancel(
     channel: IntChannel, wakes: Wakes
 ) -> None:
     handle = IntHandle(channel)
@@ -274,7 +263,7 @@ def test_cancellation_does_not_follow_from_losing_the_handle_of_an_ended_request
     assert (channel.cancelled, wakes.count) == (False, 0)
 
 
-def test_cancellation_does_not_strike_who_iterates_or_waits_without_another_reference(
+def test_iterating_or_waiting_keeps_the_handle_alive(
     wakes: Wakes, threads: ThreadPoolExecutor
 ) -> None:
     channels = [IntChannel(wakes) for _ in range(3)]
@@ -288,17 +277,15 @@ def test_cancellation_does_not_strike_who_iterates_or_waits_without_another_refe
         threads.submit(asyncio.run, ask()),
     ]
     for channel in channels:
-        waiting(channel)
+        wait_for_callers(channel)
     gc.collect()
     for channel in channels:
-        write(channel, 2)
+        finish_with_events(channel, 2)
     assert [caller.result(LONG) for caller in callers] == [[0, 1], "the end", "the end"]
     assert wakes.count == 0
 
 
-def test_cancellation_by_a_collection_inside_of_a_put_does_not_lock_up(
-    channel: IntChannel, wakes: Wakes
-) -> None:
+def test_garbage_collection_inside_put_does_not_deadlock(channel: IntChannel, wakes: Wakes) -> None:
     iterations = [iter(IntHandle(channel))]
     channel.put(0)
     next(iterations[0])
@@ -314,7 +301,7 @@ def test_cancellation_by_a_collection_inside_of_a_put_does_not_lock_up(
     assert (channel.cancelled, wakes.count) == (True, 1)
 
 
-def test_cancellation_is_heard_by_the_engine_from_another_thread(
+def test_cancellation_wakes_the_engine_from_another_thread(
     channel: IntChannel, handle: IntHandle, wakes: Wakes, threads: ThreadPoolExecutor
 ) -> None:
     woken = threads.submit(wakes.wait)
@@ -334,12 +321,12 @@ def leave_waiting(handle: IntHandle) -> None:
 
 def test_a_closed_loop_does_not_break_the_engine(channel: IntChannel, handle: IntHandle) -> None:
     leave_waiting(handle)
-    assert len(channel._waiters) == 1
-    write(channel, 2)
+    assert channel.waiter_count == 1
+    finish_with_events(channel, 2)
     assert handle.result() == "the end"
 
 
-def test_a_request_that_a_closed_loop_left_is_cancelled_at_its_next_event(
+def test_request_of_a_closed_loop_is_cancelled_at_its_next_event(
     channel: IntChannel, wakes: Wakes
 ) -> None:
     leave_waiting(IntHandle(channel))
@@ -349,7 +336,7 @@ def test_a_request_that_a_closed_loop_left_is_cancelled_at_its_next_event(
     assert (channel.cancelled, wakes.count) == (True, 1)
 
 
-def test_a_task_cancelled_right_after_an_event_was_put_ends_in_peace(
+def test_task_cancelled_right_after_an_event_ends_cleanly(
     channel: IntChannel, handle: IntHandle
 ) -> None:
     errors: list[object] = []

@@ -61,22 +61,22 @@ def test_a_pool_for_less_than_one_block_is_refused(causal: CausalLM) -> None:
         BlockPool.create(causal, per_block - 1, block_size=8)
 
 
-def test_a_fresh_pool_gives_one_run() -> None:
+def test_a_fresh_pool_allocates_consecutive_blocks() -> None:
     assert some_of(make_pool(8), 5) == [0, 1, 2, 3, 4]
 
 
-def test_what_follows_comes_first() -> None:
+def test_allocation_continues_after_the_given_block() -> None:
     pool = pool_with_free(8, [0, 3, 4, 7])
     assert some_of(pool, 1, after=2) == [3]
     assert some_of(pool, 2, after=6) == [7, 0]
 
 
-def test_the_rest_after_what_follows_is_one_run() -> None:
+def test_the_rest_of_an_allocation_is_consecutive() -> None:
     pool = pool_with_free(10, [0, 3, 6, 7, 8])
     assert some_of(pool, 3, after=2) == [3, 6, 7]
 
 
-def test_the_shortest_run_that_holds_all_is_taken() -> None:
+def test_the_shortest_free_run_that_fits_is_taken() -> None:
     pool = pool_with_free(12, [0, 2, 3, 4, 5, 8, 9, 11])
     assert some_of(pool, 2) == [8, 9]
     assert some_of(pool, 3) == [2, 3, 4]
@@ -87,7 +87,7 @@ def test_scattered_blocks_are_taken_from_the_lowest_on() -> None:
     assert some_of(pool, 3) == [1, 3, 5]
 
 
-def test_neighbors_given_back_are_one_run_again() -> None:
+def test_adjacent_freed_blocks_join() -> None:
     pool = pool_with_free(6, [2, 4, 3])
     assert some_of(pool, 3) == [2, 3, 4]
 
@@ -100,19 +100,19 @@ def test_too_few_blocks_give_none_and_take_nothing() -> None:
     assert pool.allocate_blocks(1) is None
 
 
-def test_nothing_can_be_asked_for() -> None:
+def test_allocating_no_blocks_gives_an_empty_list() -> None:
     assert make_pool(2).allocate_blocks(0) == []
 
 
 @pytest.mark.parametrize("block_id", [1, 2, 3])
-def test_a_double_free_is_noticed(block_id: int) -> None:
+def test_double_free_raises(block_id: int) -> None:
     pool = pool_with_free(6, [1, 2, 3])
     with pytest.raises(AssertionError, match="twice"):
         pool.free_blocks([block_id])
 
 
 @pytest.mark.parametrize("block_id", [-1, 2])
-def test_a_block_of_no_pool_is_noticed(block_id: int) -> None:
+def test_freeing_an_unknown_block_raises(block_id: int) -> None:
     pool = pool_with_free(2, [])
     with pytest.raises(AssertionError, match="no block"):
         pool.free_blocks([block_id])
@@ -264,7 +264,7 @@ def test_released_blocks_are_retained_and_found_again(tree: RadixCache) -> None:
     assert tree.retained == 1
 
 
-def test_a_root_of_none_shares_nothing_and_gives_its_blocks_back(tree: RadixCache) -> None:
+def test_root_none_shares_nothing_and_frees_its_blocks(tree: RadixCache) -> None:
     first, second = fill_path(tree, None, [1, 2, 3, 4], 10), fill_path(tree, None, [1, 2, 3, 4], 20)
     assert (ids(first), ids(second)) == ([10, 11], [20, 21])
     assert tree.release_path(first) == [10, 11]
@@ -295,7 +295,7 @@ def test_a_shared_front_is_as_recent_as_its_last_use(tree: RadixCache) -> None:
     assert tree.evict_blocks(4) == [11, 20, 30, 10]
 
 
-def test_what_a_request_uses_is_not_evicted(tree: RadixCache) -> None:
+def test_used_blocks_are_not_evicted(tree: RadixCache) -> None:
     keep(tree, "root", [1, 2, 3, 4], 10)
     path = tree.match_prefix("root", [1, 2], range(2))
     assert tree.evict_blocks(9) == [11]
@@ -304,7 +304,7 @@ def test_what_a_request_uses_is_not_evicted(tree: RadixCache) -> None:
     assert tree.evict_blocks(9) == [10]
 
 
-def test_trimming_leaves_the_budget() -> None:
+def test_trim_evicts_down_to_the_budget() -> None:
     tree = RadixCache(SMALL_BLOCK, budget=1)
     keep(tree, "root", [1, 2, 3, 4, 5, 6], 10)
     running = fill_path(tree, "root", [7, 8], 20)
@@ -313,11 +313,11 @@ def test_trimming_leaves_the_budget() -> None:
     assert (tree.retained, ids(running)) == (1, [20])
 
 
-def test_using_a_path_again_and_again_does_not_grow_the_queue(tree: RadixCache) -> None:
+def test_repeated_use_does_not_grow_the_eviction_queue(tree: RadixCache) -> None:
     keep(tree, "root", [1, 2, 3, 4], 10)
     for _ in range(50):
         found(tree, "root", [1, 2, 3, 4])
-    assert len(tree._queue) <= tree.retained
+    assert tree.queue_length <= tree.retained
 
 
 @dataclass
@@ -427,7 +427,7 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-def test_blocks_under_a_fleeting_root_go_with_their_last_reader() -> None:
+def test_blocks_under_an_ephemeral_root_are_freed_with_their_last_user() -> None:
     tree, root = RadixCache(2, budget=8), EphemeralRoot()
     leader = tree.match_prefix(root, [1, 2, 3, 4], range(4))
     for number, begin in enumerate((0, 2)):
@@ -466,14 +466,14 @@ def step(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return key, -key
 
 
-def test_a_room_is_allocated_in_the_shape_of_the_model(causal: CausalLM) -> None:
+def test_contiguous_kv_has_the_shape_of_the_model(causal: CausalLM) -> None:
     room = ContiguousKV.allocate(causal, 6)
     assert room.keys.shape == room.values.shape == (2, 2, 6, 16)
     assert room.keys.dtype == causal.dtype
     assert (room.length, room.spans()) == (0, [])
 
 
-def test_a_room_is_one_stretch_that_grows() -> None:
+def test_contiguous_kv_is_one_span_that_grows() -> None:
     room = contiguous_kv(8, filled=3)
     assert bounds(room) == [(0, 3)]
     room.advance([7, 9])
@@ -484,7 +484,7 @@ def test_a_room_is_one_stretch_that_grows() -> None:
     assert span.values is room.values
 
 
-def test_a_room_is_written_behind_what_it_holds() -> None:
+def test_contiguous_kv_is_written_behind_its_tokens() -> None:
     room = contiguous_kv(8, filled=3)
     key, value = step(6)
     room.write_rows(2, 5).write_states(1, key, value)
@@ -502,7 +502,7 @@ def test_a_room_takes_no_more_than_its_capacity() -> None:
         room.write_rows(0, 6)
 
 
-def test_a_filled_room_becomes_states_without_a_copy() -> None:
+def test_contiguous_kv_becomes_states_without_a_copy() -> None:
     room = contiguous_kv(8, filled=3)
     states = room.as_states(40)
     assert (states.start, states.length) == (40, 3)
@@ -521,7 +521,7 @@ def test_a_filled_room_becomes_states_without_a_copy() -> None:
         (12, [(20, 24), (8, 12), (12, 16)]),
     ],
 )
-def test_pages_are_one_stretch_a_block(filled: int, expected: list[tuple[int, int]]) -> None:
+def test_block_table_has_one_span_a_block(filled: int, expected: list[tuple[int, int]]) -> None:
     table = make_block_table([5, 2, 3], filled)
     assert bounds(table) == expected
     assert all(each.keys is table.pool.keys for each in table.spans())
@@ -536,7 +536,7 @@ def test_slots_follow_the_blocks_in_the_order_of_the_request() -> None:
     assert table.slots(1) == [12], "the first of a block"
 
 
-def test_pages_have_room_for_whole_blocks() -> None:
+def test_block_table_capacity_counts_whole_blocks() -> None:
     table = make_block_table([5, 2], filled=3)
     assert (table.capacity, table.length) == (8, 3)
     assert len(table.slots(5)) == 5
@@ -548,7 +548,7 @@ def test_pages_have_room_for_whole_blocks() -> None:
     assert table.slots(6)[-1] == 0
 
 
-def test_pages_are_written_row_by_row_to_their_slots() -> None:
+def test_block_table_writes_rows_to_their_slots() -> None:
     table = make_block_table([5, 2, 3], filled=3)
     key, value = step(6)
     table.write_rows(1, 4).write_states(1, key, value)
@@ -560,14 +560,14 @@ def test_pages_are_written_row_by_row_to_their_slots() -> None:
     assert not values.any()
 
 
-def test_positions_of_pages_may_leave_gaps() -> None:
+def test_positions_of_a_block_table_may_have_gaps() -> None:
     table = make_block_table([5, 2])
     table.advance([3, 4, 90])
     table.advance([91, 95])
     assert (list(table.positions), table.length) == ([3, 4, 90, 91, 95], 5)
 
 
-def test_stretches_of_the_same_memory_have_one_place() -> None:
+def test_spans_of_the_same_memory_are_equal() -> None:
     mine, yours = make_block_table([5, 2], filled=6), make_block_table([5, 3], filled=6)
     yours.pool = mine.pool
     (a, b), (c, d) = mine.spans(), yours.spans()

@@ -1,4 +1,4 @@
-"""Blocks of running requests: every one is somebody's, and holds what it is taken for."""
+"""The KV cache manager: which blocks sequences hold, and what they contain."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def check_states(memory: KVCacheManager, sequence: Sequence) -> None:
     assert memory.pool.values[0, 0, here, 0].tolist() == sequence.positions[: private.length]
 
 
-def test_what_fits_the_pool_is_held() -> None:
+def test_can_hold_up_to_the_pool_size() -> None:
     memory = memory_of(blocks=3, budget=0)
     assert memory.can_hold(3 * BLOCK_SIZE)
     assert not memory.can_hold(3 * BLOCK_SIZE + 1)
 
 
-def test_a_request_takes_room_for_all_of_its_text(memory: KVCacheManager) -> None:
+def test_admission_allocates_blocks_for_the_whole_prompt(memory: KVCacheManager) -> None:
     sequence = sequence_of(range(9))
     assert memory.admit_sequence(sequence) == 0
     assert (len(ids(sequence)), sequence.computed, memory.pool.used_count) == (3, 0, 3)
@@ -91,7 +91,7 @@ def test_a_request_takes_room_for_all_of_its_text(memory: KVCacheManager) -> Non
     check_states(memory, sequence)
 
 
-def test_a_block_is_taken_when_the_last_one_is_full(memory: KVCacheManager) -> None:
+def test_a_block_is_allocated_when_the_last_one_is_full(memory: KVCacheManager) -> None:
     sequence = standing(memory, range(7))
     for token, used in ((50, 2), (51, 3), (52, 3)):
         answer(sequence, token)
@@ -108,7 +108,7 @@ def test_full_blocks_of_a_running_request_are_shared(memory: KVCacheManager) -> 
     check_states(memory, second)
 
 
-def test_the_last_token_is_computed_though_it_stands(memory: KVCacheManager) -> None:
+def test_the_last_token_is_always_computed(memory: KVCacheManager) -> None:
     first, second = standing(memory, range(8)), sequence_of(range(8))
     assert memory.admit_sequence(second) == BLOCK_SIZE, (
         "the answer continues from the last token's logits"
@@ -141,7 +141,7 @@ def test_nothing_is_shared_between_tenants(
     assert memory.radix_cache.retained == memory.pool.used_count == 2 * named
 
 
-def test_what_a_request_leaves_is_found_by_the_next_one(memory: KVCacheManager) -> None:
+def test_released_blocks_are_found_by_the_next_request(memory: KVCacheManager) -> None:
     first = standing(memory, range(9))
     kept = ids(first)[:2]
     memory.release_sequence(first)
@@ -157,13 +157,13 @@ def test_what_a_request_leaves_is_found_by_the_next_one(memory: KVCacheManager) 
     check_states(memory, second)
 
 
-def test_no_more_is_retained_than_the_budget() -> None:
+def test_retained_blocks_stay_within_the_budget() -> None:
     memory = memory_of(blocks=16, budget=3)
     memory.release_sequence(standing(memory, range(20)))
     assert (memory.pool.used_count, memory.radix_cache.retained) == (3, 3)
 
 
-def test_what_is_retained_gives_way_to_what_runs() -> None:
+def test_retained_blocks_are_evicted_for_running_requests() -> None:
     memory = memory_of(blocks=6, budget=6)
     first = standing(memory, range(16))
     memory.release_sequence(first)
@@ -218,7 +218,7 @@ def test_no_fork_without_a_free_block() -> None:
     assert (other.private, other.path, memory.pool.used_count) == (None, None, 2)
 
 
-def test_who_never_entered_has_nothing_to_leave(memory: KVCacheManager) -> None:
+def test_releasing_a_sequence_that_was_never_admitted_does_nothing(memory: KVCacheManager) -> None:
     memory.release_sequence(sequence_of(range(5)))
     assert memory.pool.used_count == 0
 

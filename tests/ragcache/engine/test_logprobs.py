@@ -19,7 +19,7 @@ class Letters:
 CHOSEN = [SampledToken(1, -0.5, ((1, -0.5), (2, -inf))), SampledToken(0, None, ())]
 
 
-def test_a_chat_tells_bytes_of_whole_characters_and_finite_numbers() -> None:
+def test_chat_logprobs_have_bytes_of_whole_characters_and_finite_numbers() -> None:
     told = LogprobFormat(Letters()).chat(CHOSEN)
     first, second = told["content"]
     assert first["token"] == "a"
@@ -29,7 +29,7 @@ def test_a_chat_tells_bytes_of_whole_characters_and_finite_numbers() -> None:
     assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
-def test_a_text_tells_where_each_token_begins() -> None:
+def test_text_logprobs_have_the_offset_of_each_token() -> None:
     assert LogprobFormat(Letters()).text(CHOSEN, offset=3) == {
         "tokens": ["a", "\ufffd"],
         "token_logprobs": [-0.5, 0.0],

@@ -1,7 +1,4 @@
-"""A request: what cannot be asked, and what its states depend on."""
-
-# MERGED tests.ragcache.engine.test_context: A context: states placed one after another, and
-#   whether prompt and answer fit the window.
+"""Requests and their contexts."""
 
 from __future__ import annotations
 
@@ -40,12 +37,12 @@ def no_text(stop: Sequence[str]) -> TextStream:
         ({"context": plain_context([])}, "no token of its own"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_requests_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         Request(**{"context": PROMPT, "max_new_tokens": 5, **changes})  # type: ignore[arg-type]
 
 
-def test_the_bounds_themselves_may_be_asked() -> None:
+def test_bounds_are_valid() -> None:
     request = Request(PROMPT, 1, min_new_tokens=1, n=MAX_CHOICES, stop=("x",) * 16, text=no_text)
     assert request.n == MAX_CHOICES
 
@@ -72,14 +69,14 @@ def states(length: int, start: int = 0) -> KVStates:
     return KVStates(torch.zeros(1, 1, length, 1), torch.zeros(1, 1, length, 1), start)
 
 
-def test_a_segment_tells_where_it_ends_and_how_far_it_moved() -> None:
+def test_segment_end_and_delta() -> None:
     segment = Segment(states(5, start=30), start=12)
     assert segment.end == 17
     assert segment.delta == -18
     assert Segment(states(5, start=12), start=12).delta == 0
 
 
-def test_states_stand_one_after_another_without_gaps() -> None:
+def test_assemble_places_states_without_gaps() -> None:
     lengths = (4, 1, 7)
     context = assemble([states(n, start=100) for n in lengths], [8, 9], window=64, max_new_tokens=1)
     assert [(s.start, s.end) for s in context.segments] == [(0, 4), (4, 5), (5, 12)]
@@ -89,7 +86,7 @@ def test_states_stand_one_after_another_without_gaps() -> None:
     assert (context.cached_tokens, context.prompt_tokens) == (12, 14)
 
 
-def test_the_states_are_placed_as_they_are_not_copied() -> None:
+def test_assemble_copies_no_states() -> None:
     given = [states(3), states(2)]
     context = assemble([given[1], given[0], given[1]], [1], window=64, max_new_tokens=1)
     assert [s.states for s in context.segments] == [given[1], given[0], given[1]]
@@ -110,7 +107,7 @@ def test_prompt_and_answer_may_fill_the_window_but_not_exceed_it() -> None:
             assemble(given, [1] * tokens, window=20, max_new_tokens=answer)
 
 
-def test_the_message_says_what_does_not_fit_and_what_to_do() -> None:
+def test_window_message_names_the_sizes_and_a_remedy() -> None:
     with pytest.raises(PromptTooLong) as caught:
         check_window(90, 9, window=100, max_new_tokens=2)
     assert str(caught.value) == (

@@ -106,7 +106,7 @@ def test_an_answer_over_moved_modules_equals_the_reference(gemma: ContiguousLM) 
         own = [*own, token]
 
 
-def test_text_stands_between_modules(gemma: ContiguousLM) -> None:
+def test_text_between_modules(gemma: ContiguousLM) -> None:
     modules = [(random_tokens(11, seed=1), 0), (random_tokens(9, seed=2), 15)]
     between, after = random_tokens(4, seed=3), random_tokens(3, seed=4)
     states = encoded(gemma, [EncodeJob(tokens) for tokens, _ in modules])
@@ -149,7 +149,7 @@ def test_encoding_equals_that_of_the_segment_design() -> None:
         torch.testing.assert_close(one.values, other.values, **CLOSE)
 
 
-def test_requests_together_equal_each_alone(gemma: ContiguousLM) -> None:
+def test_batched_requests_equal_single_ones(gemma: ContiguousLM) -> None:
     modules = [(random_tokens(11, seed=1), 0)]
     requests = [
         Request(plain(40, seed=1), 9),
@@ -187,7 +187,7 @@ def test_equal_prompts_of_one_tenant_share_nothing(gemma: ContiguousLM) -> None:
     assert core.kv_manager.radix_cache.retained == 0
 
 
-def test_preempted_requests_end_as_if_alone(gemma: ContiguousLM) -> None:
+def test_preempted_requests_equal_single_ones(gemma: ContiguousLM) -> None:
     requests = [Request(plain(50 + 3 * n, seed=n), 20) for n in range(3)]
     core, runner = core_of(gemma, pool_bytes=3 * BLOCK_SIZE * gemma.bytes_per_token)
     handles = [add(core, request) for request in requests]

@@ -1,7 +1,4 @@
-"""Choosing tokens: penalties, streams of random numbers, log-probabilities, failures."""
-
-# MERGED tests.ragcache.engine.test_draw: Filters and draws against plain definitions, and
-#   their independence of the batch.
+"""Sampling: penalties, filters and draws against plain definitions."""
 
 from __future__ import annotations
 
@@ -91,7 +88,7 @@ def test_no_rows_give_no_tokens() -> None:
     st.lists(st.sampled_from(MIXED), min_size=1, max_size=2 * CPU_ROWS + 1),
     st.integers(0, 100),
 )
-def test_a_sequence_never_notices_the_batch(samplings: list[SamplingParams], seed: int) -> None:
+def test_sampling_does_not_depend_on_the_batch(samplings: list[SamplingParams], seed: int) -> None:
     together = [start(s, index=i) for i, s in enumerate(samplings)]
     alone = [start(s, index=i) for i, s in enumerate(samplings)]
     banned = [{i} if i % 3 == 0 else set() for i in range(len(samplings))]
@@ -197,7 +194,7 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
         assert [value for _, value in chosen.alternatives] == pytest.approx(best.values.tolist())
 
 
-def test_logprobs_of_none_of_the_others_and_of_more_than_there_are() -> None:
+def test_logprobs_with_zero_or_too_many_alternatives() -> None:
     logits = torch.full((1, 12), -torch.inf)
     logits[0, :3] = torch.tensor([1.0, 3.0, 1.0])
     [bare] = sample_tokens(logits, [start(SamplingParams(logprobs=0))], [()])
@@ -211,7 +208,7 @@ def test_logprobs_of_none_of_the_others_and_of_more_than_there_are() -> None:
 
 @pytest.mark.parametrize("sampling", MIXED)
 @pytest.mark.parametrize("trouble", ["nan", "inf", "all forbidden", "all minus inf"])
-def test_an_unusable_row_is_an_error_of_its_own(sampling: SamplingParams, trouble: str) -> None:
+def test_unusable_row_leaves_other_rows_unchanged(sampling: SamplingParams, trouble: str) -> None:
     logits = random_logits(3)
     fine = [logits[0].clone(), logits[2].clone()]
     banned: list[Collection[int]] = [(), (), ()]
@@ -252,7 +249,7 @@ SETTINGS = st.builds(
 )
 
 
-def random_logits_draw(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
+def draw_logits(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(rows, vocabulary, generator=generator) * 3
 
@@ -279,7 +276,7 @@ def kept(shares: Tensor) -> set[int]:
 
 
 def test_shares_are_the_probabilities() -> None:
-    logits = random_logits_draw(3, 500)
+    logits = draw_logits(3, 500)
     shares = shares_of(logits, [1.0, 0.5, 2])
     expected = (logits.double() / torch.tensor([[1.0], [0.5], [2.0]])).softmax(-1)
     assert torch.allclose(shares.double() / SHARES, expected, atol=1e-7)
@@ -296,7 +293,7 @@ def test_a_tiny_temperature_leaves_the_likeliest_token() -> None:
 def test_filters_keep_what_their_definitions_keep(
     samplings: list[SamplingParams], seed: int, head: int
 ) -> None:
-    logits = random_logits_draw(len(samplings), 50, seed).round()  # many equal ones
+    logits = draw_logits(len(samplings), 50, seed).round()  # many equal ones
     shares = shares_of(logits, [s.temperature for s in samplings])
     filtered = keep_likeliest(shares, samplings, head)
     for row, sampling in enumerate(samplings):
@@ -318,7 +315,7 @@ def test_draws_invert_the_distribution_function() -> None:
 
 
 def test_draws_are_distributed_as_the_shares() -> None:
-    logits = random_logits_draw(1, 6)
+    logits = draw_logits(1, 6)
     shares = shares_of(logits, [1.0])
     count = 4000
     drawn = draw(shares.expand(count, -1), [(n + 0.5) / count for n in range(count)])
@@ -327,8 +324,8 @@ def test_draws_are_distributed_as_the_shares() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [37, 8192, 50257])
-def test_a_row_is_the_same_alone_and_among_others(vocabulary: int) -> None:
-    logits = random_logits_draw(5, vocabulary)
+def test_draws_do_not_depend_on_other_rows(vocabulary: int) -> None:
+    logits = draw_logits(5, vocabulary)
     logits = torch.cat([logits, logits.bfloat16().float()])  # with equal ones
     samplings = [SamplingParams(1, k, p) for k in (0, 40) for p in (0.5, 0.8, 0.9, 0.95, 0.999)]
     together = keep_likeliest(shares_of(logits, [1.0] * 10), samplings)

@@ -44,29 +44,29 @@ def waits(number: int, pending: int, since: float = 0.0) -> SchedulableRequest:
 @pytest.mark.parametrize(
     ("room", "tokens", "blocks"), [(0, 1, 1), (1, 1, 0), (3, 4, 1), (0, 4, 1), (0, 5, 2), (9, 5, 0)]
 )
-def test_blocks_are_needed_for_what_does_not_fit_the_room(
+def test_blocks_for_counts_tokens_beyond_the_free_slots(
     room: int, tokens: int, blocks: int
 ) -> None:
     assert SchedulableRequest(1, 0.0, tokens, room).blocks_for(tokens, BLOCK_SIZE) == blocks
 
 
-def test_nothing_to_do_decides_nothing() -> None:
+def test_schedule_without_requests_is_empty() -> None:
     assert decide() == SchedulerOutput({}, (), ())
 
 
-def test_tokens_that_decode_come_first_and_a_long_prompt_takes_what_is_left() -> None:
+def test_decoding_comes_first_and_a_prompt_takes_the_rest() -> None:
     prefilling = SchedulableRequest(0, 0.0, 50, room=50)
     decision = decide([prefilling, *(decoding(n) for n in (1, 2, 3))])
     assert decision.tokens == {1: 1, 2: 1, 3: 1, 0: 5}
     assert sum(decision.tokens.values()) == WIDE.step_tokens
 
 
-def test_where_nothing_decodes_prompts_take_larger_portions() -> None:
+def test_prompts_take_larger_chunks_where_nothing_decodes() -> None:
     prompts = [SchedulableRequest(n, float(n), 20, room=20) for n in range(3)]
     assert decide(prompts).tokens == {0: 20, 1: 12}
 
 
-def test_all_decode_even_where_they_are_more_than_a_step_takes() -> None:
+def test_all_decoding_requests_run_beyond_the_step_budget() -> None:
     running = [decoding(n) for n in range(12)]
     prefilling = SchedulableRequest(12, 12.0, 5, room=5)
     decision = decide([*running, prefilling], [waits(13, 1)])
@@ -74,7 +74,7 @@ def test_all_decode_even_where_they_are_more_than_a_step_takes() -> None:
     assert decision.admitted == ()
 
 
-def test_a_portion_ends_where_the_room_and_the_free_blocks_end() -> None:
+def test_chunk_is_limited_by_free_slots_and_blocks() -> None:
     prompts = [SchedulableRequest(0, 0.0, 20, room=2), SchedulableRequest(1, 1.0, 20, room=3)]
     assert decide(prompts, free=2).tokens == {0: 10, 1: 3}
 
@@ -85,13 +85,13 @@ def test_requests_enter_in_order_while_the_step_has_tokens_left() -> None:
     assert decision.tokens == {0: 1, 1: 3, 2: 4}, "the second begins with a portion"
 
 
-def test_no_more_run_than_may() -> None:
+def test_running_requests_are_limited() -> None:
     limits = SchedulerConfig(BLOCK_SIZE, 32, 32, running=3)
     decision = decide([decoding(0)], [waits(n, 2) for n in range(1, 6)], limits=limits)
     assert decision.admitted == (1, 2)
 
 
-def test_a_request_enters_where_all_of_its_text_and_a_block_for_everybody_fit() -> None:
+def test_admission_needs_blocks_for_the_text_and_one_for_each_request() -> None:
     running = [decoding(0), decoding(1)]
     needed = 3  # blocks for 8 tokens and the next one
     spare = len(running)
@@ -99,12 +99,12 @@ def test_a_request_enters_where_all_of_its_text_and_a_block_for_everybody_fit() 
     assert decide(running, [waits(2, 8)], free=needed + spare - 1).admitted == ()
 
 
-def test_alone_a_request_may_take_the_whole_pool() -> None:
+def test_a_single_request_may_take_the_whole_pool() -> None:
     assert decide([], [waits(0, 11), waits(1, 1)], free=3).admitted == (0,)
     assert decide([], [waits(0, 12)], free=3).admitted == ()
 
 
-def test_who_does_not_fit_is_passed_for_a_while_only() -> None:
+def test_a_request_that_does_not_fit_is_passed_by_for_limited_time() -> None:
     big, small = waits(0, 40, since=5.0), waits(1, 2, since=6.0)
     assert decide([decoding(9)], [big, small], free=6, now=5.0 + MAX_BYPASS_SECONDS).admitted == (
         1,
@@ -112,13 +112,13 @@ def test_who_does_not_fit_is_passed_for_a_while_only() -> None:
     assert decide([decoding(9)], [big, small], free=6, now=5.1 + MAX_BYPASS_SECONDS).admitted == ()
 
 
-def test_a_level_of_priority_counts_as_seconds_of_waiting() -> None:
+def test_priority_level_counts_as_seconds_of_waiting() -> None:
     """Requests come in the order of seniority; the engine sorts by it."""
     urgent, plain = waits(0, 40, since=6.0 - AGEING), waits(1, 2, since=5.0)
     assert decide([decoding(9)], [urgent, plain], free=6, now=6.0).admitted == ()
 
 
-def test_the_youngest_gives_its_blocks_back_and_nobody_enters() -> None:
+def test_the_youngest_is_preempted_and_none_is_admitted() -> None:
     running = [decoding(n, room=0, held=2) for n in range(4)]
     decision = decide(running, [waits(9, 1)], free=1)
     assert decision.preempted == (3,), "its two blocks and the free one are enough"

@@ -69,7 +69,7 @@ def cohere(monkeypatch: pytest.MonkeyPatch) -> CausalLM:
     return wrap_causal(AutoModelForCausalLM.from_config(config).eval())
 
 
-def test_a_family_of_ones_own_is_served_from_end_to_end(cohere: CausalLM) -> None:
+def test_registered_family_is_served(cohere: CausalLM) -> None:
     assert cohere.scheme.name == "rotary:default:8:interleaved"
     pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
     context = prompt(cohere, pieces)

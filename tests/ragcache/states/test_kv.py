@@ -40,7 +40,7 @@ ids = st.lists(st.integers(0, 200_000), max_size=6)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_whatever_the_states_depend_on_changes_the_key(change: dict[str, Any]) -> None:
+def test_every_dependency_changes_the_key(change: dict[str, Any]) -> None:
     assert state_key(**{**INPUTS, **change}) != state_key(**INPUTS)
 
 
@@ -76,7 +76,7 @@ def test_two_runs_of_tokens_share_a_key_only_if_they_are_equal(
     assert (keys[0] == keys[1]) == (first == second)
 
 
-def test_the_digest_is_what_it_was_when_states_were_first_stored() -> None:
+def test_digest_is_stable() -> None:
     """Fails on an accidental change; raise FORMAT_VERSION with an intended one."""
     pinned = "dfd8eb1f01a36aa71ea568ac28f1c10be9fc6b65a914f8c2637c1b8284219b8e"
     assert state_key(**INPUTS) == KVKey(pinned)

@@ -73,7 +73,7 @@ def test_model_is_the_same_object_and_so_exact_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_what_is_kept_so_already_is_not_quantized_again(kind: KVDtype) -> None:
+def test_quantized_states_are_not_quantized_again(kind: KVDtype) -> None:
     kept = quantize(draw(torch.bfloat16), kind)
     assert quantize(kept, kind) is kept
     assert kv_dtype_of(kept) == kind
@@ -104,7 +104,7 @@ def test_zeros_and_runs_without_tokens_survive(kind: KVDtype) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_states_that_are_not_finite_are_left_alone(value: float) -> None:
+def test_states_that_are_not_finite_are_not_quantized(value: float) -> None:
     states = draw(torch.float32)
     states.values[0, 0, 2, 1] = value
     assert quantize(states, "int8") is states
@@ -116,7 +116,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
 
 
 @given(tokens=st.integers(0, 20), layers=st.integers(1, 3), size=st.integers(1, 9))
-def test_the_bytes_are_known_before(tokens: int, layers: int, size: int) -> None:
+def test_quantized_bytes_are_known_from_shapes(tokens: int, layers: int, size: int) -> None:
     states = KVStates(*torch.randn(2, layers, 2, tokens, size).bfloat16(), 0)
     forms = [quantize(states, "int8"), quantize(states, "fp8"), states]
     for form in forms:

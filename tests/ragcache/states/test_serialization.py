@@ -148,7 +148,7 @@ def test_blobs_longer_than_a_part_are_read_whole(
     assert_same(read_bytes(to_blob(KEY, draw()), tmp_path), draw())
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_noticed() -> None:
+def test_a_file_that_shrinks_during_reading_raises() -> None:
     class Shrinking(io.BytesIO):
         def seek(self, offset: int, whence: int = 0, /) -> int:
             end = super().seek(offset, whence)
@@ -159,9 +159,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed() -> None:
         read_blob(content, KEY, "blob", plain)
 
 
-def test_a_read_that_fails_is_not_called_corrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_is_not_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -210,7 +208,7 @@ def test_bytes_after_the_end_are_noticed(tmp_path: Path) -> None:
         read_bytes(to_blob(KEY, draw()) + b"\0", tmp_path)
 
 
-def test_a_blob_of_another_key_does_not_stand_in(tmp_path: Path) -> None:
+def test_a_blob_of_another_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateCorrupt, match="another key or format"):
         read_bytes(to_blob(KVKey("cd" * 32), draw()), tmp_path)
 
@@ -243,7 +241,7 @@ def test_safetensors_of_something_else_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "read", [map_blob, lambda path, key: load_blob(path, key, plain)], ids=["mapped", "loaded"]
 )
-def test_missing_and_unreadable_files_are_not_called_corrupt(
+def test_missing_and_unreadable_files_are_not_corruption(
     read: Callable[[Path, KVKey], StoredStates], tmp_path: Path
 ) -> None:
     with pytest.raises(StateMissing, match=r"none\.safetensors"):
