@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 from ragcache.bench.harness import Progress, describe_machine
-from ragcache.engine import EncodeJob, Request, Segment, assemble, complete, encode
+from ragcache.engine import EncodeJob, Request, Segment, assemble_context, complete, encode
 from ragcache.errors import NoDocuments
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
@@ -88,7 +88,7 @@ def _first_tokens(model: LoadedModel, asked: Sequence[_Question], kind: KVDtype)
     requests = []
     for each in asked:
         kept = [restored(quantize(states, kind)) for states in each.states]
-        context = assemble(kept, each.own, window=model.causal.window, max_new_tokens=1)
+        context = assemble_context(kept, each.own, window=model.causal.window, max_new_tokens=1)
         requests.append(Request(context, 1))
     return [done.token_ids[0] for done in complete(model.causal, requests)]
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from ragcache.attention import AttentionMetadata
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure, save_figure
-from ragcache.engine import Context, EngineConfig, EngineStats, Request, RequestHandle, assemble
+from ragcache.engine import (
+    Context,
+    EngineConfig,
+    EngineStats,
+    Request,
+    RequestHandle,
+    assemble_context,
+)
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM, wrap_causal
@@ -152,7 +159,7 @@ def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     ]
     new = setting.copies_tokens
     requests = [
-        Request(assemble((), question, window=causal.window, max_new_tokens=new), new)
+        Request(assemble_context((), question, window=causal.window, max_new_tokens=new), new)
         for question in questions
     ]
     ours, copies = [], []
@@ -190,7 +197,7 @@ def _contexts(
         rng.shuffle(order)
         question = setting.shape.draw_tokens(rng, setting.question_tokens)
         contexts.append(
-            assemble(
+            assemble_context(
                 [states[0], *order],
                 question,
                 window=causal.window,

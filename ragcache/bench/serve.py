@@ -22,7 +22,7 @@ from ragcache.engine import (
     LLMEngine,
     Request,
     RequestOutput,
-    assemble,
+    assemble_context,
     encode,
 )
 from ragcache.models import CausalLM, wrap_causal
@@ -109,7 +109,7 @@ def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request
     new = setting.new_tokens
 
     def request(cached: Sequence[KVStates], own: Sequence[int]) -> Request:
-        return Request(assemble(cached, own, window=causal.window, max_new_tokens=new), new)
+        return Request(assemble_context(cached, own, window=causal.window, max_new_tokens=new), new)
 
     requests: dict[str, list[Request]] = {"exact": [], "cached": []}
     for _ in range(setting.requests):

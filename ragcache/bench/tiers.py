@@ -29,7 +29,7 @@ from ragcache.bench.harness import (
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.tables import StateTable
-from ragcache.engine import EncodeJob, Request, assemble, complete, encode
+from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode
 from ragcache.models import LanguageModel, wrap_causal
 from ragcache.planning import (
     break_even_tokens,
@@ -326,7 +326,7 @@ def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) ->
 
 
 def _first_token(model: LanguageModel, states: Sequence[KVStates], own: Sequence[int]) -> int:
-    context = assemble(states, own, window=model.window, max_new_tokens=1)
+    context = assemble_context(states, own, window=model.window, max_new_tokens=1)
     [completion] = complete(model, [Request(context, 1)])
     return completion.token_ids[0]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds
-from ragcache.engine import EncodeJob, LLMEngine, Request, assemble, encode
+from ragcache.engine import EncodeJob, LLMEngine, Request, assemble_context, encode
 from ragcache.models import wrap_causal
 from ragcache.planning import encode_modules
 from ragcache.states import KVStates
@@ -128,5 +128,5 @@ def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
 def _cached(
     engine: LLMEngine, window: int, states: Sequence[KVStates], question: Sequence[int]
 ) -> int:
-    context = assemble(states, question, window=window, max_new_tokens=1)
+    context = assemble_context(states, question, window=window, max_new_tokens=1)
     return engine.submit_request(Request(context, 1)).result().token_ids[0]

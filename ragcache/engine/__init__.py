@@ -14,7 +14,7 @@ from ragcache.engine.request import (
     RequestOutput,
     Segment,
     TokenDelta,
-    assemble,
+    assemble_context,
     check_window,
 )
 from ragcache.engine.sampler import SampledToken
@@ -38,7 +38,7 @@ __all__ = [
     "Segment",
     "TextStream",
     "TokenDelta",
-    "assemble",
+    "assemble_context",
     "check_window",
     "complete",
     "encode",

@@ -1,7 +1,7 @@
-"""What an answer's tokens must be: the hold of a grammar on the sampler.
+"""Constraints on the tokens of an answer: the seam between a grammar and the sampler.
 
-The engine asks for a mask before each token and tells which one came. It knows neither grammars nor
-the libraries that compile them, and a request without a constraint pays nothing.
+The engine reads a mask before each token and passes on the token that came. It knows neither
+grammars nor the libraries that compile them, and a request without a constraint costs nothing.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Constraint(Protocol):
 
 
 MakeConstraint = Callable[[], Constraint]
-"""Makes the constraint of one answer in its first state."""
+"""Makes the constraint of one answer, in its initial state."""
 
 
 class GuardedConstraint:
     """A constraint whose errors fail its own request.
 
-    failure: what went wrong; from then on it allows nothing. The state lives as long as the answer,
-    so that one that is pre-empted goes on where it was.
+    failure: what went wrong; from then on no token is allowed. The state lives as long as the
+    answer, so that a preempted one continues where it was.
     """
 
     def __init__(self, make: MakeConstraint) -> None:
@@ -76,7 +76,7 @@ class GuardedConstraint:
     def _tried(self, doing: str, ask: Callable[[], T], otherwise: T) -> T:
         try:
             return ask()
-        except Exception as error:  # it is another's code, and ends its own request alone
+        except Exception as error:  # foreign code, whose errors end only its own request
             failure = ConstraintFailed(f"the request's constraint failed in {doing}: {error!r}")
             failure.__cause__ = error
             self._constraint, self.failure = None, failure

@@ -1,6 +1,6 @@
 """Token ids to text, one id at a time: whole characters, cut before the first stop string.
 
-The concatenated pieces of an `IncrementalDetokenizer` equal `tokenizer.decode` of all ids.
+The concatenated texts of an `IncrementalDetokenizer` equal `tokenizer.decode` of all ids.
 `tokenizers.decoders.DecodeStream` is close to that, but it raises where invalid bytes change what
 was decoded before, holds everything back while invalid bytes go on, and has no call that ends the
 text and returns the rest.
@@ -92,8 +92,8 @@ class StopChecker:
         self._begins = [self._next(stop, begin) for stop, begin in pairs]
 
     def _next(self, stop: str, begin: int) -> int:
-        """The first place from `begin` on where the string stands, or may as far as is seen. Places
-        before `begin` were ruled out, so that each is tried once."""
+        """The first place from `begin` on where the string begins, or may begin as far as the
+        window shows. Earlier places were ruled out, so each is tried once."""
         window = self._window
         while begin >= 0 and not stop.startswith(window[begin : begin + len(stop)]):
             begin = window.find(stop[0], begin + 1)

@@ -19,21 +19,73 @@ MakeText = Callable[[Sequence[str]], TextStream]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """States placed at position `start` of a prompt, without a copy.
+
+    name: identifies the states for all time, or None. Requests over segments of equal names at
+    equal places can share the private states after them.
+    """
+
+    states: KVStates
+    start: int
+    name: str | None = None
+
+    @property
+    def delta(self) -> int:
+        """How far the segment was moved from where it was encoded, in positions."""
+        return self.start - self.states.start
+
+    @property
+    def end(self) -> int:
+        """The first position after the segment."""
+        return self.start + self.states.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """What a request attends to: segments, and its own tokens in the order of their positions.
+
+    A token sees the segments that start before it, and the own tokens before it. The answer
+    continues at `next_position`.
+    """
+
+    segments: tuple[Segment, ...]
+    token_ids: tuple[int, ...]
+    position_ids: tuple[int, ...]
+    next_position: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose states are read, not computed."""
+        return sum(segment.states.length for segment in self.segments)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.cached_tokens + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A context to continue.
+    """A context to continue, and how.
 
-    max_new_tokens: an answer ends with `length` when it has so many. min_new_tokens: no stop token
-    is chosen before. stop_ids end an answer and do not belong to it, unless `ignore_eos`.
-    stop: strings that end an answer and do not belong to its text; need `text`. n: how many answers
-    are sampled; they share the prompt's states. text: None where tokens are enough.
-    tenant: whose requests may share private states with this one; None shares with nobody.
-    priority: each level counts as `AGEING` seconds of waiting; higher comes sooner.
-    timeout: seconds from submission after which the request fails with `DeadlineExceeded`.
-    constraint: makes what holds each answer's tokens to a form; called once an answer. An answer
-    that it says is finished ends with `stop`, though `min_new_tokens` are not reached; under it
-    stop tokens are never chosen where `ignore_eos`.
+    Args:
+        context: Segments and own tokens; at least one of these.
+        max_new_tokens: An answer of so many tokens ends with `length`.
+        stop_ids: Tokens that end an answer and do not belong to it, unless `ignore_eos`.
+        sampling: How tokens are chosen; by default the likeliest.
+        n: How many answers are sampled; they share the prompt's states.
+        stop: Strings that end an answer and do not belong to its text; need `text`.
+        text: Makes the text of an answer; None where tokens are enough.
+        min_new_tokens: No stop token is chosen before so many.
+        ignore_eos: Stop tokens are ordinary; under a constraint they are never chosen.
+        tenant: Requests of equal tenants may share private states; None shares with no other.
+        priority: Each level counts as `AGEING` seconds of waiting; higher comes sooner.
+        timeout: Seconds from submission until the request fails with `DeadlineExceeded`.
+        constraint: Makes the constraint of one answer. A finished constraint ends its answer with
+            `stop`, also before `min_new_tokens`.
 
-    Raises `InvalidRequest`.
+    Raises:
+        InvalidRequest: An option is out of its range.
     """
 
     context: Context
@@ -61,8 +113,8 @@ class Request:
 
     @property
     def root(self) -> Hashable:
-        """Everything besides its own tokens that the request's private states depend on: the
-        segments with their places, and whose they are. None where they cannot be shared."""
+        """The root of its private states in the radix cache: the tenant, and the segments with
+        their places. None where the states cannot be shared."""
         names = tuple((segment.name, segment.start) for segment in self.context.segments)
         if self.tenant is None or any(name is None for name, _ in names):
             return None
@@ -89,8 +141,11 @@ def check_options(
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """News of one answer: a token, and the text that is safe to show since. The last piece of an
-    answer may have text alone, which was held back. choice: which of the `n` answers."""
+    """A new token of an answer, and the text that is now safe to show.
+
+    choice: index of the answer, below `n`. chosen: None where the last delta of an answer has only
+    text that was held back.
+    """
 
     choice: int
     chosen: SampledToken | None
@@ -99,10 +154,13 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. token_ids: without the stop token; where a string stopped it, with the tokens
-    that spelled it. text: "" where the request has no `text`. finish_reason: `stop` or `length`.
-    stopped_by: the token id or string that ended it; None where a limit or its constraint did.
-    chosen: the tokens with their log-probabilities, if they were asked for."""
+    """One finished answer.
+
+    token_ids: without the stop token; where a string stopped it, with the tokens that spelled it.
+    text: "" where the request has no `text`. finish_reason: `stop` or `length`. stopped_by: the
+    token id or string that ended it; None where a limit or its constraint did. chosen: the tokens
+    with log-probabilities, where `SamplingParams.logprobs` is set.
+    """
 
     token_ids: tuple[int, ...]
     text: str
@@ -113,9 +171,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to a request. shared_tokens: private tokens of the prompt whose states stood in
-    the prefix tree. Times are `time.perf_counter` readings, in seconds; admitted_at is when the
-    request left the queue."""
+    """The finished answers to a request.
+
+    shared_tokens: private tokens of the prompt whose states were found in the radix cache. Times
+    are `time.perf_counter` readings, in seconds; admitted_at is when the request left the queue.
+    """
 
     choices: tuple[Choice, ...]
     shared_tokens: int
@@ -135,53 +195,7 @@ class RequestOutput:
         return self.choices[0].finish_reason
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """States standing at position `start` of a prompt. Nothing is copied to place them.
-
-    name: names what the states are, for all time; None where they have no name. Requests over
-    segments of equal names at equal places can share what they compute after them.
-    """
-
-    states: KVStates
-    start: int
-    name: str | None = None
-
-    @property
-    def delta(self) -> int:
-        """How far the segment was moved from where it was encoded, in positions."""
-        return self.start - self.states.start
-
-    @property
-    def end(self) -> int:
-        """The first position after the segment."""
-        return self.start + self.states.length
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Context:
-    """segments, and the request's own tokens in the order of their positions.
-
-    A token sees the segments that start before it, and the own tokens before it. The answer
-    continues at `next_position`.
-    """
-
-    segments: tuple[Segment, ...]
-    token_ids: tuple[int, ...]
-    position_ids: tuple[int, ...]
-    next_position: int
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens whose states are read, not computed."""
-        return sum(segment.states.length for segment in self.segments)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.cached_tokens + len(self.token_ids)
-
-
-def assemble(
+def assemble_context(
     states: Sequence[KVStates],
     token_ids: Sequence[int],
     *,
@@ -189,11 +203,20 @@ def assemble(
     max_new_tokens: int,
     names: Sequence[str | None] | None = None,
 ) -> Context:
-    """Places states one after another without gaps, then the private tokens.
+    """Places states one after another without gaps, then a prompt's own tokens.
 
-    names: those of the segments, where they have any.
+    Args:
+        states: The states of the segments, in order.
+        token_ids: The prompt's own tokens.
+        window: The most positions of prompt and answer.
+        max_new_tokens: How many of them the answer may take.
+        names: The names of the segments, where they have any.
 
-    Raises `PromptTooLong` where prompt and answer together exceed `window` positions.
+    Returns:
+        The context of a `Request`.
+
+    Raises:
+        PromptTooLong: Prompt and answer exceed `window` positions.
     """
     position, segments = 0, []
     for each, name in zip(states, names or [None] * len(states), strict=True):

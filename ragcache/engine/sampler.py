@@ -283,7 +283,7 @@ def _least_of_nucleus(shares: Tensor, likeliest: Tensor, top_p: Tensor) -> Tenso
 
 
 def _last_before(descending: Tensor, mass: Tensor) -> Tensor:
-    """The last share that stands before the mass is reached. [R, 1]."""
+    """The last share before the mass is reached. [R, 1]."""
     before = descending.cumsum(dim=-1) - descending
     count = (before < mass).sum(dim=-1, keepdim=True)
     return descending.gather(-1, (count - 1).clamp(min=0))

@@ -1,7 +1,7 @@
 """The table of served model families: what differs between architectures.
 
-`wrap` makes of a loaded Hugging Face model what the engine runs: a `CausalLM` where its attention
-can read segments, else a `ContiguousLM`. A row of `FAMILIES` names what differs from a model with
+`wrap` prepares a loaded Hugging Face model for the engine: as a `CausalLM` where its attention can
+read segments, else as a `ContiguousLM`. A row of `FAMILIES` names what differs from a model with
 rotary positions whose attention goes through `transformers.AttentionInterface`. A user adds one:
 
     register(Family(("cohere",), interleaved=True))
@@ -40,8 +40,11 @@ MPT_BIAS_MAX = 8.0
 
 
 def wrap(model: Any) -> LanguageModel:
-    """Makes of a Hugging Face model what the engine runs, in place: it reads segments where it can,
-    else one buffer.
+    """Prepares a Hugging Face model for the engine, in place: it reads segments where it can, else
+    one buffer.
+
+    Args:
+        model: A loaded `transformers` causal language model.
 
     Raises:
         UnsupportedModel: before anything is changed.
@@ -71,7 +74,7 @@ def wrap_causal(model: Any) -> CausalLM:
 
 
 def wrap_contiguous(model: Any) -> ContiguousLM:
-    """Readies a Hugging Face model in place to read one buffer, for families that can.
+    """Prepares a Hugging Face model in place to read one buffer, for families that can.
 
     Raises:
         UnsupportedModel: before anything is changed.
@@ -84,7 +87,7 @@ def wrap_contiguous(model: Any) -> ContiguousLM:
         _refuse(config, f"{why}; its family is not served from one buffer")
     types, embedding = layer_types(config), family.rotary_embedding(model)
     scheme = LayeredRotary.of(config, embedding, types, interleaved=family.interleaved)
-    # PyTorch's fused attention would leave the cap out without a word
+    # PyTorch's fused attention would silently leave the cap out
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     model.set_attn_implementation("eager" if capped or not model._supports_sdpa else "sdpa")
     model.eval()
@@ -103,7 +106,7 @@ def stack_rotary(model: Any) -> nn.Module:
 
 
 def check_properties(config: Any) -> None:
-    """Raises `UnsupportedModel` and names the property that is served in no way."""
+    """Raises `UnsupportedModel` and names the property that is not served."""
     if getattr(config, "is_encoder_decoder", False):
         _refuse(config, "has an encoder and a decoder; only models that decode are served")
     if getattr(config, "add_cross_attention", False):

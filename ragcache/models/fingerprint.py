@@ -33,8 +33,8 @@ def model_fingerprint(model: Any) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A digest of vocabulary and merges: the serialized tokenizer less the padding and truncation
-    that its last caller asked for."""
+    """A digest of vocabulary and merges: the serialized tokenizer without the padding and
+    truncation that its last caller set."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     entries = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     if backend is not None:

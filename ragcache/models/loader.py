@@ -22,7 +22,7 @@ INSTRUCTION = (
     "Answer the question from the documents below. "
     "Be brief: give only the answer, in the words of the documents."
 )
-_MARK = "\u2063ragcache\u2063"  # stands for the inside of the user turn; no text contains it
+_MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer, of model and tokenizer together."""
+        """The tokens that end an answer, of the model and of the tokenizer."""
         config = self.causal.model.generation_config
         listed = config.eos_token_id if config is not None else None
         ids = listed if isinstance(listed, list) else [listed]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens that stand in it are recognized."""
+        """Token ids of a text; control tokens in it are recognized."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 

@@ -163,7 +163,7 @@ class Buffer:
 
     keys, values: [L, Hkv, capacity, D], of which the first `length` tokens are filled.
 
-    positions: [capacity] int64, where each filled token stands. seen_from: [capacity] int64, the
+    positions: [capacity] int64, of the filled tokens. seen_from: [capacity] int64, the
     first position that may see it: its own, or where its segment starts.
     """
 
@@ -183,7 +183,7 @@ class Buffer:
         return self.keys.nbytes + self.values.nbytes
 
     def advance(self, positions: Tensor, seen_from: Tensor) -> None:
-        """The next tokens stand, at these positions ([T]); seen_from: [T] or one for all."""
+        """Counts the next tokens as filled, at positions ([T]); seen_from: [T] or one for all."""
         here = slice(self.length, self.length + len(positions))
         self.positions[here] = positions
         self.seen_from[here] = seen_from
@@ -203,7 +203,7 @@ class Buffer:
 class BufferPool:
     """Buffers of powers of two, reused by capacity. Not thread-safe.
 
-    keep_bytes: what unused buffers may take together; those unused for longest go first.
+    keep_bytes: memory that unused buffers may take in all; those unused for longest go first.
     """
 
     def __init__(self, model: LanguageModel, keep_bytes: int) -> None:
@@ -291,7 +291,7 @@ class ContiguousLM(LanguageModel):
 
     @torch.inference_mode()
     def place(self, buffer: Buffer, states: KVStates, start: int) -> None:
-        """Copies states into the buffer, behind what it holds, turned to stand at `start`."""
+        """Copies states into the buffer, behind what it holds, turned to position `start`."""
         begin, delta = buffer.length, start - states.start
         positions = torch.arange(start, start + states.length, device=self.device)
         buffer.append(states.keys, states.values, positions, positions.new_tensor(start))

@@ -28,7 +28,7 @@ class PositionScheme(Protocol):
 
     @property
     def movable(self) -> bool:
-        """Whether states may stand elsewhere than where they were encoded."""
+        """Whether states can be moved from where they were encoded."""
         ...
 
     @property
@@ -140,7 +140,7 @@ class Alibi:
     States carry no position. Moving a segment changes its distance alone, which the metadata holds
     (`ragcache.attention.ops`).
 
-    slopes: [Hq] float32, added to a score for each position that the key stands further on: a
+    slopes: [Hq] float32, added to a score for each position by which the key is further on: a
     geometric series for a power of two heads. For other numbers of heads BLOOM and Falcon take the
     series of the power below and fill up from the series of the power above; MPT takes the series
     of the power above, every second slope first.
@@ -171,7 +171,7 @@ class Learned:
 
     def relocation(self, delta: Tensor) -> None:
         """See `PositionScheme.relocation`; asserts that nothing was moved."""
-        assert not bool(delta.any()), "states of learned positions stand where they were encoded"
+        assert not bool(delta.any()), "states of learned positions stay where they were encoded"
 
 
 def rotary_scaling(config: Any, layer_type: str | None = None) -> str:

@@ -15,7 +15,7 @@ class KVStates:
     """Keys and values of a run of tokens, encoded at positions start, start+1, ...
 
     keys, values: [L, Hkv, S, D] in the model's dtype. Rotary keys carry their
-    rotation at those positions; a prompt that wants the run elsewhere turns its queries.
+    rotation at those positions; a prompt that holds them elsewhere turns its queries.
     """
 
     keys: Tensor
@@ -70,9 +70,9 @@ def state_key(
 
     model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
     scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
-    that stood before these while they were encoded (the preamble), if any; offsets: where the
-    tokens stand from `start` on, if not one after another; salt: whose states they are, so that no
-    other namespace finds them.
+    that preceded these while they were encoded (the preamble), if any; offsets: of the
+    tokens' positions from `start`, if they have gaps; salt: of the namespace, so that no other one
+    finds the states.
     """
     digest = hashlib.sha256()
     if salt:  # everything else begins with a digit

@@ -1,7 +1,7 @@
 """States in eight bits, for the tiers below the GPU: half of the bytes to keep and to move.
 
 Keys are scaled per head and channel, values per head and token, as KIVI (Liu et al., 2024, §3)
-found for keys, whose outliers stand in fixed channels, and values, which have none. Measured on the
+found for keys, whose outliers are in fixed channels, and values, which have none. Measured on the
 embedded reader's states of the example handbook, as |x - x'| / |x| of int8:
 
     keys    per channel 0.55 %    per token 0.67 %    per head 1.02 %

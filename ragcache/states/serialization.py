@@ -1,7 +1,7 @@
 """States as bytes: one safetensors blob a key, with a checksum that is verified when it is read.
 
 A blob is a safetensors file (8 bytes of length, a JSON header padded with spaces, the tensors).
-Its header tells the format version, the key, the start, the dtype before quantization, and an xxh3
+Its header holds the format version, the key, the start, the dtype before quantization, and an xxh3
 checksum over all of these, the shapes and the tensors. Tensors start at a multiple of 64 bytes.
 """
 
@@ -41,7 +41,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
     """The header and the tensors of a blob, to be written one after another; only tensors that are
     on another device or not contiguous are copied. The key is part of the checksum: a blob cannot
-    stand in for another."""
+    replace another."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors_of(states).items()}
     table, end = {}, 0
     for name, tensor in tensors.items():
@@ -211,7 +211,7 @@ def _total(table: Mapping[str, Mapping[str, Any]]) -> int:
             numbers *= size
         nbytes = numbers * _DTYPES[row["dtype"]].itemsize
         if len(row["shape"]) != 4 or begin != end or place != begin + nbytes:
-            raise ValueError("its tensors do not stand one after another")
+            raise ValueError("its tensors are not one after another")
         end = place
     return end
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import pytest
 import torch
 
-from ragcache.engine import Context, Request, Segment, TextStream, assemble, check_window
+from ragcache.engine import Context, Request, Segment, TextStream, assemble_context, check_window
 from ragcache.engine.request import MAX_CHOICES
 from ragcache.errors import InvalidRequest, PromptTooLong
 from ragcache.states import KVStates
@@ -78,7 +78,9 @@ def test_segment_end_and_delta() -> None:
 
 def test_assemble_places_states_without_gaps() -> None:
     lengths = (4, 1, 7)
-    context = assemble([states(n, start=100) for n in lengths], [8, 9], window=64, max_new_tokens=1)
+    context = assemble_context(
+        [states(n, start=100) for n in lengths], [8, 9], window=64, max_new_tokens=1
+    )
     assert [(s.start, s.end) for s in context.segments] == [(0, 4), (4, 5), (5, 12)]
     assert context.token_ids == (8, 9)
     assert context.position_ids == (12, 13)
@@ -88,12 +90,12 @@ def test_assemble_places_states_without_gaps() -> None:
 
 def test_assemble_copies_no_states() -> None:
     given = [states(3), states(2)]
-    context = assemble([given[1], given[0], given[1]], [1], window=64, max_new_tokens=1)
+    context = assemble_context([given[1], given[0], given[1]], [1], window=64, max_new_tokens=1)
     assert [s.states for s in context.segments] == [given[1], given[0], given[1]]
 
 
 def test_a_prompt_without_states_starts_at_position_zero() -> None:
-    context = assemble([], [5, 6, 7], window=8, max_new_tokens=5)
+    context = assemble_context([], [5, 6, 7], window=8, max_new_tokens=5)
     assert context.segments == ()
     assert context.position_ids == (0, 1, 2)
     assert context.cached_tokens == 0
@@ -101,10 +103,10 @@ def test_a_prompt_without_states_starts_at_position_zero() -> None:
 
 def test_prompt_and_answer_may_fill_the_window_but_not_exceed_it() -> None:
     given = [states(10)]
-    assert assemble(given, [1] * 4, window=20, max_new_tokens=6).prompt_tokens == 14
+    assert assemble_context(given, [1] * 4, window=20, max_new_tokens=6).prompt_tokens == 14
     for tokens, answer in ((5, 6), (4, 7)):
         with pytest.raises(PromptTooLong):
-            assemble(given, [1] * tokens, window=20, max_new_tokens=answer)
+            assemble_context(given, [1] * tokens, window=20, max_new_tokens=answer)
 
 
 def test_window_message_names_the_sizes_and_a_remedy() -> None:
@@ -119,4 +121,4 @@ def test_window_message_names_the_sizes_and_a_remedy() -> None:
 
 def test_a_prompt_needs_a_token_of_its_own() -> None:
     with pytest.raises(ValueError, match="at least one token of its own"):
-        assemble([states(3)], [], window=64, max_new_tokens=1)
+        assemble_context([states(3)], [], window=64, max_new_tokens=1)

@@ -18,7 +18,7 @@ from ragcache.engine import (
     RequestOutput,
     SamplingParams,
     Segment,
-    assemble,
+    assemble_context,
     encode,
 )
 from ragcache.engine.core import AnswerChannel, EngineCore, StatesChannel
@@ -64,12 +64,12 @@ def encoded(model: ContiguousLM, jobs: Sequence[EncodeJob]) -> list[KVStates]:
 
 
 def plain(count: int, seed: int) -> Context:
-    return assemble([], random_tokens(count, seed), window=512, max_new_tokens=64)
+    return assemble_context([], random_tokens(count, seed), window=512, max_new_tokens=64)
 
 
 def with_modules(model: ContiguousLM, modules: Sequence[Module], own: Sequence[int]) -> Context:
     states = encoded(model, [EncodeJob(tokens, 3) for tokens, _ in modules])
-    return assemble(states, own, window=512, max_new_tokens=64)
+    return assemble_context(states, own, window=512, max_new_tokens=64)
 
 
 def allocations(model: ContiguousLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -91,7 +91,7 @@ def test_greedy_answers_equal_those_of_generate(gemma: ContiguousLM) -> None:
     generated = gemma.model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
     )
-    context = assemble([], tokens, window=512, max_new_tokens=40)
+    context = assemble_context([], tokens, window=512, max_new_tokens=40)
     [completion] = complete(gemma, [Request(context, 40)])
     assert list(completion.token_ids) == generated[0, len(tokens) :].tolist()
 
@@ -269,7 +269,7 @@ def test_the_pool_counts_blocks_and_takes_no_memory(gemma: ContiguousLM) -> None
 def test_an_ordinary_model_answers_as_in_the_segment_design() -> None:
     causal = wrap_causal(tiny_model("llama"))
     [states] = encode(causal, [EncodeJob(random_tokens(20), 4)])
-    context = assemble([states], random_tokens(9, seed=1), window=512, max_new_tokens=30)
+    context = assemble_context([states], random_tokens(9, seed=1), window=512, max_new_tokens=30)
     [expected] = complete(causal, [Request(context, 30)])
     [mine] = complete(wrap_contiguous(tiny_model("llama")), [Request(context, 30)])
     assert mine.token_ids == expected.token_ids

@@ -19,7 +19,7 @@ from transformers import (
     T5Config,
 )
 
-from ragcache.engine import EncodeJob, Request, assemble, encode
+from ragcache.engine import EncodeJob, Request, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.errors import UnsupportedModel
 from ragcache.models import (
@@ -135,7 +135,7 @@ def test_a_short_window_goes_to_the_buffer(family: str) -> None:
         out = model.generate(ids, max_new_tokens=6, do_sample=False)
     served = wrap(model)
     assert isinstance(served, ContiguousLM)
-    context = assemble([], tokens, window=512, max_new_tokens=6)
+    context = assemble_context([], tokens, window=512, max_new_tokens=6)
     [completion] = complete(served, [Request(context, 6, frozenset())])
     assert list(completion.token_ids) == out[0, 40:].tolist()
 
@@ -173,7 +173,7 @@ def test_the_buffer_serves_what_segments_serve(family: str) -> None:
     causal = wrap_causal(tiny_model(family))
     states = list(encode(causal, [EncodeJob(random_tokens(n, seed=n), 33) for n in (24, 17)]))
     question = random_tokens(6)
-    context = assemble(states, question, window=512, max_new_tokens=4)
+    context = assemble_context(states, question, window=512, max_new_tokens=4)
     [expected] = complete(causal, [Request(context, 4, frozenset())])
     buffered = wrap_contiguous(tiny_model(family))
     [found] = complete(buffered, [Request(context, 4, frozenset())])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ragcache.engine import Context, EncodeJob, Request, Segment, assemble, encode
+from ragcache.engine import Context, EncodeJob, Request, Segment, assemble_context, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.engine import complete
 from ragcache.engine.kv_cache import ContiguousKV
@@ -20,7 +20,7 @@ from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, 
 
 
 def place(states: list[KVStates], question: list[int]) -> Context:
-    return assemble(states, question, window=512, max_new_tokens=4)
+    return assemble_context(states, question, window=512, max_new_tokens=4)
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     causal = wrap_causal(model)
-    context = assemble([], tokens, window=512, max_new_tokens=8)
+    context = assemble_context([], tokens, window=512, max_new_tokens=8)
     [completion] = complete(causal, [Request(context, 8, frozenset())])
     assert list(completion.token_ids) == out[0, 30:].tolist()
 

@@ -11,7 +11,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as fal
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor as mpt_tensor
 
 from ragcache.attention.ops import rotate
-from ragcache.engine import EncodeJob, Request, Segment, assemble, encode
+from ragcache.engine import EncodeJob, Request, Segment, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.engine.request import Context
 from ragcache.errors import PromptTooLong, UnsupportedModel
@@ -151,7 +151,7 @@ def test_the_window_ends_at_the_switch(model: Any) -> None:
     assert causal.window == SWITCH < model.config.max_position_embeddings
     assert causal.scheme.name == "rotary:longrope:8"
     with pytest.raises(PromptTooLong):
-        assemble([], random_tokens(SWITCH), window=causal.window, max_new_tokens=1)
+        assemble_context([], random_tokens(SWITCH), window=causal.window, max_new_tokens=1)
 
 
 def test_a_window_before_the_switch_stays() -> None:
@@ -167,7 +167,11 @@ def test_moved_modules_answer_as_modules_encoded_in_place(model: Any) -> None:
     answers = [
         complete(
             causal,
-            [Request(assemble(s, question, window=SWITCH, max_new_tokens=4), 4, frozenset())],
+            [
+                Request(
+                    assemble_context(s, question, window=SWITCH, max_new_tokens=4), 4, frozenset()
+                )
+            ],
         )[0].token_ids
         for s in (moved, in_place)
     ]
@@ -178,7 +182,7 @@ def test_an_ordinary_call_past_the_switch_changes_nothing(model: Any) -> None:
     """transformers overwrites the frequencies in place there."""
     causal = wrap_causal(model)
     frequency = causal.scheme.relocation(torch.tensor([1])).cos
-    context = assemble([], random_tokens(30), window=SWITCH, max_new_tokens=4)
+    context = assemble_context([], random_tokens(30), window=SWITCH, max_new_tokens=4)
     [before] = complete(causal, [Request(context, 4, frozenset())])
     with torch.no_grad():
         model(torch.tensor([random_tokens(SWITCH + 50)]))
@@ -245,5 +249,5 @@ def test_a_moved_segment_is_an_error_of_the_caller(family: str) -> None:
     causal = wrap_causal(tiny_model(family))
     [states] = encode(causal, [EncodeJob(random_tokens(12), start=5)])
     context = Context((Segment(states, 0),), (1, 2, 3), (12, 13, 14), 15)
-    with pytest.raises(AssertionError, match="stand where they were encoded"):
+    with pytest.raises(AssertionError, match="stay where they were encoded"):
         last_logits(causal, [context])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ragcache import Citation, RagCache, SourceDocument
 from ragcache.db import Database, ModuleRow
-from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble, encode
+from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble_context, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
@@ -90,8 +90,10 @@ def test_the_question_is_computed_over_the_states_that_were_leased(
     )
     tokens, question = model.encode("The key is red."), model.encode("Question: which?")
     with encoder.lease([tokens], "rooted") as lease:
-        cached = assemble(lease.states, question, window=512, max_new_tokens=1)
-    plain = assemble([], [*encoder.preamble_ids, *tokens, *question], window=512, max_new_tokens=1)
+        cached = assemble_context(lease.states, question, window=512, max_new_tokens=1)
+    plain = assemble_context(
+        [], [*encoder.preamble_ids, *tokens, *question], window=512, max_new_tokens=1
+    )
     both = last_logits(model.causal, [cached, plain])
     torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)
     database.close()
