@@ -20,14 +20,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import uvicorn
+from service_clients import first_token, request, run_clients
 
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
 from ragcache.bench.tiers import fill_ledger
-from ragcache_api.bench.clients import first_token, request, run_clients
+from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.console import plain_table
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import long_lived
 
@@ -339,3 +342,38 @@ async def _call_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> 
         return tokens
 
     return sum(await asyncio.gather(*map(client, load)))
+
+
+def main(
+    runs: Annotated[int, typer.Option(min=2, help="First tokens of each side.")] = 60,
+    streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
+    modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
+    json_file: JsonFile = None,
+) -> None:
+    """The service beside calls of the engine: first tokens, streams, and a long listing."""
+    setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules)
+    result = measured(lambda progress: bench_http(setting, progress))
+    table = plain_table("over HTTP", "", "of the calls")
+    table.add_row(
+        "to the first token, more", f"{result['ttft_overhead_ms_p50']:.2f} ms",
+        f"{result['ttft_called_ms_p50']:.1f} ms",
+    )  # fmt: skip
+    for model, suffix in (("six layers", ""), ("reader", "_reader")):
+        low, high = result[f"throughput_share_interval{suffix}"]
+        table.add_row(
+            f"tokens a second, {streams} streams, {model}",
+            f"{100 * result[f'throughput_share{suffix}']:.1f}% "
+            f"({100 * low:.1f}% to {100 * high:.1f}%)",
+            f"{result[f'called_tokens_per_second{suffix}']:.0f}",
+        )
+    table.add_row(f"a page of {modules:,} modules", f"{result['list_ms_p50']:.1f} ms", "")
+    table.add_row(
+        "first token of a text that another namespace has ingested",
+        f"{result['foreign_ttft_ratio']:.2f}x", "of one that nobody has",
+    )  # fmt: skip
+    report([table], result, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

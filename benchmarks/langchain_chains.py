@@ -11,13 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
+from rich.table import Table
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
+from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.console import plain_table
 from ragcache_connectors.langchain.chat_models import ChatRagCache
 from ragcache_connectors.langchain.retrievers import RagCacheRetriever
 
@@ -292,3 +296,66 @@ def prompt_of(texts: Sequence[str], length: int) -> str:
         if size >= length:
             return "".join(parts)[:length]
     return ""
+
+
+def main(
+    handbook: Annotated[
+        Path, typer.Option(help="The folder of documents.", show_default=True)
+    ] = Path("examples/handbook"),
+    modules: Annotated[int, typer.Option(min=16, max=17_000, help="Synthetic modules.")] = 10_000,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model that reads them.")] = 6,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each question, each way.")] = 3,
+    batch: Annotated[int, typer.Option(min=2, help="Conversations of the batch.")] = 16,
+    json_file: JsonFile = None,
+) -> None:
+    """An LCEL chain with recognition and without; recognition alone; a batch and single calls."""
+    shape = LlamaShape(num_layers=layers)
+    setting = LangChainSetting(
+        handbook=handbook, shape=shape, modules=modules, runs=runs, batch=batch
+    )
+    result = measured(lambda progress: bench_langchain(setting, progress))
+    shown = [_chain_table(result, modules, layers), _recognition_table(result)]
+    report([*shown, _batch_sentence(result)], result, json_file)
+
+
+def _chain_table(result: dict[str, Any], modules: int, layers: int) -> Table:
+    table = plain_table(
+        "retriever | prompt | model", "prompt", "from the cache", "plain", "recognized", "sooner"
+    )
+    for name, key in (
+        ("handbook, embedded reader", "handbook"),
+        (f"{modules:,} modules, {layers} layers of the shape", "synthetic"),
+    ):
+        row = result[key]
+        seconds = row["seconds"]
+        table.add_row(
+            name, f"{row['prompt_tokens']:.0f}", f"{row['cached_tokens']:.0f}",
+            f"{seconds['plain']:.3f} s", f"{seconds['recognized']:.3f} s", f"{row['ratio']:.1f}x",
+        )  # fmt: skip
+    return table
+
+
+def _recognition_table(result: dict[str, Any]) -> Table:
+    lengths = sorted({row["characters"] for row in result["recognition"]})
+    table = plain_table("recognition among", *(f"{length:,} characters" for length in lengths))
+    for key, name in (
+        ("recognition", "modules"),
+        ("recognition_common_header", "modules under one header"),
+    ):
+        for modules in sorted({row["modules"] for row in result[key]}):
+            cells = [f"{row['ms']:.2f} ms" for row in result[key] if row["modules"] == modules]
+            table.add_row(f"{modules:,} {name}", *cells)
+    return table
+
+
+def _batch_sentence(result: dict[str, Any]) -> str:
+    batch = result["batch"]
+    rates = batch["tokens_per_second"]
+    return (
+        f"a batch: {rates['batch']:.0f} tokens a second, {batch['ratio']:.1f}x of "
+        f"{rates['single']:.0f} by single calls"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""`ragcache bench http`, small."""
+"""The service beside calls of the engine, small."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import service
+import typer
 from typer.testing import CliRunner
 
 from ragcache.bench.harness import LlamaShape
-from ragcache_api.bench import http
-from ragcache_api.cli.main import app
 
 SHAPE = LlamaShape(1, 64, 4, 2, 96, 32_000, 2048)
 pytestmark = [pytest.mark.enable_socket, pytest.mark.allow_hosts(["127.0.0.1", "localhost", "::1"])]
 
 
 def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(replace, http.HttpSetting(tokens=3, pages=5, foreign=2, shape=SHAPE))
-    monkeypatch.setattr(http, "HttpSetting", small)
+    small = partial(replace, service.HttpSetting(tokens=3, pages=5, foreign=2, shape=SHAPE))
+    monkeypatch.setattr(service, "HttpSetting", small)
     file = tmp_path / "http.json"
     options = ["--runs", "2", "--streams", "2", "--rounds", "1", "--modules", "200"]
-    done = CliRunner().invoke(app, ["bench", "http", *options, "--json", str(file)])
+    app = typer.Typer()
+    app.command()(service.main)
+    done = CliRunner().invoke(app, [*options, "--json", str(file)])
     assert done.exit_code == 0, done.output
     told = json.loads(file.read_text())
     assert min(told["ttft_called_ms_p50"], told["ttft_served_ms_p50"]) > 0

@@ -1,18 +1,14 @@
-"""`ragcache bench langchain` on a small corpus."""
+"""Chains of LangChain with recognition and without, on a small corpus."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import langchain_chains
 import pytest
-from typer.testing import CliRunner
-
-from ragcache.bench.harness import LlamaShape
-from ragcache.db import ModuleRow
-from ragcache_api.cli.main import app
-from ragcache_connectors.langchain import bench
-from ragcache_connectors.langchain.bench import (
+import typer
+from langchain_chains import (
     HEADER,
     LangChainSetting,
     bench_langchain,
@@ -21,6 +17,10 @@ from ragcache_connectors.langchain.bench import (
     subjects,
     text_of,
 )
+from typer.testing import CliRunner
+
+from ragcache.bench.harness import LlamaShape
+from ragcache.db import ModuleRow
 
 KEYS = {
     "ratio_recognized_to_plain",
@@ -59,9 +59,11 @@ def test_the_command_prints_tables_and_writes_json(
     tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = bench_langchain(small(notes))
-    monkeypatch.setattr(bench, "bench_langchain", lambda *_: measured)
+    monkeypatch.setattr(langchain_chains, "bench_langchain", lambda *_: measured)
     file = tmp_path / "figures.json"
-    done = CliRunner().invoke(app, ["bench", "langchain", "--json", str(file)])
+    app = typer.Typer()
+    app.command()(langchain_chains.main)
+    done = CliRunner().invoke(app, ["--json", str(file)])
     assert done.exit_code == 0, done.output
     assert "tokens a second" in done.stdout
     assert "40 modules under one header" in done.stdout
