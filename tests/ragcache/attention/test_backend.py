@@ -1,0 +1,1 @@
+"""The attention backends equal the definition, and the CPU backend falls back to the reference."""
