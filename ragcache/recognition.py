@@ -1,9 +1,9 @@
-"""Recognition: which ingested modules' texts stand in a prompt, and where.
+"""Recognition: finds the texts of ingested modules in a prompt.
 
-Every run of `WINDOW` characters of the prompt is hashed at once in numpy. A table of the hashes of
-modules' first `WINDOW` characters says at which places a module may begin. The modules that begin
-with those characters are kept in the order of their texts, so that one bisection finds the longest
-that stands at a place; each that is found was compared in full.
+All windows of `WINDOW` characters of the prompt are hashed in numpy (Karp and Rabin, 1987). A table
+of the hashes of modules' first windows gives the places where a module may begin. Modules with the
+same first window are sorted by text, so that a bisection finds the longest one at a place. Every
+match is compared in full.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
 _INVERSE = pow(_BASE, -1, 2**64)
 _BATCH = 4096  # modules whose beginnings are hashed as one text
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
-_FILTER_BITS = 20  # a table of 1 MiB says of most windows that no module begins so
+_FILTER_BITS = 20  # a table of 1 MiB rules out most windows
 _SHIFT = np.uint64(64 - _FILTER_BITS)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """text[begin:end] is a module's text. whole: with its outer whitespace; else without it."""
+    """A match: text[begin:end] is a module's text. whole: including its outer whitespace."""
 
     module: ModuleRow
     begin: int
@@ -50,7 +50,7 @@ class Found:
 
 
 class Recognizer:
-    """Finds modules of all collections of one catalog. Thread-safe."""
+    """Finds the modules of all collections of one catalog. Thread-safe."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -58,16 +58,16 @@ class Recognizer:
         self._building = threading.Lock()
 
     def find(self, text: str) -> list[Found]:
-        """The modules in a text (see `find`). Collections come by name, modules in the order of
-        their ids: of equal texts the first is meant."""
+        """The modules in a text; see `find`. Of equal texts the first one matches, by collection
+        name and module id."""
         return find(text, self._current().table)
 
     def _current(self) -> _Index:
-        """The index over what the catalog holds now, whichever process changed it. Costs one
-        query where nothing changed; else the collections that changed are read, and no others."""
+        """The index over the current catalog, which any process may have changed. Costs one query
+        if nothing changed; otherwise only the changed collections are read."""
         if self._index.stamps == self._catalog.stamps():
             return self._index
-        with self._building:  # threads that come at once wait for one index
+        with self._building:  # concurrent threads wait for one index
             stamps, old = self._catalog.stamps(), self._index
             if old.stamps != stamps:
                 parts = {name: self._part(name, stamp, old) for name, stamp in stamps.items()}
@@ -82,7 +82,7 @@ class Recognizer:
             return old.parts[name]
         try:
             return Fingerprints.of(self._catalog.modules(name))
-        except UnknownCollection:  # it went meanwhile, and its stamp will say so
+        except UnknownCollection:  # deleted meanwhile, as its stamp will show
             return Fingerprints.of(())
 
 
@@ -94,11 +94,10 @@ class _Index:
 
 
 def find(text: str, table: FingerprintTable) -> list[Found]:
-    """The modules in a text, by their places; no two overlap.
+    """The modules in a text, by position; no two overlap.
 
-    The longest is taken first, then the one that begins first; of equal texts the one that was
-    indexed first. Every one of them is compared in full. Modules of fewer than `WINDOW` characters
-    without outer whitespace are not looked for.
+    Longer matches win, then earlier ones; of equal texts the one that was indexed first. Modules
+    of fewer than `WINDOW` characters, without outer whitespace, are not searched for.
     """
     found: list[Found] = []
     for begin, end, module in _apart(text, table):
@@ -108,8 +107,8 @@ def find(text: str, table: FingerprintTable) -> list[Found]:
 
 
 def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow]]:
-    """The modules that are taken: begin, end, module. Only the longest of a place waits for its
-    turn; where no room is left for it by then, the longest that has room waits instead."""
+    """Non-overlapping matches: begin, end, module. The heap holds the longest match of each place;
+    one that no longer has room is replaced by the longest that has."""
     waiting = [(-group.lengths[n], at, n, group) for at, group, n in table.standing(text)]
     heapify(waiting)  # places differ: groups are not compared
     taken: list[tuple[int, int, ModuleRow]] = []  # by begin
@@ -127,7 +126,7 @@ def _apart(text: str, table: FingerprintTable) -> list[tuple[int, int, ModuleRow
 
 
 def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> Found:
-    """With the module's outer whitespace, where it stands in the text too."""
+    """The match extended by the module's outer whitespace, if the text has it too."""
     first = begin - (len(module.text) - len(module.text.lstrip()))
     last = first + len(module.text)
     if first >= floor and text.startswith(module.text, first):
@@ -136,10 +135,10 @@ def _widened(text: str, module: ModuleRow, begin: int, end: int, floor: int) -> 
 
 
 class FingerprintTable:
-    """Groups of modules whose first `WINDOW` characters have one hash. Thread-safe.
+    """Groups of modules whose first `WINDOW` characters have the same hash. Thread-safe.
 
-    A group is put in order when a text first needs it: a namespace that changed costs one sort of
-    hashes, and the groups that prompts meet.
+    Groups are sorted on demand, so that a change of the catalog costs one sort of hashes, and
+    later that of the groups that prompts meet.
     """
 
     def __init__(self, prints: Fingerprints) -> None:
@@ -152,8 +151,8 @@ class FingerprintTable:
         self._groups: dict[int, PrefixGroup] = {}
 
     def pairs(self, text: str) -> tuple[Numbers, Numbers]:
-        """Where a module may begin: places in order, each with the number of the one group whose
-        hash is that of the `WINDOW` characters there."""
+        """Places in order where a module may begin, and the number of the group with the hash of
+        the window there."""
         nothing = np.empty(0, dtype=np.int64)
         if len(text) < WINDOW or not self._modules:
             return nothing, nothing
@@ -164,8 +163,7 @@ class FingerprintTable:
         return places[same], groups[same]
 
     def standing(self, text: str) -> Iterator[tuple[int, PrefixGroup, int]]:
-        """Every place where modules stand in the text; the longest there, by its group and its
-        number."""
+        """Every place where modules match, with the group and the number of the longest one."""
         places, groups = self.pairs(text)
         for place, number in zip(places.tolist(), groups.tolist(), strict=True):
             group = self._groups.get(number) or self._ordered(number)
@@ -174,7 +172,7 @@ class FingerprintTable:
                 yield place, group, module
 
     def _ordered(self, number: int) -> PrefixGroup:
-        """Threads that come at once may both do it; either result serves."""
+        """Sorts a group. Concurrent threads may both do it, with equal results."""
         begin, end = self._edges[number : number + 2]
         group = PrefixGroup.of([self._modules[n] for n in self._order[begin:end]])
         self._groups[number] = group
@@ -187,10 +185,10 @@ def _filtered(hashes: Hashes) -> Hashes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixGroup:
-    """Modules that begin alike, of distinct texts, numbered in the order of their texts.
+    """Modules of distinct texts with the same hash of their first window, sorted by text.
 
-    lengths: in characters without outer whitespace: [modules]. shared: what all begin with.
-    parents: the longest other text that each begins with, or -1: [modules].
+    lengths: [modules] characters without outer whitespace. shared: the common prefix of all.
+    parents: [modules] the longest other text that is a prefix of each, or -1.
     """
 
     modules: list[ModuleRow]
@@ -201,7 +199,7 @@ class PrefixGroup:
 
     @classmethod
     def of(cls, rows: Sequence[ModuleRow]) -> PrefixGroup:
-        """Of one row or more; of equal texts the first is kept."""
+        """The group of one row or more; of equal texts the first is kept."""
         every = [row.text.strip() for row in rows]
         order = sorted(range(len(rows)), key=every.__getitem__)
         order = [n for i, n in enumerate(order) if not i or every[n] != every[order[i - 1]]]
@@ -211,10 +209,10 @@ class PrefixGroup:
         return cls([rows[n] for n in order], lengths, shared, max(lengths), _parents(texts))
 
     def at(self, text: str, place: int) -> int:
-        """The number of the longest that stands at a place of a text, or -1.
+        """The number of the longest module at a place of a text, or -1.
 
-        One that stands there is not after `here` in order. The last that is not after it lies
-        between `here` and each of those, so it begins with them all.
+        A module that matches there does not sort after `here`. The last one that does not lies
+        between each match and `here`, so all matches are prefixes of it.
         """
         if not text.startswith(self.shared, place):
             return -1
@@ -227,11 +225,11 @@ class PrefixGroup:
         return self.within(last, len(common_prefix(here, self._text(last))))
 
     def within(self, number: int, size: int) -> int:
-        """The longest that begins a module's text, or is it, and has at most `size` characters; -1
-        where none does.
+        """The longest module of at most `size` characters that equals a module's text or is a
+        prefix of it, or -1.
 
-        Texts that begin with its first `size` characters follow one another in order. The first of
-        them is these characters, or it begins with all that are shorter: the longest is its parent.
+        Texts with its first `size` characters as a prefix are adjacent. The first of them equals
+        these characters, or its parent is the longest that is shorter.
         """
         if self.lengths[number] <= size:
             return number
@@ -246,7 +244,7 @@ class PrefixGroup:
 
 
 def _parents(texts: Sequence[str]) -> list[int]:
-    """Of distinct texts in order: the longest other that each begins with, or -1."""
+    """For sorted distinct texts, the longest other text that is a prefix of each, or -1."""
     if not any(map(str.startswith, texts[1:], texts)):  # then none begins with any
         return [-1] * len(texts)
     parents: list[int] = []
@@ -260,7 +258,7 @@ def _parents(texts: Sequence[str]) -> list[int]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    """By halving: each step compares slices, not characters."""
+    """The common prefix of two texts, by bisection over slices."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -273,10 +271,9 @@ def common_prefix(one: str, other: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprints:
-    """Of modules' texts without outer whitespace; those under `WINDOW` characters are left out.
+    """Hashes of modules' texts without outer whitespace; shorter texts than `WINDOW` have none.
 
-    firsts: hashes of the first `WINDOW` characters: [modules]. modules: of one part, in the order
-    of their texts.
+    firsts: [modules] hashes of the first `WINDOW` characters. modules: sorted by text in each part.
     """
 
     firsts: Hashes
@@ -291,7 +288,7 @@ class Fingerprints:
 
     @classmethod
     def joined(cls, parts: Sequence[Fingerprints]) -> Fingerprints:
-        """Those of all parts, one part after the other."""
+        """The fingerprints of all parts, in order."""
         return cls(
             np.concatenate([_NONE, *(part.firsts for part in parts)]),
             tuple(chain.from_iterable(part.modules for part in parts)),
@@ -304,11 +301,11 @@ def _hashed(rows: Sequence[ModuleRow]) -> Hashes:
 
 
 class RollingHash:
-    """Polynomial hashes of every part of a text, modulo 2^64 (Karp and Rabin, 1987), in numpy.
+    """Polynomial hashes of the substrings of a text, modulo 2^64 (Karp and Rabin, 1987), in numpy.
 
-    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n. One running sum gives
-    them all: the sums up to i+n and up to i differ by the hash times B^i. A hash only says where to
-    look; its high bits are the better ones.
+    The hash of text[i:i+n] is the sum of code(text[i+k]) * B^k over k < n. A running sum gives all
+    of them: the sums up to i+n and up to i differ by the hash times B^i. The high bits are better
+    distributed than the low ones.
     """
 
     def __init__(self, text: str) -> None:
@@ -318,12 +315,12 @@ class RollingHash:
         np.cumsum(codes * powers[: len(codes)], out=self._sums[1:])
 
     def windows(self, size: int) -> Hashes:
-        """Of every run of `size` characters, in order: [characters - size + 1]."""
+        """Hashes of all substrings of `size` characters: [characters - size + 1]."""
         ends = self._sums[size:]
         return (ends - self._sums[: len(ends)]) * self._inverses[: len(ends)]
 
     def parts(self, starts: Numbers, lengths: Numbers | int) -> Hashes:
-        """Of runs that begin and end within the text: [runs]."""
+        """Hashes of the substrings with these starts and lengths: [substrings]."""
         hashes: Hashes = self._sums[starts + lengths] - self._sums[starts]
         return hashes * self._inverses[starts]
 
