@@ -156,7 +156,7 @@ class CausalLM(LanguageModel):
 
 
 class Buffer:
-    """One contiguous stretch of keys and values a request, reused by later requests.
+    """Contiguous keys and values of one request, reused by later requests.
 
     Prompt Cache §4.2: concatenating cached modules allocates memory for every prompt, so the states
     are written into a buffer that is allocated once and taken again for the next prompt.

@@ -1,0 +1,301 @@
+"""The CPU backend computes the definition: how exactly, and where it hands over to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from ragcache.attention import (
+    AttentionMetadata,
+    CausalBlock,
+    ReferenceAttentionBackend,
+    SharedKV,
+    SharedQueries,
+    backend_for,
+    cpu,
+)
+from ragcache.attention.cpu import SAMPLE_STRIDE, CpuAttentionBackend
+from tests.ragcache.attention.scenes import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
+
+MIXED = Shape(
+    (3, -6, 1, -9, 2),
+    ((7, ((0, 8, 0),)), (12, ((3, 6, 40), (0, 2, -9))), (5, ((4, 5, 3), (4, 5, 90)))),
+)
+ROUNDING = 2**-8  # of bfloat16, relative
+
+
+def attend(
+    scene: Scene, backend: CpuAttentionBackend | ReferenceAttentionBackend | None = None
+) -> Tensor:
+    return (backend or CpuAttentionBackend()).attend(*scene.inputs, scale=scene.scale)
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
+    """The metadata that went to the definition."""
+    handed: list[AttentionMetadata] = []
+    define = ReferenceAttentionBackend.attend
+
+    def counted(
+        self: ReferenceAttentionBackend, metadata: AttentionMetadata, *rest: object, scale: float
+    ) -> Tensor:
+        handed.append(metadata)
+        return define(self, metadata, *rest, scale=scale)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReferenceAttentionBackend, "attend", counted)
+    return handed
+
+
+def test_every_device_has_a_backend() -> None:
+    assert isinstance(backend_for(torch.device("cpu")), CpuAttentionBackend)
+    assert isinstance(backend_for(torch.device("meta")), ReferenceAttentionBackend)
+
+
+def test_without_the_fused_kernel_the_definition_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuAttentionBackend, "available", staticmethod(lambda: False))
+    assert isinstance(backend_for(torch.device("cpu")), ReferenceAttentionBackend)
+
+
+@given(shapes())
+@settings(max_examples=80)
+def test_every_row_equals_the_definition(shape: Shape) -> None:
+    scene = make_scene(shape, torch.float32)
+    out = attend(scene)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), scene.expected(), rtol=1e-5, atol=1e-5)
+    wide = make_scene(shape)
+    torch.testing.assert_close(attend(wide), wide.expected(), rtol=1e-10, atol=1e-10)
+
+
+@given(shapes())
+@settings(max_examples=60)
+def test_bfloat16_is_exact_to_a_few_roundings(shape: Shape) -> None:
+    """Queries turn, scores, weights and numerators round once each, relative to values of 3."""
+    scene = make_scene(shape, torch.bfloat16)
+    out = attend(scene)
+    assert out.dtype == torch.bfloat16
+    bound = 8 * ROUNDING
+    torch.testing.assert_close(out.double(), scene.expected(), rtol=bound, atol=bound)
+
+
+def eager(scene: Scene) -> Tensor:
+    """Hugging Face's eager attention in bfloat16, row by row over the same keys: [T, Hq, D]."""
+    module = SimpleNamespace(num_key_value_groups=scene.query.shape[0] // KV_HEADS, training=False)
+    rows = []
+    for row, seen in enumerate(scene.seen):
+        query = scene.query[None, :, row : row + 1]
+        keys = torch.cat([each.keys for each in seen], 1).to(query.dtype)[None]
+        values = torch.cat([each.values for each in seen], 1).to(query.dtype)[None]
+        out, _ = eager_attention_forward(module, query, keys, values, None, scaling=scene.scale)
+        rows.append(out[0, 0])
+    return torch.stack(rows)
+
+
+LARGE = {
+    "questions over documents": Shape(
+        (30, 20, 25), ((180, ((0, 75, 0),)), (250, ((0, 30, 0), (50, 75, 0))), (90, ((30, 50, 0),)))
+    ),
+    "moved documents": Shape(
+        (30, 20, 25), ((180, ((0, 75, 9),)), (250, ((0, 30, -70), (50, 75, 300))))
+    ),
+    "decoding": Shape((-70, -5, -130), ((200, ((0, 3, 0),)), (300, ((0, 1, 0), (2, 3, 0))))),
+    "a long answer": Shape((-600, -500, -550), ((200, ((0, 3, 0),)), (100, ((1, 3, 0),)))),
+    "a long own prompt": Shape((150,), ((100, ((0, 150, 0),)),)),
+}
+
+
+def rms(errors: Tensor) -> float:
+    return float(errors.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("loudness", [1.0, 4.0])
+@pytest.mark.parametrize("name", LARGE)
+def test_bfloat16_errs_hardly_more_than_eager_attention(name: str, loudness: float) -> None:
+    shape = replace(LARGE[name], dim=64, group=7, loudness=loudness)
+    scene = make_scene(shape, torch.bfloat16)
+    expected = scene.expected()
+    assert rms(attend(scene) - expected) <= 1.6 * rms(eager(scene) - expected)
+
+
+@pytest.mark.parametrize("apart", [10.0, 40.0])
+@pytest.mark.parametrize("requests", [(-2, -3), (12,)])
+def test_bfloat16_errs_no_more_where_own_tokens_weigh_little(
+    requests: tuple[int, ...], apart: float
+) -> None:
+    """Scores are rounded relative to a value that must not lie far from them."""
+    count = 2 if len(requests) == 2 else 12
+    shape = Shape(requests, ((300, ((0, count, 0),)),), dim=64, group=7, apart=apart)
+    scene = make_scene(shape, torch.bfloat16)
+    expected = scene.expected()
+    assert rms(attend(scene) - expected) <= 1.6 * rms(eager(scene) - expected)
+
+
+def surprising(excess: float, value: float, dtype: torch.dtype, at: int = 1) -> Scene:
+    """One row whose own score is 0, over a run of 80 keys whose scores are 0, too, but for that of
+    key `at`, which is `excess`. The run's values are `value`; so is the result for a large excess.
+    """
+    scene = make_scene(Shape((1,), ((80, ((0, 1, 0),)),), group=1, dim=4), dtype)
+    query, key = torch.zeros_like(scene.query), torch.zeros_like(scene.key)
+    query[..., 0] = 2.0
+    [run] = scene.metadata.shared_kv
+    run.keys.zero_()
+    run.keys[:, :, at, 0] = excess
+    run.values.fill_(value)
+    return replace(scene, query=query, key=key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("excess", [60.0, 80.0, 90.0, 200.0])
+def test_scores_far_above_the_base_fall_back_to_the_reference(
+    dtype: torch.dtype, excess: float, handed_over: list[AttentionMetadata]
+) -> None:
+    scene = surprising(excess, 3.0, dtype)
+    torch.testing.assert_close(attend(scene), torch.full_like(scene.query.transpose(0, 1), 3.0))
+    assert len(handed_over) == (excess > 70)
+
+
+def test_attention_sinks_do_not_fall_back(handed_over: list[AttentionMetadata]) -> None:
+    for at in (0, SAMPLE_STRIDE):
+        scene = surprising(200.0, 3.0, torch.float32, at)
+        expected = torch.full_like(scene.query.transpose(0, 1), 3.0)
+        torch.testing.assert_close(attend(scene), expected)
+    assert handed_over == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [-1e4, 50.0])
+def test_overflowing_numerators_are_computed_again(dtype: torch.dtype, value: float) -> None:
+    """exp(88) is finite; times a value above 2 it is not."""
+    scene = surprising(88.0, value, dtype)
+    expected = torch.full_like(scene.query.transpose(0, 1), value)
+    torch.testing.assert_close(attend(scene), expected, rtol=ROUNDING, atol=0)
+
+
+def test_one_overflowing_row_leaves_the_others_right(
+    handed_over: list[AttentionMetadata],
+) -> None:
+    scene = make_scene(MIXED, torch.float32)
+    scene.query[:, 4] *= 200
+    attend(scene)
+    assert handed_over, "the case that this is about"
+    torch.testing.assert_close(attend(scene).double(), scene.expected(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_far_below_the_rows_own_weigh_nothing(dtype: torch.dtype) -> None:
+    scene = surprising(0.0, 3.0, dtype)
+    scene.metadata.shared_kv[0].keys[..., 0] = -300
+    torch.testing.assert_close(attend(scene)[0], scene.value[:, 0], rtol=0, atol=0)
+
+
+def test_large_scores_in_a_causal_block_do_not_fall_back(
+    handed_over: list[AttentionMetadata],
+) -> None:
+    """What is large everywhere is no reason to fall back: only the difference counts."""
+    scene = make_scene(Shape((2,), ((3, ((0, 2, 0),)),), group=1), torch.float32)
+    scene.query.copy_(torch.ones_like(scene.query) * 100)
+    scene.key.copy_(torch.ones_like(scene.key))
+    scene.metadata.shared_kv[0].keys[LAYER].fill_(1.0)
+    out = attend(scene)
+    assert handed_over == []
+    values = torch.cat([scene.metadata.shared_kv[0].values[LAYER], scene.value], 1)
+    torch.testing.assert_close(out[1], values.mean(1), rtol=1e-4, atol=1e-5)
+
+
+def test_alibi_and_float16_use_the_reference(handed_over: list[AttentionMetadata]) -> None:
+    biased = make_scene(MIXED, torch.float32, alibi=True)
+    out = attend(biased)
+    assert [metadata is biased.metadata for metadata in handed_over] == [True]
+    torch.testing.assert_close(out.double(), biased.expected(), rtol=1e-5, atol=1e-5)
+    half = make_scene(MIXED, torch.float16)
+    out = attend(half)
+    assert handed_over[1:] == [half.metadata]
+    torch.testing.assert_close(out.double(), half.expected(), rtol=2**-9, atol=2**-9)
+    attend(make_scene(MIXED, torch.float32))
+    assert len(handed_over) == 2, "nothing else does"
+
+
+@pytest.mark.parametrize("size", [1, 8, 64, 1000])
+def test_workspace_size_changes_nothing(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit goes to the fused kernel."""
+    scene = make_scene(MIXED, torch.float32)
+    whole = attend(scene)
+    rounded = make_scene(MIXED, torch.bfloat16)
+    monkeypatch.setattr(cpu, "WORKSPACE", size)
+    torch.testing.assert_close(attend(scene), whole, rtol=1e-5, atol=1e-6)
+    expected, bound = rounded.expected(), 8 * ROUNDING
+    torch.testing.assert_close(attend(rounded).double(), expected, rtol=bound, atol=bound)
+
+
+def test_one_workspace_serves_any_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "WORKSPACE", 2000)
+    backend = CpuAttentionBackend()
+    small = Shape((1, -3), ((2, ((0, 2, 5),)),))
+    large, larger = (Shape((9, -3), ((n, ((0, 10, 5),)),)) for n in (45, 300))
+    for shape in (small, large, larger, small):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8 * ROUNDING)):
+            scene = make_scene(shape, dtype)
+            out, expected = attend(scene, backend).double(), scene.expected()
+            torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+def allocated(scene: Scene) -> int:
+    """Bytes allocated in one layer, once the workspace stands."""
+    backend = CpuAttentionBackend()
+    attend(scene, backend)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        attend(scene, backend)
+    return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+
+def test_no_shared_key_is_copied() -> None:
+    """Fourteen query heads over two key heads: memory stays far under even one copy."""
+    scene = make_scene(Shape((1, -3), ((4096, ((0, 2, 7),)),), group=7, dim=16), torch.float32)
+    assert allocated(scene) < scene.metadata.shared_kv[0].keys[LAYER].nbytes / 4
+
+
+def test_no_new_key_is_copied_per_head() -> None:
+    """A square's output is as large as its queries, twice: in the kernel, and rows first."""
+    scene = make_scene(Shape((1024,), (), group=7, dim=16), torch.float32)
+    per_head = 2 * scene.query.nbytes  # keys and values
+    assert allocated(scene) < 2 * scene.query.nbytes + per_head / 2
+
+
+def test_blocks_are_gathered_once_for_all_heads() -> None:
+    scene = make_scene(Shape((-2048, -2000), (), group=7, dim=16), torch.float32)
+    pages = scene.metadata.paged_queries
+    assert pages is not None
+    gathered = 2 * pages.gather_blocks(pages.keys[LAYER]).nbytes
+    scores = 2 * scene.query.shape[0] * 2048 * 4  # two rows
+    assert allocated(scene) < 2 * gathered + 2 * scores
+
+
+@pytest.mark.parametrize(
+    "backend", [CpuAttentionBackend(), ReferenceAttentionBackend()], ids=["products", "reference"]
+)
+def test_shared_states_without_tokens_change_nothing(
+    backend: CpuAttentionBackend | ReferenceAttentionBackend,
+) -> None:
+    """What is left of a module of one token whose last token is computed again."""
+    shape = Shape((2, -3), ((0, ((0, 3, 0),)), (4, ((0, 2, 5),))))
+    scene = make_scene(shape, torch.float32)
+    out = attend(scene, backend).double()
+    torch.testing.assert_close(out, scene.expected(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_reads_states_twice_where_its_prompt_holds_them_twice() -> None:
+    """The same states at two places: two of the row's results, one run."""
+    scene = make_scene(Shape((1,), ((6, ((0, 1, 4), (0, 1, 40))),), group=1), torch.float32)
+    assert isinstance(scene.metadata.shared_queries, SharedQueries)
+    assert [type(each) for each in (*scene.metadata.shared_kv, *scene.metadata.causal_blocks)] == [
+        SharedKV,
+        CausalBlock,
+    ]
+    assert scene.metadata.shared_queries.rows.tolist() == [0, 0]
+    torch.testing.assert_close(attend(scene).double(), scene.expected(), rtol=1e-5, atol=1e-5)
