@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check house format bench-ttft eval clean
+.PHONY: demo test test-all check format bench-ttft eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/ragcache demo
@@ -23,10 +23,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-# Figures of the source tree; import circles and classes that share a name are listed.
-house: $(INSTALLED)
-	-$(BIN)/python tools/house.py
+	$(BIN)/python tools/house.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

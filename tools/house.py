@@ -1,11 +1,12 @@
 """Figures of the source tree, and two rules: no import circles, no class name defined twice.
 
 `from package import name` imports the submodule of that name, if there is one, and else the
-package's `__init__`. Circles are strongly connected modules over the imports that run when a module
-is loaded: not those in functions or under `TYPE_CHECKING`, whose circles are listed and break no
-rule. A module with one importer is one that exactly one other module imports, anywhere in it: names
-that an `__init__` re-exports count for the modules that they come from, and the `__init__` itself
-only where nothing else imports the module. Classes named `_X` are private to their module.
+package's `__init__`. Circles are strongly connected modules over all imports, also those in
+functions and under `TYPE_CHECKING`. A module with one importer is one that exactly one other module
+imports: names that an `__init__` re-exports count for the modules that they come from, and the
+`__init__` itself only where nothing else imports the module. Those that their importer registers
+beside at least five others (commands, routers) are listed as registered, too. Classes named `_X`
+are private to their module.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import ast
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,13 @@ ROOTS = {"ragcache": ".", "schemas": "schemas", "connectors": "connectors", "api
 
 
 class Module:
-    """A source file: its lines, classes, and what it imports when it is loaded and at all."""
+    """A source file: its lines, classes and imports."""
 
     def __init__(self, name: str, path: Path) -> None:
         text = path.read_text(encoding="utf-8")
-        nodes = list(ast.walk(tree := ast.parse(text, str(path))))
+        nodes = list(ast.walk(ast.parse(text, str(path))))
         self.name, self.is_package = name, path.name == "__init__.py"
         self.lines = len(text.splitlines())
-        self.loaded = [each for node in _run_at_load(tree) for each in self._imports(node)]
         self.imports = [each for node in nodes for each in self._imports(node)]
         statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self.import_lines = sum((n.end_lineno or n.lineno) - n.lineno + 1 for n in statements)
@@ -44,14 +45,6 @@ class Module:
             above = parts[: len(parts) - node.level + self.is_package] if node.level else []
             source = ".".join(filter(None, [*above, node.module]))
             yield from ((source, alias.name) for alias in node.names)
-
-
-def _run_at_load(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        if not guarded and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-            yield from _run_at_load(child)
 
 
 class Tree:
@@ -86,9 +79,9 @@ class Tree:
                 found[home].add(name)
         return {n: by if len(by) < 2 else by - {n.rpartition(".")[0]} for n, by in found.items()}
 
-    def circles(self, imports: str) -> list[list[str]]:
+    def circles(self) -> list[list[str]]:
         graph = {
-            name: {self.target(*each) for each in getattr(module, imports)} - {"", name}
+            name: {self.target(*each) for each in module.imports} - {"", name}
             for name, module in self.modules.items()
         }
         ahead = {name: _reachable(graph, name) for name in graph}  # itself only on a circle
@@ -113,16 +106,17 @@ def measure(root: Path) -> dict[str, Any]:
     homes = dict[str, list[str]]()
     for name, home in sorted((name, module.name) for module in modules for name in module.classes):
         homes.setdefault(name, []).append(home)
-    circles = tree.circles("loaded")
+    single = {name: next(iter(by)) for name, by in tree.importers().items() if len(by) == 1}
+    registries = {by for by, count in Counter(single.values()).items() if count > 5}
     return {
         "files": len(lines),
         "lines": sum(lines),
         "median_lines": sorted(lines)[len(lines) // 2],
         "import_share": sum(module.import_lines for module in modules) / sum(lines),
         "test_files": len(list((root / "tests").rglob("*.py"))),
-        "one_importer": sorted(n for n, by in tree.importers().items() if len(by) == 1),
-        "unloaded_circles": [each for each in tree.circles("imports") if each not in circles],
-        "circles": circles,
+        "one_importer": sorted(single),
+        "registered": sorted(name for name, by in single.items() if by in registries),
+        "circles": tree.circles(),
         "doubled_classes": {name: at for name, at in homes.items() if len(at) > 1},
     }
 
@@ -130,8 +124,7 @@ def measure(root: Path) -> dict[str, Any]:
 def in_words(house: dict[str, Any]) -> str:
     short = {n: len(v) if isinstance(v, list | dict) else round(v, 3) for n, v in house.items()}
     lines = [f"{name.replace('_', ' '):18}{figure:>8,}" for name, figure in short.items()]
-    circles = [*house["circles"], *house["unloaded_circles"]]
-    lines += [f"circle: {' <-> '.join(circle)}" for circle in circles]
+    lines += [f"circle: {' <-> '.join(circle)}" for circle in house["circles"]]
     lines += [f"class {name}: {', '.join(at)}" for name, at in house["doubled_classes"].items()]
     return "\n".join(lines)
 

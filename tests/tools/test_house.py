@@ -38,8 +38,10 @@ def tree(tmp_path: Path) -> Path:
 
 def test_circles_are_found_through_relative_imports_and_submodules(tree: Path) -> None:
     house = TOOL["measure"](tree)
-    assert house["circles"] == [["ragcache.store.disk", "ragcache.store.shapes"]]
-    assert house["unloaded_circles"] == [["ragcache.demo", "ragcache.rag"]]
+    assert house["circles"] == [
+        ["ragcache.demo", "ragcache.rag"],
+        ["ragcache.store.disk", "ragcache.store.shapes"],
+    ]
 
 
 def test_public_classes_of_one_name_are_found_outside_tests(tree: Path) -> None:
@@ -52,6 +54,17 @@ def test_importers_are_counted_through_re_exported_names(tree: Path) -> None:
     assert importers["ragcache.store.disk"] == {"ragcache.store.shapes", "ragcache.rag"}
     assert importers["ragcache.store.shapes"] == {"ragcache.store.disk"}
     assert "ragcache.store.shapes" in TOOL["measure"](tree)["one_importer"]
+
+
+def test_modules_beside_five_others_of_one_importer_are_registered(tree: Path) -> None:
+    names = [f"command{number}" for number in range(6)]
+    for name in names:
+        (tree / f"api/ragcache_api/{name}.py").write_text("")
+    main = tree / "api/ragcache_api/main.py"
+    main.write_text(f"from ragcache_api import {', '.join(names[1:])}\n")
+    assert TOOL["measure"](tree)["registered"] == []
+    main.write_text(f"from ragcache_api import {', '.join(names)}\n")
+    assert TOOL["measure"](tree)["registered"] == [f"ragcache_api.{name}" for name in names]
 
 
 def test_sizes_are_of_the_source(tree: Path) -> None:
@@ -67,6 +80,7 @@ def test_the_exit_code_tells_whether_a_rule_is_broken(
 ) -> None:
     if not broken:
         (tree / "ragcache/store/shapes.py").write_text("")
+        (tree / "ragcache/demo.py").write_text("")
     assert TOOL["main"]([str(tree)]) == int(broken)
     assert (
         "class Shape: ragcache.store.shapes, ragcache_api.shapes" in capsys.readouterr().out
