@@ -19,7 +19,7 @@ import typer
 
 from ragcache.bench.harness import describe_machine, made_up_key, seconds
 from ragcache.store.eviction import POLICIES, Entries, KVEntry, check_policy, choose_victims
-from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
 
 
@@ -195,7 +195,7 @@ def main(
 ) -> None:
     """Hit rates of eviction policies, and the time of choosing victims."""
     workload = ZipfWorkload(prompts=prompts)
-    result = measured(lambda _: bench_hit_rate(workload) | {"victims": bench_victims(entries)})
+    result = run_benchmark(lambda _: bench_hit_rate(workload) | {"victims": bench_victims(entries)})
     result |= {
         "victims_ms": max(result["victims"].values()),
         "setting": {"workload": asdict(workload), "entries": entries},
@@ -210,7 +210,7 @@ def main(
             "" if saved is None else f"{100 * saved:.1f}%",
             "" if chosen is None else f"{chosen:.1f} ms",
         )
-    report([table], result, json_file)
+    print_figures([table], result, json_file)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 from rich.table import Table
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
-from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
 from ragcache_connectors.langchain.chat_models import ChatRagCache
 from ragcache_connectors.langchain.retrievers import RagCacheRetriever
@@ -313,9 +313,9 @@ def main(
     setting = LangChainSetting(
         handbook=handbook, shape=shape, modules=modules, runs=runs, batch=batch
     )
-    result = measured(lambda progress: bench_langchain(setting, progress))
+    result = run_benchmark(lambda progress: bench_langchain(setting, progress))
     shown = [_chain_table(result, modules, layers), _recognition_table(result)]
-    report([*shown, _batch_sentence(result)], result, json_file)
+    print_figures([*shown, _batch_sentence(result)], result, json_file)
 
 
 def _chain_table(result: dict[str, Any], modules: int, layers: int) -> Table:

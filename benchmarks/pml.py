@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ragcache.bench.harness import Progress, describe_machine, seconds
-from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
 from ragcache_schemas import (
     Import,
@@ -125,7 +125,7 @@ def main(
     json_file: JsonFile = None,
 ) -> None:
     """Parsing and laying out a large schema, resolving prompts against it."""
-    result = measured(lambda progress: bench_pml(PmlSetting(modules=modules), progress))
+    result = run_benchmark(lambda progress: bench_pml(PmlSetting(modules=modules), progress))
     table = plain_table(f"{modules:,} modules, {result['characters']:,} characters", "time")
     for name, time in (
         ("schema: parse and lay out", f"{result['parse_layout_s']:.2f} s"),
@@ -135,7 +135,7 @@ def main(
         ("the slowest of them", f"{result['resolve_worst_ms']:.2f} ms"),
     ):
         table.add_row(name, time)
-    report([table], result, json_file)
+    print_figures([table], result, json_file)
 
 
 if __name__ == "__main__":

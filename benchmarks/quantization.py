@@ -21,7 +21,7 @@ from ragcache.errors import NoDocuments
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, quantize, restored
-from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
 
 _MODULE_TOKENS = 384
@@ -120,7 +120,7 @@ def main(
 ) -> None:
     """States and answers of the embedded reader in eight bits."""
     result: dict[str, Any] = {
-        "quantized": measured(
+        "quantized": run_benchmark(
             lambda progress: bench_quantization(load_model(), handbook, questions, progress)
         ),
         "setting": {"questions": questions, "handbook": str(handbook)},
@@ -131,7 +131,7 @@ def main(
         row = result["quantized"][kind]
         shares = ("bytes_share", "keys_error", "values_error", "first_token_agreement")
         table.add_row(kind, *(f"{100 * row[share]:.2f}%" for share in shares))
-    report([table], result, json_file)
+    print_figures([table], result, json_file)
 
 
 if __name__ == "__main__":

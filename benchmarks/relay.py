@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
 from ragcache.bench.harness import describe_machine, new_figure, save_figure, seconds
-from ragcache_api.cli.bench import DeviceOption, JsonFile, PlotFile, report
+from ragcache_api.cli.bench import DeviceOption, JsonFile, PlotFile, print_figures
 from ragcache_api.cli.console import plain_table
 
 
@@ -148,7 +148,7 @@ def main(device: DeviceOption = "cpu", json_file: JsonFile = None, plot: PlotFil
             str(row["batch"]), str(row["shared"]), f"{row['speedup']:.1f}x",
             f"{row['theory']:.1f}x", f"{row['measured_over_theory']:.2f}",
         )  # fmt: skip
-    report([table], result, json_file)
+    print_figures([table], result, json_file)
     if plot is not None:
         plot_relay(result, plot)
 

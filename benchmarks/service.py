@@ -29,7 +29,7 @@ from service_clients import first_token, request, run_clients
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
 from ragcache.bench.tiers import fill_ledger
-from ragcache_api.cli.bench import JsonFile, measured, report
+from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import long_lived
@@ -353,7 +353,7 @@ def main(
 ) -> None:
     """The service beside calls of the engine: first tokens, streams, and a long listing."""
     setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules)
-    result = measured(lambda progress: bench_http(setting, progress))
+    result = run_benchmark(lambda progress: bench_http(setting, progress))
     table = plain_table("over HTTP", "", "of the calls")
     table.add_row(
         "to the first token, more", f"{result['ttft_overhead_ms_p50']:.2f} ms",
@@ -372,7 +372,7 @@ def main(
         "first token of a text that another namespace has ingested",
         f"{result['foreign_ttft_ratio']:.2f}x", "of one that nobody has",
     )  # fmt: skip
-    report([table], result, json_file)
+    print_figures([table], result, json_file)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_api.cli.console import Tokens
+from ragcache_api.cli.schema import TemplateTokenizer
 from ragcache_schemas import (
     Module,
     Plan,
@@ -30,7 +30,7 @@ PROMPTS = sorted(FOLDER.glob("*/prompt-*.xml"))
 
 def resolved(file: Path) -> Plan:
     """The plan of a prompt file against the schema beside it."""
-    template = Tokens.load(None).template
+    template = TemplateTokenizer.load(None).template
     schema = parse_schema((file.parent / "schema.xml").read_bytes())
     index = SchemaIndex.build(render_schema_turns(schema, template.render), template.count)
     prompt = parse_prompt(file.read_bytes(), source=str(file))

@@ -65,9 +65,8 @@ def test_a_command_bounds_spinning_before_torch_is_there(given: dict[str, str], 
 STORING = """
 import os, time, torch
 from ragcache.openmp import give_workers_back
-from ragcache.states import KVStates
+from ragcache.states import KVKey, KVStates
 from ragcache.states.serialization import blob_parts
-from ragcache.states.key import KVKey
 from ragcache.states.quantization import quantize
 from ragcache.store.tiers.host import HostTier
 torch.set_num_threads(3)

@@ -1,15 +1,10 @@
-"""`ragcache keys`."""
-
-# MERGED ragcache_api.cli.modules: `ragcache modules`.
-# MERGED ragcache_api.cli.stats: `ragcache stats`.
-# MERGED ragcache_api.cli.verify: `ragcache verify`.
-# MERGED ragcache_api.cli.doctor: `ragcache doctor`: is everything here that answering needs?
+"""The operator's commands: `ragcache keys`, `modules`, `stats`, `verify` and `doctor`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,9 +20,9 @@ from ragcache_api.cli.console import (
     LedgerOption,
     RemoteOption,
     StateOption,
-    binary_size,
     console,
     errors,
+    format_bytes,
     open_ledger,
     plain_table,
     print_json,
@@ -35,8 +30,9 @@ from ragcache_api.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from ragcache.db import ApiKeys
-    from ragcache.store.verify import Disagreement
+    from ragcache.db import ApiKeys, Database
+    from ragcache.store import KVStore
+    from ragcache.store.verify import Report
 
 
 keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True)
@@ -44,9 +40,9 @@ keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True
 
 @keys_app.command("create")
 def create_key(
-    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    name: Annotated[str, typer.Argument(help="The name of its holder.")],
     role: Annotated[str, typer.Option(help="user or admin.")] = "user",
-    namespace: Annotated[str, typer.Option(help="Whose documents it opens.")] = "default",
+    namespace: Annotated[str, typer.Option(help="The namespace that it opens.")] = "default",
     state: StateOption = DEFAULT_STATE,
     ledger: LedgerOption = None,
     as_json: JsonOption = False,
@@ -69,29 +65,28 @@ def create_key(
 def list_keys(
     state: StateOption = DEFAULT_STATE, ledger: LedgerOption = None, as_json: JsonOption = False
 ) -> None:
-    """List keys; a secret shows its first characters alone."""
+    """List keys, of each secret the first characters."""
     with _keys(state, ledger) as keys:
         rows = keys.list()
     if as_json:
-        print_json([asdict(row) for row in rows])
-        return
-    if not rows:
+        print_json(rows)
+    elif not rows:
         console.print("no keys yet; `ragcache keys create` makes one")
-        return
-    table = plain_table(
-        "id", "name", "role", "namespace", "secret", "made", "last used", "", left=8
-    )
-    for row in rows:
-        table.add_row(
-            str(row.id), escape(row.name), row.role, row.namespace, f"{row.prefix}…",
-            _date(row.created_at), _date(row.last_used), "revoked" if row.revoked_at else "",
-        )  # fmt: skip
-    console.print(table)
+    else:
+        table = plain_table(
+            "id", "name", "role", "namespace", "secret", "made", "last used", "", left=8
+        )
+        for row in rows:
+            table.add_row(
+                str(row.id), escape(row.name), row.role, row.namespace, f"{row.prefix}…",
+                _date(row.created_at), _date(row.last_used), "revoked" if row.revoked_at else "",
+            )  # fmt: skip
+        console.print(table)
 
 
 @keys_app.command("revoke")
 def revoke_key(
-    key: Annotated[int, typer.Argument(help="The id of the key, as `list_keys` shows it.")],
+    key: Annotated[int, typer.Argument(help="The id of the key, as `ragcache keys ls` shows it.")],
     state: StateOption = DEFAULT_STATE,
     ledger: LedgerOption = None,
 ) -> None:
@@ -105,11 +100,8 @@ def revoke_key(
 def _keys(state: Path, ledger: str | None) -> Iterator[ApiKeys]:
     from ragcache.db import ApiKeys
 
-    database = open_ledger(state, ledger)
-    try:
+    with open_ledger(state, ledger) as database:
         yield ApiKeys(database)
-    finally:
-        database.close()
 
 
 def _date(seconds: float | None) -> str:
@@ -121,13 +113,8 @@ def _date(seconds: float | None) -> str:
 modules_app = typer.Typer(help="The modules and their states.", no_args_is_help=True)
 
 
-@modules_app.callback()
-def modules_callback() -> None:
-    """The modules and their states."""
-
-
 @modules_app.command("ls")
-def list_modules_command(
+def list_all_modules(
     collection: Annotated[str | None, typer.Argument(help="Only this collection.")] = None,
     state: StateOption = DEFAULT_STATE,
     ledger: LedgerOption = None,
@@ -136,48 +123,37 @@ def list_modules_command(
     """List modules with the size, tiers and hits of their states."""
     from ragcache.db import list_modules
 
-    database = open_ledger(state, ledger)
-    try:
-        listed = list_modules(database, collection)
-    finally:
-        database.close()
+    with open_ledger(state, ledger) as database:
+        rows = list_modules(database, collection)
     if as_json:
-        print_json([asdict(row) for row in listed])
-        return
-    if not listed:
+        print_json(rows)
+    elif not rows:
         console.print("no modules yet; `ragcache ingest` makes them")
-        return
-    pins = any(row.pinned for row in listed)
-    table = plain_table("module", "collection", "tiers", "tokens", "states", "hits", left=3)
-    if pins:
-        table.add_column("")
-    for row in listed:
-        table.add_row(
-            escape(row.name),
-            escape(row.collection),
-            ", ".join(row.tiers) or "none",
-            f"{row.tokens:,}",
-            binary_size(row.nbytes),
-            f"{row.hits:,}",
-            *(["pinned" if row.pinned else ""] if pins else []),
+    else:
+        table = plain_table("module", "collection", "tiers", "tokens", "states", "hits", left=3)
+        if any(row.pinned for row in rows):
+            table.add_column("")
+        for row in rows:
+            table.add_row(
+                escape(row.name), escape(row.collection), ", ".join(row.tiers) or "none",
+                f"{row.tokens:,}", format_bytes(row.nbytes), f"{row.hits:,}",
+                *(["pinned"] if row.pinned else []),
+            )  # fmt: skip
+        console.print(table)
+        console.print(
+            f"{len(rows):,} modules, {sum(row.tokens for row in rows):,} tokens, "
+            f"{format_bytes(sum(row.nbytes for row in rows))}"
         )
-    console.print(table)
-    console.print(
-        f"{len(listed):,} modules, {sum(r.tokens for r in listed):,} tokens, "
-        f"{binary_size(sum(r.nbytes for r in listed))}"
-    )
 
 
 @modules_app.command("expire")
 def expire_modules(
-    modules_callback: Annotated[
-        list[int], typer.Argument(help="Ids, as `ls --json` names them.", min=1)
-    ],
+    modules: Annotated[list[int], typer.Argument(help="Ids, as in `ls --json`.", min=1)],
     after: Annotated[
         float | None, typer.Option(min=0, help="Seconds from now until the states go.")
     ] = None,
     never: Annotated[bool, typer.Option("--never", help="Lift the limit.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change.")] = False,
     state: StateOption = DEFAULT_STATE,
     ledger: LedgerOption = None,
     remote: RemoteOption = None,
@@ -186,21 +162,13 @@ def expire_modules(
     """Limit how long the states of modules are kept; the documents stay."""
     from ragcache.db import held_keys
     from ragcache.db.tables import DEFAULT_NAMESPACE
-    from ragcache.store import KVStore, RemoteTier, admin
+    from ragcache.store import admin
 
     if never == (after is not None):
         raise typer.BadParameter("give either --after SECONDS or --never")
-    database = open_ledger(state, ledger)
-    try:
-        far = RemoteTier.open(remote) if remote else None
-        store = KVStore.inspect(state, database, far)
-        try:
-            keys = held_keys(database, modules_callback, DEFAULT_NAMESPACE)
-            done = admin.expire(store, keys, after, dry_run=dry_run)
-        finally:
-            store.close()
-    finally:
-        database.close()
+    with _inspect_store(state, ledger, remote) as (database, store):
+        keys = held_keys(database, modules, DEFAULT_NAMESPACE)
+        done = admin.expire(store, keys, after, dry_run=dry_run)
     if as_json:
         print_json([{**asdict(change), "key": str(change.key)} for change in done])
         return
@@ -209,57 +177,51 @@ def expire_modules(
     console.print(f"{len(done):,} states {would} kept {until}")
 
 
-_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt", "fetched_again")
+@contextmanager
+def _inspect_store(
+    state: Path, ledger: str | None, remote: str | None
+) -> Iterator[tuple[Database, KVStore]]:
+    """The ledger and the store of a state folder, without background work."""
+    from ragcache.store import KVStore, RemoteTier
+
+    with open_ledger(state, ledger) as database:
+        far = RemoteTier.open(remote) if remote else None
+        with closing(KVStore.inspect(state, database, far)) as store:
+            yield database, store
+
+
+_EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt", "fetched_again")
 
 
 def stats(
-    state: StateOption = DEFAULT_STATE,
-    ledger: LedgerOption = None,
-    as_json: JsonOption = False,
+    state: StateOption = DEFAULT_STATE, ledger: LedgerOption = None, as_json: JsonOption = False
 ) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
     from ragcache.db import Catalog, Ledger
 
-    database = open_ledger(state, ledger)
-    try:
+    with open_ledger(state, ledger) as database:
         states = Ledger(database)
         collections = Catalog(database, "", None).collections()
-        tiers = {tier: asdict(totals) for tier, totals in states.totals().items()}
-        evictions = states.evictions()
-    finally:
-        database.close()
+        tiers, evictions = states.totals(), states.evictions()
     if as_json:
         print_json({"collections": collections, "tiers": tiers, "evictions": evictions})
         return
-    table = plain_table("collection", "documents")
-    for name, documents in collections.items():
-        table.add_row(escape(name), f"{documents:,}")
+    sizes = [(escape(name), f"{documents:,}") for name, documents in collections.items()]
+    table = plain_table("collection", "documents", rows=sizes)
     console.print(table if collections else "no collections yet; `ragcache ingest` makes one")
-    _show_tiers(tiers)
-    _show_evictions(evictions)
-
-
-def _show_tiers(tiers: dict[str, dict[str, int]]) -> None:
-    if not tiers:
-        return
-    table = plain_table("tier", "states", "size", "tokens", "hits")
-    for tier, sums in tiers.items():
-        numbers = [f"{sums[name]:,}" for name in ("tokens", "hits")]
-        table.add_row(tier, f"{sums['states']:,}", binary_size(sums["nbytes"]), *numbers)
-    console.print()
-    console.print(table)
-
-
-def _show_evictions(evictions: dict[str, dict[str, int]]) -> None:
-    if not evictions:
-        return
-    table = plain_table("evicted from", *(reason.replace("_", " ") for reason in _REASONS))
-    for tier, counts in evictions.items():
-        table.add_row(
-            tier, *(f"{counts[reason]:,}" if reason in counts else "" for reason in _REASONS)
-        )
-    console.print()
-    console.print(table)
+    if tiers:
+        table = plain_table("tier", "states", "size", "tokens", "hits")
+        for tier, sums in tiers.items():
+            size, counts = format_bytes(sums.nbytes), (f"{sums.tokens:,}", f"{sums.hits:,}")
+            table.add_row(tier, f"{sums.states:,}", size, *counts)
+        console.print("", table, sep="\n")
+    if evictions:
+        reasons = [reason.replace("_", " ") for reason in _EVICTION_REASONS]
+        table = plain_table("evicted from", *reasons)
+        for tier, numbers in evictions.items():
+            cells = [f"{numbers[r]:,}" if r in numbers else "" for r in _EVICTION_REASONS]
+            table.add_row(tier, *cells)
+        console.print("", table, sep="\n")
 
 
 _KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # whole only in JSON
@@ -273,75 +235,68 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Check every row of the ledger against every blob; print what disagrees."""
-    from ragcache.store import KVStore, RemoteTier
-    from ragcache.store.verify import verify as check
+    from ragcache.store.verify import verify as verify_store
 
-    database = open_ledger(state, ledger)
-    try:
-        with progress_bar("verifying") as progress:
-            far = RemoteTier.open(remote) if remote else None
-            store = KVStore.inspect(state, database, far)
-            try:
-                report = check(store, repair=repair, progress=progress)
-            finally:
-                store.close()
-    finally:
-        database.close()
+    with progress_bar("verifying") as progress, _inspect_store(state, ledger, remote) as (_, store):
+        report = verify_store(store, repair=repair, progress=progress)
     if as_json:
         print_json({**asdict(report), "clean": report.clean})
     else:
-        table = plain_table("kind", "subject", "what is wrong", "", left=4)
-        for each in report.found:
-            subject = escape(_KEY.sub(r"\1…", each.subject))
-            table.add_row(each.kind, subject, escape(each.detail), "mended" if each.mended else "")
-        if report.found:
-            console.print(table)
-        for target, states in report.interrupted.items():
-            console.print(
-                f"an ingestion was interrupted: {escape(target)} keeps {states} states for the "
-                "next one; --repair forgets them"
-            )
-        verdict = "nothing disagrees" if not report.found else _count(report.found)
-        console.print(f"{report.states:,} states, {report.modules:,} modules: {verdict}")
-        if report.found and not repair:
-            console.print("`ragcache verify --repair` mends what can be mended")
+        _print_verification(report, repair)
     if not report.clean:
         raise typer.Exit(1)
 
 
-def _count(found: tuple[Disagreement, ...]) -> str:
-    mended = sum(each.mended for each in found)
-    return f"{len(found):,} disagreement{'s' if len(found) > 1 else ''}, {mended:,} mended"
+def _print_verification(report: Report, repair: bool) -> None:
+    found = report.found
+    table = plain_table("kind", "subject", "what is wrong", "", left=4)
+    for each in found:
+        subject = escape(_KEY.sub(r"\1…", each.subject))
+        table.add_row(each.kind, subject, escape(each.detail), "mended" if each.mended else "")
+    if found:
+        console.print(table)
+    for target, states in report.interrupted.items():
+        console.print(
+            f"an ingestion was interrupted: {escape(target)} keeps {states} states for the next "
+            "one; --repair forgets them"
+        )
+    verdict = "nothing disagrees"
+    if found:
+        mended = sum(each.mended for each in found)
+        verdict = f"{len(found):,} disagreement{'s' if len(found) > 1 else ''}, {mended:,} mended"
+    console.print(f"{report.states:,} states, {report.modules:,} modules: {verdict}")
+    if found and not repair:
+        console.print("`ragcache verify --repair` mends what can be mended")
 
 
 def doctor(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Check the installation, the embedded reader and the state folder."""
     checks = {
-        "machine": _machine,
-        "attention backend": _backend,
-        "embedded reader": _reader,
-        "state folder": lambda: _state(state),
+        "machine": _check_machine,
+        "attention backend": _check_backend,
+        "embedded reader": _check_reader,
+        "state folder": lambda: _check_state(state),
     }
-    results = {name: _run(check) for name, check in checks.items()}
+    results = {name: _run_check(check) for name, check in checks.items()}
     if as_json:
         print_json({name: {"ok": ok, "detail": detail} for name, (ok, detail) in results.items()})
     else:
-        console.print(f"ragcache {version('ragcache')}", highlight=False)
+        console.print(f"ragcache {version('ragcache')}")
         for name, (ok, detail) in results.items():
             mark = "[green]ok[/]" if ok else "[red]failed[/]"
-            console.print(f"{mark} {name}: {escape(detail)}", highlight=False)
+            console.print(f"{mark} {name}: {escape(detail)}")
     if not all(ok for ok, _ in results.values()):
         raise typer.Exit(1)
 
 
-def _run(check: Callable[[], str]) -> tuple[bool, str]:
+def _run_check(check: Callable[[], str]) -> tuple[bool, str]:
     try:
         return True, check()
-    except Exception as error:  # a doctor reports whatever it finds
+    except Exception as error:  # whatever it is, it is what the doctor found
         return False, f"{type(error).__name__}: {error}"
 
 
-def _machine() -> str:
+def _check_machine() -> str:
     from ragcache.bench.harness import describe_machine
 
     facts = describe_machine()
@@ -351,7 +306,7 @@ def _machine() -> str:
     )
 
 
-def _backend() -> str:
+def _check_backend() -> str:
     import torch
 
     from ragcache.attention import backend_for
@@ -359,25 +314,20 @@ def _backend() -> str:
     return type(backend_for(torch.device("cpu"))).__name__
 
 
-def _reader() -> str:
+def _check_reader() -> str:
     from ragcache.models import load_model
 
-    model = load_model()
-    causal = model.causal
+    causal = load_model().causal
     return (
         f"{causal.num_layers} layers, window {causal.window} tokens, "
         f"{causal.bytes_per_token:,} bytes of states a token"
     )
 
 
-def _state(state: Path) -> str:
-    from ragcache.db import Database, list_modules
+def _check_state(state: Path) -> str:
+    from ragcache.db import list_modules
 
-    path = state / "ledger.sqlite"
-    if not path.exists():
+    if not (state / "ledger.sqlite").exists():
         return f"{state} does not exist yet; `ragcache ingest` makes it"
-    database = Database.open_existing(path)
-    try:
+    with open_ledger(state) as database:
         return f"{len(list_modules(database))} modules in {state}"
-    finally:
-        database.close()

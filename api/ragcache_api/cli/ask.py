@@ -1,22 +1,16 @@
-"""`ragcache ask`."""
-
-# MERGED ragcache_api.cli.ingest: `ragcache ingest`.
-# MERGED ragcache_api.cli.prompt: `ragcache prompt`.
-# MERGED ragcache_api.cli.demo: `ragcache demo`: the example handbook, asked with and without
-#   the cache.
+"""`ragcache ask`, `ingest`, `prompt` and `demo`: documents in, answers out."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import NoDocuments
@@ -35,14 +29,15 @@ from ragcache_api.cli.console import (
     TemperatureOption,
     console,
     errors,
-    milliseconds,
+    format_milliseconds,
+    format_reuse,
     open_existing_rag,
     open_rag,
+    plain_table,
+    print_answer,
     print_json,
     progress_bar,
     read_text,
-    report,
-    tokens,
 )
 
 if TYPE_CHECKING:
@@ -71,11 +66,11 @@ def ask(
         generation = Generation.of(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop
         )
-        asked = rag.stream(question, collection=collection, k=k, mode=mode, generation=generation)
+        answer = rag.stream(question, collection=collection, k=k, mode=mode, generation=generation)
         if as_json:
-            print_json({**asked.result().to_dict(), "encoded": rag.stats().encoded})
+            print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
-            report(asked, pieces=stream)
+            print_answer(answer, pieces=stream)
 
 
 def ingest(
@@ -92,11 +87,11 @@ def ingest(
     """Store documents and encode their attention states, once."""
     with (
         open_rag(state, model, embedding, module_tokens=module_tokens) as rag,
-        progress_bar("encoding modules") as report,
+        progress_bar("encoding modules") as progress,
     ):
-        done = rag.ingest(collection, list(paths), progress=report)
+        done = rag.ingest(collection, list(paths), progress=progress)
     if as_json:
-        print_json(asdict(done))
+        print_json(done)
         return
     console.print(
         f"{done.added} documents added, {done.updated} updated, {done.unchanged} unchanged in "
@@ -127,11 +122,11 @@ def prompt(
         generation = Generation.of(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop
         )
-        asked = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
+        answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
         if as_json:
-            print_json(asked.result().to_dict())
+            print_json(answer.result().to_dict())
         else:
-            report(asked, pieces=stream)
+            print_answer(answer, pieces=stream)
 
 
 QUESTIONS = (
@@ -145,8 +140,8 @@ RUNS = 5  # of each mode, in turn; the medians are shown
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """An answer from cached modules, and its median times to first token beside `exact`."""
+class DemoAnswer:
+    """An answer from cached modules, and its median seconds to first token in both modes."""
 
     answer: Answer
     cached_seconds: float
@@ -155,6 +150,14 @@ class Compared:
     @property
     def ratio(self) -> float:
         return self.exact_seconds / self.cached_seconds
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            **self.answer.to_dict(),
+            "first_token_cached": self.cached_seconds,
+            "first_token_exact": self.exact_seconds,
+            "ratio": self.ratio,
+        }
 
 
 def demo(
@@ -175,72 +178,58 @@ def demo(
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
         RagCache.open(state) as rag,
     ):
-        with progress_bar("encoding modules") as report:
-            done = rag.ingest("handbook", [handbook], progress=report)
-        with progress_bar("asking") as report:
-            compared = []
+        with progress_bar("encoding modules") as progress:
+            done = rag.ingest("handbook", [handbook], progress=progress)
+        with progress_bar("asking") as progress:
+            answers = []
             for number, question in enumerate(QUESTIONS, start=1):
-                compared.append(compare(rag, question))
-                report(number, len(QUESTIONS))
-        together = batched(rag)
+                answers.append(_measure(rag, question))
+                progress(number, len(QUESTIONS))
+        begin = time.perf_counter()
+        rag.ask_batch(QUESTIONS, collection="handbook")
+        batch_seconds = time.perf_counter() - begin
     if as_json:
-        print_json([_plain(each) for each in compared])
+        print_json([each.to_dict() for each in answers])
         return
     console.print(
         f"{done.added} documents, {done.modules} modules, {done.tokens:,} tokens encoded once\n"
     )
-    for each in compared:
-        _show(each)
-    apart = sum(each.answer.timings.total for each in compared)
+    for each in answers:
+        _print_demo_answer(each)
+    single_seconds = sum(each.answer.timings.total for each in answers)
     console.print(
-        f"all {len(QUESTIONS)} questions together: {milliseconds(together)} to the last answer; "
-        f"one after another: {milliseconds(apart)}",
-        highlight=False,
+        f"all {len(QUESTIONS)} questions together: {format_milliseconds(batch_seconds)} to the "
+        f"last answer; one after another: {format_milliseconds(single_seconds)}"
     )
 
 
-def batched(rag: RagCache) -> float:
-    """Seconds for all questions at once: each document is read once a step for all of them."""
-    begin = time.perf_counter()
-    rag.ask_batch(QUESTIONS, collection="handbook")
-    return time.perf_counter() - begin
-
-
-def compare(rag: RagCache, question: str) -> Compared:
+def _measure(rag: RagCache, question: str) -> DemoAnswer:
     """Asks in turn from cached modules and by an ordinary prefill."""
     from ragcache import Generation
 
     times: dict[str, list[float]] = {"rooted": [], "exact": []}
     answers = {}
-    alone = Generation(share=False)  # else a run may find the question's states of the one before
+    unshared = Generation(share=False)  # else a run may find the question's states of the last one
     for _ in range(RUNS):
         for mode, seconds in times.items():
-            answers[mode] = rag.ask(question, collection="handbook", mode=mode, generation=alone)
+            answers[mode] = rag.ask(question, collection="handbook", mode=mode, generation=unshared)
             seconds.append(answers[mode].timings.first_token)
-    return Compared(answers["rooted"], *(statistics.median(s) for s in times.values()))
+    return DemoAnswer(answers["rooted"], *(statistics.median(s) for s in times.values()))
 
 
-def _show(compared: Compared) -> None:
-    answer = compared.answer
-    console.print(answer.question, style="cyan", markup=False, highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("answer", f"[bold]{escape(answer.text)}[/]")
-    table.add_row("sources", ", ".join(escape(source.module) for source in answer.sources))
-    table.add_row("mode", answer.mode)
-    table.add_row("prompt", tokens(answer))
-    table.add_row(
-        "first token",
-        f"{milliseconds(compared.cached_seconds)} cached, "
-        f"{milliseconds(compared.exact_seconds)} exact: [green]{compared.ratio:.1f}x[/]",
+def _print_demo_answer(measured: DemoAnswer) -> None:
+    answer = measured.answer
+    console.print(answer.question, style="cyan", markup=False)
+    times = (
+        f"{format_milliseconds(measured.cached_seconds)} cached, "
+        f"{format_milliseconds(measured.exact_seconds)} exact: [green]{measured.ratio:.1f}x[/]"
     )
-    console.print(table)
+    rows = (
+        ("answer", f"[bold]{escape(answer.text)}[/]"),
+        ("sources", ", ".join(escape(source.module) for source in answer.sources)),
+        ("mode", answer.mode),
+        ("prompt", format_reuse(answer)),
+        ("first token", times),
+    )
+    console.print(plain_table(rows=rows))
     console.print()
-
-
-def _plain(compared: Compared) -> dict[str, object]:
-    return {
-        **compared.answer.to_dict(),
-        "first_token_cached": compared.cached_seconds,
-        "first_token_exact": compared.exact_seconds,
-        "ratio": compared.ratio,
-    }

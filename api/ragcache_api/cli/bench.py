@@ -1,4 +1,4 @@
-"""`ragcache bench`."""
+"""`ragcache bench`: measurements as tables, and as JSON and plots in files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcache_api.cli.console import binary_size, console, errors, plain_table
+from ragcache_api.cli.console import (
+    console,
+    errors,
+    format_break_even,
+    format_bytes,
+    plain_table,
+)
 
 app = typer.Typer(
     help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
@@ -23,30 +29,27 @@ PlotFile = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, or cuda.")]
 
-Run = Callable[[Callable[[str], None]], dict[str, Any]]
+Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
 
 
-def measured(run: Run) -> dict[str, Any]:
-    """Runs a benchmark, with its progress on standard error."""
+def run_benchmark(run: Benchmark) -> dict[str, Any]:
+    """Runs a benchmark with its progress on standard error."""
     with errors.status("starting") as status:
         return run(status.update)
 
 
-def report(shown: Sequence[Table | str], result: dict[str, Any], json_file: Path | None) -> None:
+def print_figures(
+    parts: Sequence[Table | str], result: dict[str, Any], json_file: Path | None
+) -> None:
     """Prints tables and sentences, and writes the figures if a file is given."""
     from ragcache.bench.harness import write_figures
 
-    for number, each in enumerate(shown):
+    for number, each in enumerate(parts):
         if number:
             console.print()
         console.print(each)
     if json_file is not None:
         write_figures(result, json_file)
-
-
-@app.callback()
-def bench() -> None:
-    """Measure, as ratios of things run side by side in one process."""
 
 
 @app.command("ttft")
@@ -59,18 +62,17 @@ def ttft(
     from ragcache.bench.ttft import TtftSetting, bench_ttft
 
     setting = TtftSetting(cached_runs=runs, device=device)
-    result = measured(lambda progress: bench_ttft(setting, progress))
+    result = run_benchmark(lambda progress: bench_ttft(setting, progress))
     seconds = result["seconds"]
-    rows = (
+    ways = (
         ("ordinary prefill", "prefill", f"{result['ratio_to_prefill']:.1f}x sooner"),
         ("states concatenated", "concat", f"{result['ratio_to_concat']:.2f}x sooner"),
         ("segments", "cached", ""),
         ("arithmetic limit", "limit", f"at {100 * result['share_of_limit']:.0f}% of it"),
     )
-    table = plain_table("way", "seconds to first token", "segments are")
-    for way, key, comparison in rows:
-        table.add_row(way, f"{seconds[key]:.3f}", comparison)
-    report([table], result, json_file)
+    rows = [(way, f"{seconds[key]:.3f}", comparison) for way, key, comparison in ways]
+    table = plain_table("way", "seconds to first token", "segments are", rows=rows)
+    print_figures([table], result, json_file)
 
 
 @app.command("decode")
@@ -84,7 +86,7 @@ def decode(
     from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
 
     setting = DecodeSetting(requests=requests, device=device)
-    result = measured(lambda progress: bench_decode(setting, progress))
+    result = run_benchmark(lambda progress: bench_decode(setting, progress))
     rows = [
         ("of `generate` with copies", f"{result['ratio_to_copies']:.1f}x"),
         ("the same, every query head with its key head", f"{result['ratio_to_copies_mha']:.1f}x"),
@@ -94,10 +96,8 @@ def decode(
         ("scheduling, of a step", f"{100 * result['scheduler_share']:.1f}%"),
     ]
     rate = result["shared"]["tokens_per_second"]
-    table = plain_table(f"{requests} requests, {rate:.0f} tokens a second", "")
-    for name, figure in rows:
-        table.add_row(name, figure)
-    report([table], result, json_file)
+    table = plain_table(f"{requests} requests, {rate:.0f} tokens a second", "", rows=rows)
+    print_figures([table], result, json_file)
     if plot is not None:
         plot_decode(result, plot)
 
@@ -113,7 +113,7 @@ def serve(
     from ragcache.bench.serve import ServeSetting, bench_serve, plot_serve
 
     setting = ServeSetting(requests=requests, device=device)
-    result = measured(lambda progress: bench_serve(setting, progress))
+    result = run_benchmark(lambda progress: bench_serve(setting, progress))
     table = plain_table("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
     for mode, loads in result["loads"].items():
         for load in loads:
@@ -127,7 +127,7 @@ def serve(
         f"knee: {knee['cached']:.2f} requests a second, {result['knee_ratio_to_exact']:.1f}x of "
         f"exact's {knee['exact']:.2f}"
     )
-    report([table, said], result, json_file)
+    print_figures([table, said], result, json_file)
     if plot is not None:
         plot_serve(result, plot)
 
@@ -144,9 +144,9 @@ def tiers(
     from ragcache.bench.tiers import TiersSetting, bench_tiers, plot_tiers
 
     setting = TiersSetting(blobs=blobs, entries=entries, folder=folder)
-    result = measured(lambda progress: bench_tiers(setting, progress))
-    tables = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
-    report([table(result) for table in tables], result, json_file)
+    result = run_benchmark(lambda progress: bench_tiers(setting, progress))
+    parts = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
+    print_figures([part(result) for part in parts], result, json_file)
     if not result["disk"]["dropped"]:
         console.print("[dim]the system did not drop its page cache: cold is warm here[/]")
     if plot is not None:
@@ -188,17 +188,11 @@ def _break_even_table(result: dict[str, Any]) -> Table:
     for row in details["lengths"]:
         times = [format_seconds(row[way]) for way in ("computed", *even)]
         speed = format_bandwidth(row["break_even_bandwidth"])
-        table.add_row(f"{row['tokens']} tokens", binary_size(row["nbytes"]), *times, speed)
+        table.add_row(f"{row['tokens']} tokens", format_bytes(row["nbytes"]), *times, speed)
     shortest = details["lengths"][0]["tokens"]
-    froms = [_from(tokens, shortest) for tokens in even.values()]
-    table.add_row("quicker", "", "", *froms, "", style="dim")
+    lengths = [format_break_even(tokens, shortest) for tokens in even.values()]
+    table.add_row("quicker", "", "", *lengths, "", style="dim")
     return table
-
-
-def _from(tokens: float | None, shortest: int) -> str:
-    if tokens is None:
-        return "at no length"
-    return "at each" if tokens <= shortest else f"from {tokens:.0f}"
 
 
 def _ledger_sentence(result: dict[str, Any]) -> str:

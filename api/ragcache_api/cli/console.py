@@ -1,20 +1,18 @@
-"""What all commands share: options, consoles, opening a state folder, progress."""
+"""What the commands share: consoles, options, opening a state folder, printing.
 
-# MERGED ragcache_api.cli.showing: An answer as people read it: its text, whole or as it comes,
-#   its sources and what it cost.
-# MERGED ragcache_api.cli.tokens: Counting tokens for commands that need no model: its
-#   tokenizer alone is loaded.
+Torch, transformers and the database are imported inside functions alone, so that `ragcache --help`
+starts without them.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -22,30 +20,28 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ragcache.errors import ModelNotFound, UnreadableDocument
-from ragcache.models import LoadedModel
-from ragcache.models.loader import READER
-from ragcache.pipeline import ChatTemplate
+from ragcache.errors import UnreadableDocument
 
 if TYPE_CHECKING:
     from ragcache import Answer, AnswerStream, RagCache
     from ragcache.db import Database
 
-
-UNWRAPPED = 10_000  # characters: a path that a log or a pipe breaks in two is found by nobody
+UNWRAPPED_WIDTH = 10_000  # characters: a path that a log or a pipe breaks in two is not found again
+DEFAULT_STATE = Path("ragcache-state")
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
-    """Wraps lines on a terminal only."""
-    return Console(stderr=stderr, width=None if stream.isatty() else UNWRAPPED)
+    """A console that wraps lines on a terminal only."""
+    width = None if stream.isatty() else UNWRAPPED_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False)
 
 
 console = _console(sys.stdout)
 errors = _console(sys.stderr, stderr=True)
 
 
-def _set(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
-    """What was given, or else the setting of this name."""
+def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """The option's value if it was given, else the service setting of the same name."""
     from ragcache_api.settings import ServiceSettings
 
     name = str(parameter.name)
@@ -56,19 +52,21 @@ def _set(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> 
 
 StateOption = Annotated[
     Path,
-    typer.Option("--state", envvar="RAGCACHE_STATE", callback=_set, help="The state folder."),
+    typer.Option(
+        "--state", envvar="RAGCACHE_STATE", callback=_or_setting, help="The state folder."
+    ),
 ]
 LedgerOption = Annotated[
     str | None,
     typer.Option(
-        "--ledger", envvar="RAGCACHE_LEDGER", callback=_set,
+        "--ledger", envvar="RAGCACHE_LEDGER", callback=_or_setting,
         help="The URL of a database, where the ledger is not in the state folder.",
     ),
 ]  # fmt: skip
 RemoteOption = Annotated[
     str | None,
     typer.Option(
-        "--remote", envvar="RAGCACHE_REMOTE", callback=_set,
+        "--remote", envvar="RAGCACHE_REMOTE", callback=_or_setting,
         help="The fsspec URL of the remote tier, such as s3://BUCKET/PATH.",
     ),
 ]  # fmt: skip
@@ -77,7 +75,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         envvar="RAGCACHE_MODEL",
-        callback=_set,
+        callback=_or_setting,
         help="A model folder or hub name; without it, the embedded reader.",
     ),
 ]
@@ -86,7 +84,7 @@ EmbeddingOption = Annotated[
     typer.Option(
         "--embedding",
         envvar="RAGCACHE_EMBEDDING",
-        callback=_set,
+        callback=_or_setting,
         help="`minilm` adds retrieval by meaning to retrieval by words.",
     ),
 ]
@@ -111,37 +109,40 @@ StreamOption = Annotated[
         show_default=False,
     ),
 ]
-DEFAULT_STATE = Path("ragcache-state")
 
 
 def open_rag(state: Path, model: str | None, embedding: str | None, **options: Any) -> RagCache:
-    """Opens a state folder with the embedded reader or the model that was named. What `options`
-    leave open is as the settings say."""
+    """Opens a state folder with a model, or the embedded reader; `options` that are None come from
+    the settings."""
     from ragcache_api.settings import ServiceSettings
 
     given = {name: value for name, value in options.items() if value is not None}
     options = ServiceSettings.read().opening() | given | {"embedding": embedding}
     with errors.status("loading the model"):
-        from ragcache import RagCache  # torch and transformers take seconds to import
+        from ragcache import RagCache
 
         return RagCache.open(state, model, **options)
-
-
-def open_ledger(state: Path, ledger: str | None) -> Database:
-    """The ledger of a state folder that is there already. Raises `NoState`."""
-    from ragcache.db import Database
-
-    return Database.open(ledger) if ledger else Database.open_existing(state / "ledger.sqlite")
 
 
 def open_existing_rag(
     state: Path, model: str | None = None, embedding: str | None = None
 ) -> RagCache:
-    """Opens a state folder that is there already. Raises `NoState` before the model is loaded."""
+    """Opens a state folder that exists. Raises `NoState` before the model is loaded."""
     from ragcache_api.settings import ServiceSettings
 
-    open_ledger(state, ServiceSettings.read().ledger).close()
+    with open_ledger(state, ServiceSettings.read().ledger):
+        pass
     return open_rag(state, model, embedding)
+
+
+@contextmanager
+def open_ledger(state: Path, ledger: str | None = None) -> Iterator[Database]:
+    """The ledger at a URL, or else that of a state folder, which must exist. Raises `NoState`."""
+    from ragcache.db import Database
+
+    path = state / "ledger.sqlite"
+    with closing(Database.open(ledger) if ledger else Database.open_existing(path)) as database:
+        yield database
 
 
 def read_text(file: Path) -> str:
@@ -153,8 +154,12 @@ def read_text(file: Path) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Plain JSON on standard output, for programs."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """Plain JSON on standard output, for programs; dataclasses become objects."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 @contextmanager
@@ -172,11 +177,11 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
-def binary_size(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Bytes in the unit that reads best."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size:
@@ -184,53 +189,59 @@ def binary_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def plain_table(*columns: str, left: int = 1) -> Table:
-    """A table without lines, of which all but the first `left` columns are flush right."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+def format_break_even(tokens: float | None, shortest: int) -> str:
+    """The length of a module from which loading is quicker; shortest: the least one measured."""
+    if tokens is None:
+        return "at no length"
+    return "at each" if tokens <= shortest else f"from {tokens:.0f} tokens"
+
+
+def plain_table(*columns: str, rows: Iterable[Sequence[str]] = (), left: int = 1) -> Table:
+    """A table without lines, of which all but the first `left` columns are flush right; without
+    columns it has no header."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), show_header=any(columns))
     for number, column in enumerate(columns):
-        if number < left:
-            table.add_column(column, overflow="fold")
-        else:
-            table.add_column(column, justify="right", overflow="fold")
+        justify: Any = "left" if number < left else "right"
+        table.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def report(stream: AnswerStream, *, pieces: bool | None) -> None:
-    """Prints an answer; piece by piece if asked to, or on a terminal unless asked not to."""
+def print_answer(stream: AnswerStream, *, pieces: bool | None) -> None:
+    """Prints an answer's text, sources, mode, tokens and times.
+
+    pieces: whether the text is printed piece by piece; None does so on a terminal only.
+    """
     if console.is_terminal if pieces is None else pieces:
-        show_text(stream)
+        _print_pieces(stream)
     else:
-        console.print(_said(stream.result()), style="bold", markup=False, highlight=False)
-    show_account(stream.answer)
-
-
-def show_text(stream: AnswerStream) -> None:
-    """The pieces of an answer as they come, without outer whitespace at the front."""
-    begun = False
-    for piece in stream:
-        text = piece if begun else piece.lstrip()
-        begun = begun or bool(text)
-        console.print(text, end="", style="bold", markup=False, highlight=False, soft_wrap=True)
-    console.print("" if begun else _said(stream.answer), markup=False, highlight=False)
-
-
-def show_account(answer: Answer) -> None:
-    """Sources, mode, tokens and times."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        console.print(_text_or_reason(stream.result()), style="bold", markup=False)
+    answer = stream.answer
+    table = plain_table()
     for source in answer.sources:
         score = f"{source.score:.3f}" if source.score else ""
         table.add_row(escape(source.module), score, source.tier, style="dim")
     console.print(table)
     timings = answer.timings
     console.print(
-        f"mode {answer.mode} · prompt {tokens(answer)} · "
-        f"first token {milliseconds(timings.first_token)} · total {milliseconds(timings.total)}",
-        highlight=False,
+        f"mode {answer.mode} · prompt {format_reuse(answer)} · first token "
+        f"{format_milliseconds(timings.first_token)} · total {format_milliseconds(timings.total)}"
     )
 
 
-def tokens(answer: Answer) -> str:
-    """The tokens of the prompt, summed up."""
+def _print_pieces(stream: AnswerStream) -> None:
+    """Prints pieces of an answer as they come, without white space at the front."""
+    begun = False
+    for piece in stream:
+        text = piece if begun else piece.lstrip()
+        begun = begun or bool(text)
+        console.print(text, end="", style="bold", markup=False, soft_wrap=True)
+    console.print("" if begun else _text_or_reason(stream.answer), markup=False)
+
+
+def format_reuse(answer: Answer) -> str:
+    """The tokens of the prompt: cached, shared and computed."""
     reuse = answer.reuse
     shared = f"+ {reuse.shared_tokens} shared " if reuse.shared_tokens else ""
     return (
@@ -239,47 +250,7 @@ def tokens(answer: Answer) -> str:
     )
 
 
-def _said(answer: Answer) -> str:
+def _text_or_reason(answer: Answer) -> str:
     if answer.finish_reason == "no_documents":
         return "nothing in this collection shares a word with the question"
     return answer.text
-
-
-_MARK = re.compile("[\U00100000-\U0010fffd]")
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A tokenizer and its chat template."""
-
-    model: LoadedModel
-    template: ChatTemplate
-
-    @classmethod
-    def load(cls, model: str | None) -> Tokens:
-        """Those of a model folder or hub name; None is the embedded reader."""
-        from transformers import AutoTokenizer
-
-        source = model or str(READER)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ModelNotFound(
-                f"cannot load the tokenizer of {source!r}: {error}. Give a folder with a "
-                "tokenizer, or the name of a hub model that this machine can reach"
-            ) from error
-        loaded = LoadedModel(source, cast("Any", None), tokenizer)  # text needs no weights
-        return cls(loaded, ChatTemplate(loaded))
-
-    def count_trusted(self, text: str) -> int:
-        """Tokens of a text in which control tokens are recognized, as in a generated schema."""
-        return len(self.model.encode(text))
-
-    def shown(self, text: str) -> str:
-        """`text` with the template's control tokens spelled out."""
-
-        def spelled(mark: re.Match[str]) -> str:
-            found: str = self.model.tokenizer.decode(self.template.encode(mark[0]))
-            return found
-
-        return _MARK.sub(spelled, text)

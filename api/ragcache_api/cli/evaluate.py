@@ -1,13 +1,11 @@
-"""`ragcache eval`: answer quality beside speed."""
+"""`ragcache eval`: the quality of answers, mode by mode, beside the tokens that were computed."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ragcache.config import DEFAULT_K
 from ragcache_api.cli.console import (
@@ -19,12 +17,13 @@ from ragcache_api.cli.console import (
     StateOption,
     console,
     open_existing_rag,
+    plain_table,
     print_json,
     progress_bar,
 )
 
 if TYPE_CHECKING:
-    from ragcache.evaluation import EvaluationReport, Through
+    from ragcache.evaluation import EvaluationReport
 
 
 def evaluate_command(
@@ -49,36 +48,31 @@ def evaluate_command(
 
     if through not in ("ask", "chat"):
         raise ConfigurationError(f"--through is {through!r}; give ask or chat")
-    way: Through = "chat" if through == "chat" else "ask"
-    asked = load_questions(questions)
+    expected = load_questions(questions)
     reports = []
     with open_existing_rag(state, model, embedding) as rag:
         for mode in modes.split(","):
-            with progress_bar(f"asking, {mode}") as report:
-                reports.append(
-                    evaluate(
-                        rag, collection, asked, mode=mode.strip(), k=k, through=way, progress=report
-                    )
-                )
+            options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
+            with progress_bar(f"asking, {mode}") as progress:
+                report = evaluate(rag, collection, expected, progress=progress, **options)
+            reports.append(report)
     if as_json:
-        print_json([asdict(report) for report in reports])
+        print_json(reports)
         return
-    _show(reports)
+    _print_reports(reports)
     for marked in reports[0].marked if wrong else ():
         if not marked.exact_match:
             console.print(
                 f"{marked.question.id} {marked.question.question} -> {marked.given!r}, "
                 f"right: {marked.question.answers[0]!r}",
                 markup=False,
-                highlight=False,
             )
 
 
-def _show(reports: list[EvaluationReport]) -> None:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    columns = ("mode", "questions", "exact match", "F1", "document retrieved", "computed", "agree")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "mode" else "right")
+def _print_reports(reports: list[EvaluationReport]) -> None:
+    table = plain_table(
+        "mode", "questions", "exact match", "F1", "document retrieved", "computed", "agree"
+    )
     for report in reports:
         shares = (report.exact_match, report.f1, report.retrieved)
         table.add_row(
@@ -92,7 +86,7 @@ def _show(reports: list[EvaluationReport]) -> None:
 
 
 def _agreement(report: EvaluationReport, reports: list[EvaluationReport]) -> str:
-    """How many answers begin as those of mode `exact` do, where it was asked for."""
+    """The share of answers whose first token is that of mode `exact`, where it was run too."""
     from ragcache.evaluation import first_tokens_agree
 
     exact = next((each for each in reports if each.mode in ("exact", "chat:exact")), None)

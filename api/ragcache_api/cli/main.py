@@ -1,4 +1,4 @@
-"""`ragcache`: the commands, and how their errors are shown."""
+"""`ragcache`: the table of its commands, and how their errors are printed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> None:
         app()
     except (RagCacheError, PMLError) as error:
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        errors.print(str(error), markup=False, highlight=False)
+        errors.print(str(error), markup=False)
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""`ragcache plan`."""
+"""`ragcache plan`: the size and times of a corpus before it is ingested."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from ragcache_api.cli.console import (
     JsonOption,
     ModelOption,
     StateOption,
-    binary_size,
     console,
     errors,
+    format_break_even,
+    format_bytes,
+    open_ledger,
     plain_table,
     print_json,
     progress_bar,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from ragcache.models import LoadedModel
     from ragcache.planning import CachePlan, Corpus
 
-_KINDS = ("model", "fp8", "int8")
+_KV_DTYPES = ("model", "fp8", "int8")
 
 
 def plan(
@@ -74,64 +76,55 @@ def plan(
     if as_json:
         print_json(made.to_dict() | {"advice": advice})
     else:
-        _show(made, advice)
+        _print_plan(made, advice)
 
 
 def _corpus(
     model: LoadedModel, paths: list[Path], collection: str | None, state: Path, module_tokens: int
 ) -> Corpus:
-    from ragcache.db import Catalog, Database
+    from ragcache.db import Catalog
     from ragcache.planning import corpus_of_collection, corpus_of_sources
 
-    with progress_bar("reading the corpus") as report:
+    with progress_bar("reading the corpus") as progress:
         if collection is None:
-            return corpus_of_sources(model, paths, module_tokens, report)
-        database = Database.open_existing(state / "ledger.sqlite")
-        try:
+            return corpus_of_sources(model, paths, module_tokens, progress)
+        with open_ledger(state) as database:
             catalog = Catalog(database, model.tokenizer_fingerprint, None)
-            return corpus_of_collection(model, catalog, collection, report)
-        finally:
-            database.close()
+            return corpus_of_collection(model, catalog, collection, progress)
 
 
-def _show(plan: CachePlan, advice: list[str]) -> None:
+def _print_plan(plan: CachePlan, advice: list[str]) -> None:
     console.print(
         f"[bold]{escape(plan.model)}[/] ({plan.dtype}), {plan.documents:,} documents: "
         f"{plan.modules:,} modules of {plan.tokens:,} tokens, the longest {plan.longest:,}; "
-        f"a preamble of {plan.preamble_tokens}",
-        highlight=False,
+        f"a preamble of {plan.preamble_tokens}\n"
     )
-    console.print()
-    _show_sizes(plan)
-    _show_times(plan)
-    table = plain_table("", "", left=2)
-    table.show_header = False
-    for sentence in advice:
-        table.add_row("•", escape(sentence))
-    console.print(table)
+    _print_sizes(plan)
+    _print_times(plan)
+    console.print(plain_table(rows=[("•", escape(sentence)) for sentence in advice]))
 
 
-def _show_sizes(plan: CachePlan) -> None:
+def _print_sizes(plan: CachePlan) -> None:
     table = plain_table("calculated", "kv_dtype", "budget", "the corpus", "of it fits", left=2)
     for size in plan.tiers:
-        budget = "no limit" if size.budget_bytes is None else binary_size(size.budget_bytes)
+        budget = "no limit" if size.budget_bytes is None else format_bytes(size.budget_bytes)
         share = f"{100 * size.share:.3g}%"
-        table.add_row(size.tier, size.kv_dtype, budget, binary_size(size.nbytes), share)
+        table.add_row(size.tier, size.kv_dtype, budget, format_bytes(size.nbytes), share)
     console.print(table)
-    per_token = ", ".join(f"{kind} {plan.bytes_per_token[kind]:,}" for kind in _KINDS)
-    console.print(f"[dim]bytes per token: {per_token}[/]", highlight=False)
-    console.print()
+    per_token = ", ".join(f"{kind} {plan.bytes_per_token[kind]:,}" for kind in _KV_DTYPES)
+    console.print(f"[dim]bytes per token: {per_token}[/]\n")
 
 
-def _show_times(plan: CachePlan) -> None:
+def _print_times(plan: CachePlan) -> None:
     from ragcache.planning import format_bandwidth, format_seconds
 
-    columns = ("measured", "computed in", *(f"loaded, {kind}" for kind in _KINDS))
+    columns = ("measured", "computed in", *(f"loaded, {kind}" for kind in _KV_DTYPES))
     table = plain_table(*columns)
     for cut in plan.measured.cuts:
-        loads = [format_seconds(cut.load_s[kind]) for kind in _KINDS]
+        loads = [format_seconds(cut.load_s[kind]) for kind in _KV_DTYPES]
         table.add_row(f"{cut.tokens} tokens", format_seconds(cut.compute_s), *loads)
-    even = [_even(plan, kind) for kind in _KINDS]
+    shortest = plan.measured.cuts[0].tokens
+    even = [format_break_even(plan.break_even_tokens[kind], shortest) for kind in _KV_DTYPES]
     table.add_row("loading is quicker", "", *even, style="dim")
     console.print(table)
     if not plan.measured.cold:
@@ -141,14 +134,5 @@ def _show_times(plan: CachePlan) -> None:
         )
     console.print(
         f"[dim]computing a module of {plan.measured.cuts[-1].tokens} tokens takes as long as "
-        f"loading it at {format_bandwidth(plan.break_even_bandwidth)}[/]",
-        highlight=False,
+        f"loading it at {format_bandwidth(plan.break_even_bandwidth)}[/]\n"
     )
-    console.print()
-
-
-def _even(plan: CachePlan, kind: str) -> str:
-    tokens = plan.break_even_tokens[kind]
-    if tokens is None:
-        return "at no length"
-    return "at each" if tokens <= plan.measured.cuts[0].tokens else f"from {tokens:.0f} tokens"

@@ -1,24 +1,21 @@
-"""`ragcache schema`."""
-
-# MERGED ragcache_api.cli.linting: `ragcache schema lint`: findings in files, prompts against
-#   the schemas beside them.
-# MERGED ragcache_api.cli.outline: A schema as a tree, with the positions and the tokens of
-#   everything in it.
+"""`ragcache schema`: schemas are added, shown as PML or as a tree, and linted."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.text import Text as Styled
+from rich.text import Text as StyledText
 
 from ragcache.config import DEFAULT_K
+from ragcache.errors import ModelNotFound
 from ragcache_api.cli.console import (
     DEFAULT_STATE,
     JsonOption,
@@ -58,17 +55,17 @@ from ragcache_schemas import (
 )
 
 if TYPE_CHECKING:
+    from ragcache.models import LoadedModel
     from ragcache.pipeline import ChatTemplate
-    from ragcache_api.cli.console import Tokens
 
 
 app = typer.Typer(help="PML schemas: written ones and generated ones.", no_args_is_help=True)
-_SUFFIXES = (".xml", ".pml")
-
-
-@app.callback()
-def schema() -> None:
-    """PML schemas: written ones and generated ones."""
+_FILE_SUFFIXES = (".xml", ".pml")
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
+_NODE_STYLES = {"module": "bold", "union": "cyan", "param": "green", "slot": "cyan", "text": ""}
+_WHITE_SPACE = re.compile(r"\s+")
+_PREVIEW_SOURCE = 200  # characters of a text from which a preview is made
+_SHORTEST_PREVIEW = 24
 
 
 @app.command("add")
@@ -100,15 +97,16 @@ def show(
     model: ModelOption = None,
 ) -> None:
     """Print the generated schema of a collection, or a tree with token counts and positions."""
-    from ragcache_api.cli.console import Tokens
-
-    if target.endswith(_SUFFIXES):
-        _print_file(Path(target), Tokens.load(model))
+    if target.endswith(_FILE_SUFFIXES):
+        tokenizer = TemplateTokenizer.load(model)
+        rendered = render_schema_turns(_read_schema(Path(target)), tokenizer.template.render)
+        layout = lay_out(rendered, tokenizer.template.count)
+        _print_tree(rendered, layout, tokenizer.show_control_tokens)
         return
     with open_existing_rag(state, model) as rag:
         generated = rag.schema(target, k=k, expanded=expand)
     if tree:
-        layout = lay_out(generated, Tokens.load(model).count_trusted, "compact")
+        layout = lay_out(generated, TemplateTokenizer.load(model).count_trusted, "compact")
         _print_tree(generated, layout)
     else:
         typer.echo(write_schema(generated))
@@ -124,18 +122,16 @@ def lint(
     as_json: JsonOption = False,
 ) -> None:
     """Find what is wrong, doubtful or wasteful in files. Exit status 1 if anything is."""
-    from ragcache_api.cli.console import Tokens
-
-    findings, notes = lint_files(files, Tokens.load(model).template)
-    count = sum(map(len, findings.values()))
+    findings, notes = lint_files(files, TemplateTokenizer.load(model).template)
+    found = [(file, finding) for file, each in findings.items() for finding in each]
+    count = len(found)
     for note in notes:
-        errors.print(Styled(note, "dim"), soft_wrap=True)
+        errors.print(StyledText(note, "dim"), soft_wrap=True)
     if as_json:
-        print_json(findings_json(findings))
+        print_json([_finding_values(finding, file) for file, finding in found])
     else:
-        for file, found in findings.items():
-            for finding in found:
-                console.print(shown(finding, file), soft_wrap=True)
+        for file, finding in found:
+            console.print(format_finding(finding, file), soft_wrap=True)
         what = "file" if len(files) == 1 else "files"
         verdict = (
             f"{count} findings" if count > 1 else "1 finding" if count else "nothing to report"
@@ -150,31 +146,22 @@ def xsd() -> None:
     typer.echo((package_files("ragcache_schemas") / "pml.xsd").read_text(encoding="utf-8"))
 
 
-def _read(file: Path) -> Schema:
+def _read_schema(file: Path) -> Schema:
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {file}", param_hint="TARGET")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PMLWarning)
         parsed = parse_schema(file.read_bytes(), source=str(file))
     for warning in caught:
-        errors.print(Styled(str(warning.message), "yellow"), soft_wrap=True)
+        errors.print(StyledText(str(warning.message), "yellow"), soft_wrap=True)
     return parsed
 
 
-def _print_file(file: Path, tokens: Tokens) -> None:
-    spelled = render_schema_turns(_read(file), tokens.template.render)
-    layout = lay_out(spelled, tokens.template.count)
-    _print_tree(spelled, layout, tokens.shown)
-
-
 def _print_tree(
-    schema: Schema, layout: Layout, shown: Callable[[str], str] = lambda text: text
+    schema: Schema, layout: Layout, readable: Callable[[str], str] = lambda text: text
 ) -> None:
-    for line in outline_lines(schema, layout, shown, width=max(console.width, 100)):
+    for line in outline_lines(schema, layout, readable, width=max(console.width, 100)):
         console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
-
-
-_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
 
 
 def lint_files(
@@ -202,28 +189,29 @@ def lint_files(
 
 
 def _index(text: bytes, template: ChatTemplate) -> SchemaIndex | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PMLWarning)
-            return SchemaIndex.build(parse_schema(text), template.count)
-    except PMLError:
-        return None
+    with suppress(PMLError), _without_warnings():
+        return SchemaIndex.build(parse_schema(text), template.count)
+    return None
 
 
 def _schema_name(text: bytes) -> str | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PMLWarning)
-            return parse_prompt(text).schema
-    except PMLError:
-        return None
+    with suppress(PMLError), _without_warnings():
+        return parse_prompt(text).schema
+    return None
 
 
-def shown(finding: Finding, file: Path) -> Styled:
-    """A finding, with the line that it is about and a mark under its place."""
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PMLWarning)
+        yield
+
+
+def format_finding(finding: Finding, file: Path) -> StyledText:
+    """A finding with the line of the file that it is about and a mark under its column."""
     where = finding.location
     place = f"{file}:{where.line}:{where.column}" if where else str(file)
-    out = Styled.assemble(
+    out = StyledText.assemble(
         (place, "bold"), ": ", (finding.severity, _SEVERITY_STYLES[finding.severity]), ": ",
         finding.message, " ", (f"[{finding.kind}]", "dim"),
     )  # fmt: skip
@@ -240,31 +228,22 @@ def shown(finding: Finding, file: Path) -> Styled:
     return out
 
 
-def findings_json(findings: dict[Path, list[Finding]]) -> list[dict[str, object]]:
-    """Findings for programs."""
-    return [
-        {
-            "file": str(file),
-            "line": finding.location.line if finding.location else None,
-            "column": finding.location.column if finding.location else None,
-            "severity": finding.severity,
-            "kind": finding.kind,
-            "message": finding.message,
-        }
-        for file, found in findings.items()
-        for finding in found
-    ]
-
-
-_NODE_STYLES = {"module": "bold", "union": "cyan", "param": "green", "slot": "cyan", "text": ""}
-_WHITE = re.compile(r"\s+")
-_PREVIEW = 200
-_SHORTEST = 24
+def _finding_values(finding: Finding, file: Path) -> dict[str, object]:
+    where = finding.location
+    return {
+        "file": str(file),
+        "line": where.line if where else None,
+        "column": where.column if where else None,
+        "severity": finding.severity,
+        "kind": finding.kind,
+        "message": finding.message,
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line: the lines of the tree before it, what it is, where it stands, how it begins."""
+class OutlineRow:
+    """A node in one line: the guides of the tree before it, its kind, name and positions, and how
+    its text begins."""
 
     guide: str
     kind: str
@@ -272,72 +251,122 @@ class Row:
     span: PositionSpan
     preview: str = ""
 
+    @property
+    def label(self) -> StyledText:
+        name = f" {self.name}" if self.name else ""
+        kind = (self.kind, _NODE_STYLES[self.kind])
+        return StyledText.assemble((self.guide, "dim"), kind, (name, "bold"))
 
-def outline(schema: Schema, layout: Layout) -> list[Row]:
-    """The rows of `schema`, whose spans are those of `layout`."""
-    return list(_rows(schema_nodes(schema, layout), ""))
-
-
-def _rows(nodes: Sequence[SchemaNode], guide: str) -> Iterator[Row]:
-    for number, node in enumerate(nodes):
-        last = number == len(nodes) - 1
-        here, below = guide + ("└── " if last else "├── "), guide + ("    " if last else "│   ")
-        match node.part:
-            case Text(text=text):
-                yield Row(here, node.kind, "", node.span, _WHITE.sub(" ", text[:_PREVIEW]))
-            case Parameter(name=name):
-                yield Row(here, node.kind, name, node.span, node.part.scaffold or "")
-            case Slot(name=name, collection=collection):
-                yield Row(here, node.kind, name, node.span, f"of the collection {collection}")
-            case Union(members=members):
-                yield Row(here, node.kind, f"of {len(members)}", node.span)
-                yield from _rows(node.children, below)
-            case Module(name=name, children=(Text(text=text),)):
-                yield Row(here, node.kind, name, node.span, _WHITE.sub(" ", text[:_PREVIEW]))
-            case Module(name=name, cache=cache):
-                yield Row(here, node.kind, name, node.span, "" if cache else "not cached")
-                yield from _rows(node.children, below)
+    @property
+    def positions(self) -> str:
+        span = self.span
+        return f"{span.start:,}–{span.end - 1:,}" if span.length else f"{span.start:,}"
 
 
 def outline_lines(
     schema: Schema,
     layout: Layout,
-    shown: Callable[[str], str] = lambda text: text,
+    readable: Callable[[str], str] = lambda text: text,
     *,
     width: int = 100,
-) -> Iterator[Styled]:
-    """The outline as lines of about `width`; `shown` makes the text of a preview readable."""
-    rows = outline(schema, layout)
+) -> Iterator[StyledText]:
+    """The tree of a schema as lines of about `width`, with the positions and tokens of every node.
+
+    layout: of the same schema. readable: makes the text of a preview readable.
+    """
+    rows = list(_outline_rows(schema_nodes(schema, layout), ""))
     modules = sum(row.kind == "module" for row in rows)
     title = f"{schema.name} ({modules} modules)"
-    widest = max(len(title), *(len(_what(row)) for row in rows)) if rows else len(title)
-    room = max(_SHORTEST, width - widest - 28)
-    yield Styled(f"{title:<{widest}}  {'positions':>13}  {'tokens':>7}  text", "bold")
+    widest = max(len(title), *(len(row.label) for row in rows)) if rows else len(title)
+    room = max(_SHORTEST_PREVIEW, width - widest - 28)
+    yield StyledText(f"{title:<{widest}}  {'positions':>13}  {'tokens':>7}  text", "bold")
     for row in rows:
-        what = _what(row)
-        what.pad_right(widest - len(what))
+        label = row.label
+        label.pad_right(widest - len(label))
         tokens = f"≤ {row.span.length:,}" if row.kind == "param" else f"{row.span.length:,}"
-        numbers = f"  {_positions(row.span):>13}  {tokens:>7}  "
-        preview = shown(row.preview)
-        short = preview if len(preview) <= room else preview[: room - 1] + "…"
-        yield Styled.assemble(what, numbers, (short, "dim"))
+        preview = readable(row.preview)
+        preview = preview if len(preview) <= room else preview[: room - 1] + "…"
+        numbers = f"  {row.positions:>13}  {tokens:>7}  "
+        yield StyledText.assemble(label, numbers, (preview, "dim"))
     for scaffold in schema.scaffolds:
         paths = " ".join("/".join(path) for path in scaffold.modules)
-        yield Styled.assemble(("scaffold ", "magenta"), paths)
-    total = f"{'in all':<{widest}}  {'':>13}  {layout.length:>7,}  "
-    yield Styled.assemble((total, "bold"), (_note(layout), "dim"))
-
-
-def _what(row: Row) -> Styled:
-    name = f" {row.name}" if row.name else ""
-    return Styled.assemble((row.guide, "dim"), (row.kind, _NODE_STYLES[row.kind]), (name, "bold"))
-
-
-def _positions(span: PositionSpan) -> str:
-    return f"{span.start:,}–{span.end - 1:,}" if span.length else f"{span.start:,}"
-
-
-def _note(layout: Layout) -> str:
+        yield StyledText.assemble(("scaffold ", "magenta"), paths)
+    note = "unions count with their longest member"
     if layout.placement == "compact":
-        return "what a prompt always holds; modules close up behind it"
-    return "unions count with their longest member"
+        note = "what a prompt always holds; modules close up behind it"
+    total = f"{'in all':<{widest}}  {'':>13}  {layout.length:>7,}  "
+    yield StyledText.assemble((total, "bold"), (note, "dim"))
+
+
+def _outline_rows(nodes: Sequence[SchemaNode], guide: str) -> Iterator[OutlineRow]:
+    for number, node in enumerate(nodes):
+        last = number == len(nodes) - 1
+        here, below = guide + ("└── " if last else "├── "), guide + ("    " if last else "│   ")
+        name, preview = _name_and_preview(node)
+        yield OutlineRow(here, node.kind, name, node.span, preview)
+        match node.part:
+            case Module(children=(Text(),)):
+                pass  # the module's own line shows its text
+            case Module() | Union():
+                yield from _outline_rows(node.children, below)
+
+
+def _name_and_preview(node: SchemaNode) -> tuple[str, str]:
+    match node.part:
+        case Text(text=text):
+            return "", _WHITE_SPACE.sub(" ", text[:_PREVIEW_SOURCE])
+        case Parameter(name=name, scaffold=scaffold):
+            return name, scaffold or ""
+        case Slot(name=name, collection=collection):
+            return name, f"of the collection {collection}"
+        case Union(members=members):
+            return f"of {len(members)}", ""
+        case Module(name=name, children=(Text(text=text),)):
+            return name, _WHITE_SPACE.sub(" ", text[:_PREVIEW_SOURCE])
+        case Module(name=name, cache=cache):
+            return name, "" if cache else "not cached"
+
+
+# Control tokens in a rendered chat template stand as these private characters.
+_HIDDEN_TOKEN = re.compile("[\U00100000-\U0010fffd]")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTokenizer:
+    """The tokenizer and chat template of a model, loaded without its weights."""
+
+    model: LoadedModel
+    template: ChatTemplate
+
+    @classmethod
+    def load(cls, model: str | None) -> TemplateTokenizer:
+        """Loads those of a model folder or hub name; None is the embedded reader."""
+        from transformers import AutoTokenizer
+
+        from ragcache.models import LoadedModel
+        from ragcache.models.loader import READER
+        from ragcache.pipeline import ChatTemplate
+
+        source = model or str(READER)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise ModelNotFound(
+                f"cannot load the tokenizer of {source!r}: {error}. Give a folder with a "
+                "tokenizer, or the name of a hub model that this machine can reach"
+            ) from error
+        loaded = LoadedModel(source, cast("Any", None), tokenizer)  # text needs no weights
+        return cls(loaded, ChatTemplate(loaded))
+
+    def count_trusted(self, text: str) -> int:
+        """Tokens of a text in which control tokens are recognized, as in a generated schema."""
+        return len(self.model.encode(text))
+
+    def show_control_tokens(self, text: str) -> str:
+        """`text` with the template's control tokens spelled out."""
+        from ragcache.pipeline.chat_template import MARK
+
+        def spell(mark: re.Match[str]) -> str:
+            return str(self.model.tokenizer.decode(self.template.encode(mark[0])))
+
+        return MARK.sub(spell, text)

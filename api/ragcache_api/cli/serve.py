@@ -1,4 +1,4 @@
-"""`ragcache serve`."""
+"""`ragcache serve`: the HTTP service over a state folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ragcache.errors import ConfigurationError
 from ragcache_api.cli.console import errors
 
 
@@ -34,7 +35,12 @@ def serve(
     from ragcache_api.settings import ServiceSettings
 
     settings = ServiceSettings.read(
-        state=state, host=host, port=port, model=model, embedding=embedding, **_pairs(setting or [])
+        state=state,
+        host=host,
+        port=port,
+        model=model,
+        embedding=embedding,
+        **_parse_settings(setting or []),
     )
     with errors.status("loading the model"):
         from ragcache import RagCache
@@ -44,9 +50,7 @@ def serve(
         serve_app(rag, settings)
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
-    from ragcache.errors import ConfigurationError
-
+def _parse_settings(texts: list[str]) -> dict[str, str]:
     pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")
