@@ -32,7 +32,7 @@ from ragcache_api.cli.console import (
 if TYPE_CHECKING:
     from ragcache.db import ApiKeys, Database
     from ragcache.store import KVStore
-    from ragcache.store.verify import Report
+    from ragcache.store.verify import VerifyReport
 
 
 keys_app = typer.Typer(help="The API keys of the service.", no_args_is_help=True)
@@ -247,7 +247,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _print_verification(report: Report, repair: bool) -> None:
+def _print_verification(report: VerifyReport, repair: bool) -> None:
     found = report.found
     table = plain_table("kind", "subject", "what is wrong", "", left=4)
     for each in found:
