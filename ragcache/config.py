@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from ragcache.errors import ConfigurationError
 
@@ -97,6 +98,11 @@ def check_namespace(name: str) -> str:
 def salt_of(namespace: str) -> str:
     """The salt of a namespace's state keys; empty for the default namespace."""
     return "" if namespace == NAMESPACE else namespace
+
+
+def encoded_mode(mode: str) -> Literal["rooted", "isolated"]:
+    """How the modules that a mode reads were encoded."""
+    return "isolated" if mode == "isolated" else "rooted"
 
 
 def linked_tokens(mode: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
@@ -41,7 +40,6 @@ from ragcache.pipeline import (
     Modules,
     Namespace,
     PendingAnswer,
-    Placed,
     SharedServices,
     Stats,
     generated_schema,
@@ -62,11 +60,16 @@ class RagCache:
     Calls from any number of threads and tasks run at the same time: the engine computes the new
     tokens of all of them step by step. Methods with the prefix `a` are for asyncio: no thread waits
     for an answer, and canceling the task cancels the request.
+
+    Attributes:
+        internals: The components of the namespace and, in `internals.shared`, of the folder: store,
+            engine, model. For services and tools that inspect them; `close` closes them.
     """
 
     def __init__(self, internals: Namespace, *, closes: bool = True) -> None:
         """closes: whether closing this object closes the folder."""
-        self._internals = internals
+        self.internals = internals
+        self._shared = internals.shared
         self._closes = closes
 
     @classmethod
@@ -133,12 +136,7 @@ class RagCache:
     def __enter__(self) -> RagCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self, *, drain: bool = False) -> None:
@@ -149,18 +147,12 @@ class RagCache:
             drain: Waits for running requests; otherwise they fail with `EngineClosed`.
         """
         if self._closes:
-            self._internals.shared.close(drain=drain)
+            self._shared.close(drain=drain)
 
     @property
     def namespace(self) -> str:
         """The name of the namespace that collections, schemas and modules belong to."""
-        return self._internals.name
-
-    @property
-    def internals(self) -> Namespace:
-        """The components of the namespace and, in `internals.shared`, of the folder: store, engine,
-        model. For services and tools that inspect them; they are closed with this object."""
-        return self._internals
+        return self.internals.name
 
     def within(self, namespace: str) -> RagCache:
         """The same folder, model and engine for another tenant.
@@ -178,7 +170,7 @@ class RagCache:
             >>> rag.within("tenant-2").stats().collections
             {}
         """
-        return RagCache(self._internals.shared.namespace(namespace), closes=False)
+        return RagCache(self._shared.namespace(namespace), closes=False)
 
     def ingest(
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
@@ -205,39 +197,37 @@ class RagCache:
             >>> rag.ingest("handbook", [leave]).added
             1
         """
-        check_collection(collection)
-        self._internals.shared.deferred.release()
-        return self._internals.ingestor.ingest(collection, sources, progress)
+        self._shared.deferred.release()
+        return self.internals.ingestor.ingest(collection, sources, progress)
 
     @property
     def jobs(self) -> IngestionJobs:
         """Background ingestion, and the outcome of every ingestion."""
-        return self._internals.jobs
+        return self.internals.jobs
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
-        return self._internals.ingestor.delete(collection, document_ids)
+        return self.internals.ingestor.delete(collection, document_ids)
 
     def rename(self, collection: str, document_id: str, to: str) -> None:
         """Changes the id of a document; nothing is encoded. Raises `UnknownCollection` or
         `DocumentError`."""
-        self._internals.catalog.rename_document(collection, document_id, to)
+        self.internals.catalog.rename_document(collection, document_id, to)
 
     def create_collection(self, collection: str) -> bool:
         """Makes an empty collection; False if it exists. `ingest` makes collections by itself.
         Raises `ConfigurationError`."""
-        return self._internals.catalog.add_collection(check_collection(collection))
+        return self.internals.catalog.add_collection(check_collection(collection))
 
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection with all its contents; returns how many documents it had. Raises
         `UnknownCollection`."""
-        return self._internals.ingestor.delete_collection(collection)
+        return self.internals.ingestor.delete_collection(collection)
 
     def records(self, space: str) -> Records:
         """The record manager of an indexing: which keys were written, and when."""
-        database, namespace = self._internals.shared.database, self._internals.name
-        return Records(database, space, namespace)
+        return Records(self._shared.database, space, self.namespace)
 
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Encodes modules as one, each attending to those before it (Prompt Cache §3.3).
@@ -257,8 +247,8 @@ class RagCache:
             PromptTooLong: The modules do not fit the model's window.
             UnknownCollection: There is no such collection.
         """
-        self._internals.shared.deferred.release()
-        return self._internals.questions.add_scaffold(collection, ids, self._internals.submitter)
+        self._shared.deferred.release()
+        return self.internals.add_scaffold(collection, ids)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answers a question from the best modules of a collection.
@@ -321,10 +311,9 @@ class RagCache:
             threshold=options.get("threshold"),
         )
         mode = check_mode(options.get("mode", "rooted"))
-        prompts = self._internals.questions.prepare_prompts(
-            questions, options["collection"], params, mode
-        )
-        return self._internals.submitter.run(prompts, options.get("generation", GREEDY))
+        ask = self.internals.ask
+        prompts = ask.prepare_prompts(questions, options["collection"], params, mode)
+        return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
         """Answers a conversation, formatted by the model's own chat template.
@@ -399,8 +388,8 @@ class RagCache:
         check_options(options, ChatOptions, "chat")
         mode = check_mode(options.get("mode", "rooted"))
         call = ChatCall(mode, options.get("recognize", True), options.get("tools"))
-        prompts = self._internals.chats.prepare_prompts(conversations, call)
-        return self._internals.submitter.run(prompts, options.get("generation", GREEDY))
+        prompts = self.internals.chat.prepare_prompts(conversations, call)
+        return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
 
     def add_schema(
         self, text: str, *, placement: Placement = "schema", source: str = "<string>"
@@ -430,22 +419,22 @@ class RagCache:
             raise ConfigurationError(
                 f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
             )
-        self._internals.shared.deferred.release()
-        return self._internals.prompts.add(text, source, placement)
+        self._shared.deferred.release()
+        return self.internals.pml.add(text, source, placement)
 
     def schemas(self) -> list[str]:
         """The names of the hand-written schemas."""
-        return self._internals.prompts.texts.names()
+        return self.internals.pml.texts.names()
 
     def delete_schema(self, name: str) -> None:
         """Deletes a schema with the states of its modules. Raises `UnknownSchema`."""
-        self._internals.prompts.delete(name)
+        self.internals.pml.delete(name)
 
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
         writes the modules into the slots. Raises `UnknownCollection`."""
-        modules = self._internals.catalog.modules(collection)
-        schema = generated_schema(collection, self._internals.questions.encoder.frame, k)
+        modules = self.internals.catalog.modules(collection)
+        schema = generated_schema(collection, self.internals.ask.encoder.frame, k)
         return expand_slots(schema, {collection: members(modules)}) if expanded else schema
 
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:
@@ -484,9 +473,9 @@ class RagCache:
     def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")
         mode = check_mode(options.get("mode", "isolated"))
-        generation, source = options.get("generation", GREEDY), options.get("source", "<string>")
-        prompt = self._internals.prompts.prepare_prompt(text, mode, source)
-        [pending] = self._internals.submitter.run([prompt], generation)
+        source = options.get("source", "<string>")
+        prompt = self.internals.pml.prepare_prompt(text, mode, source)
+        [pending] = self.internals.submitter.run([prompt], options.get("generation", GREEDY))
         return pending
 
     def retrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
@@ -517,86 +506,80 @@ class RagCache:
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one for another embedder, whose vectors are computed at
         the first search and stored beside the others."""
-        return self._internals.retrievers.retriever_for(embedding)
+        return self.internals.retrievers.retriever_for(embedding)
 
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """The modules with these names, in the order of the names; unknown names are skipped.
         Raises `UnknownCollection`."""
-        return self._internals.catalog.modules(collection, names)
+        return self.internals.catalog.modules(collection, names)
 
     def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
         """The whole texts of documents by id; unknown ids are skipped. Raises
         `UnknownCollection`."""
-        return self._internals.catalog.texts(collection, document_ids)
-
-    def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
-        """The lengths of modules, and the first tier that holds their states."""
-        return self._internals.modules.placed(modules)
+        return self.internals.catalog.texts(collection, document_ids)
 
     def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
         """The documents of a collection, in the order in which they were stored, or those with
         these ids; unknown ids are skipped. Raises `UnknownCollection`."""
-        self._internals.catalog.stamp(collection)
-        return list(self._internals.catalog.documents(collection, ids).values())
+        self.internals.catalog.stamp(collection)
+        return list(self.internals.catalog.documents(collection, ids).values())
 
     def document_page(
         self, collection: str, cursor: str | None = None, limit: int = 100
     ) -> Page[DocumentRow]:
         """A page of the documents of a collection by id; the first one has `total`. Raises
         `InvalidRequest` or `UnknownCollection`."""
-        database = self._internals.shared.database
-        return document_page(database, self.namespace, collection, cursor, limit)
+        return document_page(self._shared.database, self.namespace, collection, cursor, limit)
 
     def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
         """A page of the collections by name, with what they hold. Raises `InvalidRequest`."""
-        return collection_page(self._internals.shared.database, self.namespace, cursor, limit)
+        return collection_page(self._shared.database, self.namespace, cursor, limit)
 
     @property
     def modules(self) -> Modules:
         """Lists, warms, pins, moves and evicts the states of documents."""
-        return self._internals.modules
+        return self.internals.modules
 
     @property
     def keys(self) -> ApiKeys:
         """The API keys of the service, of all namespaces."""
-        return self._internals.shared.keys
+        return self._shared.keys
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """All modules with the size, tiers and hits of their states. Raises
         `UnknownCollection`."""
-        shared = self._internals.shared
-        shared.deferred.release()
-        shared.store.ledger.flush()
-        return list_modules(shared.database, collection, self.namespace)
+        self._shared.deferred.release()
+        self._shared.store.ledger.flush()
+        return list_modules(self._shared.database, collection, self.namespace)
 
     def stats(self) -> Stats:
         """What is stored, and what happened since this process opened the folder. Collections are
         those of the namespace, everything else is of the folder."""
-        self._internals.shared.deferred.release()
-        return Stats.of(self._internals)
+        self._shared.deferred.release()
+        return Stats.of(self.internals)
 
     def tiers(self) -> list[TierStatus]:
         """How full each tier of the folder is, the fastest first."""
-        return tier_status(self._internals.shared.store)
+        return tier_status(self._shared.store)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Calls `observer(record)` with every request of all namespaces that ends from now on, in a
-        thread of its own. Returns a function that removes the observer."""
-        return self._internals.shared.monitor.observe(observer)
+        """Calls `observer(record)` with every request of all namespaces that ends from now on, in
+        one thread for all observers. Returns a function that removes the observer."""
+        return self._shared.monitor.observe(observer)
 
     def running(self) -> list[RunningRequest]:
         """The requests of the namespace that have not ended, the oldest first."""
-        return self._internals.shared.monitor.running(self.namespace)
+        return self._shared.monitor.running(self.namespace)
 
     def batch(self) -> Batch:
         """What the engine computes now."""
-        shared = self._internals.shared
-        return batch_of(shared.engine.core.snapshot, shared.database, self.namespace)
+        snapshot = self._shared.engine.core.snapshot
+        return batch_of(snapshot, self._shared.database, self.namespace)
 
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
         """A page of the states that left a tier, the newest first; those of the last second may be
         missing. Raises `InvalidRequest`."""
-        return eviction_page(self._internals.shared.database, self.namespace, cursor, limit)
+        return eviction_page(self._shared.database, self.namespace, cursor, limit)
 
 
 def _search(options: SearchOptions) -> tuple[str, SearchParams]:
@@ -625,7 +608,6 @@ def _state_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreUnwritable(
-            f"cannot make the state folder {folder}: {error.strerror or error}"
-        ) from error
+        reason = error.strerror or error
+        raise StoreUnwritable(f"cannot make the state folder {folder}: {reason}") from error
     return folder

@@ -6,13 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ragcache.config import linked_tokens
+from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.pipeline.answer import Citation, Timestamps
-from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, scaffold_modules
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
-from ragcache.pipeline.submit import Submitter
 from ragcache.retrieval import Retriever, SearchParams, Selection
 
 
@@ -66,19 +65,6 @@ class AskPipeline:
             answerable=bool(selection.hits),
         )
 
-    def add_scaffold(
-        self, collection: str, ids: Sequence[str], submitter: Submitter
-    ) -> tuple[str, ...]:
-        """Declares a scaffold and encodes it; returns the names of its modules. Raises
-        `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
-        modules = scaffold_modules(self.catalog.modules(collection), ids)
-        token_ids = tuple(token for ids in self.tokens.of(modules) for token in ids)
-        submitter.check_sizes(own=len(self.encoder.preamble_ids), documents=len(token_ids))
-        key = self.encoder.key(token_ids, "rooted")
-        self.scaffolds.declare(collection, [module.id for module in modules], key)
-        with self.encoder.lease([token_ids], "rooted", "warm"):
-            return tuple(module.name for module in modules)
-
     def _groups(self, selection: Selection, collection: str) -> list[ModuleGroup]:
         """The modules in order, grouped where a scaffold encodes several together."""
         tokens = self.tokens.of([hit.module for hit in selection.hits])
@@ -98,9 +84,10 @@ class AskPipeline:
         return [*encode(frame.question), *asked, *encode(frame.epilogue)]
 
     def _states(self, layout: PromptLayout, collection: str, mode: str) -> ModuleStates:
-        encoded = "isolated" if mode == "isolated" else "rooted"
-        groups = tuple(layout.groups)
-        return ModuleStates(self.encoder, self.catalog, groups, encoded, self.scaffolds, collection)
+        return ModuleStates(
+            self.encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
+            self.scaffolds, collection,
+        )  # fmt: skip
 
 
 def lay_out(

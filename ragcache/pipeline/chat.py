@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from ragcache.config import linked_tokens
+from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import InvalidRequest
 from ragcache.models import LoadedModel
@@ -21,10 +21,10 @@ from ragcache.recognition import Found, Recognizer
 Conversation = Sequence[Message] | str
 """Messages, or a text that is continued as it is, without a template."""
 
-LEAST = 8  # tokens of a module that are worth a segment
+MIN_READ_TOKENS = 8  # of a module; fewer are computed
 
-MayStand = Callable[[int, int], bool]
-"""Whether states of so many tokens can be read from a position on."""
+FitsAt = Callable[[int, int], bool]
+"""Whether a module's states can be read at a position: `fits_at(start, length)`."""
 
 _ANCHOR = "\ue000"  # a private character, with which no letter makes a token
 _EDGE = 3  # tokens at the front of a text that its surroundings may change
@@ -37,11 +37,6 @@ class ChatCall:
     mode: str = "rooted"
     recognize: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
-
-    @property
-    def encoded(self) -> str:
-        """How the modules that are read were encoded."""
-        return "isolated" if self.mode == "isolated" else "rooted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +56,9 @@ class RenderedChat:
 class ChatPipeline:
     """Builds prompts of conversations.
 
-    Module texts of the catalog that occur in them are read from the modules' kept states, which
-    were encoded after the preamble of the collections' prompts, or alone, and follow another
-    beginning here.
+    Texts of ingested modules that occur in them are read from the modules' kept states. Those were
+    encoded after the preamble of a collection's prompts, or isolated, and follow another beginning
+    here.
     """
 
     template: ChatTemplate
@@ -86,7 +81,7 @@ class ChatPipeline:
 
     def build(self, chat: RenderedChat, options: ChatCall) -> BuiltPrompt:
         """The prompt of one conversation. Nothing is leased or computed."""
-        exact = options.mode == "exact"
+        exact, encoded = options.mode == "exact", encoded_mode(options.mode)
         read = [] if exact else chat.found
         layout = PromptLayout(self.encoder.preamble_ids)
         groups = lay_out_chat(
@@ -95,10 +90,12 @@ class ChatPipeline:
             self.tokens.of([each.module for each in read]),
             self.tokenizer,
             linked=linked_tokens(options.mode),
-            may_stand=lambda at, n: self.encoder.may_stand(at, n, options.encoded),
+            fits_at=lambda start, length: self.encoder.fits_at(start, length, encoded),
         )
         cited = [_citation(each) for each in chat.found]
-        states = self._states(layout, options) if layout.spans else None
+        states = None
+        if layout.spans:
+            states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoded)
         return BuiltPrompt(
             question=chat.question,
             mode="exact" if states is None else f"recognized:{options.mode}",
@@ -127,9 +124,6 @@ class ChatPipeline:
         found = self.recognizer.find(text) if options.recognize else []
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
-    def _states(self, layout: PromptLayout, options: ChatCall) -> ModuleStates:
-        return ModuleStates(self.encoder, self.catalog, tuple(layout.groups), options.encoded)
-
 
 def _citation(found: Found) -> Citation:
     return Citation(found.module.document, found.module.name, found.module.uri, 1.0)
@@ -142,7 +136,7 @@ def lay_out_chat(
     tokenizer: InContextTokenizer,
     *,
     linked: int = 0,
-    may_stand: MayStand,
+    fits_at: FitsAt,
 ) -> list[int | None]:
     """Lays a conversation out; returns the group of each module, None where all is computed.
 
@@ -156,7 +150,7 @@ def lay_out_chat(
         layout.compute(tokenizer.encode(chat.text[done : each.begin], first=done == 0))
         here = chat.text[each.begin : each.end]
         agreed = tokenizer.agreement(here, ids, whole=each.whole, first=each.begin == 0)
-        groups.append(_place(layout, each.module.id, ids, agreed, linked, may_stand))
+        groups.append(_place(layout, each.module.id, ids, agreed, linked, fits_at))
         done = each.end
     layout.compute(tokenizer.encode(chat.text[done:], first=done == 0))
     layout.close()
@@ -169,13 +163,13 @@ def _place(
     token_ids: tuple[int, ...],
     agreed: Agreement,
     linked: int,
-    may_stand: MayStand,
+    fits_at: FitsAt,
 ) -> int | None:
     """Continues with a module. One whose states cannot be read from here on is computed whole."""
     layout.compute(agreed.before)
     start = layout.length - agreed.begin
     begin = min(agreed.begin + linked, agreed.end)
-    if agreed.end - begin < LEAST or not may_stand(start, len(token_ids)):
+    if agreed.end - begin < MIN_READ_TOKENS or not fits_at(start, len(token_ids)):
         begin = agreed.end
     layout.compute(token_ids[agreed.begin : begin])
     group = None

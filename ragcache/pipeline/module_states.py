@@ -31,7 +31,7 @@ Encode = Callable[[Sequence[EncodeJob]], Iterable[KVStates]]
 """Encodes jobs, at least one; gives their states in order (`LLMEngine.encode`)."""
 
 PORTION = 8  # modules leased at once while they are encoded: bounds what the host tier must hold
-REMEMBERED = 4096  # selections that are counted at most, those seen last
+MAX_COUNTED = 4096  # selections that are counted, those seen last
 
 
 def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -97,9 +97,8 @@ class ModuleEncoder(StateEncoder):
         return self._state_key(self.preamble_ids, "root", 0)
 
     def key(self, token_ids: Sequence[int], mode: str, start: int | None = None) -> KVKey:
-        """The key of a module's states: encoded where the first slot starts, after the preamble, or
-        at `start`; `rooted` sees the preamble, `isolated` does not. Both are said of any run of
-        tokens."""
+        """The key of a module's states. mode: `rooted`, which sees the preamble, or `isolated`.
+        start: where it is encoded, None is right after the preamble."""
         root = self.preamble_key if mode == "rooted" else None
         return self._state_key(token_ids, mode, self._first if start is None else start, root)
 
@@ -142,8 +141,8 @@ class ModuleEncoder(StateEncoder):
         placed = zip(modules, self._starts(modules, starts), strict=True)
         self.store.prefetch([self.preamble_key, *(self.key(ids, mode, at) for ids, at in placed)])
 
-    def may_stand(self, start: int, length: int, mode: str) -> bool:
-        """Whether a module of so many tokens can be encoded at a position."""
+    def fits_at(self, start: int, length: int, mode: str) -> bool:
+        """Whether a module of `length` tokens can be read at a position."""
         if self.model.causal.scheme.movable:
             return True
         first = 0 if mode == "isolated" else self._first
@@ -298,7 +297,7 @@ class Scaffolds:
             self._seen[seen] = self._seen.pop(seen, 0) + 1
             if self._seen[seen] >= self._after:
                 known.add(seen[1])
-            elif len(self._seen) > REMEMBERED:
+            elif len(self._seen) > MAX_COUNTED:
                 self._seen.popitem(last=False)
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from langchain_core.embeddings import Embeddings
@@ -16,7 +17,13 @@ from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.pipeline.ingest import IngestionJobs, IngestionWorker, Ingestor
-from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds, ScopeEncoder
+from ragcache.pipeline.module_states import (
+    ModuleEncoder,
+    ModuleTokens,
+    Scaffolds,
+    ScopeEncoder,
+    scaffold_modules,
+)
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.pml import PmlPipeline
@@ -101,9 +108,9 @@ class Namespace:
     shared: SharedServices
     catalog: Catalog
     ingestor: Ingestor
-    questions: AskPipeline
-    prompts: PmlPipeline
-    chats: ChatPipeline
+    ask: AskPipeline
+    pml: PmlPipeline
+    chat: ChatPipeline
     submitter: Submitter
     modules: Modules
     retrievers: Retrievers
@@ -145,6 +152,18 @@ class Namespace:
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),
         )
+
+    def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
+        """Declares a scaffold and encodes it; returns the names of its modules. Raises
+        `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
+        encoder, scaffolds = self.ask.encoder, self.ask.scaffolds
+        modules = scaffold_modules(self.catalog.modules(collection), ids)
+        token_ids = tuple(token for each in self.ask.tokens.of(modules) for token in each)
+        self.submitter.check_sizes(own=len(encoder.preamble_ids), documents=len(token_ids))
+        key = encoder.key(token_ids, "rooted")
+        scaffolds.declare(collection, [module.id for module in modules], key)
+        with encoder.lease([token_ids], "rooted", "warm"):
+            return tuple(module.name for module in modules)
 
 
 @dataclass(frozen=True, slots=True)

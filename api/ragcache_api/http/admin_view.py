@@ -96,7 +96,7 @@ class AdminQueries:
 
     def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
         """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
-        prompts = self.rag.within(namespace).internals.prompts
+        prompts = self.rag.within(namespace).internals.pml
         schema = render_schema_turns(prompts.load(name).schema, prompts.template.render)
         return tree(schema, lay_out(schema, prompts.template.count))
 

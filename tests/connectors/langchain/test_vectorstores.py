@@ -170,9 +170,8 @@ def test_annotated_documents_tell_module_tier_and_tokens(rag: RagCache) -> None:
     [found] = store.similarity_search("foo", k=1)
     mark = found.metadata["ragcache"]
     assert (mark["module"], mark["document"], mark["tier"]) == ("foo#1", "foo", "host")
-    assert (
-        mark["tokens"] == rag.placed(rag.get_modules(["foo#1"], collection="notes"))[0].tokens > 0
-    )
+    [placed] = rag.modules.placed(rag.get_modules(["foo#1"], collection="notes"))
+    assert mark["tokens"] == placed.tokens > 0
     store.add_documents([found])
     assert store.get_by_ids(["foo"])[0].metadata == {"year": 2020}, "the mark is not stored"
 

@@ -180,7 +180,7 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
     [host] = rag.internals.shared.store.memory.indexes
     assert len(host.entries) > 0
     with monkeypatch.context() as patched:
-        patched.setattr(rag.internals.shared.engine.core.runner, "prepare", fail)
+        patched.setattr(rag.internals.shared.engine.core.runner, "prepare_batch", fail)
         with pytest.raises(EngineFailed, match="out of memory"):
             rag.ask(QUESTION, collection="notes")
     assert not any(entry.leased for entry in host.entries)

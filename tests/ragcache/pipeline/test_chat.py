@@ -22,7 +22,7 @@ from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel, wrap
 from ragcache.models.loader import prompt_frame
 from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncoder
-from ragcache.pipeline.chat import LEAST, InContextTokenizer, RenderedChat, lay_out_chat
+from ragcache.pipeline.chat import MIN_READ_TOKENS, InContextTokenizer, RenderedChat, lay_out_chat
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.recognition import Fingerprints, FingerprintTable, find
 from tests.conftest import tiny_model
@@ -78,7 +78,7 @@ def test_a_recognized_chat_reads_the_context_that_is_built_by_hand(
     rag: RagCache, model: LoadedModel, mode: str
 ) -> None:
     """The notes' states after the preamble of a question, or alone, at their places in the chat."""
-    encoder = rag.internals.questions.encoder
+    encoder = rag.internals.ask.encoder
     [root] = encode(model.causal, [EncodeJob(encoder.preamble_ids)])
     seen, start = (Segment(root, 0) if mode == "rooted" else None), len(encoder.preamble_ids)
     outside = model.encode_untrusted
@@ -107,7 +107,7 @@ def test_a_module_at_the_place_that_it_was_encoded_for_costs_nothing(
     rag: RagCache, model: LoadedModel
 ) -> None:
     """A chat that begins as a question's prompt does reads states that fit exactly."""
-    frame = rag.internals.questions.encoder.frame
+    frame = rag.internals.ask.encoder.frame
     asked = user(f"{frame.preamble.removeprefix('<|user|>')}{KEYS}\n\nQuestion: Where?")
     rooted = rag.chat(asked, generation=FREE)
     assert tokens(rooted) == tokens(rag.chat(asked, mode="exact", generation=FREE))
@@ -190,9 +190,7 @@ def test_positions_that_cannot_move_are_encoded_where_they_stand(
         script = [*model.encode_untrusted("Use these notes.\n\n")]
         at = 1 + len(script)
         [states] = encode(causal, [EncodeJob(model.encode_untrusted(f"{KEYS}\n\n"), at)])
-        key = rag.internals.questions.encoder.key(
-            model.encode_untrusted(f"{KEYS}\n\n"), "isolated", at
-        )
+        key = rag.internals.ask.encoder.key(model.encode_untrusted(f"{KEYS}\n\n"), "isolated", at)
         with rag.internals.shared.store.borrow([key]) as lease:
             torch.testing.assert_close(lease.found[key].keys, states.keys)
         early = rag.chat(PASTED, generation=FREE)
@@ -264,7 +262,7 @@ def laid_out(
     ids = [tuple(model.encode_untrusted(each.module.text)) for each in found]
     tokenizer = InContextTokenizer(model, ChatTemplate(model))
     layout, chat = PromptLayout(), RenderedChat("", text, found, lead)
-    groups = lay_out_chat(layout, chat, ids, tokenizer, linked=linked, may_stand=lambda *_: allowed)
+    groups = lay_out_chat(layout, chat, ids, tokenizer, linked=linked, fits_at=lambda *_: allowed)
     places = dict(layout.own)
     assert len(places) == len(layout.own)
     assert [at for at, _ in layout.own] == sorted(places)
@@ -352,8 +350,8 @@ def test_modules_that_may_not_stand_there_are_computed(reader: LoadedModel) -> N
     assert [token for _, token in layout.own] == ids
     layout, groups, _ = laid_out(reader, text, linked=99)
     assert (layout.spans, groups) == ([], [None])
-    some, groups, _ = laid_out(reader, text, linked=LEAST)
-    assert (some.spans[0].begin, groups) == (LEAST, [1])
+    some, groups, _ = laid_out(reader, text, linked=MIN_READ_TOKENS)
+    assert (some.spans[0].begin, groups) == (MIN_READ_TOKENS, [1])
 
 
 def test_what_stands_before_every_text_comes_first(reader: LoadedModel) -> None:

@@ -154,10 +154,10 @@ def test_an_unknown_collection_is_named(rag: RagCache) -> None:
 def test_modules_tell_their_tokens_and_where_their_states_stand(rag: RagCache) -> None:
     rows = rag.get_modules([row.name for row in rag.list_modules("notes")], collection="notes")
     tokens = {row.name: row.tokens for row in rag.list_modules("notes")}
-    placed = rag.placed(rows)
+    placed = rag.modules.placed(rows)
     assert [place.tokens for place in placed] == [tokens[row.name] for row in rows]
     assert {place.tier for place in placed} == {"host"}
     rag.modules.evict("notes", tier="host")
-    assert {place.tier for place in rag.placed(rows)} == {"disk"}
+    assert {place.tier for place in rag.modules.placed(rows)} == {"disk"}
     rag.modules.evict("notes")
-    assert {place.tier for place in rag.placed(rows)} == {None}
+    assert {place.tier for place in rag.modules.placed(rows)} == {None}
