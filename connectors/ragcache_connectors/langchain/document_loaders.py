@@ -128,7 +128,7 @@ def storable(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
 def marks(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
     """What documents tell of the modules that were found: names, the tier that holds their states
     (None where they are to be encoded yet), their tokens, and their scores."""
-    placed = rag.placed([hit.module for hit in hits])
+    placed = rag.modules.placed([hit.module for hit in hits])
     return [
         {
             "module": hit.module.name,

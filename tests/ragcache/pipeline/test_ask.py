@@ -185,7 +185,7 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
             rag.ask(QUESTION, collection="notes")
     assert not any(entry.leased for entry in host.entries)
     with monkeypatch.context() as patched:
-        patched.setattr(LLMEngine, "submit", fail)
+        patched.setattr(LLMEngine, "submit_request", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rag.ask_batch([QUESTION, QUESTION], collection="notes")
     assert not any(entry.leased for entry in host.entries)

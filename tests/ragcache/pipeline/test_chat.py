@@ -228,7 +228,7 @@ def test_a_lease_ends_with_its_chat(rag: RagCache, monkeypatch: pytest.MonkeyPat
 
     [host] = rag.internals.shared.store.memory.indexes
     with monkeypatch.context() as patched_engine:
-        patched_engine.setattr(type(rag.internals.shared.engine), "submit", fail)
+        patched_engine.setattr(type(rag.internals.shared.engine), "submit_request", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rag.chat_batch([PASTED, PASTED])
     assert not any(entry.leased for entry in host.entries)
