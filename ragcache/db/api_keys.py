@@ -1,4 +1,4 @@
-"""API keys of the service. The ledger keeps their digests; a secret is shown once."""
+"""API keys of the service. The database keeps digests; a secret is shown once."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ApiKeyRow:
 
 @dataclass(frozen=True, slots=True)
 class KeyCheck:
-    """exist: whether a key was ever made, from when on nobody gets in without one, also when all
-    are revoked. key: the one that the secret belongs to, None where it belongs to none."""
+    """What a secret opens. exist: whether a key was ever made: then none may enter without, even
+    when all are revoked. key: that of the secret, None for an unknown or a revoked one."""
 
     exist: bool
     key: ApiKeyRow | None
@@ -58,7 +58,7 @@ class KeyCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The keys as they were read. active: those that are not revoked, by digest."""
+    """The keys in memory. active: those that are not revoked, by digest."""
 
     read_at: float
     exist: bool
@@ -66,9 +66,9 @@ class _Known:
 
 
 class ApiKeys:
-    """The keys of a folder, of all namespaces. Thread-safe.
+    """The keys of all namespaces. Thread-safe.
 
-    A check reads no row: all keys stay in memory for ten seconds, after which one that another
+    A check reads no row: all keys stay in memory for ten seconds, after which a key that another
     process has revoked is refused. One that is revoked here is refused at once.
     """
 
@@ -123,25 +123,20 @@ class ApiKeys:
             kept = select(SecretTable.value).where(SecretTable.name == _SERVICE)
             return session.scalars(kept).one()
 
-    def check(self, secret: str) -> ApiKeyRow | None:
-        """The key that a secret belongs to; None where it belongs to none, or to one that was
-        revoked. Only digests are compared, and in constant time."""
-        return self.judge(secret).key
-
     def any(self) -> bool:
         """Whether a key was ever made."""
         return self._current(_AGE).exist
 
-    def judge(self, secret: str) -> KeyCheck:
-        """Whom a secret lets in. May read rows."""
-        verdict = self.recall(secret)
-        if verdict is None:
+    def check(self, secret: str) -> KeyCheck:
+        """Finds the key of a secret. May read rows. Only digests are compared, in constant time."""
+        found = self.check_in_memory(secret)
+        if found is None:
             known = self._current(_UNKNOWN_AGE)
-            verdict = KeyCheck(known.exist, self._find(known, secret))
-        return verdict
+            found = KeyCheck(known.exist, self._find(known, secret))
+        return found
 
-    def recall(self, secret: str) -> KeyCheck | None:
-        """As `judge`, from memory and without waiting; None where rows are to be read first."""
+    def check_in_memory(self, secret: str) -> KeyCheck | None:
+        """As `check`, without waiting; None where rows must be read first."""
         known = self._known
         if known is None or self._age(known) > _AGE:
             return None
@@ -152,7 +147,7 @@ class ApiKeys:
         return KeyCheck(known.exist, found)
 
     def flush(self) -> None:
-        """Writes when keys were last used. Where that fails nothing is lost but a time."""
+        """Writes when keys were last used; where that fails, only these times are lost."""
         used, self._used = self._used, {}
         if not used:
             return

@@ -1,10 +1,8 @@
-"""The catalog: collections, documents and their modules. The document is the unit of change."""
+"""The catalog: collections, documents, their modules and the vectors of these.
 
-# MERGED ragcache.store.documents: Documents and modules as the catalog takes and gives them.
-# MERGED ragcache.store.insertion: Storing documents with all that belongs to them.
-# MERGED ragcache.store.removal: Deleting documents with all that belongs to them.
-# MERGED ragcache.store.vectors: Embeddings of modules. The ledger keeps them; the index over
-#   them is built in memory.
+The document is the unit of change: it is stored, replaced and deleted with all that belongs to it,
+in one transaction.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from ragcache.db.schemas import delete_scaffolds
 from ragcache.db.sql import (
     chunks,
     collection_id,
+    from_modules,
     insert_for_module,
     insert_new,
     insert_returning,
@@ -50,15 +49,11 @@ class Catalog:
     """Rows of documents and modules in one namespace. Every method is one transaction."""
 
     def __init__(
-        self,
-        database: Database,
-        tokenizer: str,
-        embedder: str | None,
+        self, database: Database, tokenizer: str, embedder: str | None,
         namespace: str = DEFAULT_NAMESPACE,
-    ) -> None:
-        self._database = database
-        self._tokenizer = tokenizer
-        self._embedder = embedder
+    ) -> None:  # fmt: skip
+        """tokenizer, embedder: the names under which token ids and vectors are kept."""
+        self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
 
@@ -90,9 +85,8 @@ class Catalog:
         found: dict[str, DocumentRow] = {}
         with self._database.reading() as session:
             for statement in statements:
-                for d, count in session.execute(statement):
-                    row = DocumentRow(d.id, d.source_id, d.uri, d.digest, d.attributes, count)
-                    found[d.source_id] = row
+                for row, count in session.execute(statement):
+                    found[row.source_id] = DocumentRow.of(row, count)
         return found
 
     def replace_documents(
@@ -124,13 +118,7 @@ class Catalog:
         return [found[name] for name in names if name in found]
 
     def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
-        statement = (
-            select(ModuleTable, DocumentTable)
-            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-            .where(*chosen)
-            .order_by(ModuleTable.id)
-        )
+        statement = from_modules(ModuleTable, DocumentTable).where(*chosen).order_by(ModuleTable.id)
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
             return [
@@ -216,13 +204,8 @@ class Catalog:
     ) -> dict[KVKey, int]:
         """The keys of all states of a collection's modules, or of some documents', or of those of
         some names, with a module each. Raises `UnknownCollection`."""
-        statement = self._within(
-            select(EncodingTable.key, ModuleTable.id)
-            .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
-            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id),
-            collection,
-        )
+        columns = from_modules(EncodingTable.key, ModuleTable.id)
+        statement = self._within(columns.join(EncodingTable), collection)
         if source_ids is not None:
             statement = statement.where(DocumentTable.source_id.in_(source_ids))
         if names is not None:
@@ -273,7 +256,7 @@ class Catalog:
                 module.name = f"{to}#{module.ordinal + 1}"
 
     def _within(self, statement: Any, collection: str) -> Any:
-        joined = statement.join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+        joined = statement.join(NamespaceTable)
         return joined.where(
             NamespaceTable.name == self.namespace, CollectionTable.name == collection
         )
@@ -331,6 +314,10 @@ class DocumentRow:
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     modules: int = 0
 
+    @classmethod
+    def of(cls, row: DocumentTable, modules: int) -> DocumentRow:
+        return cls(row.id, row.source_id, row.uri, row.digest, row.attributes, modules)
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
@@ -347,15 +334,11 @@ class ModuleRow:
 def _insert_rows(
     session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
 ) -> None:
-    """Stores a document in the collection `owner`, which holds none of its name. tokenizer and
-    embedder: whose token ids and vectors its modules have."""
+    """Stores a document in the collection `owner`, which holds none of its name."""
     row = DocumentTable(
-        collection_id=owner,
-        source_id=document.source_id,
-        uri=document.uri,
-        digest=document.digest,
-        attributes=dict(document.attributes),
-    )
+        collection_id=owner, source_id=document.source_id, uri=document.uri,
+        digest=document.digest, attributes=dict(document.attributes),
+    )  # fmt: skip
     session.add(row)
     session.flush()
     session.add(DocumentTextTable(document_id=row.id, text=document.text))
@@ -400,19 +383,15 @@ class Vectors:
     def __init__(
         self, database: Database, embedder: str, namespace: str = DEFAULT_NAMESPACE
     ) -> None:
-        self._database = database
-        self._embedder = embedder
-        self._namespace = namespace
+        self._database, self._embedder, self._namespace = database, embedder, namespace
 
     def read_vectors(self, collection: str) -> dict[int, np.ndarray]:
         """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
         D is one number unless the embedder has changed under its name."""
         statement = (
-            select(VectorTable.module_id, VectorTable.vector)
-            .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
-            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-            .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
+            from_modules(VectorTable.module_id, VectorTable.vector)
+            .join(NamespaceTable)
+            .join(VectorTable)
             .where(NamespaceTable.name == self._namespace, CollectionTable.name == collection)
             .where(VectorTable.embedder == self._embedder)
             .order_by(VectorTable.module_id)

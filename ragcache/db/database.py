@@ -1,4 +1,4 @@
-"""The connection to the ledger's database: a SQLite file, or PostgreSQL."""
+"""The connection to the application database: a SQLite file, or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _READS = {"ragcache_reads": True}
 
 
 class Database:
-    """One ledger. SQLite is in WAL mode with foreign keys enforced; writers take their turn at the
-    begin of a transaction, so that none fails half-way."""
+    """One database. SQLite runs in WAL mode with foreign keys enforced; writers take turns from the
+    begin of their transactions, so that none fails half-way."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -40,11 +40,18 @@ class Database:
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Opens or creates a file, or opens a database by its URL, and migrates it.
+        """Opens a database, creates it if it is a file that does not exist, and migrates it.
 
-        where: a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`. Raises
-        `ConfigurationError`, `StoreUnwritable`, `StoreFull`, `NoState`, `LedgerTooNew`,
-        `LedgerUnavailable` or `MissingExtra`.
+        Args:
+            where: A path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`.
+            busy_seconds: How long a writer waits for another one of the same SQLite file.
+
+        Raises:
+            ConfigurationError: Another kind of database.
+            MissingExtra: PostgreSQL without its driver.
+            NoState: The file is no ledger.
+            LedgerTooNew: A later version of ragcache wrote it.
+            StoreError: `StoreFull`, `StoreUnwritable` or `LedgerUnavailable`.
         """
         url = _url(where)
         engine = _engine(url, busy_seconds)
@@ -56,7 +63,7 @@ class Database:
 
     @classmethod
     def open_existing(cls, path: Path) -> Database:
-        """Opens a file that is there already. Raises `NoState`."""
+        """Opens an existing file. Raises `NoState`."""
         if not path.exists():
             raise NoState(
                 f"there is no ragcache state in {path.parent}; make one with "
@@ -66,7 +73,7 @@ class Database:
 
     @property
     def name(self) -> str:
-        """Where it is, without a password."""
+        """The file, or the URL without its password."""
         url = self.engine.url
         return str(url.database) if url.get_backend_name() == "sqlite" else str(url)
 
@@ -78,7 +85,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that only reads: it sees one snapshot and waits for no writer."""
+        """A session that reads one snapshot, and waits for no writer."""
         with _named_errors(self.name), self._reads.begin() as session:
             yield session
 
@@ -126,14 +133,14 @@ def _configure(connection: Any, _: Any, *, foreign_keys: bool) -> None:
 
 
 def _begin(connection: Any) -> None:
-    """A writer waits for its turn here, not when it first writes: then it would have read what
-    another writer has changed meanwhile, and SQLite would refuse it."""
+    """A writer waits for its turn here, not at its first write: SQLite would refuse one that has
+    read what another writer has changed since."""
     reads = connection.get_execution_options().get("ragcache_reads")
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
 
 
 def _is_current(engine: Engine) -> bool:
-    """Read without Alembic, which takes a while to import."""
+    """Whether the schema is up to date: read without Alembic, which is slow to import."""
     if engine.dialect.name == "sqlite":
         known = "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
     else:
@@ -145,8 +152,8 @@ def _is_current(engine: Engine) -> bool:
 
 
 def _migrate(url: str, busy_seconds: float) -> None:
-    """In one transaction, on a connection of its own: tables that are built anew would otherwise
-    take the rows that refer to them along."""
+    """Migrates in one transaction, on a connection without foreign keys: tables that are built anew
+    would otherwise take the rows that refer to them along."""
     from ragcache.db.migrations.upgrade import upgrade
 
     engine = _engine(url, busy_seconds, foreign_keys=False, poolclass=NullPool)

@@ -1,4 +1,4 @@
-"""Ingestion jobs: what is encoded for documents that are not stored yet belongs to its job."""
+"""Ingestion jobs. What is encoded for documents that are not stored yet belongs to their job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, and_, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
-from ragcache.db.sql import Page, after, check_limit, cursor_of, cut, insert_new, insert_returning
+from ragcache.db.sql import Page, after, check_limit, insert_new, insert_returning, page_of
 from ragcache.db.tables import DEFAULT_NAMESPACE, JobStateTable, JobTable
 from ragcache.errors import EngineClosed, IdempotencyConflict, StoreError, UnknownJob
 from ragcache.states import KVKey
@@ -27,9 +27,9 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """An ingestion. public_id: tells nothing of other jobs. target: `collection NAME` or `schema
-    NAME`. status: queued, running, done, failed or interrupted. done, total: its modules, 0 while
-    they are not known. states: that it still holds. Times in Unix seconds."""
+    """An ingestion. target: `collection NAME` or `schema NAME`. status: queued, running, done,
+    failed or interrupted. done, total: its modules, 0 while they are not known. states: that it
+    still holds. Times in Unix seconds."""
 
     id: int
     public_id: str
@@ -57,8 +57,8 @@ class JobRow:
 class Jobs:
     """The ingestions of one session in one namespace. Every method is one transaction.
 
-    States are encoded before the rows of their documents are written. Until then they are the
-    job's, and after an interruption they stay so: the next ingestion of the same target finds them,
+    States are encoded before the rows of their documents are written. Until then they belong to the
+    job, and after an interruption they still do: the next ingestion of the same target finds them,
     and ends the earlier job.
     """
 
@@ -71,7 +71,7 @@ class Jobs:
         return replace(self, namespace=namespace)
 
     def begin(self, target: str, modules: int) -> int:
-        """The number of a new job."""
+        """Begins a job; returns its id."""
         now = time.time()
         with self.database.transaction() as session:
             row = JobTable(**self._new(target, "running", now), started_at=now, modules=modules)
@@ -80,18 +80,21 @@ class Jobs:
             return row.id
 
     def known(self, key: str | None, digest: str) -> JobRow | None:
-        """The job of a request that came before. Raises `IdempotencyConflict`."""
+        """The job of an earlier request with this idempotency key, None where there is none. Raises
+        `IdempotencyConflict`."""
         if key is None:
             return None
         with self.database.reading() as session:
-            found = session.scalars(select(JobTable).where(self._asked(key))).one_or_none()
+            found = session.scalars(select(JobTable).where(self._requested(key))).one_or_none()
             number = None if found is None else _same(found, digest).id
         return None if number is None else self.get(number)
 
     def queue(self, target: str, key: str | None, digest: str) -> tuple[int, bool]:
-        """A job that begins later; its number, and whether it is to be run now: one that is new,
-        or was interrupted or failed. key: by which the caller knows the request again, whose
-        content has the digest. Raises `IdempotencyConflict`."""
+        """Queues a job, or finds that of the same idempotency key, whose request has the digest.
+
+        Returns its id, and whether it is to be run: one that is new, interrupted or failed. Raises
+        `IdempotencyConflict`.
+        """
         row = self._new(target, "queued", time.time())
         row |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
         with self.database.transaction() as session:
@@ -99,12 +102,14 @@ class Jobs:
             if number is not None:
                 return number, True
             assert key is not None
-            found = _same(session.scalars(select(JobTable).where(self._asked(key))).one(), digest)
+            found = _same(
+                session.scalars(select(JobTable).where(self._requested(key))).one(), digest
+            )
             return found.id, self._retry(session, found.id)
 
     def _retry(self, session: Session, job: int) -> bool:
-        """Queues an ended job again; False for one that another caller has queued by now, or that
-        is done. The states that it still holds are found by it."""
+        """Queues an ended job again; False for one that is done or queued already. It finds the
+        states that it still holds."""
         again = {
             "status": "queued", "session": self.session, "error": "", "modules": 0, "done": 0,
             "started_at": None, "finished_at": None,
@@ -113,14 +118,13 @@ class Jobs:
         rows = update(JobTable).where(chosen).values(again).returning(JobTable.id)
         return session.scalar(rows) is not None
 
-    def _asked(self, key: str) -> ColumnElement[bool]:
+    def _requested(self, key: str) -> ColumnElement[bool]:
         return and_(JobTable.namespace == self.namespace, JobTable.idempotency_key == key)
 
     @contextmanager
     def running(self, target: str, modules: int, job: int | None = None) -> Iterator[int]:
-        """A job for as long as the block runs: a new one, which an error ends, or a queued one,
-        which its runner ends. One that ends without `complete` leaves its states to the next job of
-        its target."""
+        """A job while the block runs: a new one, which an error ends, or a queued one, which its
+        runner ends. Without `complete`, its states are left to the next job of its target."""
         if job is not None:
             self._set(job, modules=modules)
             yield job
@@ -133,17 +137,18 @@ class Jobs:
             raise
 
     def start(self, job: int) -> None:
-        """A job that was queued runs now."""
+        """Marks a queued job as running."""
         self._set(job, status="running", started_at=time.time())
 
     def finish(self, job: int) -> None:
-        """Ends a job that had nothing to store; of one that has ended, nothing changes."""
+        """Ends a job that had nothing to store; one that has ended stays as it is."""
         with self.database.transaction() as session:
             if session.get_one(JobTable, job).status in OPEN:
                 _end(session, job, "done", "")
 
     def progress(self, job: int) -> Callable[[int], None]:
-        """Notes how many modules of a job are done, once a second at most."""
+        """Returns a function that writes how many modules of a job are done, once a second at
+        most."""
         written = time.monotonic()
 
         def note(done: int) -> None:
@@ -155,7 +160,7 @@ class Jobs:
         return note
 
     def expect(self, job: int, keys: Iterable[KVKey]) -> None:
-        """Notes that a job needs states, before they are encoded."""
+        """Makes a job an owner of states, before they are encoded."""
         rows = [{"job_id": job, "key": str(key)} for key in dict.fromkeys(keys)]
         with self.database.transaction() as session:
             insert_new(session, JobStateTable, rows)
@@ -187,8 +192,7 @@ class Jobs:
         if last is not None:
             rows = rows.where(JobTable.id < last[0])
         read = self._rows(rows.order_by(JobTable.id.desc()).limit(limit + 1))
-        items, more = cut(read, limit)
-        return Page(items, cursor_of(items[-1].id) if more else None)
+        return page_of(read, limit, lambda row: (row.id,))
 
     def listed(self) -> list[JobRow]:
         """All jobs of all namespaces, the oldest first."""
@@ -211,7 +215,7 @@ class Jobs:
 
 
 def complete(session: Session, job: int) -> list[KVKey]:
-    """Ends a job and the earlier ones of its target that were interrupted, in the transaction that
+    """Ends a job, and the earlier ones of its target that were interrupted, in the transaction that
     stores its documents. Returns the keys that they held."""
     done = session.get_one(JobTable, job)
     ended = select(JobTable.id).where(
@@ -228,7 +232,7 @@ def complete(session: Session, job: int) -> list[KVKey]:
 
 
 def _same(row: JobTable, digest: str) -> JobTable:
-    """The row of a request that was sent again. Raises `IdempotencyConflict`."""
+    """The row, if the request is the same. Raises `IdempotencyConflict`."""
     if row.request_digest != digest:
         raise IdempotencyConflict(
             f"the idempotency key {row.idempotency_key!r} was sent with another request; give each "

@@ -1,8 +1,8 @@
-"""The ledger of states: what is kept in which tier, how large it is and when it was last used."""
+"""The ledger of states: what each tier holds, its size and its uses.
 
-# MERGED ragcache.store.rows: What the ledger knows of states, as plain values.
-# MERGED ragcache.store.notes: What hot paths have to tell the ledger, kept in memory until it
-#   is written in one transaction.
+`StateRow` is a row as a plain value. Uses, entries and evictions of tiers in memory, which hot
+paths count, wait in a `UsageBuffer` until they are written in one transaction, once a second.
+"""
 
 from __future__ import annotations
 
@@ -28,262 +28,21 @@ from ragcache.states import FORMAT_VERSION, KVKey
 
 logger = logging.getLogger(__name__)
 
-_CHANGED = (
+EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
+
+# What recording states again changes, in tiers that outlive the process and in those in memory.
+_RECORDED = (
     "nbytes", "kv_dtype", "tokens", "encode_seconds", "mode", "root", "model", "format",
     "expires_at",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TierTotals:
-    """What one tier holds."""
-
-    states: int
-    nbytes: int
-    tokens: int
-    hits: int
-
-
-class Ledger:
-    """Rows of (key, tier), as one session sees them: tiers in memory are its own, the disk is
-    that of its `place`, everything else is everybody's. Uses are noted in memory; `flush` writes
-    them. refetched: by tier, evicted states that this session fetched again."""
-
-    def __init__(self, database: Database, place: str = "") -> None:
-        self.database = database
-        self.place = place
-        self.sessions = Sessions(database)
-        self.locks = KeyLocks(self.sessions)
-        self.usage = UsageBuffer(self.sessions.id)
-        self.failures = 0
-        self.refetched: Counter[str] = Counter()
-        self._clock = 0
-        self._clock_lock = threading.Lock()
-        self._flushing = threading.Lock()
-        self._last_heartbeat = time.monotonic()
-
-    def begin(self) -> list[StateRow]:
-        """Opens a session; returns the rows of tiers that outlive processes."""
-        self.sessions.begin()
-        rows = self.load()
-        self._clock = max((row.last_use for row in rows), default=0)
-        return rows
-
-    def end(self) -> None:
-        """Writes what is pending and ends the session."""
-        self.flush(force=True)
-        try:
-            self.sessions.end()
-        except StoreError as error:
-            logger.warning("%s; the next process to open the ledger ends this session", error)
-
-    def advance_clock(self) -> int:
-        """The next tick of the logical clock."""
-        with self._clock_lock:
-            self._clock += 1
-            return self._clock
-
-    def load(self) -> list[StateRow]:
-        """The rows of tiers that outlive processes."""
-        with self.database.reading() as session:
-            rows = session.execute(select(*COLUMNS).where(self._shared()))
-            return [state_row(row) for row in rows]
-
-    def find(self, keys: Iterable[KVKey]) -> list[StateRow]:
-        """Those of the rows that are of these keys."""
-        found = []
-        with self.database.reading() as session:
-            for chunk in chunks(keys):
-                statement = select(*COLUMNS).where(self._shared(), StateTable.key.in_(chunk))
-                found += [state_row(row) for row in session.execute(statement)]
-        return found
-
-    def record(self, row: StateRow, *, last: bool) -> None:
-        """Notes that a tier that outlives processes holds states now; with the last such tier
-        their claim ends."""
-        values = [row.values(self._place_of(row.tier))]
-        with self.database.transaction() as session:
-            upsert(session, StateTable, values, _CHANGED)
-            again = note_fetched_again(session, [(str(row.key), row.tier)])
-            if last:
-                self.locks.release_within(session, [row.key])
-            else:
-                self._reserve(session, row.key, "", 0)
-        self._count_again(again)
-
-    def claim(
-        self, keys: Sequence[KVKey], unreadable: Collection[KVKey]
-    ) -> tuple[list[StateRow], list[KVKey]]:
-        """Rows of the keys that a tier holds, and those of the others that are claimed now. Rows of
-        states that turned out to be unreadable do not count."""
-        rows = []
-        with self.database.transaction() as session:
-            # Claims first: who has just recorded a row gave its claim back in the same transaction.
-            taken = self.locks.acquire_within(session, keys)
-            for chunk in chunks(key for key in keys if key not in unreadable):
-                statement = select(*COLUMNS).where(self._shared(), StateTable.key.in_(chunk))
-                rows += [state_row(row) for row in session.execute(statement)]
-            found = {row.key for row in rows}
-            self.locks.release_within(session, [key for key in taken if key in found])
-            claimed = [key for key in taken if key not in found]
-        if len(taken) < len(keys):
-            self.sessions.reap_dead()
-        return rows, claimed
-
-    def reclaim(self, tier: str, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Claims those of the keys of which a shared tier has no row, to delete what it holds."""
-        with self.database.transaction() as session:
-            taken = self.locks.acquire_within(session, keys)
-            found: set[str] = set()
-            for chunk in chunks(taken):
-                rows = self._at(tier) & StateTable.key.in_(chunk)
-                found |= set(session.scalars(select(StateTable.key).where(rows)))
-            gone = [key for key in taken if str(key) not in found]
-            self.locks.release_within(session, set(taken) - set(gone))
-        return gone
-
-    def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
-        """Takes bytes of a shared tier for a key that is claimed. Returns by how many all that is
-        held there or about to be written exceeds the budget."""
-        with self.database.transaction() as session:
-            self._reserve(session, key, tier, nbytes)
-            taken = session.scalar(select(func.sum(StateTable.nbytes)).where(self._at(tier))) or 0
-            place = (ClaimTable.tier == tier) & (ClaimTable.place == self._place_of(tier))
-            taken += session.scalar(select(func.sum(ClaimTable.nbytes)).where(place)) or 0
-        return max(0, int(taken) - budget)
-
-    def _reserve(self, session: Session, key: KVKey, tier: str, nbytes: int) -> None:
-        row = update(ClaimTable).where(ClaimTable.key == str(key))
-        session.execute(row.values(tier=tier, place=self._place_of(tier), nbytes=nbytes))
-
-    def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
-        """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
-        until `locks.release`. Returns the keys that were claimed and have no row now: none that
-        another session is working at, nor, for pressure and time, one that it has pinned or
-        whose limit it has lifted."""
-        stays = _stays(reason, time.time())
-        with self.database.transaction() as session:
-            taken = self.locks.acquire_within(session, keys)
-            kept: set[str] = set()
-            for chunk in chunks(taken):
-                rows = self._at(tier) & StateTable.key.in_(chunk)
-                if stays is not None:
-                    kept |= set(session.scalars(select(StateTable.key).where(rows, stays)))
-                    rows &= ~stays
-                for key, nbytes in session.execute(
-                    select(StateTable.key, StateTable.nbytes).where(rows)
-                ):
-                    session.add(EvictionTable(
-                        key=key, tier=tier, reason=reason, nbytes=nbytes, at=time.time()
-                    ))  # fmt: skip
-                session.execute(delete(StateTable).where(rows))
-            gone = [key for key in taken if str(key) not in kept]
-            self.locks.release_within(session, set(taken) - set(gone))
-        return gone
-
-    def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
-        """Writes whether eviction must leave states alone."""
-        with self.database.transaction() as session:
-            for chunk in chunks(keys):
-                rows = update(StateTable).where(StateTable.key.in_(chunk))
-                session.execute(rows.values(pinned=pinned))
-
-    def expire(self, keys: Iterable[KVKey], at: float | None) -> None:
-        """Writes until when states are kept: Unix seconds, None for ever."""
-        with self.database.transaction() as session:
-            for chunk in chunks(keys):
-                rows = update(StateTable).where(StateTable.key.in_(chunk))
-                session.execute(rows.values(expires_at=at))
-
-    def overdue(self, now: float) -> dict[KVKey, float]:
-        """The states of shared tiers and of this session whose time is over, with its end."""
-        statement = select(StateTable.key, StateTable.expires_at)
-        with self.database.reading() as session:
-            rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
-            return {KVKey(key): at for key, at in rows if at is not None}
-
-    def flush(self, *, force: bool = False) -> None:
-        """Writes what was noted, in one transaction, and that this session lives. Where that fails
-        it is kept for the next time: uses are statistics, and stop no request. What another thread
-        is writing is written when this returns."""
-        with self._flushing:
-            self._flush(force)
-
-    def _flush(self, force: bool) -> None:
-        now = time.monotonic()
-        if not (self.usage or force or now - self._last_heartbeat > HEARTBEAT_SECONDS):
-            return
-        pending = None
-        try:
-            with self.database.transaction() as session:
-                pending = self.usage.write(session)
-                self.sessions.heartbeat(session)
-            self._last_heartbeat = now
-            self._count_again(pending.again)
-        except StoreError as error:
-            if pending is not None:
-                self.usage.restore(pending)
-            self.failures += 1
-            logger.warning("%s; the use of states is counted later", error)
-
-    def keys(self, tier: str) -> set[KVKey]:
-        with self.database.reading() as session:
-            rows = select(StateTable.key).where(StateTable.tier == tier, self._visible())
-            return {KVKey(key) for key in session.scalars(rows)}
-
-    def totals(self) -> dict[str, TierTotals]:
-        """Sums by tier."""
-        sums = [func.sum(c) for c in (StateTable.nbytes, StateTable.tokens, StateTable.hits)]
-        statement = select(StateTable.tier, func.count(), *sums).where(self._visible())
-        with self.database.reading() as session:
-            rows = session.execute(statement.group_by(StateTable.tier))
-            return {tier: TierTotals(*map(int, found)) for tier, *found in rows}
-
-    def evictions(self) -> dict[str, dict[str, int]]:
-        """How many states left each tier, by reason, and how many of them were fetched again."""
-        columns = (EvictionTable.tier, EvictionTable.reason, EvictionTable.fetched_again)
-        counts: dict[str, dict[str, int]] = {}
-        with self.database.reading() as session:
-            rows = session.execute(select(*columns, func.count()).group_by(*columns))
-            for tier, reason, again, number in rows:
-                of = counts.setdefault(tier, {})
-                of[reason] = of.get(reason, 0) + number
-                of["fetched_again"] = of.get("fetched_again", 0) + (number if again else 0)
-        return counts
-
-    def _count_again(self, again: Counter[str]) -> None:
-        with self._clock_lock:
-            self.refetched.update(again)
-
-    def _at(self, tier: str) -> ColumnElement[bool]:
-        return and_(StateTable.tier == tier, StateTable.place == self._place_of(tier))
-
-    def _place_of(self, tier: str) -> str:
-        return self.place if tier == "disk" else ""
-
-    def _shared(self) -> ColumnElement[bool]:
-        disk = and_(StateTable.tier == "disk", StateTable.place == self.place)
-        return or_(disk, and_(StateTable.tier == "remote", StateTable.place == ""))
-
-    def _visible(self) -> ColumnElement[bool]:
-        return or_(self._shared(), StateTable.place == self.sessions.id)
-
-
-def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
-    """Which states do not leave for this reason, as the ledger says."""
-    if reason == "pressure":
-        return StateTable.pinned.is_(True)
-    if reason == "ttl":
-        limit = StateTable.expires_at
-        return or_(StateTable.pinned.is_(True), limit.is_(None), limit > now)
-    return None
+_IN_MEMORY = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens", "encode_seconds")
 
 
 class StateMetadata(NamedTuple):
-    """What states are, whichever tier holds them.
+    """Facts about states that hold in every tier.
 
     tokens: their length. cost: seconds that encoding took. mode: `rooted`, `isolated`, `root` (a
-    preamble), `schema`; root: the key of what stood before them; model: its fingerprint; format:
+    preamble), `schema`; root: the key of the states before them; model: its fingerprint; format:
     the version of the code that encoded them.
     """
 
@@ -333,7 +92,7 @@ _key = lru_cache(1024)(KVKey)  # roots, of which there are few
 
 
 def state_row(row: Any) -> StateRow:
-    """Of a row of `COLUMNS`."""
+    """The value of a row of `COLUMNS`."""
     key, tier, nbytes, hits, last_use, pinned, expires_at, kv_dtype, tokens, cost, *rest = row
     mode, root, model, version = rest
     metadata = StateMetadata(tokens, cost, mode, _key(root) if root else None, model, version)
@@ -341,14 +100,263 @@ def state_row(row: Any) -> StateRow:
     return StateRow(KVKey(key), tier, nbytes, hits, last_use, pinned, until, kv_dtype, metadata)
 
 
-EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
+@dataclass(frozen=True, slots=True)
+class TierTotals:
+    """The sums of one tier's states."""
 
-_CHANGED_notes = ("nbytes", "pinned", "expires_at", "kv_dtype", "tokens", "encode_seconds")
+    states: int
+    nbytes: int
+    tokens: int
+    hits: int
+
+
+class Ledger:
+    """Rows of (key, tier), as one session sees them: tiers in memory are its own, the disk is
+    that of its `place`, everything else is shared.
+
+    usage: what is not written yet; `flush` writes it. refetched: by tier, evicted states that this
+    session fetched again. failures: writes of `usage` that failed.
+    """
+
+    def __init__(self, database: Database, place: str = "") -> None:
+        self.database, self.place = database, place
+        self.sessions = Sessions(database)
+        self.locks = KeyLocks(self.sessions)
+        self.usage = UsageBuffer(self.sessions.id)
+        self.failures = 0
+        self.refetched: Counter[str] = Counter()
+        self._clock = 0
+        self._clock_lock = threading.Lock()
+        self._flushing = threading.Lock()
+        self._last_heartbeat = time.monotonic()
+
+    def begin(self) -> list[StateRow]:
+        """Opens a session; returns the rows of tiers that outlive processes."""
+        self.sessions.begin()
+        rows = self.load()
+        self._clock = max((row.last_use for row in rows), default=0)
+        return rows
+
+    def end(self) -> None:
+        """Writes what is pending and ends the session."""
+        self.flush(force=True)
+        try:
+            self.sessions.end()
+        except StoreError as error:
+            logger.warning("%s; the next process to open the ledger ends this session", error)
+
+    def advance_clock(self) -> int:
+        """The next tick of the logical clock."""
+        with self._clock_lock:
+            self._clock += 1
+            return self._clock
+
+    def load(self) -> list[StateRow]:
+        """The rows of tiers that outlive processes."""
+        with self.database.reading() as session:
+            return self._rows(session)
+
+    def find(self, keys: Iterable[KVKey]) -> list[StateRow]:
+        """The rows that `load` would give of these keys."""
+        with self.database.reading() as session:
+            return self._find(session, keys)
+
+    def _find(self, session: Session, keys: Iterable[KVKey]) -> list[StateRow]:
+        found: list[StateRow] = []
+        for chunk in chunks(keys):
+            found += self._rows(session, StateTable.key.in_(chunk))
+        return found
+
+    def _rows(self, session: Session, *chosen: ColumnElement[bool]) -> list[StateRow]:
+        rows = session.execute(select(*COLUMNS).where(self._shared(), *chosen))
+        return [state_row(row) for row in rows]
+
+    def record(self, row: StateRow, *, last: bool) -> None:
+        """Notes that a tier that outlives processes holds states now; with the last such tier
+        their claim ends."""
+        values = [row.values(self._place_of(row.tier))]
+        with self.database.transaction() as session:
+            upsert(session, StateTable, values, _RECORDED)
+            again = note_fetched_again(session, [(str(row.key), row.tier)])
+            if last:
+                self.locks.release_within(session, [row.key])
+            else:
+                self._reserve(session, row.key, "", 0)
+        self._count_again(again)
+
+    def claim(
+        self, keys: Sequence[KVKey], unreadable: Collection[KVKey]
+    ) -> tuple[list[StateRow], list[KVKey]]:
+        """The rows of the keys, and the keys without one that this session claims now. Rows of
+        `unreadable` keys do not count."""
+        with self.database.transaction() as session:
+            # Claims first: a row is recorded in the transaction that gives the claim back.
+            taken = self.locks.acquire_within(session, keys)
+            rows = self._find(session, [key for key in keys if key not in unreadable])
+            found = {row.key for row in rows}
+            self.locks.release_within(session, [key for key in taken if key in found])
+            claimed = [key for key in taken if key not in found]
+        if len(taken) < len(keys):
+            self.sessions.reap_dead()
+        return rows, claimed
+
+    def reclaim(self, tier: str, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Claims those of the keys of which a shared tier has no row, to delete what it holds."""
+        with self.database.transaction() as session:
+            taken = self.locks.acquire_within(session, keys)
+            found: set[str] = set()
+            for chunk in chunks(taken):
+                rows = self._at(tier) & StateTable.key.in_(chunk)
+                found |= set(session.scalars(select(StateTable.key).where(rows)))
+            gone = [key for key in taken if str(key) not in found]
+            self.locks.release_within(session, set(taken) - set(gone))
+        return gone
+
+    def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
+        """Takes bytes of a shared tier for a key that is claimed. Returns by how many all that is
+        held there or about to be written exceeds the budget."""
+        with self.database.transaction() as session:
+            self._reserve(session, key, tier, nbytes)
+            taken = session.scalar(select(func.sum(StateTable.nbytes)).where(self._at(tier))) or 0
+            place = (ClaimTable.tier == tier) & (ClaimTable.place == self._place_of(tier))
+            taken += session.scalar(select(func.sum(ClaimTable.nbytes)).where(place)) or 0
+        return max(0, int(taken) - budget)
+
+    def _reserve(self, session: Session, key: KVKey, tier: str, nbytes: int) -> None:
+        row = update(ClaimTable).where(ClaimTable.key == str(key))
+        session.execute(row.values(tier=tier, place=self._place_of(tier), nbytes=nbytes))
+
+    def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
+        """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
+        until `locks.release`.
+
+        Returns the claimed keys that have no row now: none that another session has claimed, nor,
+        for pressure and time, one that it has pinned or whose limit it has lifted.
+        """
+        stays = _stays(reason, time.time())
+        with self.database.transaction() as session:
+            taken = self.locks.acquire_within(session, keys)
+            kept: set[str] = set()
+            for chunk in chunks(taken):
+                rows = self._at(tier) & StateTable.key.in_(chunk)
+                if stays is not None:
+                    kept |= set(session.scalars(select(StateTable.key).where(rows, stays)))
+                    rows &= ~stays
+                for key, nbytes in session.execute(
+                    select(StateTable.key, StateTable.nbytes).where(rows)
+                ):
+                    session.add(EvictionTable(
+                        key=key, tier=tier, reason=reason, nbytes=nbytes, at=time.time()
+                    ))  # fmt: skip
+                session.execute(delete(StateTable).where(rows))
+            gone = [key for key in taken if str(key) not in kept]
+            self.locks.release_within(session, set(taken) - set(gone))
+        return gone
+
+    def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
+        """Writes whether eviction must leave states alone."""
+        self._set(keys, pinned=pinned)
+
+    def expire(self, keys: Iterable[KVKey], at: float | None) -> None:
+        """Writes until when states are kept: Unix seconds, None for ever."""
+        self._set(keys, expires_at=at)
+
+    def _set(self, keys: Iterable[KVKey], **values: Any) -> None:
+        with self.database.transaction() as session:
+            for chunk in chunks(keys):
+                rows = update(StateTable).where(StateTable.key.in_(chunk))
+                session.execute(rows.values(**values))
+
+    def overdue(self, now: float) -> dict[KVKey, float]:
+        """The states of shared tiers and of this session that have expired, and when."""
+        statement = select(StateTable.key, StateTable.expires_at)
+        with self.database.reading() as session:
+            rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
+            return {KVKey(key): at for key, at in rows if at is not None}
+
+    def flush(self, *, force: bool = False) -> None:
+        """Writes `usage` in one transaction, and that this session lives.
+
+        Where that fails, it is kept for the next time: uses are statistics, and stop no request.
+        What another thread is writing is written when this returns.
+        """
+        with self._flushing:
+            self._flush(force)
+
+    def _flush(self, force: bool) -> None:
+        now = time.monotonic()
+        if not (self.usage or force or now - self._last_heartbeat > HEARTBEAT_SECONDS):
+            return
+        pending = None
+        try:
+            with self.database.transaction() as session:
+                pending = self.usage.write(session)
+                self.sessions.heartbeat(session)
+            self._last_heartbeat = now
+            self._count_again(pending.again)
+        except StoreError as error:
+            if pending is not None:
+                self.usage.restore(pending)
+            self.failures += 1
+            logger.warning("%s; the use of states is counted later", error)
+
+    def keys(self, tier: str) -> set[KVKey]:
+        """The keys of a tier's rows."""
+        with self.database.reading() as session:
+            rows = select(StateTable.key).where(StateTable.tier == tier, self._visible())
+            return {KVKey(key) for key in session.scalars(rows)}
+
+    def totals(self) -> dict[str, TierTotals]:
+        """Sums by tier."""
+        sums = [func.sum(c) for c in (StateTable.nbytes, StateTable.tokens, StateTable.hits)]
+        statement = select(StateTable.tier, func.count(), *sums).where(self._visible())
+        with self.database.reading() as session:
+            rows = session.execute(statement.group_by(StateTable.tier))
+            return {tier: TierTotals(*map(int, found)) for tier, *found in rows}
+
+    def evictions(self) -> dict[str, dict[str, int]]:
+        """How many states left each tier, by reason, and how many of them were fetched again."""
+        columns = (EvictionTable.tier, EvictionTable.reason, EvictionTable.fetched_again)
+        counts: dict[str, dict[str, int]] = {}
+        with self.database.reading() as session:
+            rows = session.execute(select(*columns, func.count()).group_by(*columns))
+            for tier, reason, again, number in rows:
+                by_reason = counts.setdefault(tier, {"fetched_again": 0})
+                by_reason[reason] = by_reason.get(reason, 0) + number
+                by_reason["fetched_again"] += number if again else 0
+        return counts
+
+    def _count_again(self, again: Counter[str]) -> None:
+        with self._clock_lock:
+            self.refetched.update(again)
+
+    def _at(self, tier: str) -> ColumnElement[bool]:
+        return and_(StateTable.tier == tier, StateTable.place == self._place_of(tier))
+
+    def _place_of(self, tier: str) -> str:
+        return self.place if tier == "disk" else ""
+
+    def _shared(self) -> ColumnElement[bool]:
+        disk = and_(StateTable.tier == "disk", StateTable.place == self.place)
+        return or_(disk, and_(StateTable.tier == "remote", StateTable.place == ""))
+
+    def _visible(self) -> ColumnElement[bool]:
+        return or_(self._shared(), StateTable.place == self.sessions.id)
+
+
+def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
+    """Which states do not leave for this reason."""
+    if reason == "pressure":
+        return StateTable.pinned.is_(True)
+    if reason == "ttl":
+        limit = StateTable.expires_at
+        return or_(StateTable.pinned.is_(True), limit.is_(None), limit > now)
+    return None
 
 
 @dataclass(slots=True)
 class PendingUsage:
-    """Changes that no row tells of yet."""
+    """Changes that are not written to the ledger yet."""
 
     touches: dict[KVKey, tuple[int, int]] = field(default_factory=dict)  # hits, last tick
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
@@ -361,7 +369,8 @@ class PendingUsage:
 
 
 class UsageBuffer:
-    """Thread-safe; every method but `write` is a few assignments."""
+    """Uses, entries and evictions until they are written. Thread-safe; every method but `write`
+    is a few assignments."""
 
     def __init__(self, place: str) -> None:
         """place: of the rows of tiers in memory, which is the session."""
@@ -380,12 +389,13 @@ class UsageBuffer:
                 self._pending.touches[key] = (hits + 1, tick)
 
     def admitted(self, row: StateRow) -> None:
-        """A tier in memory holds states now."""
+        """Notes that a tier in memory holds states."""
         with self._lock:
             self._pending.memory[row.tier, row.key] = row
 
     def left(self, tier: str, key: KVKey, nbytes: int, reason: str | None) -> None:
-        """A tier in memory holds states no longer; reason: of an eviction."""
+        """Notes that states left a tier in memory. reason: of an eviction, None where it was
+        none."""
         with self._lock:
             self._pending.memory[tier, key] = None
             if reason is not None:
@@ -395,13 +405,12 @@ class UsageBuffer:
                 )  # fmt: skip
 
     def cost(self, key: KVKey, seconds: float) -> None:
-        """What encoding states took, measured after they were stored."""
+        """Notes how long encoding took, which is measured after the states were stored."""
         with self._lock:
             self._pending.costs[key] = seconds
 
     def write(self, session: Session) -> PendingUsage:
-        """Writes everything; what was written is returned, for `restore` should the transaction
-        fail."""
+        """Writes everything, and returns it: for `restore`, should the transaction fail."""
         with self._lock:
             pending, self._pending = self._pending, PendingUsage()
         try:
@@ -414,7 +423,7 @@ class UsageBuffer:
         return pending
 
     def restore(self, pending: PendingUsage) -> None:
-        """Takes back what could not be written; what was noted since comes after it."""
+        """Takes back what could not be written, before what was noted since."""
         with self._lock:
             later, self._pending = self._pending, pending
             for key, (hits, tick) in later.touches.items():
@@ -441,7 +450,7 @@ def _write_memory(session: Session, pending: PendingUsage, place: str) -> Counte
                     StateTable.place == place, StateTable.tier == tier, StateTable.key.in_(chunk)
                 )
             )
-    upsert(session, StateTable, rows, _CHANGED_notes)
+    upsert(session, StateTable, rows, _IN_MEMORY)
     return note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
 
 
@@ -471,7 +480,7 @@ def _write_evictions(session: Session, pending: PendingUsage) -> None:
 
 
 def note_fetched_again(session: Session, places: list[tuple[str, str]]) -> Counter[str]:
-    """Marks the evictions of (key, tier) that hold states once more; tells how many, by tier."""
+    """Marks the evictions of (key, tier) that hold states once more; counts them by tier."""
     table = Base.metadata.tables[EvictionTable.__tablename__]
     statement = update(table).where(
         table.c.key == bindparam("k"), table.c.tier == bindparam("t"), ~table.c.fetched_again

@@ -1,15 +1,10 @@
-"""Modules with what the tiers hold of them: what an operator lists."""
+"""Lists of collections, documents, modules and evictions, page by page, for operators.
 
-# MERGED ragcache.store.document_pages: Pages of collections and of their documents, by name.
-#   None reads more than it tells.
-# MERGED ragcache.store.module_pages: Pages of modules in any order: no statement reads all
-#   modules to give a hundred of them. Where the filters leave much, a page is read along an
-#   index in its order; where they leave little, from what they leave. The size and the uses of
-#   a module are the most of any of its states, and it stands where these stand; modules
-#   without states come last in either direction.
-# MERGED ragcache.store.module_filters: Which modules are listed: what a filter asks of each,
-#   and whether it leaves few.
-# MERGED ragcache.store.evictions: Pages of evictions, the newest first.
+Modules come in any order, and no statement reads all of them to give a hundred. Where the filters
+leave many, a page is read along an index in its order; where they leave few, these are sorted. The
+size and the uses of a module are the largest of any of its states, and it is sorted by these;
+modules without states come last in either direction.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +18,17 @@ from sqlalchemy.orm import Session, aliased
 
 from ragcache.db.catalog import DocumentRow
 from ragcache.db.database import Database
-from ragcache.db.sql import CHUNK, Page, after, check_limit, collection_id, cursor_of, cut
+from ragcache.db.sql import (
+    CHUNK,
+    Page,
+    after,
+    check_limit,
+    collection_id,
+    cursor_of,
+    cut,
+    from_modules,
+    page_of,
+)
 from ragcache.db.tables import (
     DEFAULT_NAMESPACE,
     CollectionTable,
@@ -38,6 +43,32 @@ from ragcache.db.tables import (
 )
 from ragcache.errors import InvalidRequest, UnknownModule
 from ragcache.states import KVKey
+
+Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
+SORTS: tuple[str, ...] = get_args(Sort)
+FEW = 2000  # modules, up to which they are sorted as they are found
+
+Condition = ColumnElement[bool]
+PagePlace = tuple[Any, ...]
+"""What a module is sorted by, its id last. Of one without states: (None, "", id)."""
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], ...]] = {
+    "id": (int,),
+    "name": (str, int),
+    **dict.fromkeys(("nbytes", "hits", "last_use"), ((int, type(None)), str, int)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFilter:
+    """Which modules; None for any. tier: one that holds states of them. search: a part of their
+    name or of their document's, in either case."""
+
+    collection: str | None = None
+    document: str | None = None
+    tier: str | None = None
+    pinned: bool | None = None
+    search: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +118,153 @@ class ModuleDetail:
     states: tuple[HeldState, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CollectionRow:
+    """A collection, with the numbers of its documents and their modules."""
+
+    name: str
+    documents: int
+    modules: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionRow:
+    """States that left a tier.
+
+    module: the name of one that they belong to, None where none is left or they are a schema's. at:
+    Unix seconds. fetched_again: whether they came back.
+    """
+
+    id: int
+    public_id: str
+    key: str
+    module: str | None
+    tier: str
+    reason: str
+    nbytes: int
+    at: float
+    fetched_again: bool
+
+
+def collection_page(
+    database: Database, namespace: str, cursor: str | None = None, limit: int = 100
+) -> Page[CollectionRow]:
+    """The collections of a namespace, by name. `total` comes with the first page.
+
+    Raises:
+        InvalidRequest: the limit or the cursor is of no page.
+    """
+    limit, last = check_limit(limit), after(cursor, str)
+    own, inside = (
+        NamespaceTable.name == namespace,
+        DocumentTable.collection_id == CollectionTable.id,
+    )
+    rows = select(
+        CollectionTable.name,
+        _count(DocumentTable).where(inside).scalar_subquery(),
+        _count(ModuleTable).join(DocumentTable).where(inside).scalar_subquery(),
+    ).join(NamespaceTable)
+    if last is not None:
+        rows = rows.where(CollectionTable.name > last[0])
+    statement = rows.where(own).order_by(CollectionTable.name).limit(limit + 1)
+    with database.reading() as session:
+        found = [CollectionRow(*row) for row in session.execute(statement)]
+        every = _count(CollectionTable).join(NamespaceTable).where(own)
+        total = session.scalar(every) if last is None else None
+    return page_of(found, limit, lambda row: (row.name,), total)
+
+
+def document_page(
+    database: Database, namespace: str, collection: str, cursor: str | None = None,
+    limit: int = 100,
+) -> Page[DocumentRow]:  # fmt: skip
+    """The documents of a collection, by id. `total` comes with the first page.
+
+    Raises:
+        InvalidRequest: the limit or the cursor is of no page.
+        UnknownCollection: the namespace has no such collection.
+    """
+    limit, last = check_limit(limit), after(cursor, str)
+    modules = _count(ModuleTable).where(ModuleTable.document_id == DocumentTable.id)
+    with database.reading() as session:
+        chosen = DocumentTable.collection_id == collection_id(session, collection, namespace)
+        rows = select(DocumentTable, modules.scalar_subquery()).where(chosen)
+        if last is not None:
+            rows = rows.where(DocumentTable.source_id > last[0])
+        statement = rows.order_by(DocumentTable.source_id).limit(limit + 1)
+        found = [DocumentRow.of(row, count) for row, count in session.execute(statement)]
+        total = session.scalar(_count(DocumentTable).where(chosen)) if last is None else None
+    return page_of(found, limit, lambda row: (row.source_id,), total)
+
+
+def eviction_page(
+    database: Database, namespace: str, cursor: str | None = None, limit: int = 100
+) -> Page[EvictionRow]:
+    """Evictions of states that belong to the namespace, the newest first.
+
+    The default namespace also lists states that nothing owns any more, of which only a digest is
+    left.
+
+    Raises:
+        InvalidRequest: the limit or the cursor is of no page.
+    """
+    limit, last = check_limit(limit), after(cursor, int)
+    with database.reading() as session:
+        rows = select(EvictionTable).where(_visible(namespace))
+        if last is not None:
+            rows = rows.where(EvictionTable.id < last[0])
+        read = list(session.scalars(rows.order_by(EvictionTable.id.desc()).limit(limit + 1)))
+        names = module_names(session, [row.key for row in read], namespace)
+    found = [
+        EvictionRow(
+            row.id, row.public_id, row.key, names.get(row.key), row.tier, row.reason, row.nbytes,
+            row.at, row.fetched_again,
+        )
+        for row in read
+    ]  # fmt: skip
+    return page_of(found, limit, lambda row: (row.id,))
+
+
+def module_names(session: Session, keys: list[str], namespace: str) -> dict[str, str]:
+    """A module of the namespace for each of the keys that have one."""
+    own = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
+    found = _owners(EncodingTable.key, ModuleTable.name, CollectionTable.namespace_id)
+    statement = found.where(EncodingTable.key.in_(keys)).order_by(EncodingTable.module_id.desc())
+    return {key: name for key, name, owner in session.execute(statement) if owner == own}
+
+
+def _owners(*columns: Any) -> Select[Any]:
+    """Columns of the modules that states belong to, beginning at their keys."""
+    joined = select(*columns).select_from(EncodingTable).join(ModuleTable)
+    return joined.join(DocumentTable).join(CollectionTable)
+
+
+def _visible(namespace: str) -> Condition:
+    """The owners of each key are read, and compared then: of the sum, unlike of the column, SQLite
+    has no index by which it would rather begin with all that the namespace holds."""
+    number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
+    modules = _owners(CollectionTable.namespace_id + 0)
+    schemas = select(SchemaTable.namespace_id + 0).join(SchemaStateTable)
+    own = or_(
+        number.in_(modules.where(EncodingTable.key == EvictionTable.key)),
+        number.in_(schemas.where(SchemaStateTable.key == EvictionTable.key)),
+    )
+    if namespace != DEFAULT_NAMESPACE:
+        return own
+    owned = [exists().where(t.key == EvictionTable.key) for t in (EncodingTable, SchemaStateTable)]
+    return or_(own, ~or_(*owned))
+
+
+def _count(table: Any) -> Any:
+    return select(func.count()).select_from(table)
+
+
 def list_modules(
     database: Database, collection: str | None = None, namespace: str = DEFAULT_NAMESPACE
 ) -> list[ModuleListing]:
-    """Every module of a namespace with the size, tiers and hits of its states. Raises
-    `UnknownCollection`."""
-    statement = _in_namespace(select(ModuleTable.id), namespace)
+    """Every module of a namespace, or of one collection, with the size, tiers and hits of its
+    states. Raises `UnknownCollection`."""
+    statement = _in_namespace(namespace, ModuleTable.id)
     statement = statement.order_by(CollectionTable.name, ModuleTable.id)
     with database.reading() as session:
         if collection is not None:
@@ -102,11 +274,11 @@ def list_modules(
 
 
 def module_detail(database: Database, module: int | str, namespace: str) -> ModuleDetail:
-    """module: its id, or its public id. Raises `UnknownModule`, also for a module of another
-    namespace."""
+    """A module with its text and states, by its id or public id. Raises `UnknownModule`, also for
+    a module of another namespace."""
     id_column = ModuleTable.id if isinstance(module, int) else ModuleTable.public_id
     columns = (ModuleTable.id, ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
-    statement = _in_namespace(select(*columns), namespace).where(id_column == module)
+    statement = _in_namespace(namespace, *columns).where(id_column == module)
     with database.reading() as session:
         found = session.execute(statement).one_or_none()
         if found is None:
@@ -125,7 +297,7 @@ def held_keys(database: Database, modules: Sequence[int], namespace: str) -> lis
     with database.reading() as session:
         for begin in range(0, len(modules), CHUNK):
             ids = modules[begin : begin + CHUNK]
-            mine = _in_namespace(select(ModuleTable.id), namespace)
+            mine = _in_namespace(namespace, ModuleTable.id)
             known = set(session.scalars(mine.where(ModuleTable.id.in_(ids))))
             for module in ids:
                 if module not in known:
@@ -138,35 +310,24 @@ def held_keys(database: Database, modules: Sequence[int], namespace: str) -> lis
 def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
     """The modules of these ids, in their order; those that are gone are left out."""
     found: dict[int, ModuleListing] = {}
+    names = from_modules(
+        ModuleTable.id,
+        ModuleTable.public_id,
+        ModuleTable.name,
+        DocumentTable.source_id.label("document"),
+        CollectionTable.name.label("collection"),
+    )
     for begin in range(0, len(modules), CHUNK):
         ids = modules[begin : begin + CHUNK]
         states = _states(session, ids)
-        names = (
-            select(
-                ModuleTable.id,
-                ModuleTable.public_id,
-                ModuleTable.name,
-                DocumentTable.source_id.label("document"),
-                CollectionTable.name.label("collection"),
-            )
-            .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-            .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-            .where(ModuleTable.id.in_(ids))
-        )
-        for row in session.execute(names):
+        for row in session.execute(names.where(ModuleTable.id.in_(ids))):
             found[row.id] = _listing(row, states[row.id])
     return [found[number] for number in modules if number in found]
 
 
-def _in_namespace(statement: Any, namespace: str) -> Any:
-    """A statement over the modules of a namespace."""
-    return (
-        statement.select_from(ModuleTable)
-        .join(DocumentTable, ModuleTable.document_id == DocumentTable.id)
-        .join(CollectionTable, DocumentTable.collection_id == CollectionTable.id)
-        .join(NamespaceTable, CollectionTable.namespace_id == NamespaceTable.id)
-        .where(NamespaceTable.name == namespace)
-    )
+def _in_namespace(namespace: str, *columns: Any) -> Select[Any]:
+    """Columns of the modules of a namespace."""
+    return from_modules(*columns).join(NamespaceTable).where(NamespaceTable.name == namespace)
 
 
 def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[Any]]:
@@ -202,114 +363,31 @@ def _held(row: Any) -> HeldState:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class CollectionRow:
-    """A collection, with the numbers of its documents and their modules."""
-
-    name: str
-    documents: int
-    modules: int
-
-
-def collection_page(
-    database: Database, namespace: str, cursor: str | None = None, limit: int = 100
-) -> Page[CollectionRow]:
-    """The collections of a namespace, by name; `total` is told with the first page. Raises
-    `InvalidRequest`."""
-    limit, last = check_limit(limit), after(cursor, str)
-    modules = _count(ModuleTable).join(DocumentTable)
-    own = NamespaceTable.name == namespace
-    rows = select(
-        CollectionTable.name,
-        _count(DocumentTable).where(_in_collection()).scalar_subquery(),
-        modules.where(_in_collection()).scalar_subquery(),
-    ).join(NamespaceTable)
-    if last is not None:
-        rows = rows.where(CollectionTable.name > last[0])
-    statement = rows.where(own).order_by(CollectionTable.name).limit(limit + 1)
-    with database.reading() as session:
-        found, more = cut([CollectionRow(*row) for row in session.execute(statement)], limit)
-        every = _count(CollectionTable).join(NamespaceTable).where(own)
-        total = session.scalar(every) if last is None else None
-    return Page(found, cursor_of(found[-1].name) if more else None, total)
-
-
-def document_page(
-    database: Database, namespace: str, collection: str, cursor: str | None = None,
-    limit: int = 100,
-) -> Page[DocumentRow]:  # fmt: skip
-    """The documents of a collection, by id; `total` is told with the first page. Raises
-    `InvalidRequest` or `UnknownCollection`."""
-    limit, last = check_limit(limit), after(cursor, str)
-    modules = _count(ModuleTable).where(ModuleTable.document_id == DocumentTable.id)
-    with database.reading() as session:
-        owner = collection_id(session, collection, namespace)
-        chosen = DocumentTable.collection_id == owner
-        rows = select(DocumentTable, modules.scalar_subquery()).where(chosen)
-        if last is not None:
-            rows = rows.where(DocumentTable.source_id > last[0])
-        items, more = cut(_documents(session, rows, limit), limit)
-        total = session.scalar(_count(DocumentTable).where(chosen)) if last is None else None
-    return Page(items, cursor_of(items[-1].source_id) if more else None, total)
-
-
-def _documents(session: Session, rows: Any, limit: int) -> list[DocumentRow]:
-    statement = rows.order_by(DocumentTable.source_id).limit(limit + 1)
-    return [
-        DocumentRow(d.id, d.source_id, d.uri, d.digest, d.attributes, modules)
-        for d, modules in session.execute(statement)
-    ]
-
-
-def _in_collection() -> ColumnElement[bool]:
-    """Of documents: in the collection of the row around."""
-    return DocumentTable.collection_id == CollectionTable.id
-
-
-def _count(table: Any) -> Any:
-    return select(func.count()).select_from(table)
-
-
-Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
-SORTS: tuple[str, ...] = get_args(Sort)
-
-_KINDS: dict[str, tuple[type | tuple[type, ...], ...]] = {
-    "id": (int,),
-    "name": (str, int),
-    **dict.fromkeys(("nbytes", "hits", "last_use"), ((int, type(None)), str, int)),
-}
-
-PagePlace = tuple[Any, ...]
-"""What a module is sorted by, its id last. Of one without states: (None, "", id)."""
-
-
 def module_page(
-    database: Database,
-    namespace: str,
-    wanted: ModuleFilter,
-    sort: str = "id",
-    *,
-    descending: bool = False,
-    cursor: str | None = None,
-    limit: int = 100,
-) -> Page[ModuleListing]:
-    """A page of a namespace's modules. `total` is told with the first page, unless all modules
-    would have to be looked through to count them. Raises `InvalidRequest` or `UnknownCollection`.
+    database: Database, namespace: str, wanted: ModuleFilter, sort: str = "id", *,
+    descending: bool = False, cursor: str | None = None, limit: int = 100,
+) -> Page[ModuleListing]:  # fmt: skip
+    """A page of a namespace's modules.
+
+    `total` comes with the first page, unless counting would read all modules.
+
+    Raises:
+        InvalidRequest: an unknown order, or a limit or a cursor of no page.
+        UnknownCollection: the filter names a collection that does not exist.
     """
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")
     last = _last(cursor, sort, descending)
     check_limit(limit)
     with database.reading() as session:
-        owner = None
-        if wanted.collection is not None:
-            owner = collection_id(session, wanted.collection, namespace)
-        named = select(NamespaceTable.id).where(NamespaceTable.name == namespace)
-        number = session.scalar(named)
+        named, owner = wanted.collection, None
+        if named is not None:
+            owner = collection_id(session, named, namespace)
+        number = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
         if number is None:
             return Page((), None, 0)
-        matching = _ModuleQuery(session, wanted, number, owner)
-        walk = _Walk(matching, matching.few(), sort, descending, limit)
+        query = _ModuleQuery(session, wanted, number, owner)
+        walk = _Walk(query, query.few(), sort, descending, limit)
         places, more = cut(walk.places(last), limit)
         items = listings(session, [place[-1] for place in places])
         following = cursor_of(sort, int(descending), *places[-1]) if more else None
@@ -320,7 +398,7 @@ def module_page(
 class _Walk:
     """Modules in order. few: the ids among which they are, if they are few."""
 
-    matching: _ModuleQuery
+    query: _ModuleQuery
     few: Sequence[int] | None
     sort: str
     descending: bool
@@ -334,21 +412,21 @@ class _Walk:
         if last is None or last[0] is not None:
             found, last = self._by_states(last), None
         lacking = self.limit + 1 - len(found)
-        wanted = self.matching.wanted
+        wanted = self.query.wanted
         if lacking and wanted.tier is None and not wanted.pinned:
             found += self._without_states(last, lacking)
         return found
 
     def total(self) -> int | None:
         """How many modules there are; None where they would have to be looked through."""
-        matching, wanted = self.matching, self.matching.wanted
+        query, wanted = self.query, self.query.wanted
         if self.few is not None:
             count = self._chosen(select(func.count()).select_from(ModuleTable), ModuleTable.id)
         elif wanted == ModuleFilter(collection=wanted.collection):
-            count = matching.members(func.count())
+            count = query.members(func.count())
         else:
             return None
-        return int(matching.session.scalar(count))
+        return int(query.session.scalar(count))
 
     def _named(self, last: PagePlace | None) -> list[PagePlace]:
         columns = (ModuleTable.id,) if self.sort == "id" else (ModuleTable.name, ModuleTable.id)
@@ -383,17 +461,17 @@ class _Walk:
         statement = self._chosen(select(ModuleTable.id), ModuleTable.id).where(~held)
         if last is not None:
             statement = statement.where(ModuleTable.id > last[2])
-        rows = self.matching.session.scalars(statement.order_by(ModuleTable.id).limit(limit))
+        rows = self.query.session.scalars(statement.order_by(ModuleTable.id).limit(limit))
         return [(None, "", number) for number in rows]
 
     def _chosen(self, statement: Select[Any], module: Any) -> Select[Any]:
-        chosen = statement.where(*self.matching.conditions(module))
+        chosen = statement.where(*self.query.conditions(module))
         return chosen if self.few is None else chosen.where(module.in_(self.few))
 
     def _read(self, statement: Select[Any], columns: Sequence[Any]) -> list[PagePlace]:
         order = [column.desc() if self.descending else column for column in columns]
         ordered = statement.order_by(*order).limit(self.limit + 1)
-        return [tuple(row) for row in self.matching.session.execute(ordered)]
+        return [tuple(row) for row in self.query.session.execute(ordered)]
 
     def _beyond(
         self, columns: Sequence[Any], last: PagePlace, *, or_equal: bool = False
@@ -417,23 +495,6 @@ def _last(cursor: str | None, sort: str, descending: bool) -> PagePlace | None:
     return tuple(values[2:])
 
 
-FEW = 2000  # modules, up to which they are sorted as they are found
-
-Condition = ColumnElement[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleFilter:
-    """Which modules; None for any. tier: one that holds states of them. search: a part of their
-    name or of their document's, in either case."""
-
-    collection: str | None = None
-    document: str | None = None
-    tier: str | None = None
-    pinned: bool | None = None
-    search: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _ModuleQuery:
     """A filter in a session. namespace: its id; owner: that of the collection, if one is named."""
@@ -444,16 +505,16 @@ class _ModuleQuery:
     owner: int | None
 
     def conditions(self, module: Any) -> Iterator[Condition]:
-        """All that is asked of a module, looked up by its id: so said, it gives no database a
-        reason to read in another order."""
+        """The conditions on a module, which it is looked up by its id for: written so, they give
+        no database a reason to read in another order."""
         wanted = self.wanted
         yield self._membership(module)
         if wanted.document is not None:
             yield _of(DocumentTable.source_id, module) == wanted.document
         if wanted.tier is not None:
-            yield _held_module_filters(module, StateTable.tier.key, wanted.tier)
+            yield _has_state(module, StateTable.tier.key, wanted.tier)
         if wanted.pinned is not None:
-            pinned = _held_module_filters(module, StateTable.pinned.key, True)
+            pinned = _has_state(module, StateTable.pinned.key, True)
             yield pinned if wanted.pinned else ~pinned
         if wanted.search is not None:
             name = self._contains(_of(ModuleTable.name, module))
@@ -461,12 +522,7 @@ class _ModuleQuery:
 
     def members(self, column: Any) -> Select[Any]:
         """A column of the modules of the collection, or of the namespace."""
-        statement = (
-            select(column)
-            .select_from(CollectionTable)
-            .join(DocumentTable, DocumentTable.collection_id == CollectionTable.id)
-            .join(ModuleTable, ModuleTable.document_id == DocumentTable.id)
-        )
+        statement = from_modules(column)
         if self.owner is None:
             return statement.where(CollectionTable.namespace_id == self.namespace)
         return statement.where(CollectionTable.id == self.owner)
@@ -532,92 +588,10 @@ def _of(column: Any, module: Any) -> Any:
     return found.where(inner.id == module).scalar_subquery()
 
 
-def _held_module_filters(module: Any, name: str, value: Any) -> Condition:
+def _has_state(module: Any, name: str, value: Any) -> Condition:
     """Whether some states of a module have a value. The module's are read and then compared:
     SQLite would rather look through all states that have it."""
     state, encoding = aliased(StateTable), aliased(EncodingTable)
     values = select(getattr(state, name)).join(encoding, encoding.key == state.key)
     condition: Condition = literal(value).in_(values.where(encoding.module_id == module))
     return condition
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionRow:
-    """States that left a tier. module: the name of one that they belong to, None where none is left
-    or they are a schema's. at: Unix seconds. fetched_again: whether they came back."""
-
-    id: int
-    public_id: str
-    key: str
-    module: str | None
-    tier: str
-    reason: str
-    nbytes: int
-    at: float
-    fetched_again: bool
-
-
-def eviction_page(
-    database: Database, namespace: str, cursor: str | None = None, limit: int = 100
-) -> Page[EvictionRow]:
-    """Evictions of states that belong to the namespace; with those of the default one come the
-    states that nothing owns any more, of which a digest is all that is left. Raises
-    `InvalidRequest`."""
-    check_limit(limit)
-    last = after(cursor, int)
-    with database.reading() as session:
-        rows = select(EvictionTable).where(_visible(namespace))
-        if last is not None:
-            rows = rows.where(EvictionTable.id < last[0])
-        read = list(session.scalars(rows.order_by(EvictionTable.id.desc()).limit(limit + 1)))
-        found, more = cut(read, limit)
-        names = module_names(session, [row.key for row in found], namespace)
-    items = tuple(
-        EvictionRow(
-            row.id, row.public_id, row.key, names.get(row.key), row.tier, row.reason, row.nbytes,
-            row.at, row.fetched_again,
-        )
-        for row in found
-    )  # fmt: skip
-    return Page(items, cursor_of(items[-1].id) if more else None)
-
-
-def module_names(session: Session, keys: list[str], namespace: str) -> dict[str, str]:
-    """A module of the namespace for each of the keys that have one."""
-    own = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
-    found = _owners(EncodingTable.key, ModuleTable.name, CollectionTable.namespace_id)
-    statement = found.where(EncodingTable.key.in_(keys)).order_by(EncodingTable.module_id.desc())
-    names: dict[str, str] = {}
-    for key, name, owner in session.execute(statement):
-        if owner == own:
-            names[key] = name
-    return names
-
-
-def _owners(*columns: Any) -> Any:
-    return (
-        select(*columns)
-        .select_from(EncodingTable)
-        .join(ModuleTable, ModuleTable.id == EncodingTable.module_id)
-        .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-        .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
-    )
-
-
-def _visible(namespace: str) -> ColumnElement[bool]:
-    """The owners of each key are read, and compared then: of the sum, unlike of the column, SQLite
-    has no index by which it would rather begin with all that the namespace holds."""
-    number = select(NamespaceTable.id).where(NamespaceTable.name == namespace).scalar_subquery()
-    modules = _owners(CollectionTable.namespace_id + 0).where(
-        EncodingTable.key == EvictionTable.key
-    )
-    schemas = (
-        select(SchemaTable.namespace_id + 0)
-        .join(SchemaStateTable, SchemaStateTable.schema_id == SchemaTable.id)
-        .where(SchemaStateTable.key == EvictionTable.key)
-    )
-    own = or_(number.in_(modules), number.in_(schemas))
-    if namespace != DEFAULT_NAMESPACE:
-        return own
-    owned = [exists().where(t.key == EvictionTable.key) for t in (EncodingTable, SchemaStateTable)]
-    return or_(own, ~or_(*owned))

@@ -1,4 +1,4 @@
-"""What indexings have written and when, so that they can skip what is there and clean up."""
+"""Records of an indexing: what it has written and when, so that it can skip or clean up."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class Records:
     """The records of one indexing, `space`, in a namespace. Every method is one transaction."""
 
     def __init__(self, database: Database, space: str, namespace: str = DEFAULT_NAMESPACE) -> None:
-        self._database = database
-        self._space = space
-        self._namespace = namespace
+        self._database, self._space, self._namespace = database, space, namespace
 
     def now(self) -> float:
         """Unix seconds by the clock that all writers of the ledger share."""
@@ -35,10 +33,10 @@ class Records:
         group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
     ) -> None:
-        """Notes that keys were written now; one that is known gets the new time and group.
+        """Records that keys were written now; a known key gets the new time and group.
 
         Raises `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where
-        the clock stands before `time_at_least`: then it was set back.
+        the clock shows a time before `time_at_least`: it was set back.
         """
         groups = group_ids if group_ids is not None else [None] * len(keys)
         if len(groups) != len(keys):
@@ -47,7 +45,7 @@ class Records:
         if time_at_least is not None and now < time_at_least:
             raise LedgerUnavailable(
                 f"the ledger's clock says {now}, before {time_at_least}; it was set back, and what "
-                "is outdated cannot be told: index again"
+                "is outdated is not known: index again"
             )
         last = dict(zip(keys, groups, strict=True))
         with self._database.transaction() as session:
@@ -72,8 +70,8 @@ class Records:
         group_ids: Sequence[str] | None = None,
         limit: int | None = None,
     ) -> list[str]:
-        """Keys that were last written before or after a time, the oldest first. group_ids: of
-        these groups alone; none where it is empty."""
+        """Keys that were last written before or after a time, the oldest first. group_ids: only of
+        these groups."""
         between: list[ColumnElement[bool]] = []
         if before is not None:
             between.append(RecordTable.updated_at < before)
@@ -91,7 +89,7 @@ class Records:
         return found
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Forgets keys; those that are unknown do no harm."""
+        """Forgets keys; unknown ones are no error."""
         with self._database.transaction() as session:
             number = namespace_id(session, self._namespace)
             mine = (RecordTable.namespace_id == number) & (RecordTable.space == self._space)

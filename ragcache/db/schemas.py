@@ -1,7 +1,7 @@
-"""The texts of hand-written schemas, and which states belong to them."""
+"""Hand-written schemas and scaffolds: states that belong to no single module.
 
-# MERGED ragcache.store.scaffolds: Scaffolds of collections: modules whose joint states the
-#   ledger knows (Prompt Cache §3.3).
+A scaffold is a list of modules that were encoded together (Prompt Cache §3.3).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ragcache.states import KVKey
 
 @dataclass(frozen=True, slots=True)
 class SchemaText:
-    """A schema as it was written, and where its prompts place its modules."""
+    """The text of a schema, and where its prompts place its modules."""
 
     text: str
     placement: str
@@ -41,14 +41,14 @@ class SchemaTexts:
     """Schemas of one namespace by name. Every method is one transaction."""
 
     def __init__(self, database: Database, namespace: str = DEFAULT_NAMESPACE) -> None:
-        self._database = database
-        self.namespace = namespace
+        self._database, self.namespace = database, namespace
 
     def put_schema(
         self, name: str, schema: SchemaText, keys: Iterable[KVKey] = (), job: int | None = None
     ) -> list[KVKey]:
-        """Stores a schema with the keys of its modules' states in place of an earlier one of its
-        name. Returns the keys of states that nobody needs any more; their rows are gone already."""
+        """Stores a schema with the keys of its modules' states, in place of an earlier one of its
+        name. Returns the keys of states that nothing needs any more; their rows are gone
+        already."""
         with self._database.transaction() as session:
             freed = self._delete(session, name)
             row = SchemaTable(
@@ -57,26 +57,26 @@ class SchemaTexts:
             )  # fmt: skip
             session.add(row)
             session.flush()
-            owned = [{"schema_id": row.id, "key": str(key)} for key in dict.fromkeys(keys)]
-            insert_new(session, SchemaStateTable, owned)
+            _own(session, row.id, keys)
             if job is not None:
                 freed += jobs.complete(session, job)
             return retire(session, freed)
 
     def add_keys(self, name: str, keys: Iterable[KVKey]) -> None:
-        """Notes that more states belong to a schema, if it is still there."""
+        """Adds keys of states to a schema, if it still exists."""
         with self._database.transaction() as session:
-            row = session.scalar(self._named(select(SchemaTable), name))
-            if row is not None:
-                owned = [{"schema_id": row.id, "key": str(key)} for key in dict.fromkeys(keys)]
-                insert_new(session, SchemaStateTable, owned)
+            found = session.scalar(self._named(select(SchemaTable.id), name))
+            if found is not None:
+                _own(session, found, keys)
 
     def get_schema(self, name: str) -> SchemaText | None:
+        """A schema, None where there is none of the name."""
         with self._database.reading() as session:
             row = session.scalar(self._named(select(SchemaTable), name))
             return None if row is None else SchemaText(row.text, row.placement)
 
     def names(self) -> list[str]:
+        """The names of all schemas, sorted."""
         statement = select(SchemaTable.name).join(NamespaceTable).order_by(SchemaTable.name)
         with self._database.reading() as session:
             mine = statement.where(NamespaceTable.name == self.namespace)
@@ -97,11 +97,16 @@ class SchemaTexts:
         for table in (SchemaStateTable, ScaffoldTable):
             keys += session.scalars(select(table.key).where(table.schema_id == found))
         session.execute(delete(SchemaTable).where(SchemaTable.id == found))
-        return [KVKey(key) for key in keys]
+        return list(map(KVKey, keys))
 
     def _named(self, statement: Select[Any], name: str) -> Select[Any]:
-        joined = statement.join(NamespaceTable, SchemaTable.namespace_id == NamespaceTable.id)
-        return joined.where(NamespaceTable.name == self.namespace, SchemaTable.name == name)
+        chosen = SchemaTable.name == name
+        return statement.join(NamespaceTable).where(NamespaceTable.name == self.namespace, chosen)
+
+
+def _own(session: Session, schema: int, keys: Iterable[KVKey]) -> None:
+    owned = [{"schema_id": schema, "key": str(key)} for key in dict.fromkeys(keys)]
+    insert_new(session, SchemaStateTable, owned)
 
 
 Members = tuple[int, ...]
@@ -112,17 +117,17 @@ class ScaffoldRows:
     """The scaffolds of a namespace's collections. Every method is one transaction."""
 
     def __init__(self, database: Database, namespace: str = DEFAULT_NAMESPACE) -> None:
-        self._database = database
-        self._namespace = namespace
+        self._database, self._namespace = database, namespace
 
     def read_scaffolds(self, collection: str) -> set[Members]:
         """All scaffolds of a collection; none where it does not exist."""
-        statement = self._within(select(ScaffoldTable.members), collection)
+        joined = select(ScaffoldTable.members).join(CollectionTable)
+        statement = self._named(joined, collection)
         with self._database.reading() as session:
             return {tuple(members) for members in session.scalars(statement)}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
-        """Notes which states a scaffold has, unless a module of it was deleted meanwhile."""
+        """Stores the key of a scaffold, unless one of its modules was deleted meanwhile."""
         with self._database.transaction() as session:
             owner = session.scalar(
                 self._named(select(CollectionTable.id), collection).with_for_update()
@@ -135,15 +140,9 @@ class ScaffoldRows:
                 row = ScaffoldTable(collection_id=owner, key=str(key), members=list(members))
                 session.add(row)
 
-    def _within(self, statement: Select[Any], collection: str) -> Select[Any]:
-        joined = statement.join(CollectionTable, CollectionTable.id == ScaffoldTable.collection_id)
-        return self._named(joined, collection)
-
     def _named(self, statement: Select[Any], collection: str) -> Select[Any]:
-        joined = statement.join(NamespaceTable, NamespaceTable.id == CollectionTable.namespace_id)
-        return joined.where(
-            NamespaceTable.name == self._namespace, CollectionTable.name == collection
-        )
+        chosen = CollectionTable.name == collection
+        return statement.join(NamespaceTable).where(NamespaceTable.name == self._namespace, chosen)
 
 
 def delete_scaffolds(session: Session, owner: int, modules: Set[int]) -> list[KVKey]:

@@ -1,7 +1,7 @@
-"""Sessions: who has the store open. Memory tiers, claims and jobs belong to one and end with it."""
+"""Sessions, one for each process that has the store open, and their claims on keys.
 
-# MERGED ragcache.store.claims: Claims: which session makes or removes the blob of a key, so
-#   that no two do at once.
+Rows of memory tiers, claims and running jobs belong to a session and end with it.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from ragcache.errors import LedgerUnavailable
 from ragcache.states import KVKey
 
 HEARTBEAT_SECONDS = 10.0
-_INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
+_INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
+_FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process: where it runs, and since when its number is its own."""
+    """A process: its machine, its number, and when it began."""
 
     machine: str
     pid: int
@@ -39,10 +40,12 @@ class Identity:
 
     @classmethod
     def here(cls) -> Identity:
+        """Of this process."""
         return cls(_machine(), os.getpid(), _started(psutil.Process()))
 
     def has_ended(self) -> bool:
-        """Whether a process of this machine is gone. Of other machines' nothing can be said."""
+        """Whether the process is gone; False for other machines' processes, which cannot be
+        seen."""
         if self.machine != _machine():
             return False
         try:
@@ -75,7 +78,7 @@ class Sessions:
         self.reap_dead()
 
     def heartbeat(self, session: Session) -> None:
-        """Says that this process lives, in a transaction of the caller's."""
+        """Writes that this process lives, in the caller's transaction."""
         row = update(SessionTable).where(SessionTable.id == self.id)
         session.execute(row.values(heartbeat=time.time()))
 
@@ -129,21 +132,19 @@ def _started(process: psutil.Process) -> str:
     return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
-
-
 @dataclass(frozen=True, slots=True)
 class KeyLocks:
-    """The claims of one session on the ledger's keys.
+    """The claims of one session on the ledger's keys, so that no two processes touch a blob at
+    once.
 
-    Whoever writes or deletes a blob of a shared tier holds the claim on its key, and gives it back
-    in the transaction that changes the row, or after it.
+    A blob of a shared tier is written or deleted under the claim on its key, which is given back in
+    the transaction that changes the row, or after it.
     """
 
     sessions: Sessions
 
     def acquire(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Claims what nobody else has claimed; returns it. Claims of dead sessions do not count."""
+        """Claims the keys that no living session has claimed, and returns them."""
         with self.sessions.database.transaction() as session:
             taken = self.acquire_within(session, keys)
         if len(taken) < len(keys):
@@ -151,16 +152,13 @@ class KeyLocks:
         return taken
 
     def acquire_within(self, session: Session, keys: Sequence[KVKey]) -> list[KVKey]:
-        """As `acquire`, in a transaction of the caller's."""
+        """As `acquire`, in the caller's transaction."""
         me = self.sessions.id
         busy: set[str] = set()
         for chunk in chunks(keys):
             wanted = sorted(chunk)  # in one order everywhere, so that PostgreSQL sees no deadlock
             insert_new(session, ClaimTable, [{"key": key, "session": me} for key in wanted])
-            others = select(ClaimTable.key).where(
-                ClaimTable.key.in_(wanted), ClaimTable.session != me
-            )
-            busy |= set(session.scalars(others))
+            busy |= set(self._others(session, wanted))
         return [key for key in keys if str(key) not in busy]
 
     def release(self, keys: Iterable[KVKey]) -> None:
@@ -171,14 +169,14 @@ class KeyLocks:
                 self.release_within(session, keys)
 
     def release_within(self, session: Session, keys: Iterable[KVKey]) -> None:
-        """As `release`, in a transaction of the caller's."""
+        """As `release`, in the caller's transaction."""
         mine = delete(ClaimTable).where(ClaimTable.session == self.sessions.id)
         for chunk in chunks(keys):
             session.execute(mine.where(ClaimTable.key.in_(chunk)))
 
     def wait_for(self, keys: Sequence[KVKey], seconds: float) -> None:
-        """Returns when one of the keys is no longer claimed by others. Raises `LedgerUnavailable`
-        after so many seconds."""
+        """Waits until others have released one of the keys. Raises `LedgerUnavailable` after so
+        many seconds."""
         deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
         while len(self._claimed_by_others(keys)) == len(set(keys)):
             if time.monotonic() > deadline:
@@ -191,9 +189,9 @@ class KeyLocks:
             self.sessions.reap_dead()
 
     def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[str]:
-        others = select(ClaimTable.key).where(ClaimTable.session != self.sessions.id)
         with self.sessions.database.reading() as session:
-            found: set[str] = set()
-            for chunk in chunks(keys):
-                found |= set(session.scalars(others.where(ClaimTable.key.in_(chunk))))
-        return found
+            return {key for chunk in chunks(keys) for key in self._others(session, chunk)}
+
+    def _others(self, session: Session, keys: Sequence[str]) -> Iterable[str]:
+        others = select(ClaimTable.key).where(ClaimTable.session != self.sessions.id)
+        return session.scalars(others.where(ClaimTable.key.in_(keys)))

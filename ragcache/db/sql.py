@@ -1,15 +1,13 @@
-"""Statements that the two databases spell differently."""
+"""Statements that the two databases spell differently, joins that many modules need, and pages.
 
-# MERGED ragcache.store.lookup: Finding rows by the names that users give them.
-# MERGED ragcache.store.paging: Pages of long lists: where the last one ended stands in an
-#   opaque cursor.
+Where a page of a long list ended is in an opaque cursor: what its last item was sorted by.
+"""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +15,14 @@ from sqlalchemy import Select, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from ragcache.db.tables import DEFAULT_NAMESPACE, Base, CollectionTable, ModuleTable, NamespaceTable
+from ragcache.db.tables import (
+    DEFAULT_NAMESPACE,
+    Base,
+    CollectionTable,
+    DocumentTable,
+    ModuleTable,
+    NamespaceTable,
+)
 from ragcache.errors import InvalidRequest, UnknownCollection
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
@@ -76,12 +81,16 @@ def _insert(session: Session, table: type[Base]) -> sqlite.Insert | postgresql.I
     return sqlite.insert(table)
 
 
+def from_modules(*columns: Any) -> Select[Any]:
+    """Columns of modules, joined with their documents and collections."""
+    return select(*columns).select_from(ModuleTable).join(DocumentTable).join(CollectionTable)
+
+
 def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPACE) -> int:
-    """Raises `UnknownCollection` and names those that exist."""
+    """The id of a collection. Raises `UnknownCollection`, which names those that exist."""
     rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
-    found: dict[str, int] = {}
-    for collection, number in session.execute(rows.where(NamespaceTable.name == namespace)):
-        found[collection] = number
+    named = session.execute(rows.where(NamespaceTable.name == namespace))
+    found = {row.name: row.id for row in named}
     if name not in found:
         known = ", ".join(map(repr, sorted(found))) or "none yet"
         raise UnknownCollection(
@@ -109,30 +118,27 @@ class Page(Generic[ItemT]):
 
 def cursor_of(*values: int | float | str | None) -> str:
     """A cursor: what the last item was sorted by, and its id."""
-    told = json.dumps(values, ensure_ascii=False)  # of names in other scripts half as long
-    return base64.urlsafe_b64encode(told.encode()).decode().rstrip("=")
+    text = json.dumps(values, ensure_ascii=False)  # of names in other scripts half as long
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
 def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | None:
     """The values of a cursor, one of each kind. Raises `InvalidRequest` for any other text."""
     if cursor is None:
         return None
-    values = _values_of(cursor)
-    if len(values) != len(kinds) or not all(
-        isinstance(value, kind) and _fits(value) for value, kind in zip(values, kinds, strict=True)
-    ):
-        raise InvalidRequest(NOT_OF_THIS_LIST)
-    return values
-
-
-def _values_of(cursor: str) -> list[Any]:
-    """What a cursor was made of; at least one value. Raises `InvalidRequest`."""
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
         values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-    except (ValueError, binascii.Error, RecursionError):
-        values = None
-    if not isinstance(values, list) or not values:
+    except (ValueError, RecursionError):
+        raise InvalidRequest(NOT_OF_THIS_LIST) from None
+    if (
+        not isinstance(values, list)
+        or len(values) != len(kinds)
+        or not all(
+            isinstance(value, kind) and _fits(value)
+            for value, kind in zip(values, kinds, strict=True)
+        )
+    ):
         raise InvalidRequest(NOT_OF_THIS_LIST)
     return values
 
@@ -147,6 +153,16 @@ def check_limit(limit: int) -> int:
 def cut(items: Sequence[ItemT], limit: int) -> tuple[tuple[ItemT, ...], bool]:
     """The items of a page, of one more that were read, and whether there are more."""
     return tuple(items[:limit]), len(items) > limit
+
+
+def page_of(
+    rows: Sequence[ItemT], limit: int, sorted_by: Callable[[ItemT], tuple[Any, ...]],
+    total: int | None = None,
+) -> Page[ItemT]:  # fmt: skip
+    """The page of rows, one more of which were read if there are more. sorted_by: what the cursor
+    of a row holds."""
+    items, more = cut(rows, limit)
+    return Page(items, cursor_of(*sorted_by(items[-1])) if more else None, total)
 
 
 def _fits(value: object) -> bool:

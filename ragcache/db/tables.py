@@ -1,9 +1,5 @@
-"""The root of all tables, and what they share."""
-
-# MERGED ragcache.store.tables.documents: Collections, documents and modules, and what is
-#   derived from them.
-# MERGED ragcache.store.tables.states: States in tiers, and who needs them.
-# MERGED ragcache.store.tables.work: Processes, what they are doing, and who may ask them.
+"""The tables: documents and what is derived from them, states and their owners, processes and
+jobs."""
 
 from __future__ import annotations
 
@@ -27,9 +23,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ragcache.config import NAMESPACE
 
 DEFAULT_NAMESPACE = NAMESPACE
-SHARED = ""  # the place of a tier of which the ledger knows one alone
+SHARED = ""  # the place of a tier that there is only one of
 
-Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up integers alone
+Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only integers
 
 
 class Base(DeclarativeBase):
@@ -39,7 +35,7 @@ class Base(DeclarativeBase):
 
 
 class PublicIdMixin:
-    """public_id: a row's id for those who may not learn how many rows there are."""
+    """public_id: a random id, which does not give away how many rows there are."""
 
     public_id: Mapped[str] = mapped_column(default=lambda: token_urlsafe(12), unique=True)
 
@@ -53,7 +49,7 @@ class NamespaceTable(Base):
 
 
 class CollectionTable(Base):
-    """A named set of documents that questions are asked of. `revision` counts its changes."""
+    """A named set of documents. `revision` counts its changes."""
 
     __tablename__ = "collections"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
@@ -64,7 +60,7 @@ class CollectionTable(Base):
 
 
 class DocumentTable(Base):
-    """A document, as it was last ingested. `source_id` names it within its collection."""
+    """A document as last ingested. `source_id` names it within its collection."""
 
     __tablename__ = "documents"
     __table_args__ = (UniqueConstraint("collection_id", "source_id"),)
@@ -77,7 +73,7 @@ class DocumentTable(Base):
 
 
 class DocumentTextTable(Base):
-    """A document's text as it came, to give it back whole."""
+    """A document's whole text: modules may repeat headings and leave out space."""
 
     __tablename__ = "document_texts"
     document_id: Mapped[int] = mapped_column(
@@ -87,7 +83,7 @@ class DocumentTextTable(Base):
 
 
 class ModuleTable(PublicIdMixin, Base):
-    """A nested module of a document: what retrieval selects. Ids are never used again."""
+    """A module of a document, which retrieval selects. Ids are never used again."""
 
     __tablename__ = "modules"
     __table_args__ = (
@@ -125,7 +121,7 @@ class VectorTable(Base):
 
 
 class RecordTable(Base):
-    """What an indexing has written, and when: `space` names the indexing, updated_at is in Unix
+    """A document that an indexing has written. space: names the indexing; updated_at: Unix
     seconds."""
 
     __tablename__ = "records"
@@ -142,10 +138,9 @@ class RecordTable(Base):
 class StateTable(Base):
     """States in one tier.
 
-    place: which one of the tier: for memory the session, with which it ends; for a disk its folder,
-    where the ledger is shared by machines; else empty. `last_use` is a logical clock. expires_at:
-    Unix seconds. mode, root, model and format: what the states depend on, of which their key is the
-    digest.
+    place: for memory the session, with which it ends; for a disk its name, where several machines
+    share the ledger; else empty. last_use: on a logical clock. expires_at: Unix seconds. mode,
+    root, model, format: what the states depend on, of which their key is the digest.
     """
 
     __tablename__ = "states"
@@ -177,7 +172,7 @@ class StateTable(Base):
 
 
 class EncodingTable(Base):
-    """Which states belong to which module; states without a module left are deleted."""
+    """The states that belong to a module."""
 
     __tablename__ = "encodings"
     module_id: Mapped[int] = mapped_column(
@@ -187,7 +182,7 @@ class EncodingTable(Base):
 
 
 class SchemaTable(Base):
-    """A hand-written schema, as its author wrote it."""
+    """A hand-written schema."""
 
     __tablename__ = "schemas"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
@@ -199,7 +194,7 @@ class SchemaTable(Base):
 
 
 class SchemaStateTable(Base):
-    """Which states belong to which schema's modules."""
+    """The states that belong to a schema."""
 
     __tablename__ = "schema_states"
     schema_id: Mapped[int] = mapped_column(
@@ -225,7 +220,7 @@ class ScaffoldTable(Base):
 
 class EvictionTable(PublicIdMixin, Base):
     """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
-    seconds; fetched_again: whether they were wanted in that tier once more."""
+    seconds; fetched_again: whether they came back to that tier."""
 
     __tablename__ = "evictions"
     __table_args__ = (Index("evictions_by_key", "key", "tier"),)
@@ -239,8 +234,8 @@ class EvictionTable(PublicIdMixin, Base):
 
 
 class SessionTable(Base):
-    """A process that has the store open. machine, pid and started: to see whether it lives;
-    heartbeat: Unix seconds, for those who cannot see it."""
+    """A process that has the store open. machine, pid, started: which process; heartbeat: Unix
+    seconds, by which other machines see that it lives."""
 
     __tablename__ = "sessions"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -251,8 +246,8 @@ class SessionTable(Base):
 
 
 class ClaimTable(Base):
-    """A key whose states one session is making or removing; it ends with the session. tier, place
-    and nbytes: where bytes are taken for it meanwhile, and how many at most."""
+    """A session's lock on a key whose blob it writes or deletes. tier, place, nbytes: the bytes
+    that are reserved for it, and where."""
 
     __tablename__ = "claims"
     key: Mapped[str] = mapped_column(primary_key=True)
@@ -264,8 +259,7 @@ class ClaimTable(Base):
 
 class JobTable(PublicIdMixin, Base):
     """An ingestion. status: queued, running, done, failed or interrupted; times in Unix seconds;
-    done: of its modules. idempotency_key: by which a caller knows a request again, whose content
-    is `request_digest`."""
+    done: modules. idempotency_key: names a request, whose content has the `request_digest`."""
 
     __tablename__ = "ingestion_jobs"
     __table_args__ = (
@@ -300,8 +294,8 @@ class JobStateTable(Base):
 
 
 class ApiKeyTable(Base):
-    """A key of the HTTP service. digest: SHA-256 of the secret, which is kept nowhere; prefix: its
-    first characters, for people. Times in Unix seconds."""
+    """A key of the HTTP service. digest: SHA-256 of the secret, which is stored nowhere; prefix:
+    its first characters, for people. Times in Unix seconds."""
 
     __tablename__ = "api_keys"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -316,7 +310,7 @@ class ApiKeyTable(Base):
 
 
 class SecretTable(Base):
-    """Random bytes that every service over the ledger shares."""
+    """Random bytes that all services over the ledger share."""
 
     __tablename__ = "secrets"
     name: Mapped[str] = mapped_column(primary_key=True)

@@ -56,9 +56,9 @@ class APIKeyAuth:
         service listens on loopback alone then."""
         scheme, _, secret = (authorization or "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
-        verdict = self.keys.recall(secret)
+        verdict = self.keys.check_in_memory(secret)
         if verdict is None:
-            verdict = await to_thread.run_sync(self.keys.judge, secret, limiter=self.threads)
+            verdict = await to_thread.run_sync(self.keys.check, secret, limiter=self.threads)
         if not verdict.exist:
             return Caller("", "admin", NAMESPACE, address)
         row = verdict.key

@@ -34,12 +34,12 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     plain = runner.invoke(app, ["keys", "create", "lab", "--namespace", "lab-1", *where])
     assert plain.stdout.splitlines()[0].startswith("rc-")
     database = Database.open(tmp_path / "state" / "ledger.sqlite")
-    assert ApiKeys(database).check(secret) is not None
+    assert ApiKeys(database).check(secret).key is not None
     listed = runner.invoke(app, ["keys", "ls", *where]).output
     assert secret not in listed
     assert ["1", "page", "admin", "default"] in [line.split()[:4] for line in listed.splitlines()]
     assert runner.invoke(app, ["keys", "revoke", "1", *where]).exit_code == 0
-    assert ApiKeys(database).check(secret) is None
+    assert ApiKeys(database).check(secret).key is None
     rows = json.loads(runner.invoke(app, ["keys", "ls", "--json", *where]).stdout)
     assert [bool(row["revoked_at"]) for row in rows] == [True, False]
     assert rows[1]["namespace"] == "lab-1"

@@ -33,17 +33,17 @@ def statements(database: Database) -> list[str]:
     return seen
 
 
-def test_a_secret_opens_what_its_key_says(keys: ApiKeys) -> None:
+def test_a_secret_finds_its_key(keys: ApiKeys) -> None:
     assert not keys.any()
     made, secret = keys.create("page", "admin", "tenant-2")
     assert secret.startswith("rc-")
     assert len(secret) >= 3 + 43, "256 bits"
-    found = keys.check(secret)
+    found = keys.check(secret).key
     assert found is not None
     assert (found.id, found.role, found.namespace) == (made.id, "admin", "tenant-2")
     assert keys.any()
     for wrong in ("", "rc-", secret[:-1], secret + "x", secret.lower(), "\ud800", "rc-é"):
-        assert keys.check(wrong) is None
+        assert keys.check(wrong).key is None
 
 
 def test_the_ledger_holds_no_secret(keys: ApiKeys, database: Database) -> None:
@@ -60,12 +60,12 @@ def test_a_revoked_key_is_refused_at_once_and_by_others_soon(
 ) -> None:
     made, secret = keys.create("page")
     other = ApiKeys(database, clock)
-    assert other.check(secret) is not None
+    assert other.check(secret).key is not None
     keys.revoke(made.id)
-    assert keys.check(secret) is None
-    assert other.check(secret) is not None, "its keys are as they were read"
+    assert keys.check(secret).key is None
+    assert other.check(secret).key is not None, "its keys are as they were read"
     clock.now = 10.1
-    assert other.check(secret) is None
+    assert other.check(secret).key is None
     assert keys.any(), "nobody gets in without a key now"
     assert [row.revoked_at is None for row in keys.list()] == [False]
     with pytest.raises(UnknownKey, match="no key 99"):
@@ -75,10 +75,10 @@ def test_a_revoked_key_is_refused_at_once_and_by_others_soon(
 def test_a_key_of_another_process_is_known_within_a_second(
     keys: ApiKeys, database: Database, clock: Clock
 ) -> None:
-    assert keys.check("rc-nothing") is None
+    assert keys.check("rc-nothing").key is None
     _, secret = ApiKeys(database).create("page")
     clock.now = 1.1
-    assert keys.check(secret) is not None
+    assert keys.check(secret).key is not None
 
 
 def test_checking_reads_no_row(keys: ApiKeys, database: Database, clock: Clock) -> None:
@@ -86,8 +86,8 @@ def test_checking_reads_no_row(keys: ApiKeys, database: Database, clock: Clock) 
     keys.check(secret)
     seen = statements(database)
     for number in range(100):
-        assert keys.check(secret) is not None
-        assert keys.check(f"rc-{number}") is None
+        assert keys.check(secret).key is not None
+        assert keys.check(f"rc-{number}").key is None
         assert keys.any()
     assert seen == []
     clock.now = 60.0
@@ -111,7 +111,7 @@ def test_the_last_use_is_noted(keys: ApiKeys) -> None:
         ("page", "user", "a b", "cannot name a namespace"),
     ],
 )
-def test_what_cannot_be_used_is_refused(
+def test_invalid_arguments_are_refused(
     keys: ApiKeys, name: str, role: str, namespace: str, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -119,23 +119,21 @@ def test_what_cannot_be_used_is_refused(
     assert keys.list() == []
 
 
-def test_what_is_in_memory_is_told_without_reading(
-    keys: ApiKeys, database: Database, clock: Clock
-) -> None:
+def test_a_check_in_memory_reads_nothing(keys: ApiKeys, database: Database, clock: Clock) -> None:
     _, secret = keys.create("page")
-    assert keys.recall(secret) is None, "nothing was read yet"
-    judged = keys.judge(secret)
+    assert keys.check_in_memory(secret) is None, "nothing was read yet"
+    judged = keys.check(secret)
     assert judged.exist
     assert judged.key is not None
     seen = statements(database)
-    assert keys.recall(secret) == judged
-    assert keys.recall("rc-unknown") is not None
+    assert keys.check_in_memory(secret) == judged
+    assert keys.check_in_memory("rc-unknown") is not None
     clock.now += 5
-    assert keys.recall(secret) == judged
-    assert keys.recall("rc-unknown") is None, "another process may have made it"
-    assert keys.recall("no key at all") is not None
+    assert keys.check_in_memory(secret) == judged
+    assert keys.check_in_memory("rc-unknown") is None, "another process may have made it"
+    assert keys.check_in_memory("no key at all") is not None
     clock.now += 6
-    assert keys.recall(secret) is None
+    assert keys.check_in_memory(secret) is None
     assert not seen
 
 

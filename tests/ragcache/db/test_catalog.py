@@ -1,6 +1,4 @@
-"""The catalog: the document is the unit of change."""
-
-# MERGED tests.ragcache.store.test_vectors: Vectors in the ledger.
+"""The catalog: documents change as a whole; schemas and vectors beside them."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_documents_are_stored_with_their_modules_in_order(catalog: Catalog) -> N
     assert catalog.documents("unknown") == {}
 
 
-def test_a_document_takes_the_place_of_the_one_of_its_name(catalog: Catalog) -> None:
+def test_a_document_replaces_the_one_of_its_name(catalog: Catalog) -> None:
     catalog.replace_documents("notes", [document("a", 1, 2), document("b", 3)])
     replaced = catalog.replace_documents("notes", [document("a", 4, digest="new")])
     assert set(replaced) == {make_key(1), make_key(2)}
@@ -166,9 +164,7 @@ def test_tokens_belong_to_a_tokenizer(catalog: Catalog, database: Database) -> N
     assert catalog.token_ids([first]) == {first: (1, 2)}
 
 
-def test_what_comes_too_late_for_a_deleted_module_is_left_out(
-    catalog: Catalog, database: Database
-) -> None:
+def test_writes_for_a_deleted_module_are_ignored(catalog: Catalog, database: Database) -> None:
     """Another process may delete a document while this one answers from it."""
     catalog.replace_documents("notes", [document("a", 1)])
     [module] = catalog.modules("notes")
@@ -181,7 +177,7 @@ def test_what_comes_too_late_for_a_deleted_module_is_left_out(
         assert owned_among(session, [make_key(9)]) == set()
 
 
-def test_a_claim_is_noted_once(catalog: Catalog, database: Database) -> None:
+def test_a_key_is_added_once(catalog: Catalog, database: Database) -> None:
     catalog.replace_documents("notes", [document("a", 1)])
     number = catalog.modules("notes")[0].id
     for key in (make_key(1), make_key(5), make_key(5)):
@@ -338,7 +334,7 @@ def numbers(database: Database) -> list[int]:
     return [row.id for name in ("notes", "plans") for row in catalog.modules(name)]
 
 
-def test_nothing_stored_is_nothing(database: Database, numbers: list[int]) -> None:
+def test_an_empty_collection_has_no_vectors(database: Database, numbers: list[int]) -> None:
     assert Vectors(database, "e").read_vectors("notes") == {}
 
 
@@ -370,16 +366,14 @@ def test_a_vector_may_be_stored_again(database: Database, numbers: list[int]) ->
     assert vectors.read_vectors("notes")[numbers[0]].tolist() == [2.0, 2.0]
 
 
-def test_vectors_of_several_lengths_may_stand_side_by_side(
-    database: Database, numbers: list[int]
-) -> None:
+def test_vectors_of_several_lengths_may_be_stored(database: Database, numbers: list[int]) -> None:
     vectors = Vectors(database, "e")
     vectors.add_vectors(numbers[:1], np.ones((1, 2)))
     vectors.add_vectors(numbers[1:2], np.ones((1, 3)))
     assert [len(vector) for vector in vectors.read_vectors("notes").values()] == [2, 3]
 
 
-def test_ids_and_vectors_must_be_as_many(database: Database, numbers: list[int]) -> None:
+def test_ids_and_vectors_must_match_in_number(database: Database, numbers: list[int]) -> None:
     vectors = Vectors(database, "e")
     with pytest.raises(ValueError, match="zip"):
         vectors.add_vectors(numbers, np.ones((2, 2)))

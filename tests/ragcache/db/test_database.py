@@ -24,7 +24,7 @@ from ragcache.errors import (
 )
 
 
-def test_what_is_committed_outlives_the_connection(where: Path | str) -> None:
+def test_committed_rows_outlive_the_connection(where: Path | str) -> None:
     for held in (0, 1):
         database = Database.open(where)
         with database.transaction() as session:
@@ -158,12 +158,12 @@ def test_a_locked_database_is_a_named_error_after_its_time(tmp_path: Path) -> No
     database.close()
 
 
-def test_a_postgresql_that_is_not_there_is_a_named_error() -> None:
+def test_an_unreachable_postgresql_is_a_named_error() -> None:
     with pytest.raises(LedgerUnavailable, match="does not answer"):
         Database.open("postgresql://nobody:secret@/none?host=/nowhere")
 
 
-def test_errors_do_not_tell_passwords() -> None:
+def test_errors_contain_no_password() -> None:
     with pytest.raises(LedgerUnavailable) as caught:
         Database.open("postgresql://nobody:secret@/none?host=/nowhere")
     assert "secret" not in str(caught.value)

@@ -107,7 +107,7 @@ def test_touches_are_noted_without_sql_and_written_together(
     assert uses(database, "host") == {"01": (1, 1)}
 
 
-def test_what_could_not_be_written_is_written_later(
+def test_usage_that_could_not_be_written_is_written_later(
     ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -125,7 +125,7 @@ def test_what_could_not_be_written_is_written_later(
     assert uses(database, "disk") == {"01": (2, 2)}
 
 
-def test_a_tier_in_memory_forgets_what_left_it_and_keeps_the_reason(ledger: Ledger) -> None:
+def test_rows_that_left_memory_are_deleted_and_recorded_with_a_reason(ledger: Ledger) -> None:
     for number in (1, 2):
         ledger.usage.admitted(row(number, "host"))
     ledger.flush()
@@ -172,7 +172,7 @@ def test_expelled_rows_are_claimed_until_their_blobs_are_gone(
 
 
 @pytest.mark.parametrize("reason", ["pressure", "ttl", "manual"])
-def test_what_another_process_has_pinned_leaves_by_hand_alone(
+def test_states_pinned_by_another_process_are_evicted_only_manually(
     ledger: Ledger, another: Callable[[], Ledger], reason: str
 ) -> None:
     record(ledger, 1)
@@ -183,7 +183,7 @@ def test_what_another_process_has_pinned_leaves_by_hand_alone(
     assert len(ledger.keys("disk")) == 1 - len(gone)
 
 
-def test_what_is_claimed_elsewhere_is_not_expelled(
+def test_keys_claimed_elsewhere_are_not_expelled(
     ledger: Ledger, another: Callable[[], Ledger]
 ) -> None:
     record(ledger, 1)
@@ -214,7 +214,7 @@ def test_more_keys_than_one_statement_takes(ledger: Ledger, database: Database) 
     assert ledger.load()[0].pinned
 
 
-def test_an_idle_session_still_says_that_it_lives(
+def test_an_idle_session_writes_heartbeats(
     ledger: Ledger, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def beat() -> float:

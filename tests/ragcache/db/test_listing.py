@@ -1,8 +1,4 @@
-"""Pages of collections and documents, in both databases: they join to the whole, in order."""
-
-# MERGED tests.ragcache.store.test_module_pages: Pages of modules: every order and filter gives
-#   what sorting all of them would.
-# MERGED tests.ragcache.store.test_evictions: Evictions page by page, each namespace its own.
+"""Lists of collections, documents, modules and evictions: pages join to the whole, in order."""
 
 from __future__ import annotations
 
@@ -74,9 +70,7 @@ def test_documents_come_by_id_with_their_modules(catalog: Catalog, database: Dat
         document_page(database, "tenant", "notes")
 
 
-def test_collections_are_made_counted_and_told_by_name(
-    catalog: Catalog, database: Database
-) -> None:
+def test_collections_are_counted_and_listed_by_name(catalog: Catalog, database: Database) -> None:
     assert collection_page(database, "default") == Page((), None, 0)
     assert catalog.add_collection("bare")
     assert not catalog.add_collection("bare")
@@ -185,7 +179,7 @@ def test_pages_are_what_sorting_all_modules_gives(
             assert found[: len(held)] == held, "those without states come last"
 
 
-def test_the_total_is_told_where_counting_is_cheap(
+def test_the_total_is_given_where_counting_is_cheap(
     filled: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def total(wanted: ModuleFilter) -> int | None:
@@ -216,7 +210,7 @@ def test_nothing_of_another_namespace_is_found(filled: Database) -> None:
         module_detail(filled, number, "default")
 
 
-def test_a_module_tells_all_its_states(filled: Database) -> None:
+def test_module_detail_has_all_states(filled: Database) -> None:
     for row in list_modules(filled):
         detail = module_detail(filled, row.id, "default")
         assert detail.listing == row
@@ -224,7 +218,7 @@ def test_a_module_tells_all_its_states(filled: Database) -> None:
         assert max((held.hits for held in detail.states), default=0) == row.hits
 
 
-def test_what_cannot_be_used_is_refused(filled: Database) -> None:
+def test_invalid_arguments_are_refused(filled: Database) -> None:
     first = module_page(filled, "default", ModuleFilter(), "hits", limit=2)
     for sort, descending, cursor in (
         ("size", False, None),

@@ -27,7 +27,7 @@ def write(records: Clocked, at: float, keys: list[str], groups: list[str | None]
     records.update(keys, groups)
 
 
-def test_what_was_written_exists(records: Clocked) -> None:
+def test_written_keys_exist(records: Clocked) -> None:
     write(records, 1.0, ["a", "b"], [None, "g"])
     assert records.exists(["b", "nothing", "a", "b"]) == [True, False, True, True]
     assert records.exists([]) == []
@@ -82,7 +82,7 @@ def test_the_clock_of_the_ledger_runs(database: Database) -> None:
     assert records.now() >= before > 1.7e9
 
 
-def test_wrong_arguments_are_named_and_write_nothing(records: Clocked) -> None:
+def test_invalid_records_are_refused_and_nothing_is_written(records: Clocked) -> None:
     with pytest.raises(ConfigurationError, match="2 keys have 1 group_ids"):
         records.update(["a", "b"], ["g"])
     with pytest.raises(LedgerUnavailable, match="set back"):

@@ -1,4 +1,4 @@
-"""Cursors: opaque, and of nobody's making but ours."""
+"""Cursors and pages: any text that no page gave is refused."""
 
 from __future__ import annotations
 
