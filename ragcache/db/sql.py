@@ -90,7 +90,7 @@ def collection_id(session: Session, name: str, namespace: str = DEFAULT_NAMESPAC
     """The id of a collection. Raises `UnknownCollection`, which names those that exist."""
     rows = select(CollectionTable.name, CollectionTable.id).join(NamespaceTable)
     named = session.execute(rows.where(NamespaceTable.name == namespace))
-    found = {row.name: row.id for row in named}
+    found: dict[str, int] = {row.name: row.id for row in named}
     if name not in found:
         known = ", ".join(map(repr, sorted(found))) or "none yet"
         raise UnknownCollection(
