@@ -1,4 +1,4 @@
-"""Partial attention, its fusion (RelayAttention eq. 7), relocation and ALiBi."""
+"""Partial attention, its fusion (RelayAttention eq. 7), relocation, ALiBi, the reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragcache.attention import (
     Partial,
+    ReferenceAttentionBackend,
     Rotation,
     causal_bias,
     grouped,
@@ -26,6 +27,7 @@ from ragcache.attention.ops import (
     alibi_segment_bias,
     alibi_shift,
 )
+from tests.ragcache.attention.scenes import Shape, make_scene, shapes
 
 SCALE, KV_HEADS, DIM = 0.25, 2, 16
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -333,3 +335,37 @@ def test_paged_alibi_bias_equals_the_definition() -> None:
         one = slice(row, row + 1)
         alone = absolute(query[:, one], at[one], key[:, row], where[row], value[:, row])
         torch.testing.assert_close(together.out[row], alone[0], **ALIBI_EXACT)
+
+
+@given(shapes())
+@settings(max_examples=80)
+def test_every_row_equals_the_definition(shape: Shape) -> None:
+    scene = make_scene(shape)
+    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
+    torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
+
+
+@given(shapes())
+@settings(max_examples=40)
+def test_every_row_equals_the_definition_under_alibi(shape: Shape) -> None:
+    scene = make_scene(shape, alibi=True)
+    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
+    torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
+
+
+def test_paged_rows_before_causal_blocks_are_put_in_order() -> None:
+    shape = Shape((-6, 3, -2, 2), ((5, ((0, 7, 0),)),))
+    scene = make_scene(shape)
+    assert scene.metadata.own_index is not None, "the case that this is about"
+    out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
+    torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    shape = Shape((4, -7), ((9, ((0, 5, 30),)), (3, ((2, 4, -8), (0, 1, 0)))))
+    for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        scene = make_scene(shape, dtype)
+        out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
+        assert out.dtype == dtype
+        expected = scene.expected()
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)

@@ -36,8 +36,14 @@ from ragcache.models.families import FAMILIES, family_of, sliding_window, whole_
 from ragcache.models.hf_patch import IMPLEMENTATION
 from ragcache.models.positions import Learned
 from tests.conftest import random_tokens, tiny_config, tiny_model
-from tests.ragcache.gemma import tiny_gemma
-from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
+from tests.ragcache.models.reference import (
+    CLOSE,
+    Module,
+    last_logits,
+    prompt,
+    reference,
+    tiny_gemma,
+)
 
 TYPES = (
     "bloom, falcon, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mpt, opt, phi, "

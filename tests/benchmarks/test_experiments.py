@@ -1,23 +1,26 @@
-"""Hit rates: caches of a few places against what can be counted by hand; victims."""
+"""The experiments in `benchmarks/` on small settings: they run, add up, print and write JSON."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from eviction import (
-    ZipfWorkload,
-    belady,
-    bench_hit_rate,
-    bench_victims,
-    encoding_saved,
-    prefix,
-)
+from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encoding_saved, prefix
 from hypothesis import given
 from hypothesis import strategies as st
+from pml import PmlSetting, bench_pml
+from quantization import bench_quantization
+from relay import RelaySetting, bench_relay, plot_relay
 
+from ragcache.errors import NoDocuments
+from ragcache.models import LoadedModel
 from ragcache.store.eviction import POLICIES
+from tests.conftest import REPOSITORY
 
 SMALL = ZipfWorkload(documents=60, prompts=400, budget=0.2)
 
@@ -85,3 +88,53 @@ def test_belady_is_the_optimum(prompts: list[int], places: int) -> None:
 
 def test_victims_are_timed_under_every_policy() -> None:
     assert set(bench_victims(500, runs=1)) == set(POLICIES)
+
+
+def test_it_measures_what_it_says() -> None:
+    result = bench_pml(PmlSetting(modules=200, parse_runs=1, resolve_runs=5))
+    assert result["parse_layout_s"] > 0
+    assert 0 < result["resolve_ms"] <= result["resolve_worst_ms"]
+    assert result["characters"] > 200 * 500
+    assert "machine" in result
+
+
+def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    file = tmp_path / "pml.json"
+    command = [sys.executable, "benchmarks/pml.py", "--modules", "200", "--json", str(file)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert {"parse_layout_s", "resolve_ms"} <= json.loads(file.read_text()).keys()
+    assert "200 modules" in done.stdout
+
+
+HANDBOOK = REPOSITORY / "examples" / "handbook"
+
+
+def test_eight_bits_hardly_change_how_the_reader_begins(reader: LoadedModel) -> None:
+    """The bounds that docs and model card state: 95 % for int8, 90 % for fp8."""
+    result = bench_quantization(reader, HANDBOOK, 20)
+    assert result["questions"] == 20
+    assert result["int8"]["first_token_agreement"] >= 0.95
+    assert result["fp8"]["first_token_agreement"] >= 0.9
+    for kind, error in (("int8", 0.01), ("fp8", 0.04)):
+        assert result[kind]["bytes_share"] < 0.54
+        assert 0.001 < result[kind]["keys_error"] < error
+        assert 0.001 < result[kind]["values_error"] < error
+
+
+def test_a_folder_without_questions_is_named(reader: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(NoDocuments, match=r"questions\.jsonl"):
+        bench_quantization(reader, tmp_path, 1)
+
+
+SETTING = RelaySetting((2,), (16, 32), own=8, num_heads=4, num_kv_heads=2, head_dim=8, runs=2)
+
+
+def test_the_theory_is_relay_attentions(tmp_path: Path) -> None:
+    result = {"relay": bench_relay(SETTING)}
+    assert [(row["batch"], row["shared"]) for row in result["relay"]] == [(2, 16), (2, 32)]
+    row = result["relay"][1]
+    assert row["theory"] == pytest.approx((32 + 8 + 2) / (32 / 2 + 8 + 7))
+    assert row["measured_over_theory"] == pytest.approx(row["speedup"] / row["theory"])
+    json.dumps(result)
+    plot_relay(result, tmp_path / "relay.png")
+    assert (tmp_path / "relay.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,271 @@
+"""README and pages: every example runs and prints what the page says; links lead to files."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from ragcache_api.cli.main import app
+from ragcache_api.http import ServiceSettings
+from ragcache_connectors.langchain import close_shared
+from ragcache_schemas import (
+    PMLError,
+    SchemaIndex,
+    is_prompt,
+    parse_prompt,
+    parse_schema,
+    resolve_prompt,
+    write_schema,
+)
+from tests.api.http.server_process import start_server
+from tests.conftest import REPOSITORY, write_notes
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 3
+    namespace: dict[str, object] = {}
+    try:
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), namespace)
+    finally:
+        close_shared()
+    assert "cold-store.md" in capsys.readouterr().out
+
+
+def test_readme_commands_exist() -> None:
+    commands = get_command(app)
+    for name in re.findall(r"^\| `ragcache (\w+)", README, re.MULTILINE):
+        assert name in commands.commands
+
+
+def test_readme_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    for link in links:
+        assert (REPOSITORY / link).exists(), link
+
+
+PML = (REPOSITORY / "docs/pml.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```([a-z ]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class PmlExample:
+    """A fenced example; `line` is that of its first line."""
+
+    kind: str
+    text: str
+    line: int
+
+
+def pml_examples() -> list[PmlExample]:
+    """The examples in the order of the page."""
+    return [
+        PmlExample(found[1], found[2], PML.count("\n", 0, found.start(2)) + 1)
+        for found in BLOCK.finditer(PML)
+    ]
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def read(block: PmlExample, indexes: dict[str, SchemaIndex]) -> None:
+    """Parses a schema or a prompt and does what one does with it."""
+    if is_prompt(block.text):
+        prompt = parse_prompt(block.text)
+        resolve_prompt(indexes[prompt.schema], prompt)
+        return
+    schema = parse_schema(block.text)
+    assert parse_schema(write_schema(schema)) == schema
+    indexes[schema.name] = SchemaIndex.build(schema, count_words)
+
+
+@pytest.mark.filterwarnings("error::ragcache_schemas.PMLWarning")
+def test_pml_xml_examples_are_right_or_as_wrong_as_the_page_says() -> None:
+    indexes: dict[str, SchemaIndex] = {}
+    found = pml_examples()
+    for block, following in zip(found, [*found[1:], None], strict=True):
+        if block.kind == "xml":
+            read(block, indexes)
+        elif block.kind == "xml error":
+            assert following is not None
+            with pytest.raises(PMLError) as caught:
+                read(block, indexes)
+            assert str(caught.value) == following.text.strip(), f"line {block.line}"
+    assert len(indexes) > 8
+
+
+def test_pml_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "pml_doc"}
+    lines = 0
+    for block in pml_examples():
+        if block.kind == "python":
+            file = tmp_path / f"line_{block.line}.py"  # a program's source must be at hand
+            file.write_text(block.text, encoding="utf-8")
+            exec(compile(block.text, str(file), "exec"), names)
+            lines += block.text.count("\n")
+    assert lines > 80
+
+
+def test_pml_examples_are_all_of_known_kinds() -> None:
+    assert {block.kind for block in pml_examples()} == {"xml", "xml error", "python", "text"}
+
+
+def test_pml_tree_is_the_one_that_is_printed() -> None:
+    from ragcache_api.cli.schema import outline_lines
+    from ragcache_schemas import lay_out
+
+    [shown] = [block.text for block in pml_examples() if block.text.startswith("trip (3 modules)")]
+    [source] = [block.text for block in pml_examples() if "trip = parse_schema(" in block.text]
+    schema = parse_schema(source.split('"""')[1])
+    printed = [line.plain.rstrip() for line in outline_lines(schema, lay_out(schema, len))]
+    assert [_bare(line) for line in printed] == [_bare(line) for line in shown.splitlines()]
+
+
+def _bare(line: str) -> str:
+    """A line of the tree without its numbers, which depend on the tokenizer."""
+    return re.sub(r"\s+", " ", re.sub(r"\d+(–\d+)?", "", line)).strip()
+
+
+STRUCTURED = (REPOSITORY / "docs/structured.md").read_text(encoding="utf-8")
+
+
+def test_structured_examples_print_what_the_page_says(
+    notes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(notes.parent)
+    blocks = BLOCK.findall(STRUCTURED)
+    assert {kind for kind, _ in blocks} == {"python", "text"}
+    names: dict[str, Any] = {}
+    shown = 0
+    try:
+        for (kind, text), (following, printed) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+            if kind == "python":
+                capsys.readouterr()
+                exec(compile(text, "structured.md", "exec"), names)
+                expected = printed if following == "text" else ""
+                assert capsys.readouterr().out == expected
+                shown += bool(expected)
+    finally:
+        names["rag"].close()
+    assert shown == 2
+
+
+def test_structured_styles_are_described() -> None:
+    from ragcache.structured import ToolStyle
+
+    assert all(f"| `{style}` |" in STRUCTURED for style in ToolStyle)
+
+
+LANGCHAIN = (REPOSITORY / "docs/langchain.md").read_text(encoding="utf-8")
+LANGCHAIN_BLOCKS = re.findall(
+    r"^```python( no-run)?\n(.*?)^```$", LANGCHAIN, re.MULTILINE | re.DOTALL
+)
+
+
+def test_langchain_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "langchain_doc"}
+    for skipped, code in LANGCHAIN_BLOCKS:
+        if not skipped:
+            exec(compile(code, "docs/langchain.md", "exec"), names)
+    assert len(LANGCHAIN_BLOCKS) > 8
+
+
+def test_langchain_example_for_another_model_runs_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripted model stands in for one that writes JSON."""
+    from ragcache_connectors.langchain import ChatRagCache
+    from tests.connectors.langchain.scripted import STRING, scripted
+
+    with RagCache.open(tmp_path, model=scripted()) as rag:
+        names = {"model": ChatRagCache(rag=rag, max_tokens=200), "note": "x", "__name__": "doc"}
+        [code] = [code for skipped, code in LANGCHAIN_BLOCKS if skipped]
+        *lines, last = code.rstrip().splitlines()
+        exec(compile("\n".join(lines), "docs/langchain.md", "exec"), names)
+        assert eval(last, names) == names["Berth"](boat=STRING, quay=STRING)
+
+
+def test_langchain_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", LANGCHAIN)
+    assert links
+    for link in links:
+        assert (REPOSITORY / "docs" / link).exists(), link
+
+
+SERVICE_PAGES = ("rest.md", "operating.md")
+
+
+def service_blocks(page: str, kind: str) -> list[str]:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    return [found[2] for found in BLOCK.finditer(text) if found[1] == kind]
+
+
+@pytest.mark.enable_socket
+@pytest.mark.allow_hosts(["127.0.0.1"])
+@pytest.mark.parametrize("page", SERVICE_PAGES)
+def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) -> None:
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        rag.ingest("notes", write_notes(tmp_path / "notes"))
+    server = start_server(tmp_path / "state")
+    try:
+        names: dict[str, object] = {}
+        examples = service_blocks(page, "python")
+        assert len(examples) >= 4
+        for example in examples:
+            code = example.replace("http://127.0.0.1:8000", server.url)
+            exec(compile(code, page, "exec"), names)
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("page", SERVICE_PAGES)
+def test_service_commands_exist(page: str) -> None:
+    lines = [line.split() for block in service_blocks(page, "sh") for line in block.splitlines()]
+    assert lines
+    for words in lines:
+        command = get_command(app)
+        for word in words[1:]:
+            if not hasattr(command, "commands"):
+                break
+            command = command.commands[word]
+        options = {name for each in command.params for name in each.opts}
+        assert {word for word in words if word.startswith("--")} <= options, words
+
+
+def test_operating_settings_file_is_valid() -> None:
+    [text] = service_blocks("operating.md", "toml")
+    assert ServiceSettings.read(**tomllib.loads(text)).host
+
+
+def test_every_route_is_documented() -> None:
+    from fastapi.routing import APIRoute
+
+    from ragcache_api.http.app import ROUTERS
+
+    text = "".join(
+        (REPOSITORY / "docs" / page).read_text(encoding="utf-8") for page in SERVICE_PAGES
+    )
+    for router in ROUTERS:
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            stem = re.sub(r"/\{.*", "", route.path)
+            assert stem in text, route.path

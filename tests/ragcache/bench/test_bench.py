@@ -1,0 +1,197 @@
+"""Benchmarks of a machine on tiny shapes: they run and add up, however fast it is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
+from ragcache.bench.harness import LlamaShape, describe_machine
+from ragcache.bench.serve import LoadPoint, ServeSetting, bench_serve, knee_of, plot_serve
+from ragcache.bench.ttft import TtftSetting, bench_ttft
+
+TINY = LlamaShape(
+    num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocabulary=64, window=128
+)
+
+
+def test_the_weights_of_a_layer_are_those_of_the_model() -> None:
+    layer = TINY.build(torch.float32).model.layers[0]
+    products = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+    assert TINY.layer_weights == products
+
+
+def test_flops_equal_a_count_by_hand() -> None:
+    """q and o: 32x32, k and v: 32x16, three products 32x48; a multiply-add counts two."""
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    products = 2 * 3 * 2 * weights  # three tokens, two layers
+    pairs = (10 + 1) + (10 + 2) + (10 + 3)  # each token sees the past, those before, and itself
+    attention = pairs * 2 * 4 * (2 * 8 + 2 * 8)  # two layers, four heads, scores and values
+    logits = 2 * 32 * 64
+    assert TINY.flops(new_tokens=3, past_tokens=10) == products + attention + logits
+
+
+def test_a_prompt_costs_the_same_in_one_part_or_two_but_for_the_logits() -> None:
+    parts = TINY.flops(20, 0) + TINY.flops(13, 20)
+    assert parts == TINY.flops(33, 0) + 2 * TINY.hidden * TINY.vocabulary
+
+
+def test_a_shape_builds_the_same_model_every_time() -> None:
+    one, other = TINY.build(torch.bfloat16), TINY.build(torch.bfloat16)
+    assert one.dtype == torch.bfloat16
+    assert one.config.num_key_value_heads == 2
+    for name, weight in one.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name])
+    seeded = TINY.build(torch.bfloat16, seed=1).lm_head.weight
+    assert not torch.equal(one.lm_head.weight, seeded)
+
+
+def test_the_machine_is_described_for_the_file_beside_a_figure() -> None:
+    facts = describe_machine()
+    assert facts["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["processor"]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+TTFT = TtftSetting(
+    TINY,
+    preamble_tokens=4,
+    modules=3,
+    module_tokens=8,
+    question_tokens=5,
+    prefill_runs=1,
+    cached_runs=3,
+)
+
+
+def test_the_benchmark_reports_ratios_of_what_it_measured() -> None:
+    steps: list[str] = []
+    result = bench_ttft(TTFT, steps.append)
+    assert set(result) == {
+        "ratio_to_prefill",
+        "ratio_to_concat",
+        "share_of_limit",
+        "seconds",
+        "runs",
+        "setting",
+        "machine",
+    }
+    seconds = result["seconds"]
+    assert set(seconds) == {"prefill", "concat", "cached", "limit"}
+    assert all(value > 0 for value in seconds.values())
+    assert result["ratio_to_prefill"] == seconds["prefill"] / seconds["cached"]
+    assert result["ratio_to_concat"] == seconds["concat"] / seconds["cached"]
+    assert result["share_of_limit"] == seconds["limit"] / seconds["cached"]
+    for way in ("concat", "cached"):
+        assert len(result["runs"][way]) == 3
+        assert statistics.median(result["runs"][way]) == seconds[way]
+    assert result["setting"] == asdict(TTFT)
+    assert len(steps) == 4
+    json.dumps(result)
+
+
+def test_the_limit_is_the_share_of_arithmetic_that_remains() -> None:
+    seconds = bench_ttft(TTFT)["seconds"]
+    assert TTFT.cached_tokens == 4 + 3 * 8
+    share = TINY.flops(5, 28) / TINY.flops(33, 0)
+    assert 0 < share < 1
+    assert seconds["limit"] == pytest.approx(seconds["prefill"] * share)
+
+
+DECODE_SHAPE = LlamaShape(
+    num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocabulary=64, window=256
+)
+DECODE = DecodeSetting(
+    DECODE_SHAPE,
+    requests=3,
+    preamble_tokens=4,
+    modules=2,
+    module_tokens=24,
+    question_tokens=5,
+    new_tokens=6,
+    copies_tokens=4,
+    unshared_tokens=10,
+)
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    return bench_decode(DECODE)
+
+
+def test_ratios_are_of_the_medians_that_were_measured(result: dict[str, Any]) -> None:
+    for side, name in (("shared", "ratio_to_copies"), ("shared_mha", "ratio_to_copies_mha")):
+        shared = result[side]
+        assert result[name] == shared["step_s"]["copies"] / shared["step_s"]["segments"]
+        for way, steps in shared["runs"].items():
+            assert shared["step_s"][way] == statistics.median(steps)
+        assert len(shared["runs"]["copies"]) == DECODE.copies_tokens - 1
+        assert len(shared["runs"]["segments"]) == 2 * (DECODE.new_tokens - 1)
+    steps = result["shared"]["step_s"]
+    assert result["share_of_ceiling"] == steps["ceiling"] / steps["segments"]
+    unshared = result["unshared"]["step_s"]
+    assert result["ratio_unshared"] == unshared["generate"] / unshared["segments"]
+    assert 0 < result["scheduler_share"] < 1
+
+
+def test_the_memory_is_one_copy_and_the_chunks_of_private_tokens(result: dict[str, Any]) -> None:
+    documents = 4 + 2 * 24
+    private = 3 * (5 + 6)
+    chunks = 3 * 64  # one chunk a request
+    expected = (documents + chunks) / (documents + private)
+    assert result["kv_bytes_ratio"] == pytest.approx(expected)
+
+
+def test_the_result_is_json_and_is_drawn(result: dict[str, Any], tmp_path: Path) -> None:
+    json.dumps(result)
+    plot_decode(result, tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+
+
+SERVE_SHAPE = LlamaShape(
+    num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, intermediate=24, vocabulary=64, window=256
+)
+SERVE = ServeSetting(
+    SERVE_SHAPE,
+    documents=4,
+    document_tokens=12,
+    each=2,
+    preamble_tokens=4,
+    question_tokens=3,
+    new_tokens=2,
+    requests=4,
+    seconds=0.01,
+    growth=4.0,
+    most_rates=2,
+)
+
+
+def load(rate: float, normalized: float) -> LoadPoint:
+    return LoadPoint(rate, rate, 0.1, 0.2, normalized)
+
+
+def test_every_rate_of_both_modes_is_reported(tmp_path: Path) -> None:
+    result = bench_serve(SERVE)
+    for mode in ("exact", "cached"):
+        loads = result["loads"][mode]
+        assert 1 <= len(loads) <= SERVE.most_rates
+        assert all(each["throughput"] > 0 for each in loads)
+        assert all(0 < each["ttft_p50"] <= each["ttft_p99"] for each in loads)
+    knee = result["knee"]
+    assert result["knee_ratio_to_exact"] == knee["cached"] / knee["exact"]
+    json.dumps(result)
+    plot_serve(result, tmp_path / "serve.png")
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_knee_is_where_the_latency_crosses_the_limit() -> None:
+    assert knee_of([load(1, 0.1), load(2, 0.3)], limit=0.2) == pytest.approx(1.5)
+    assert knee_of([load(1, 0.1), load(2, 0.15)], limit=0.2) == 2, "it was never crossed"
+    assert knee_of([load(1, 0.4)], limit=0.2) == pytest.approx(0.5)
