@@ -32,7 +32,7 @@ from ragcache.bench.tiers import fill_ledger
 from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.server import long_lived
+from ragcache_api.http.server import frozen_heap
 
 _TOPICS = ("boats", "keys", "leave", "lamps", "ropes", "dogs", "stores", "fires")
 _COLLECTION = "bench"
@@ -106,7 +106,7 @@ def serving(rag: RagCache) -> Iterator[int]:
     try:
         while not server.started:
             time.sleep(0.01)
-        with long_lived():
+        with frozen_heap():
             yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True

@@ -1,4 +1,4 @@
-"""A schema as a tree of nodes with their spans, and that tree as plain values."""
+"""A schema as a tree of nodes with their spans, and that tree as JSON values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {Text: "text", Parameter: "param", Slot: "slot", Union: "union", Module
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A text, parameter, slot, union or module of a schema, with its span and what is inside."""
+    """A part of a schema, with its span and the parts inside."""
 
     part: Text | Parameter | Slot | Union | Module
     kind: str
@@ -33,18 +33,20 @@ class SchemaNode:
 
 
 def schema_nodes(schema: Schema, layout: Layout) -> tuple[SchemaNode, ...]:
-    """The nodes of `schema` in its order. layout: of the same schema. Turns of a chat, which have
-    no span, give their children."""
+    """The nodes of a schema, in its order. layout: of the same schema.
+
+    Turns of a chat, which have no span, are replaced by their children.
+    """
     return _nodes(schema.children, iter(layout.spans))
 
 
-def tree(schema: Schema, layout: Layout) -> dict[str, Any]:
-    """name, kind, tokens and children of everything, in the order of the schema. layout: of the
-    same schema."""
-    children = [_values(node) for node in schema_nodes(schema, layout)]
+def tree_to_dict(schema: Schema, layout: Layout) -> dict[str, Any]:
+    """Name, kind, tokens and children of each node, in the schema's order. layout: of the same
+    schema."""
+    children = [_to_dict(node) for node in schema_nodes(schema, layout)]
     # where modules close up the layout counts no slot
     tokens = max(layout.length, sum(child["tokens"] for child in children))
-    return _told(schema.name, "schema", tokens, children)
+    return _node_dict(schema.name, "schema", tokens, children)
 
 
 def _nodes(parts: Sequence[object], spans: Iterator[PositionSpan]) -> tuple[SchemaNode, ...]:
@@ -71,24 +73,24 @@ def _flat(parts: Sequence[object]) -> Iterator[object]:
             yield part
 
 
-def _values(node: SchemaNode) -> dict[str, Any]:
-    children = [_values(child) for child in node.children]
+def _to_dict(node: SchemaNode) -> dict[str, Any]:
+    children = [_to_dict(child) for child in node.children]
     # where modules close up a slot has no length of its own
     below_it = [0, *(child["tokens"] for child in children)]
     tokens = node.span.length or (max(below_it) if node.kind == "union" else sum(below_it))
-    return _told(_name(node.part), node.kind, tokens, children)
+    return _node_dict(_name(node.part), node.kind, tokens, children)
 
 
-def _told(name: str, kind: str, tokens: int, children: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "tokens": tokens, "children": _few(children)}
+def _node_dict(name: str, kind: str, tokens: int, children: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "tokens": tokens, "children": _at_most(children)}
 
 
-def _few(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    left = len(told) - MOST
+def _at_most(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    left = len(nodes) - MOST
     if left > 0:
         rest = {"name": f"{left:,} more", "kind": "rest", "tokens": 0, "children": []}
-        return [*told[:MOST], rest]
-    return told
+        return [*nodes[:MOST], rest]
+    return nodes
 
 
 def _name(part: Text | Parameter | Slot | Union | Module) -> str:

@@ -1,7 +1,7 @@
-"""All settings of the service and the command line, in one list (docs/operating.md shows it).
+"""Settings of the service and the command line; docs/operating.md lists them.
 
 Each is an option, a variable `RAGCACHE_NAME`, or a line of `ragcache.toml` in the working folder;
-what comes first in this order counts.
+the first of these counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
 
 def _split(value: Any) -> Any:
-    """Options and variables give lists as `a, b`."""
+    """Splits lists such as `a, b`, the form of options and variables."""
     if not isinstance(value, str):
         return value
     return [part for part in (each.strip() for each in value.split(",")) if part]
@@ -40,7 +40,7 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 class ServiceSettings(BaseSettings):
-    """Sizes are bytes, or texts such as `8GiB`; times are seconds."""
+    """All settings. Sizes are bytes, or texts such as `8GiB`; times are seconds."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, toml_file=FILE, extra="forbid", frozen=True,
@@ -113,8 +113,14 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def read(cls, **given: Any) -> ServiceSettings:
-        """Options that are None are left to the environment and the file. Raises
-        `ConfigurationError`."""
+        """The settings from options, the environment and the file.
+
+        Args:
+            given: Options by name; None leaves one to the environment and the file.
+
+        Raises:
+            ConfigurationError: a value cannot be used, or the file cannot be read.
+        """
         given = {name: value for name, value in given.items() if value is not None}
         try:
             return cls(**given)
@@ -139,7 +145,7 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Options, then the environment, then the file."""
+        """Options come before the environment, and that before the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     def opening(self) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class ServiceSettings(BaseSettings):
 
 
 def _place(name: str, options: Collection[str]) -> str:
-    """Where a value came from: the first place that has one."""
+    """The source of a value: the first that has one."""
     variable = PREFIX + name.upper()
     if name in options:
         return "an option"

@@ -1,9 +1,8 @@
-"""What the operator sees of an open `RagCache`: its model, its tiers and its engine's batch."""
+"""The operator's queries to an open `RagCache`: its figures, schemas, verification and plans."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,13 +23,13 @@ from ragcache.planning import (
 from ragcache.store import KVStore
 from ragcache.store.verify import VerifyReport, verify
 from ragcache_api.http.protocol import PlanRequest, SchemaResponse
-from ragcache_api.schema_tree import tree
+from ragcache_api.schema_tree import tree_to_dict
 from ragcache_schemas import lay_out, render_schema_turns
 
 
 @dataclass(frozen=True, slots=True)
 class AdminQueries:
-    """Reads, and changes nothing but where it says so. All methods may block."""
+    """Queries, which change nothing except where they say so. All methods may block."""
 
     rag: RagCache
     model: LoadedModel
@@ -47,7 +46,7 @@ class AdminQueries:
         """Whether the engine takes requests."""
         return self.engine.is_open
 
-    def leased(self) -> int:
+    def count_leased(self) -> int:
         """States that requests are reading."""
         self.rag.internals.shared.deferred.release()
         memory = self.store.memory
@@ -56,8 +55,8 @@ class AdminQueries:
                 index.entries for index in memory.every
             ))  # fmt: skip
 
-    def work(self) -> dict[str, float]:
-        """What the engine did since it began."""
+    def engine_figures(self) -> dict[str, float]:
+        """Steps, batches and waits of the engine since it began."""
         stats = self.engine.stats
         rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
         return {
@@ -68,16 +67,12 @@ class AdminQueries:
         }
 
     def flush(self) -> None:
-        """Writes to the ledger what has happened."""
+        """Writes uses and evictions to the ledger."""
         self.store.ledger.flush(force=True)
 
     def verify(self, *, repair: bool) -> VerifyReport:
-        """Every row against every blob; with `repair`, mends what can be mended."""
+        """Checks each row against its blob; `repair` mends the rows that it can."""
         return verify(self.store, repair=repair)
-
-    def folder(self) -> Path:
-        """Where states are kept on the disk."""
-        return self.store.disk.folder
 
     def schemas(self, namespace: str) -> list[SchemaResponse]:
         """Hand-written schemas of a namespace."""
@@ -95,23 +90,25 @@ class AdminQueries:
         return SchemaResponse(name=name, placement=found.placement, text=found.text)
 
     def written_tree(self, namespace: str, name: str) -> dict[str, Any]:
-        """A hand-written schema in the words of the model's template. Raises `UnknownSchema`."""
-        prompts = self.rag.within(namespace).internals.pml
-        schema = render_schema_turns(prompts.load(name).schema, prompts.template.render)
-        return tree(schema, lay_out(schema, prompts.template.count))
+        """A hand-written schema in the model's chat template. Raises `UnknownSchema`."""
+        pml = self.rag.within(namespace).internals.pml
+        schema = render_schema_turns(pml.load(name).schema, pml.template.render)
+        return tree_to_dict(schema, lay_out(schema, pml.template.count))
 
     def generated_tree(self, namespace: str, collection: str) -> dict[str, Any]:
         """The schema of a collection, with one slot. Raises `UnknownCollection`."""
         schema = self.rag.within(namespace).schema(collection, k=1, expanded=True)
         count = lambda text: len(self.model.encode(text))  # noqa: E731
-        return tree(schema, lay_out(schema, count, "compact"))
+        return tree_to_dict(schema, lay_out(schema, count, "compact"))
 
     def plan(self, namespace: str, wanted: PlanRequest, module_tokens: int) -> dict[str, Any]:
-        """What caching a corpus takes and brings; measured beside what runs. Raises
-        `DocumentError`, `ConfigurationError` or `UnknownCollection`."""
+        """Costs and gains of caching a corpus; a sample is measured while requests run.
+
+        Raises `DocumentError`, `ConfigurationError` or `UnknownCollection`.
+        """
         corpus = self._corpus(namespace, wanted, module_tokens)
         budgets = Budgets.parse(wanted.host_bytes, wanted.device_bytes, wanted.disk_bytes)
-        made = make_plan(self.model, corpus, budgets, self.folder(), sample=wanted.sample)
+        made = make_plan(self.model, corpus, budgets, self.store.disk.folder, sample=wanted.sample)
         return made.to_dict() | {"advice": advise(made, psutil.virtual_memory().total)}
 
     def _corpus(self, namespace: str, wanted: PlanRequest, module_tokens: int) -> Corpus:

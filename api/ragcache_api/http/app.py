@@ -1,9 +1,4 @@
-"""The service as an ASGI application."""
-
-# MERGED ragcache_api.http.files: The operator's page as files, with a strict policy for the
-#   browser that shows them.
-# MERGED ragcache_api.http.documenting: The OpenAPI document, as far as FastAPI does not write
-#   it as the service answers.
+"""The ASGI application: routes behind the access check, error shapes, and the operator's page."""
 
 from __future__ import annotations
 
@@ -22,10 +17,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from ragcache import RagCache, __version__
-from ragcache_api.http import errors
-from ragcache_api.http.auth import APIKeyAuth, Gate, RateLimit
+from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.cursors import CursorCipher
-from ragcache_api.http.errors import is_openai
+from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.openai import routes as openai
 from ragcache_api.http.routes import admin, answers, documents, health, jobs, schemas
 from ragcache_api.http.service import Service
@@ -34,6 +28,14 @@ from ragcache_api.http.tracing import telemetry, trace_answers
 from ragcache_api.settings import ServiceSettings
 
 PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # scripts of two versions must not meet after an upgrade
+}
 _THREADS = 64  # of routes, and as many that wait for retrieval and leases
 ROUTERS = (
     health.router, openai.router, answers.router, schemas.router, documents.router, jobs.router,
@@ -42,25 +44,31 @@ ROUTERS = (
 
 
 def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAPI:
-    """The service over an open state folder, which stays the caller's to close.
+    """The HTTP service over an open state folder, as an ASGI application.
 
-    `app.state.service` is what the routes work with. Raises `MissingExtra` where traces are asked
-    for and OpenTelemetry is not installed.
+    `app.state.service` is the `Service` of the routes.
+
+    Args:
+        rag: Stays the caller's to close.
+        settings: Read from the environment and `ragcache.toml` by default.
+
+    Raises:
+        MissingExtra: traces are on, and OpenTelemetry is not installed.
     """
     settings = settings or ServiceSettings.read()
     service = Service(rag, settings)
-    app = Documented(
+    app = ServiceApp(
         title="ragcache", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None,
         telemetry=telemetry(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip
     app.state.service = service
     app.state.cursors = CursorCipher.of(rag)
     if settings.telemetry:
-        service.running.ended.append(trace_answers)
+        service.requests.on_end.append(trace_answers)
     page = PAGE if settings.page and PAGE.is_dir() else None
     app.add_middleware(
-        Gate,
-        doorkeeper=APIKeyAuth(rag.keys),
+        AccessMiddleware,
+        auth=APIKeyAuth(rag.keys),
         rate=RateLimit(settings.rate),
         body_bytes=settings.body_bytes,
         upload_bytes=settings.upload_bytes,
@@ -68,7 +76,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
         open_paths=_open_paths(page),
     )
-    errors.install(app)
+    install_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
     if page is not None:
@@ -92,51 +100,41 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _tick(service: Service) -> None:
-    """Notes how many requests run, once for every point of the series."""
+    """Records how many requests run, once for each point of the series."""
     while True:
-        service.recorder.tick(service.running.entries.values())
+        service.recorder.count_active(service.requests.active.values())
         await asyncio.sleep(POINT_SECONDS)
 
 
 def _operation_id(route: APIRoute) -> str:
-    """Names of routes are those of functions, which two files may have in common."""
-    return f"{route.endpoint.__module__.rpartition('.')[2]}.{route.name}"
+    """As `admin.list_modules`: the tag of the router, and the name of the function."""
+    return f"{route.tags[0]}.{route.name}"
 
 
 def _open_paths(page: Path | None) -> frozenset[str]:
-    """The page's files, which hold nothing that is secret."""
+    """Paths of the page's files, which need no key: they hold no secret."""
     if page is None:
         return frozenset()
     files = (file.relative_to(page).as_posix() for file in page.rglob("*") if file.is_file())
     return frozenset(("/admin/", "/admin", *(f"/admin/{name}" for name in files)))
 
 
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # scripts of two versions must not meet after an upgrade
-}
-
-
 class PageFiles(StaticFiles):
-    """Nothing from other hosts, nothing inline, and no other site may frame it."""
+    """The page's files, with a policy that allows no other host, nothing inline and no framing."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """Raises `HTTPException` (404, 405)."""
         response = await super().get_response(path, scope)
-        response.headers.update(HEADERS)
+        response.headers.update(PAGE_HEADERS)
         return response
 
 
-class Documented(FastAPI):
-    """FastAPI adds an answer 422 to every operation that takes something; under OpenAI's interface
-    what cannot be read gets 400."""
+class ServiceApp(FastAPI):
+    """FastAPI, whose OpenAPI document gives no status 422 under OpenAI's interface: a request that
+    cannot be read gets 400 there."""
 
     def openapi(self) -> dict[str, Any]:
-        """The document, made at the first call."""
+        """The OpenAPI document, made at the first call."""
         if self.openapi_schema is None:
             for path, operations in super().openapi()["paths"].items():
                 if is_openai(path):

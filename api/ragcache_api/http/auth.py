@@ -1,9 +1,8 @@
-"""Who calls: API keys with roles and namespaces."""
+"""Who may call, how often and with how much: checked before anything of a request is read.
 
-# MERGED ragcache_api.http.gate: The gate: who calls, how often and with how much, before
-#   anything of the request is read.
-# MERGED ragcache_api.http.limits: Limits before a request is read: how large it is, how long
-#   it takes, and how many come.
+An API key gives a caller a role and a namespace. Until the first key exists the service is open to
+this machine, and guards itself against pages of other sites that a browser here shows.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +22,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
-from ragcache_api.http.errors import HTTPProblem, fault_of, fault_response
+from ragcache_api.http.errors import HTTPProblem, error_info, error_response
 
-_THREADS = 4  # that wait for keys; one of them reads, for all
+_THREADS = 4  # wait for keys; one of them reads, for all
+TIMEOUT_HEADER = "x-request-timeout"
+_UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
+_OPEN = frozenset(("/health/live", "/health/ready"))
+_ADMIN = re.compile(r"/(admin|metrics)(/|$)")
+_OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """name: of the key, "" where none is needed. bucket: what rate limits count under."""
+    """The sender of a request.
+
+    name: of the key, "" where none is needed. bucket: what rate limits count under.
+    """
 
     name: str
     role: str
@@ -45,15 +52,17 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class APIKeyAuth:
-    """Checks keys from memory, in the event loop. Now and then they are read again, in threads that
-    no other work can take."""
+    """Checks API keys from memory, in the event loop.
+
+    Now and then the keys are read again, in threads that no other work can take.
+    """
 
     keys: ApiKeys
     threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
 
-    async def caller(self, authorization: str | None, address: str) -> Caller:
-        """Raises `HTTPProblem` (401). Until a first key is made everybody is an administrator: the
-        service listens on loopback alone then."""
+    async def identify_caller(self, authorization: str | None, address: str) -> Caller:
+        """The caller of a request. Before the first key, an administrator: the service listens
+        only on loopback then. Raises `HTTPProblem` (401)."""
         scheme, _, secret = (authorization or "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
         verdict = self.keys.check_in_memory(secret)
@@ -72,24 +81,18 @@ class APIKeyAuth:
         return Caller(row.name, row.role, row.namespace, f"key {row.id}")
 
 
-_UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
-_OPEN = frozenset(("/health/live", "/health/ready"))
-_ADMIN = re.compile(r"/(admin|metrics)(/|$)")
-TIMEOUT_HEADER = "x-request-timeout"
-_OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
-
-
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """ASGI middleware. Denies by default: but for health and the page's files, every path asks for
-    a key as soon as one exists, and those of the operator for one with the role `admin`.
+class AccessMiddleware:
+    """ASGI middleware that denies by default.
 
-    The caller stands in `scope["state"]["caller"]`, and in `["end"]` when the request is to have
-    ended. deadline: the most seconds until then. open_paths: of the page's files.
+    Once a key exists, every path needs one but health and the page's files; the operator's paths
+    need the role `admin`. `scope["state"]` holds the `caller`, and the `end` of the request's time.
+
+    deadline: the most seconds of a request. open_paths: of the page's files.
     """
 
     app: ASGIApp
-    doorkeeper: APIKeyAuth
+    auth: APIKeyAuth
     rate: RateLimit
     body_bytes: int
     upload_bytes: int
@@ -108,19 +111,18 @@ class Gate:
                 state["caller"] = await self._admit(scope, headers, path)
             end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), self.deadline)
             most = self.upload_bytes if _UPLOAD.match(path) else self.body_bytes
-            length = headers.get("content-length")
-            check_length(None if length is None else length.encode(), most)
-        except HTTPProblem as refusal:
-            fault = fault_of(refusal)
-            assert fault is not None
-            await fault_response(fault, path)(scope, receive, send)
+            check_length(headers.get("content-length"), most)
+        except HTTPProblem as problem:
+            error = error_info(problem)
+            assert error is not None
+            await error_response(error, path)(scope, receive, send)
             return
-        await self.app(scope, bounded(receive, most, end), send)
+        await self.app(scope, bounded_receive(receive, most, end), send)
 
     async def _admit(self, scope: Scope, headers: Headers, path: str) -> Caller:
         client = scope.get("client")
         address = client[0] if client else "unknown"
-        caller = await self.doorkeeper.caller(headers.get("authorization"), address)
+        caller = await self.auth.identify_caller(headers.get("authorization"), address)
         if not caller.name:
             self._check_origin(headers)
         if _ADMIN.match(path) and caller.role != "admin":
@@ -129,8 +131,8 @@ class Gate:
         return caller
 
     def _check_origin(self, headers: Headers) -> None:
-        """Without keys, pages of other sites that a browser on this machine shows could call the
-        service, by a name of theirs that leads here or by a form. A key they do not have."""
+        """Without keys, another site's page in a browser on this machine could call the service,
+        by DNS rebinding or by a form. Raises `HTTPProblem` (403)."""
         name = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
         if name not in self.allowed_hosts:
             raise HTTPProblem(
@@ -139,7 +141,7 @@ class Gate:
                 "make a key with `ragcache keys create`",
             )  # fmt: skip
         site = headers.get("sec-fetch-site", "none").lower()
-        if site not in _OWN_SITES or not _of_own_page(headers):
+        if site not in _OWN_SITES or not _is_own_origin(headers):
             raise HTTPProblem(
                 403, "cross-site",
                 "a service without keys takes no calls of other sites' pages, nor of those on "
@@ -147,21 +149,21 @@ class Gate:
             )  # fmt: skip
 
 
-def _of_own_page(headers: Headers) -> bool:
-    """Whether the page that calls, if one does, came from here. Its scheme may be a proxy's."""
+def _is_own_origin(headers: Headers) -> bool:
+    """Whether the calling page, if any, came from here. The scheme may be a proxy's."""
     origin = headers.get("origin")
     return origin is None or origin.partition("://")[2].lower() == headers["host"].lower()
 
 
 class RateLimit:
-    """Counts requests of each bucket in moving windows."""
+    """Counts the requests of each bucket in moving windows. rate: as `100/minute`."""
 
     def __init__(self, rate: str | None) -> None:
         self._items: list[RateLimitItem] = parse_many(rate) if rate else []
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
 
     def hit(self, bucket: str) -> None:
-        """Raises `HTTPProblem` (429) with the seconds after which there is room again."""
+        """Counts a request. Raises `HTTPProblem` (429), whose `Retry-After` is in seconds."""
         for item in self._items:
             if not self._limiter.hit(item, bucket):
                 until = self._limiter.get_window_stats(item, bucket).reset_time
@@ -172,23 +174,23 @@ class RateLimit:
                 )  # fmt: skip
 
 
-def check_length(declared: bytes | None, most: int) -> None:
-    """Refuses by the declared length, before anything is read. Raises `HTTPProblem`."""
-    if declared is None:
-        return
+def check_length(declared: str | None, most: int) -> None:
+    """Checks a declared `Content-Length`. Raises `HTTPProblem` (400, 413)."""
     try:
-        length = int(declared)
+        length = int(declared or 0)
     except ValueError:
         raise HTTPProblem(400, "bad-length", "Content-Length is not a number") from None
     if length > most:
         raise _too_large(most)
 
 
-def end_of(asked: str | None, most: float) -> float:
-    """When a request that comes now is to have ended, on `time.monotonic`: after the seconds that
-    it asks for, at most those of the settings. Raises `HTTPProblem` (400)."""
+def end_of(wanted: str | None, most: float) -> float:
+    """The end, on `time.monotonic`, of a request that arrives now.
+
+    wanted: the seconds that it asks for. most: those of the settings. Raises `HTTPProblem` (400).
+    """
     try:
-        seconds = most if asked is None else float(asked)
+        seconds = most if wanted is None else float(wanted)
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
@@ -196,12 +198,14 @@ def end_of(asked: str | None, most: float) -> float:
     return time.monotonic() + min(seconds, most)
 
 
-def bounded(receive: Receive, most: int, end: float) -> Receive:
-    """A body without a declared length is counted while it comes, and it comes in time. Raises
-    `HTTPProblem` (413, 408)."""
+def bounded_receive(receive: Receive, most: int, end: float) -> Receive:
+    """Counts the bytes of a body as they come, which must be before `end`.
+
+    What it returns raises `HTTPProblem` (413, 408).
+    """
     taken, more = 0, True
 
-    async def receive_bounded() -> Message:
+    async def receive_body() -> Message:
         nonlocal taken, more
         if not more:
             return await receive()
@@ -218,7 +222,7 @@ def bounded(receive: Receive, most: int, end: float) -> Receive:
                 raise _too_large(most)
         return message
 
-    return receive_bounded
+    return receive_body
 
 
 def _too_large(most: int) -> HTTPProblem:

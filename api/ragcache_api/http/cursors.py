@@ -1,7 +1,7 @@
-"""Cursors of pages.
+"""Cursors of pages, encrypted where they hold the ledger's ids or its clock.
 
-In the ledger ids and the clock of uses count through all namespaces: a tenant who could read two of
-them would learn how much the others did in between. Cursors that hold them are encrypted.
+Those count through all namespaces: two of them would show a tenant how much the others did in
+between.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from ragcache import RagCache
 from ragcache.db.sql import NOT_OF_THIS_LIST, after, cursor_of, cut
 from ragcache.errors import InvalidRequest
 from ragcache_api.http.protocol import PageOf
-from ragcache_api.http.service import Call
+from ragcache_api.http.service import RequestContext
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class CursorCipher:
-    """Encrypts the ledger's cursors, with a key for each namespace. secret: the ledger's, so that
-    every service over it reads them."""
+    """Encrypts the ledger's cursors, with a key for each namespace.
+
+    secret: the ledger's, so that every service over it can read them.
+    """
 
     secret: bytes
 
@@ -51,33 +52,33 @@ class CursorCipher:
         return Fernet(urlsafe_b64encode(key))
 
 
-def encrypted(call: Call, page: PageOf[T]) -> PageOf[T]:
-    """A page as the caller sees it."""
+def encrypt_next(context: RequestContext, page: PageOf[T]) -> PageOf[T]:
+    """A page whose `next` is encrypted for the caller."""
     if page.next is None:
         return page
-    following = _cipher(call).encrypt(page.next, call.caller.namespace)
+    following = _cipher(context).encrypt(page.next, context.caller.namespace)
     return page.model_copy(update={"next": following})
 
 
-def decrypted(call: Call, cursor: str | None) -> str | None:
-    """The ledger's cursor of a caller's. Raises `InvalidRequest`."""
-    return None if cursor is None else _cipher(call).decrypt(cursor, call.caller.namespace)
+def decrypt_cursor(context: RequestContext, cursor: str | None) -> str | None:
+    """The ledger's cursor from the caller's. Raises `InvalidRequest`."""
+    return None if cursor is None else _cipher(context).decrypt(cursor, context.caller.namespace)
 
 
 def page_of(
-    rows: Sequence[R], name: Callable[[R], str], told: Callable[[R], T], cursor: str | None,
-    limit: int,
+    items: Sequence[T], name: Callable[[T], str], cursor: str | None, limit: int
 ) -> PageOf[T]:  # fmt: skip
-    """A page of a list that is small enough to be read whole: the items whose names come after the
-    cursor's. name: distinguishes and orders the rows. Raises `InvalidRequest`."""
+    """A page of a list that is small enough to be read whole.
+
+    name: distinguishes and orders the items. Raises `InvalidRequest`.
+    """
     last = after(cursor, str)
-    ordered = sorted(rows, key=name)
-    left = [row for row in ordered if last is None or name(row) > last[0]]
+    left = sorted((i for i in items if last is None or name(i) > last[0]), key=name)
     chosen, more = cut(left, limit)
     following = cursor_of(name(chosen[-1])) if more else None
-    return PageOf(items=[told(row) for row in chosen], next=following, total=len(ordered))
+    return PageOf(items=list(chosen), next=following, total=len(items))
 
 
-def _cipher(call: Call) -> CursorCipher:
-    cipher: CursorCipher = call.request.app.state.cursors
+def _cipher(context: RequestContext) -> CursorCipher:
+    cipher: CursorCipher = context.request.app.state.cursors
     return cipher

@@ -1,10 +1,8 @@
-"""Errors on the wire: one table of statuses, and two shapes.
+"""Errors as responses: one table of statuses, and two shapes.
 
-Under `/v1/chat`, `/v1/completions` and `/v1/models` errors are OpenAI's, elsewhere RFC 9457's
-`application/problem+json`.
+Under `/v1/chat`, `/v1/completions` and `/v1/models` errors have OpenAI's shape, elsewhere that of
+RFC 9457 (`application/problem+json`).
 """
-
-# MERGED ragcache_api.http.faults: How errors become responses.
 
 from __future__ import annotations
 
@@ -20,6 +18,8 @@ from starlette.responses import JSONResponse, Response
 
 from ragcache.errors import RagCacheError
 from ragcache_schemas import PMLError
+
+logger = logging.getLogger(__name__)
 
 STATUS = {
     "ConfigurationError": 400,
@@ -48,7 +48,7 @@ STATUS = {
     "StoreError": 500,
     "PMLError": 422,
 }
-"""The status of every named error: that of its class, or of the nearest one above it."""
+"""The status of each named error, for its class and those below it."""
 
 RETRY_SECONDS = 1
 _OPENAI = re.compile(r"/v1/(chat|completions|models)(/|$)")
@@ -62,7 +62,7 @@ _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rat
 
 
 class HTTPProblem(HTTPException):
-    """A request that the service refuses itself. code: as `queue-full`, in the problem's type."""
+    """An error that the service itself raises. code: as `queue-full`, in the problem's type."""
 
     def __init__(
         self, status: int, code: str, detail: str, headers: dict[str, str] | None = None,
@@ -74,7 +74,7 @@ class HTTPProblem(HTTPException):
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as it is told: what both shapes are made of."""
+    """What both shapes of an error are made of."""
 
     status: int
     code: str
@@ -85,14 +85,14 @@ class ErrorInfo:
 
     def problem(self, path: str) -> dict[str, Any]:
         """RFC 9457."""
-        told: dict[str, Any] = {
+        problem: dict[str, Any] = {
             "type": f"urn:ragcache:problem:{self.code}",
             "title": _TITLES.get(self.status, "Error"),
             "status": self.status,
             "detail": self.detail,
             "instance": path,
         }
-        return told | {"errors": list(self.problems)} if self.problems else told
+        return problem | {"errors": list(self.problems)} if self.problems else problem
 
     def openai(self) -> dict[str, Any]:
         """OpenAI's shape."""
@@ -106,18 +106,14 @@ class ErrorInfo:
             }
         }
 
-    def body(self, path: str) -> dict[str, Any]:
-        """The shape of the path."""
-        return self.openai() if is_openai(path) else self.problem(path)
-
 
 def is_openai(path: str) -> bool:
     """Whether a path belongs to OpenAI's interface."""
     return _OPENAI.match(path) is not None
 
 
-def fault_of(error: BaseException) -> ErrorInfo | None:
-    """None for an error that nobody named: a fault of ours, of which nothing is told."""
+def error_info(error: BaseException) -> ErrorInfo | None:
+    """None for an error without a name, an internal one whose details stay in the log."""
     if isinstance(error, HTTPProblem):
         headers = dict(error.headers or {})
         return ErrorInfo(error.status_code, error.code, error.detail, headers, error.param)
@@ -134,7 +130,7 @@ def fault_of(error: BaseException) -> ErrorInfo | None:
     return ErrorInfo(status, _code(type(error).__name__), str(error), headers)
 
 
-UNNAMED = ErrorInfo(500, "internal-error", "the service failed; its log says how")
+INTERNAL_ERROR = ErrorInfo(500, "internal-error", "the service failed; its log says how")
 
 
 def _code(name: str) -> str:
@@ -143,7 +139,7 @@ def _code(name: str) -> str:
 
 
 def _invalid(error: RequestValidationError) -> ErrorInfo:
-    """Says where and what, and repeats nothing that was sent."""
+    """Says where and what, and repeats nothing of the request."""
     if any(each["type"] == "json_invalid" for each in error.errors()):
         return ErrorInfo(422, "invalid-json", "the body is no JSON")
     problems = tuple(
@@ -157,42 +153,39 @@ def _invalid(error: RequestValidationError) -> ErrorInfo:
     )
 
 
-logger = logging.getLogger(__name__)
-
-
-def fault_response(fault: ErrorInfo, path: str) -> Response:
-    """OpenAI answers what cannot be read with 400, everybody else with 422."""
+def error_response(info: ErrorInfo, path: str) -> Response:
+    """A request that cannot be read gets 400 under OpenAI's interface, else 422."""
     if is_openai(path):
-        status = 400 if fault.status == 422 else fault.status
-        return JSONResponse(fault.openai(), status, fault.headers)
+        status = 400 if info.status == 422 else info.status
+        return JSONResponse(info.openai(), status, info.headers)
     media_type = "application/problem+json"
-    return JSONResponse(fault.problem(path), fault.status, fault.headers, media_type)
+    return JSONResponse(info.problem(path), info.status, info.headers, media_type)
 
 
-def fault_in_stream(error: Exception) -> ErrorInfo:
-    """What is told of an error for which no status can be sent any longer."""
-    fault = fault_of(error)
-    if fault is None:
+def stream_error(error: Exception) -> ErrorInfo:
+    """The error of a response that has begun, so that no status can be sent any longer."""
+    info = error_info(error)
+    if info is None:
         logger.error("a stream failed", exc_info=error)
-    return fault or UNNAMED
+    return info or INTERNAL_ERROR
 
 
-def install(app: FastAPI) -> None:
-    """Every error that leaves a route is told in the shape of its path."""
+def install_error_handlers(app: FastAPI) -> None:
+    """Gives each error that leaves a route the shape of its path."""
     for kind in (HTTPProblem, RequestValidationError, HTTPException, RagCacheError, PMLError):
         app.add_exception_handler(kind, _named)
     app.add_exception_handler(Exception, _unnamed)
 
 
 async def _named(request: Request, error: Exception) -> Response:
-    fault = fault_of(error)
-    if fault is None:
+    info = error_info(error)
+    if info is None:
         return await _unnamed(request, error)
-    if fault.status >= 500:
+    if info.status >= 500:
         logger.error("%s %s: %s", request.method, request.url.path, error)
-    return fault_response(fault, request.url.path)
+    return error_response(info, request.url.path)
 
 
 async def _unnamed(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return fault_response(UNNAMED, request.url.path)
+    return error_response(INTERNAL_ERROR, request.url.path)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. Every app has a registry of its own."""
+"""Metrics for Prometheus. Each app has its own collector registry."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _QUEUED = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
 class Metrics:
-    """What is counted as it happens; `StateCollector` reads the rest when it is asked for."""
+    """Counts requests as they end; `StateCollector` reads everything else when it is scraped."""
 
-    def __init__(self, looking: AdminQueries, running: RequestRegistry) -> None:
+    def __init__(self, queries: AdminQueries, requests: RequestRegistry) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        self._ended = Counter(
             "ragcache_requests", "Requests that have ended.", ["kind", "outcome"],
             registry=self.registry,
         )  # fmt: skip
@@ -40,12 +40,12 @@ class Metrics:
             "ragcache_queue_seconds", "The wait for the engine.", buckets=_QUEUED,
             registry=self.registry,
         )  # fmt: skip
-        self.registry.register(StateCollector(looking, running))
+        self.registry.register(StateCollector(queries, requests))
 
-    def ended(self, entry: ActiveRequest) -> None:
-        """Takes a request that has ended."""
-        self._requests.labels(entry.kind, entry.outcome).inc()
-        for answer, counts in with_tokens(entry):
+    def count_request(self, active: ActiveRequest) -> None:
+        """Counts a request that has ended."""
+        self._ended.labels(active.kind, active.outcome).inc()
+        for answer, counts in with_tokens(active):
             for source, number in counts.items():
                 self._tokens.labels(source).inc(number)
             if answer.reuse.prompt_tokens:
@@ -54,19 +54,21 @@ class Metrics:
                 self._first_token.labels(kind).observe(answer.timings.first_token)
 
     def text(self) -> bytes:
-        """All of it as Prometheus reads it. May wait for the store."""
+        """All metrics in Prometheus's text format. May wait for the store."""
         return generate_latest(self.registry)
 
 
 class StateCollector(Collector):
-    """What the store and the engine tell of themselves since they were opened. The ledger's record
-    of evictions is bounded, so that its rows are no totals."""
+    """Figures of the store and the engine since they were opened.
 
-    def __init__(self, looking: AdminQueries, running: RequestRegistry) -> None:
-        self._looking, self._running = looking, running
+    Evictions come from counters: the ledger's list of them is bounded, and gives no totals.
+    """
+
+    def __init__(self, queries: AdminQueries, requests: RequestRegistry) -> None:
+        self._queries, self._requests = queries, requests
 
     def describe(self) -> list[Metric]:
-        """Nothing is read before it is asked for."""
+        """Empty, so that registering reads nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -75,7 +77,7 @@ class StateCollector(Collector):
         yield from self._engine()
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._looking.rag.tiers()
+        tiers = self._queries.rag.tiers()
         for name, text in (
             ("used_bytes", "Bytes that a tier holds."),
             ("pinned_bytes", "Bytes of it that are pinned."),
@@ -91,7 +93,7 @@ class StateCollector(Collector):
         yield hits
 
     def _store(self) -> Iterator[Metric]:
-        store = self._looking.store
+        store = self._queries.store
         misses = "States that no tier held and that were encoded."
         yield CounterMetricFamily("ragcache_misses", misses, value=store.counters.encoded)
         evictions = CounterMetricFamily(
@@ -108,7 +110,7 @@ class StateCollector(Collector):
         yield again
 
     def _engine(self) -> Iterator[Metric]:
-        engine, stats = self._looking.engine, self._looking.engine.stats
+        engine, stats = self._queries.engine, self._queries.engine.stats
         yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=stats.steps)
         rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
         yield CounterMetricFamily(
@@ -120,6 +122,8 @@ class StateCollector(Collector):
             text = f"Requests that are {state} in the engine."
             yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)
         leased = "States that requests are reading."
-        yield GaugeMetricFamily("ragcache_leased_states", leased, value=self._looking.leased())
+        yield GaugeMetricFamily(
+            "ragcache_leased_states", leased, value=self._queries.count_leased()
+        )
         text = "Requests that the service holds."
-        yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._running.entries))
+        yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._requests.active))

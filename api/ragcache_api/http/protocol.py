@@ -1,10 +1,8 @@
-"""What all routes share: pages, problems, and the names of things."""
+"""Requests and responses of the service's own routes, as pydantic models.
 
-# MERGED ragcache_api.http.wire.admin: What the operator sees and asks for.
-# MERGED ragcache_api.http.wire.answers: Questions to documents, PML prompts, and their
-#   answers.
-# MERGED ragcache_api.http.wire.documents: Collections, documents, schemas and jobs.
-# MERGED ragcache_api.http.compact: JSON as the service writes it.
+Besides: names and ids in paths, pages, errors for the OpenAPI document, and JSON as it is written.
+OpenAI's are in `openai.protocol`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ T = TypeVar("T")
 
 _NAME = r"^(\.{0,2}[^./\x00-\x1f\x7f]|\.{3})[^/\x00-\x1f\x7f]*$"  # clients resolve `.` and `..`
 PathName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=_NAME)]
-"""A name that can be one part of a path."""
+"""A name that fits into one segment of a path."""
 CollectionName = PathName
 PublicId = Annotated[str, Path(pattern="^[A-Za-z0-9_-]{1,64}$")]
 Limit = Annotated[int, Query(ge=1, le=1000, description="The most items of a page.")]
@@ -35,25 +33,25 @@ Flag = Annotated[bool, BeforeValidator(lambda value: value == "" or value)]
 
 
 class RequestModel(BaseModel):
-    """A body of ours: nothing unknown is passed over in silence."""
+    """The body of a request. Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class ResponseModel(BaseModel):
-    """A value that is answered."""
+    """The body of a response."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=(), from_attributes=True)
 
 
-class Identified(ResponseModel):
-    """A row that callers name by its public id."""
+class RowResponse(ResponseModel):
+    """A row of the ledger, under its public id."""
 
     id: str = Field(validation_alias="public_id")
 
 
 class PageOf(ResponseModel, Generic[T]):
-    """A part of a list. next: the cursor of what follows; None at the end."""
+    """A page of a list. next: the cursor of the following page; None at the end."""
 
     items: list[T]
     next: str | None = None
@@ -76,7 +74,7 @@ class Problem(ResponseModel):
     errors: list[ProblemLocation] | None = None
 
 
-class OpenAIFault(ResponseModel):
+class OpenAIErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None = None
@@ -86,7 +84,19 @@ class OpenAIFault(ResponseModel):
 class OpenAIError(ResponseModel):
     """OpenAI's shape of an error."""
 
-    error: OpenAIFault
+    error: OpenAIErrorDetail
+
+
+def compact(value: Any) -> bytes:
+    """JSON without spaces, also of dataclasses. Numbers that are not finite become null."""
+    return to_json(value, inf_nan_mode="null")
+
+
+class CompactResponse(JSONResponse):
+    """A response with any value that `compact` takes."""
+
+    def render(self, content: Any) -> bytes:
+        return compact(content)
 
 
 _STATUSES = {
@@ -98,37 +108,33 @@ _STATUSES = {
 
 
 def problems(*more: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route of ours, for the OpenAPI document."""
-    schema = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema = _inlined(schema)
-    return _documented(more, "application/problem+json", schema)
+    """The errors of a route of the service's own, for the OpenAPI document."""
+    return _error_responses(more, "application/problem+json", Problem)
 
 
 def openai_problems() -> dict[int | str, dict[str, Any]]:
     """The errors of a route of OpenAI's interface, for the OpenAPI document."""
-    schema = _inlined(OpenAIError.model_json_schema(ref_template="#/components/schemas/{model}"))
-    documented = _documented((500, 501, 507), "application/json", schema)
-    return {status: told for status, told in documented.items() if status != 422}
+    responses = _error_responses((500, 501, 507), "application/json", OpenAIError)
+    del responses[422]
+    return responses
 
 
 def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
-    """Says that a route may also answer with events."""
+    """A route's events, in place of JSON, for the OpenAPI document."""
     content = {"text/event-stream": {"schema": {"type": "string"}}}
     return {200: {"description": description, "content": content}}
 
 
-def _documented(
-    more: tuple[int, ...], media_type: str, schema: dict[str, Any]
+def _error_responses(
+    more: tuple[int, ...], media_type: str, model: type[BaseModel]
 ) -> dict[int | str, dict[str, Any]]:
-    told = {**_STATUSES, **dict.fromkeys(more, "The service failed")}
-    return {
-        status: {"description": text, "content": {media_type: {"schema": schema}}}
-        for status, text in told.items()
-    }
+    content = {media_type: {"schema": _inline_definitions(model.model_json_schema())}}
+    statuses = {**_STATUSES, **dict.fromkeys(more, "The service failed")}
+    return {status: {"description": text, "content": content} for status, text in statuses.items()}
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without `$defs`, which OpenAPI keeps elsewhere."""
+def _inline_definitions(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema without `$defs`, which OpenAPI keeps elsewhere."""
     definitions = schema.pop("$defs", {})
 
     def walk(node: Any) -> Any:
@@ -142,18 +148,18 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     return inlined
 
 
-class Deleted(ResponseModel):
-    """What a deletion did."""
+class DeletedResponse(ResponseModel):
+    """deleted: how many there were."""
 
-    deleted: int = Field(description="How many there were.")
-
-
-Tier = Annotated[str, Field(min_length=1, max_length=20)]
+    deleted: int
 
 
-class ModuleResponse(Identified):
-    """last_use: by the store's clock, which counts the uses of all namespaces; None in any but
-    `default`, which is the operator's."""
+TierName = Annotated[str, Field(min_length=1, max_length=20)]
+
+
+class ModuleResponse(RowResponse):
+    """last_use: by the store's clock, which counts the uses of all namespaces; None outside
+    `default`, the operator's namespace."""
 
     name: str
     document: str
@@ -167,12 +173,12 @@ class ModuleResponse(Identified):
     expires_at: float | None
 
     def without_clock(self) -> Self:
-        """As a tenant sees it."""
+        """For a tenant."""
         return self.model_copy(update={"last_use": None})
 
 
 class ModuleTextResponse(ModuleResponse):
-    """With its text, and its states in every tier."""
+    """A module with its text, and its states in each tier."""
 
     text: str
     uri: str
@@ -185,7 +191,7 @@ class ModuleTextResponse(ModuleResponse):
 
 
 class ChangeResponse(ResponseModel):
-    """One state and what happens to it. tier: where from; to: where it moves."""
+    """A change of one state. tier: where it was; to: where it moves."""
 
     key: str
     action: str
@@ -195,7 +201,7 @@ class ChangeResponse(ResponseModel):
 
 
 class ChangesResponse(ResponseModel):
-    """What was done or, with `dry_run`, would be."""
+    """Changes that were made or, with `dry_run`, would be."""
 
     dry_run: bool
     changes: list[ChangeResponse]
@@ -203,15 +209,15 @@ class ChangesResponse(ResponseModel):
 
     @classmethod
     def of(cls, changes: Sequence[StateChange], *, dry_run: bool = False) -> ChangesResponse:
-        told = [
+        listed = [
             ChangeResponse(key=str(c.key), action=c.action, tier=c.tier, to=c.to, nbytes=c.nbytes)
             for c in changes
         ]
-        return cls(dry_run=dry_run, changes=told, bytes=sum(c.nbytes for c in changes))
+        return cls(dry_run=dry_run, changes=listed, bytes=sum(c.nbytes for c in changes))
 
 
 class MoveRequest(RequestModel):
-    tier: Tier
+    tier: TierName
 
 
 class ExpireRequest(RequestModel):
@@ -221,11 +227,11 @@ class ExpireRequest(RequestModel):
 
 
 class EvictRequest(RequestModel):
-    """What to evict: of a collection, or of all; from a tier, or from all."""
+    """States to evict: of a collection, or of all; from a tier, or from all."""
 
     collection: CollectionName | None = None
     documents: Annotated[list[str], Field(max_length=10_000)] | None = None
-    tier: Tier | None = None
+    tier: TierName | None = None
 
 
 class PlanRequest(RequestModel):
@@ -251,7 +257,7 @@ class TierResponse(ResponseModel):
     persistent: bool
 
 
-class EvictionResponse(Identified):
+class EvictionResponse(RowResponse):
     """reason: pressure, ttl, manual, superseded or corrupt. at: Unix seconds."""
 
     key: str
@@ -264,7 +270,7 @@ class EvictionResponse(Identified):
 
 
 class StatsResponse(ResponseModel):
-    """Of the caller's namespace; engine and evictions, which all share, of the operator's alone."""
+    """Statistics of the caller's namespace. engine, evictions: of all, and only the operator's."""
 
     model: str
     uptime: float
@@ -287,22 +293,17 @@ class VerifyResponse(ResponseModel):
 
 
 class FlushResponse(ResponseModel):
-    """rows: what was written to the ledger by now is all that had happened."""
-
     flushed: bool
 
 
-Stops = str | list[str] | None
-
-
-class Choosing(RequestModel):
-    """How an answer is generated. The default is greedy."""
+class AnswerOptions(RequestModel):
+    """How an answer is generated: greedily by default."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops = None
+    stop: str | list[str] | None = None
     stream: bool = False
 
     def generation(self, deadline: float) -> Generation:
@@ -313,7 +314,13 @@ class Choosing(RequestModel):
         )  # fmt: skip
 
 
-class AnswerRequest(Choosing):
+def retrieval_options(body: Any) -> dict[str, Any]:
+    """How a request wants documents found and read; what it leaves open is left out."""
+    given = {name: getattr(body, name) for name in ("k", "mode", "filters", "threshold")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class AnswerRequest(AnswerOptions):
     """A question to a collection."""
 
     question: Annotated[str, Field(min_length=1, max_length=1_000_000)]
@@ -324,14 +331,10 @@ class AnswerRequest(Choosing):
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     def retrieval(self) -> dict[str, Any]:
-        """How documents are found and read, as far as the request says."""
-        given = {
-            "k": self.k, "mode": self.mode, "filters": self.filters, "threshold": self.threshold,
-        }  # fmt: skip
-        return {name: value for name, value in given.items() if value is not None}
+        return retrieval_options(self)
 
 
-class PromptRequest(Choosing):
+class PromptRequest(AnswerOptions):
     """A PML prompt."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=1_000_000)]
@@ -379,31 +382,23 @@ class AnswerResponse(ResponseModel):
     timings: TimingsResponse
 
 
-def answer_response(number: str, answer: Answer) -> dict[str, Any]:
-    """An answer, to be written as JSON."""
-    return {
-        "id": number,
-        "question": answer.question,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "mode": answer.mode,
-        "sources": answer.sources,
-        "reuse": answer.reuse,
-        "timings": answer.timings,
-    }
+def answer_response(id: str, answer: Answer) -> dict[str, Any]:
+    """The fields of an `AnswerResponse`, which JSON is written from without validating them."""
+    names = [name for name in AnswerResponse.model_fields if name != "id"]
+    return {"id": id, **{name: getattr(answer, name) for name in names}}
 
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class CollectionRequest(RequestModel):
-    """A collection to make, without documents."""
+    """A collection to create."""
 
     name: CollectionName
 
 
-class CollectionCreated(ResponseModel):
-    """created: false where it was there already."""
+class CollectionCreatedResponse(ResponseModel):
+    """created: false if it existed."""
 
     name: str
     created: bool
@@ -426,42 +421,9 @@ class DocumentRequest(RequestModel):
 
 
 class DocumentsRequest(RequestModel):
-    """Documents to store, each in place of an earlier one of its id."""
+    """Documents to store; each replaces an earlier one of the same id."""
 
     documents: Annotated[list[DocumentRequest], Field(min_length=1, max_length=10_000)]
-
-
-class DocumentResponse(ResponseModel):
-    id: str
-    uri: str
-    digest: str
-    modules: int
-    metadata: dict[str, Any]
-
-
-class JobResponse(Identified):
-    """An ingestion. done and total count modules; times are Unix seconds."""
-
-    target: str
-    status: str
-    done: int
-    total: int
-    error: str
-    started_at: float | None
-    finished_at: float | None
-
-
-class SchemaRequest(RequestModel):
-    """A hand-written schema, in PML. One of the same name is replaced."""
-
-    text: Annotated[str, Field(min_length=1, max_length=10_000_000)]
-    placement: Literal["schema", "compact"] = "schema"
-
-
-class SchemaResponse(ResponseModel):
-    name: str
-    placement: str
-    text: str | None = None
 
 
 MULTIPART = {
@@ -482,14 +444,34 @@ MULTIPART = {
 """The body of an upload, for the OpenAPI document."""
 
 
-def compact(value: Any) -> bytes:
-    """JSON without spaces, of dataclasses too. Numbers that are not finite have no place in it:
-    null stands there."""
-    return to_json(value, inf_nan_mode="null")
+class DocumentResponse(ResponseModel):
+    id: str
+    uri: str
+    digest: str
+    modules: int
+    metadata: dict[str, Any]
 
 
-class CompactResponse(JSONResponse):
-    """Answers with a value."""
+class JobResponse(RowResponse):
+    """An ingestion job. done and total count modules; times are Unix seconds."""
 
-    def render(self, content: Any) -> bytes:
-        return compact(content)
+    target: str
+    status: str
+    done: int
+    total: int
+    error: str
+    started_at: float | None
+    finished_at: float | None
+
+
+class SchemaRequest(RequestModel):
+    """A hand-written schema, in PML; it replaces one of the same name."""
+
+    text: Annotated[str, Field(min_length=1, max_length=10_000_000)]
+    placement: Literal["schema", "compact"] = "schema"
+
+
+class SchemaResponse(ResponseModel):
+    name: str
+    placement: str
+    text: str | None = None

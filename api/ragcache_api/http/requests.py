@@ -1,4 +1,4 @@
-"""Requests under way: listed for the operator, given up when their client goes, told at the end."""
+"""Requests under way: the registry lists them, cancels them and knows when each has ended."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from secrets import token_urlsafe
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.types import Receive
 
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import DeadlineExceeded, RequestCancelled
@@ -23,45 +24,49 @@ _STATES = ("generating", "computing", "waiting")
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request that runs. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
-    `cancelled` once it has ended, "" before. late: its time was over before it ended. context: of
-    the call that made it."""
+    """A request under way.
+
+    started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or `cancelled`; "" before
+    the end. expired: its deadline passed before it ended. context: of the call that made it.
+    """
 
     id: str
     kind: str
     namespace: str
     collection: str
-    running: RequestRegistry
+    registry: RequestRegistry
     started: float = field(default_factory=time.monotonic)
     streams: list[AsyncAnswerStream] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     outcome: str = ""
-    late: bool = False
+    expired: bool = False
     context: Context = field(default_factory=copy_context)
 
     def attach(self, stream: AsyncAnswerStream) -> AsyncAnswerStream:
-        """Takes a stream, to be given up if the request is. Raises `HTTPProblem` (503) where the
-        service ends by now."""
-        if self.running.stopped:
+        """Adds a stream, which is cancelled with the request.
+
+        Raises `HTTPProblem` (503) once the service has stopped.
+        """
+        if self.registry.stopped:
             stream.close()
             raise stopping()
         self.streams.append(stream)
         return stream
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         for stream in self.streams:
             stream.close()
 
     def expire(self) -> None:
-        """Gives it up because its time is over."""
-        self.late = True
-        self.give_up()
+        """Cancels the request because its deadline has passed."""
+        self.expired = True
+        self.cancel()
 
-    def named(self, error: Exception) -> Exception:
-        """A cancellation that the service itself caused, under its right name."""
-        if isinstance(error, RequestCancelled) and self.late:
-            return too_late()
-        if isinstance(error, RequestCancelled) and self.running.stopped:
+    def cause_of(self, error: Exception) -> Exception:
+        """The reason for an error: of a cancellation, the deadline or the service's end."""
+        if isinstance(error, RequestCancelled) and self.expired:
+            return deadline_exceeded()
+        if isinstance(error, RequestCancelled) and self.registry.stopped:
             return stopping()
         return error
 
@@ -72,18 +77,18 @@ class ActiveRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """As far as they are known: once the states are leased."""
+        """Known once the states are leased; 0 before."""
         return sum(stream.prompt_tokens for stream in self.streams)
 
     @property
     def generated(self) -> int:
-        """Pieces of text of all answers so far."""
+        """Token deltas of all answers so far."""
         return sum(stream.generated for stream in self.streams)
 
     @property
     def state(self) -> str:
-        """`retrieving` until its states are leased, then what the engine does with it: `waiting`,
-        `computing` its prompt, or `generating`. Of several answers, the furthest."""
+        """`retrieving` until the states are leased, then `waiting`, `computing` (the prompt) or
+        `generating`. Of several answers, the furthest."""
         states = {stream.state for stream in self.streams}
         return next((each for each in _STATES if each in states), "retrieving")
 
@@ -94,92 +99,102 @@ class ActiveRequest:
 
 
 class RequestRegistry:
-    """All entries. drain: no more begin. stop: those that are left are told and end."""
+    """The requests under way, by id.
+
+    draining: no request begins any longer. stopped: those that were left have been cancelled.
+    on_end: called with every request that has ended.
+    """
 
     def __init__(self) -> None:
-        self.entries: dict[str, ActiveRequest] = {}
+        self.active: dict[str, ActiveRequest] = {}
         self.draining = False
         self.stopped = False
-        self.ended: list[Callable[[ActiveRequest], None]] = []
-        self._watchers: set[Callable[[], None]] = set()
+        self.on_end: list[Callable[[ActiveRequest], None]] = []
+        self._on_drain: set[Callable[[], None]] = set()
 
     @contextmanager
-    def entry(self, kind: str, namespace: str, collection: str = "") -> Iterator[ActiveRequest]:
-        """A request for as long as the block runs."""
-        entry = self.begin(kind, namespace, collection)
+    def track_request(
+        self, kind: str, namespace: str, collection: str = ""
+    ) -> Iterator[ActiveRequest]:
+        """A request that ends with the block."""
+        active = self.begin_request(kind, namespace, collection)
         try:
-            yield entry
+            yield active
         except BaseException as error:
-            self.end(entry, error)
+            self.end_request(active, error)
             raise
-        self.end(entry)
+        self.end_request(active)
 
-    def begin(self, kind: str, namespace: str, collection: str = "") -> ActiveRequest:
+    def begin_request(self, kind: str, namespace: str, collection: str = "") -> ActiveRequest:
         """Raises `HTTPProblem` (503) once the service is ending."""
         if self.draining:
             raise stopping()
-        entry = ActiveRequest(f"{kind}-{token_urlsafe(16)}", kind, namespace, collection, self)
-        self.entries[entry.id] = entry
-        return entry
+        active = ActiveRequest(f"{kind}-{token_urlsafe(16)}", kind, namespace, collection, self)
+        self.active[active.id] = active
+        return active
 
-    def end(self, entry: ActiveRequest, error: BaseException | None = None) -> None:
-        """Ends an entry once; later calls change nothing."""
-        if self.entries.pop(entry.id, None) is None:
+    def end_request(self, active: ActiveRequest, error: BaseException | None = None) -> None:
+        """Ends a request once; later calls change nothing."""
+        if self.active.pop(active.id, None) is None:
             return
-        entry.give_up()
+        active.cancel()
         gone = isinstance(error, asyncio.CancelledError | RequestCancelled | GeneratorExit)
         gone = gone or (isinstance(error, HTTPProblem) and error.status_code == 499)
-        entry.outcome = "finished" if error is None else "cancelled" if gone else "failed"
-        for tell in self.ended:
-            tell(entry)
+        active.outcome = "finished" if error is None else "cancelled" if gone else "failed"
+        for record in self.on_end:
+            record(active)
 
     def drain(self) -> None:
-        """Lets nothing begin any longer, and ends what would go on for ever."""
+        """Refuses new requests, and ends streams that would go on for ever."""
         self.draining = True
-        for wake in list(self._watchers):
+        for wake in list(self._on_drain):
             wake()
 
     def stop(self) -> None:
-        """Gives up what runs; its clients are told that the service ends."""
+        """Cancels the requests under way; their clients get an error that says why."""
         self.drain()
         self.stopped = True
-        for entry in list(self.entries.values()):
-            entry.give_up()
+        for active in list(self.active.values()):
+            active.cancel()
 
     @contextmanager
-    def watching(self, wake: Callable[[], None]) -> Iterator[None]:
-        """wake: called when the service begins to end."""
-        self._watchers.add(wake)
+    def on_drain(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Calls `wake` if the service begins to end within the block."""
+        self._on_drain.add(wake)
         try:
             yield
         finally:
-            self._watchers.discard(wake)
+            self._on_drain.discard(wake)
 
 
 def stopping() -> HTTPProblem:
+    """The error of requests that come or run while the service ends."""
     return HTTPProblem(
         503, "stopping", "the service is being stopped; try again", {"Retry-After": "5"}
     )
 
 
-def too_late() -> DeadlineExceeded:
+def deadline_exceeded() -> DeadlineExceeded:
     return DeadlineExceeded("the request's time was over before it ended; give it more")
 
 
 async def cancel_on_disconnect(request: Request, awaited: Awaitable[T], seconds: float) -> T:
-    """What is awaited, which is cancelled if the client goes away or the time is over. The body
-    must have been read.
+    """Awaits, and cancels it if the client disconnects or the time is over.
 
-    Raises `DeadlineExceeded`, or `HTTPProblem` (499), which nobody reads.
+    The request's body must have been read.
+
+    Raises:
+        DeadlineExceeded: the time is over.
+        HTTPProblem: (499) the client has disconnected; nobody reads it.
     """
     task = asyncio.ensure_future(awaited)
-    gone = asyncio.ensure_future(_until_gone(request))
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         ended, _ = await asyncio.wait(
             (task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         if not ended:
-            raise too_late()
+            raise deadline_exceeded()
         if not task.done():
             raise HTTPProblem(499, "client-gone", "the client went away")
         return task.result()
@@ -188,6 +203,7 @@ async def cancel_on_disconnect(request: Request, awaited: Awaitable[T], seconds:
         gone.cancel()
 
 
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Takes messages until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
         pass

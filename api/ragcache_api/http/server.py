@@ -1,4 +1,7 @@
-"""Serving until a signal: requests that run get their time, then are told, and all is written."""
+"""The server process: it listens, and ends gracefully on a signal.
+
+Requests under way get the settings' `grace` to finish; those left then end with an error event.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,25 @@ from ragcache_api.http.app import create_app
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.settings import ServiceSettings
 
-logger = logging.getLogger("uvicorn.error")  # beside the server's own line of its address
-_TOLD_SECONDS = 5.0  # for the last events of those that were given up
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+logger = logging.getLogger("uvicorn.error")  # where uvicorn logs its own address
+_LAST_EVENTS_SECONDS = 5.0  # for the error events of requests that `grace` did not suffice for
 
 
-class KeyNeeded(ConfigurationError):
-    """The service may not listen where others reach it before there is a key."""
+class KeyRequired(ConfigurationError):
+    """The service may not listen on an address that others reach before a key exists."""
 
 
 class GracefulServer(uvicorn.Server):
-    """Stops accepting on SIGTERM, gives what runs `grace` seconds, then tells it to end."""
+    """Stops accepting on SIGTERM, and cancels what still runs after `grace` seconds."""
 
     def __init__(
-        self, config: uvicorn.Config, running: RequestRegistry, grace: float, *, page: bool
+        self, config: uvicorn.Config, requests: RequestRegistry, grace: float, *, page: bool
     ) -> None:
         super().__init__(config)
-        self._running, self._grace, self._page = running, grace, page
+        self._requests, self._grace, self._page = requests, grace, page
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listens, and tells where the operator's page is."""
+        """Listens, and logs the address of the operator's page."""
         await super().startup(sockets)
         if self._page and self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -47,37 +49,38 @@ class GracefulServer(uvicorn.Server):
             logger.info("operator's page: http://%s:%d/admin/", name, port)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """Ends what runs, and then the server."""
-        self._running.drain()
-        telling = asyncio.create_task(self._tell())
+        """Ends the requests under way, then the server."""
+        self._requests.drain()
+        stopping = asyncio.get_running_loop().call_later(self._grace, self._requests.stop)
         try:
             await super().shutdown(sockets)
         finally:
-            telling.cancel()
-
-    async def _tell(self) -> None:
-        await asyncio.sleep(self._grace)
-        self._running.stop()
+            stopping.cancel()
 
 
 def serve(rag: RagCache, settings: ServiceSettings) -> None:
-    """Serves until SIGTERM or SIGINT; the state folder stays the caller's to close. From then on
-    both signals do nothing in this process: uvicorn raises the one it got once more when it has
-    ended, and impatient senders theirs, while the folder is being closed. Raises `KeyNeeded`."""
-    check_reach(rag, settings)
+    """Serves until SIGTERM or SIGINT; the state folder stays the caller's to close.
+
+    Both signals do nothing in this process afterwards: uvicorn raises the one it got once more
+    when it has ended, and impatient senders repeat theirs while the folder is being closed.
+
+    Raises:
+        KeyRequired: the address can be reached by others, and no key exists.
+    """
+    check_exposure(rag, settings)
     app = create_app(rag, settings)
     config = server_config(app, settings)
-    for number in _SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    server = GracefulServer(config, app.state.service.running, settings.grace, page=settings.page)
-    with long_lived():
-        server.run()
+    requests = app.state.service.requests
+    with frozen_heap():
+        GracefulServer(config, requests, settings.grace, page=settings.page).run()
 
 
 @contextmanager
-def long_lived() -> Iterator[None]:
-    """Whatever stands now is taken to stay, so that no full garbage collection goes through it
-    again: half a million objects of the libraries, over which every stream would wait 0.26 s."""
+def frozen_heap() -> Iterator[None]:
+    """Hides the objects that exist now from full garbage collections, each of which would halt
+    every stream for 0.26 s: the libraries have half a million."""
     gc.collect()
     gc.freeze()
     try:
@@ -87,30 +90,29 @@ def long_lived() -> Iterator[None]:
 
 
 def server_config(app: FastAPI, settings: ServiceSettings) -> uvicorn.Config:
-    """How the server listens. Who calls is told by proxies that the settings name, else by the
-    connection alone."""
+    """How the server listens. Only the proxies that the settings name may say who calls."""
     return uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level=settings.log_level,
-        timeout_graceful_shutdown=int(settings.grace + _TOLD_SECONDS) or 1, server_header=False,
-        access_log=settings.log_level == "debug", lifespan="on",
-        timeout_keep_alive=75,  # clients that keep connections must not meet their end
+        timeout_graceful_shutdown=int(settings.grace + _LAST_EVENTS_SECONDS) or 1,
+        access_log=settings.log_level == "debug", lifespan="on", server_header=False,
+        timeout_keep_alive=75,  # longer than clients keep idle connections in their pools
         limit_concurrency=settings.connections,
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
     )  # fmt: skip
 
 
-def check_reach(rag: RagCache, settings: ServiceSettings) -> None:
-    """Raises `KeyNeeded` for an address that others reach while no key exists."""
+def check_exposure(rag: RagCache, settings: ServiceSettings) -> None:
+    """Raises `KeyRequired` for an address that others reach while no key exists."""
     if not is_loopback(settings.host) and not rag.keys.any():
-        raise KeyNeeded(
+        raise KeyRequired(
             f"{settings.host} can be reached by others, and no key exists: make one with "
             "`ragcache keys create NAME --role admin`, or listen on 127.0.0.1"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Whether only this machine reaches an address."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What the routes work with."""
+"""The service over one open state folder, and the context of a request to it."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Service:
-    """One open state folder, served."""
+    """State that all requests share: the state folder, the open requests, and their statistics."""
 
     rag: RagCache
     settings: ServiceSettings
-    running: RequestRegistry = field(default_factory=RequestRegistry)
+    requests: RequestRegistry = field(default_factory=RequestRegistry)
     recorder: StatsRecorder = field(default_factory=StatsRecorder)
     started: float = field(default_factory=time)
-    looking: AdminQueries = field(init=False)
+    queries: AdminQueries = field(init=False)
     metrics: Metrics = field(init=False)
-    _within: dict[str, RagCache] = field(default_factory=dict)
+    _namespaces: dict[str, RagCache] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.looking = AdminQueries.of(self.rag)
-        self.metrics = Metrics(self.looking, self.running)
-        self.running.ended += [self.recorder.ended, self.metrics.ended]
+        self.queries = AdminQueries.of(self.rag)
+        self.metrics = Metrics(self.queries, self.requests)
+        self.requests.on_end += [self.recorder.record_request, self.metrics.count_request]
 
     @property
     def model(self) -> str:
-        """The name of the model that is served."""
-        return self.looking.model.name
+        """The served model's name."""
+        return self.queries.model.name
 
     @property
     def fingerprint(self) -> str:
-        """Of the model's weights and configuration, as OpenAI tells its own."""
-        return f"fp_{self.looking.model.causal.fingerprint[:10]}"
+        """`system_fingerprint` of OpenAI's responses: of the weights and the configuration."""
+        return f"fp_{self.queries.model.causal.fingerprint[:10]}"
 
     @property
     def tokenizer(self) -> Any:
-        return self.looking.model.tokenizer
+        return self.queries.model.tokenizer
 
     @property
     def logprobs(self) -> LogprobFormat:
         return LogprobFormat(self.tokenizer)
 
-    def within(self, namespace: str) -> RagCache:
+    def rag_of(self, namespace: str) -> RagCache:
         """The collections, schemas and modules of a namespace."""
-        if namespace not in self._within:
-            self._within[namespace] = self.rag.within(namespace)
-        return self._within[namespace]
+        if namespace not in self._namespaces:
+            self._namespaces[namespace] = self.rag.within(namespace)
+        return self._namespaces[namespace]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A request with who made it."""
+class RequestContext:
+    """A request with its caller."""
 
     request: Request
     service: Service
@@ -77,19 +77,21 @@ class Call:
 
     @property
     def rag(self) -> RagCache:
-        """Of the caller's namespace."""
-        return self.service.within(self.caller.namespace)
+        """The caller's namespace."""
+        return self.service.rag_of(self.caller.namespace)
 
     @property
     def deadline(self) -> float:
-        """Seconds that are left of the request's time, which began when it came. Raises
-        `DeadlineExceeded`."""
+        """Seconds left of the request's time, which began with its arrival.
+
+        Raises `DeadlineExceeded`.
+        """
         left: float = self.request.state.end - monotonic()
         if left <= 0:
             raise DeadlineExceeded("the request's time was over before it was read")
         return left
 
-    def operator(self) -> None:
+    def require_operator(self) -> None:
         """Raises `HTTPProblem` (403) unless the caller may see what all namespaces share."""
         if not self.caller.is_operator:
             raise HTTPProblem(
@@ -98,12 +100,9 @@ class Call:
             )  # fmt: skip
 
 
-# FastAPI calls dependencies that are no coroutines in a thread.
-async def _call(request: Request) -> Call:
-    return Call(request, request.app.state.service, request.state.caller)
-
-
-CallDep = Annotated[Call, Depends(_call)]
+# FastAPI runs dependencies that are not coroutines in a thread.
+async def _context(request: Request) -> RequestContext:
+    return RequestContext(request, request.app.state.service, request.state.caller)
 
 
 async def _service(request: Request) -> Service:
@@ -111,9 +110,10 @@ async def _service(request: Request) -> Service:
     return service
 
 
+ContextDep = Annotated[RequestContext, Depends(_context)]
 ServiceDep = Annotated[Service, Depends(_service)]
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Calls what may block, in a thread."""
+    """Calls a blocking function in a thread."""
     return await run_in_threadpool(function, *arguments, **options)

@@ -1,4 +1,4 @@
-"""What happened lately, by namespace: for the operator's statistics, log and heat map."""
+"""Statistics of ended requests by namespace: totals, a time series, the latest, and a heat map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache import Answer
 from ragcache_api.http.requests import ActiveRequest
 
 POINT_SECONDS, POINTS = 5.0, 720
-KEPT_REQUESTS = 100
+RECENT_REQUESTS = 100
 HEAT_MINUTES = 24 * 60
 SOURCES = ("device", "host", "disk", "remote", "encoded", "shared", "computed")
 _MEASURED = 2000  # first tokens whose times are kept for the percentiles of all time
@@ -21,8 +21,8 @@ Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
-class Span:
-    """What happened within one point of the series."""
+class SeriesPoint:
+    """One point of the time series. at: its begin, in Unix seconds."""
 
     at: float
     tokens: Counter[str] = field(default_factory=Counter)
@@ -31,7 +31,7 @@ class Span:
     running: int = 0
     waiting: int = 0
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "at": self.at,
             "tokens": {source: self.tokens[source] for source in SOURCES},
@@ -44,8 +44,8 @@ class Span:
         }
 
 
-class Record:
-    """Of one namespace. Used in the service's event loop alone. clock: Unix seconds."""
+class NamespaceStats:
+    """Statistics of one namespace, for use in the service's event loop. clock: Unix seconds."""
 
     def __init__(self, clock: Clock = time.time) -> None:
         self._clock = clock
@@ -54,36 +54,36 @@ class Record:
         self.hit: deque[float] = deque(maxlen=_MEASURED)
         self.miss: deque[float] = deque(maxlen=_MEASURED)
         self.counts = {"hit": 0, "miss": 0}
-        self.recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
-        self._spans: deque[Span] = deque(maxlen=POINTS)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
+        self._points: deque[SeriesPoint] = deque(maxlen=POINTS)
         self._heat: dict[int, Counter[str]] = {}
 
-    def span(self) -> Span:
-        """The point of now."""
+    def point(self) -> SeriesPoint:
+        """The current point of the series."""
         at = self._clock() // POINT_SECONDS * POINT_SECONDS
-        if not self._spans or self._spans[-1].at != at:
-            self._spans.append(Span(at))
-        return self._spans[-1]
+        if not self._points or self._points[-1].at != at:
+            self._points.append(SeriesPoint(at))
+        return self._points[-1]
 
     def series(self) -> list[dict[str, Any]]:
-        """One value for each point of the last hour in which anything was noted."""
+        """The points of the last hour in which anything was recorded."""
         oldest = self._clock() - POINT_SECONDS * POINTS
-        return [span.told() for span in self._spans if span.at >= oldest]
+        return [point.to_dict() for point in self._points if point.at >= oldest]
 
-    def ended(self, entry: ActiveRequest) -> None:
-        """Takes a request that has ended."""
-        self.outcomes[entry.outcome] += 1
-        for answer, counts in with_tokens(entry):
-            self._note(answer, counts)
-        self.recent.append(_told(entry, self._clock()))
+    def record_request(self, active: ActiveRequest) -> None:
+        """Records a request that has ended."""
+        self.outcomes[active.outcome] += 1
+        for answer, counts in with_tokens(active):
+            self._record_answer(answer, counts)
+        self.recent.append(_summary(active, self._clock()))
 
-    def _note(self, answer: Answer, counts: dict[str, int]) -> None:
-        span = self.span()
+    def _record_answer(self, answer: Answer, counts: dict[str, int]) -> None:
+        point = self.point()
         self.tokens.update(counts)
-        span.tokens.update(counts)
+        point.tokens.update(counts)
         if kind := hit_or_miss(answer):
             getattr(self, kind).append(answer.timings.first_token)
-            getattr(span, kind).append(answer.timings.first_token)
+            getattr(point, kind).append(answer.timings.first_token)
             self.counts[kind] += 1
         minute = int(self._clock()) // 60 * 60
         for old in [at for at in self._heat if at <= minute - 60 * HEAT_MINUTES]:
@@ -101,23 +101,23 @@ class Record:
             for kind, times in (("hit", self.hit), ("miss", self.miss))
         }
 
-    def heat(self, minutes: int) -> Heat:
-        """How often modules stood in a prompt, minute by minute."""
+    def heat(self, minutes: int) -> HeatCounts:
+        """How many prompts held each module, minute by minute."""
         now = int(self._clock()) // 60 * 60
         buckets = [now - 60 * (minutes - 1 - i) for i in range(minutes)]
-        return Heat(buckets, [self._heat.get(at, Counter()).copy() for at in buckets])
+        return HeatCounts(buckets, [self._heat.get(at, Counter()).copy() for at in buckets])
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
-    """A copy, of which any thread may make a map. buckets: minutes, in Unix seconds; used: the
-    modules of each, with numbers."""
+class HeatCounts:
+    """A copy that any thread may use. buckets: minutes, in Unix seconds; used: the modules of each,
+    with their uses."""
 
     buckets: list[int]
     used: list[Counter[str]]
 
     def map(self, modules: int) -> dict[str, Any]:
-        """Of the most used modules. counts: [modules, minutes]."""
+        """The heat map of the most used modules. counts: [modules, minutes]."""
         total: Counter[str] = Counter()
         for counter in self.used:
             total.update(counter)
@@ -127,33 +127,36 @@ class Heat:
 
 
 class StatsRecorder:
-    """The records of all namespaces."""
+    """The statistics of all namespaces."""
 
     def __init__(self, clock: Clock = time.time) -> None:
         self._clock = clock
-        self._records: dict[str, Record] = {}
+        self._namespaces: dict[str, NamespaceStats] = {}
 
-    def of(self, namespace: str) -> Record:
-        if namespace not in self._records:
-            self._records[namespace] = Record(self._clock)
-        return self._records[namespace]
+    def stats_of(self, namespace: str) -> NamespaceStats:
+        if namespace not in self._namespaces:
+            self._namespaces[namespace] = NamespaceStats(self._clock)
+        return self._namespaces[namespace]
 
-    def ended(self, entry: ActiveRequest) -> None:
-        """Takes a request that has ended."""
-        self.of(entry.namespace).ended(entry)
+    def record_request(self, active: ActiveRequest) -> None:
+        """Records a request that has ended."""
+        self.stats_of(active.namespace).record_request(active)
 
-    def tick(self, entries: Iterable[ActiveRequest]) -> None:
-        """Notes how many requests of each namespace run and wait now."""
-        alive = list(entries)
-        for namespace, record in self._records.items():
-            mine = [entry.computes for entry in alive if entry.namespace == namespace]
-            span = record.span()
-            span.running = sum(mine)
-            span.waiting = len(mine) - span.running
+    def count_active(self, requests: Iterable[ActiveRequest]) -> None:
+        """Records how many requests of each namespace run and wait now."""
+        requests = list(requests)
+        for namespace, stats in self._namespaces.items():
+            computing = [each.computes for each in requests if each.namespace == namespace]
+            point = stats.point()
+            point.running = sum(computing)
+            point.waiting = len(computing) - point.running
 
 
 def tokens_by_source(answer: Answer, read: Mapping[str, int]) -> dict[str, int]:
-    """The tokens of a prompt by where they came from. read: by tier, and `encoded` for it."""
+    """The tokens of a prompt by where they came from.
+
+    read: those whose states were read, by tier, or `encoded` for it.
+    """
     reuse = answer.reuse
     counts = dict(read)
     counts["shared"] = reuse.shared_tokens
@@ -162,8 +165,10 @@ def tokens_by_source(answer: Answer, read: Mapping[str, int]) -> dict[str, int]:
 
 
 def hit_or_miss(answer: Answer) -> str:
-    """`hit` where the prompt read states from the cache, `miss` where it held documents and read
-    none. "" of prompts without documents, which would make misses look fast."""
+    """`hit` if the prompt read states from the cache, `miss` if it held documents and read none.
+
+    "" for prompts without documents, which would make misses look fast.
+    """
     reuse = answer.reuse
     if not answer.choices or not reuse.prompt_tokens:
         return ""
@@ -172,33 +177,33 @@ def hit_or_miss(answer: Answer) -> str:
     return "miss" if answer.sources or reuse.created_tokens else ""
 
 
-def with_tokens(entry: ActiveRequest) -> Iterator[tuple[Answer, dict[str, int]]]:
+def with_tokens(active: ActiveRequest) -> Iterator[tuple[Answer, dict[str, int]]]:
     """The answers of a request, each with the tokens of its prompt by source."""
-    for answer, read in zip(entry.answers, entry.read_tokens, strict=True):
+    for answer, read in zip(active.answers, active.read_tokens, strict=True):
         yield answer, tokens_by_source(answer, read)
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """Of sorted values that at which the share lies; None of none."""
+    """The value below which a share of the values lies; None without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
-def _told(entry: ActiveRequest, now: float) -> dict[str, Any]:
-    first = entry.answers[0] if entry.answers else None
+def _summary(active: ActiveRequest, now: float) -> dict[str, Any]:
+    first = active.answers[0] if active.answers else None
     return {
-        "id": entry.id,
-        "kind": entry.kind,
-        "collection": entry.collection,
+        "id": active.id,
+        "kind": active.kind,
+        "collection": active.collection,
         "at": now,
         "ttft": first.timings.first_token if first and first.reuse.prompt_tokens else None,
-        "total": time.monotonic() - entry.started,
-        "cached_tokens": sum(answer.reuse.cached_tokens for answer in entry.answers),
-        "computed_tokens": sum(answer.reuse.computed_tokens for answer in entry.answers),
-        "outcome": entry.outcome,
+        "total": time.monotonic() - active.started,
+        "cached_tokens": sum(answer.reuse.cached_tokens for answer in active.answers),
+        "computed_tokens": sum(answer.reuse.computed_tokens for answer in active.answers),
+        "outcome": active.outcome,
         "modules": [
             {"name": source.module, "tier": source.tier}
-            for answer in entry.answers
+            for answer in active.answers
             for source in answer.sources
         ],
     }

@@ -1,7 +1,8 @@
-"""Server-sent events of an answer under way."""
+"""Answers of requests: awaited whole, or streamed as server-sent events.
 
-# MERGED ragcache_api.http.asking: From a request to an answer: open, wait or stream, and end
-#   with the client.
+A request ends with its client: where that disconnects, takes nothing, or the deadline passes, the
+answer is cancelled and what it reads is given back.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +18,106 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Message, Receive, Scope, Send
 
 from ragcache import Answer, AsyncAnswerStream
+from ragcache.engine import TokenDelta
 from ragcache.errors import RequestCancelled
-from ragcache_api.http.errors import ErrorInfo, fault_in_stream
+from ragcache_api.http.errors import ErrorInfo, stream_error
 from ragcache_api.http.protocol import compact
-from ragcache_api.http.requests import ActiveRequest, cancel_on_disconnect
-from ragcache_api.http.service import Call
+from ragcache_api.http.requests import ActiveRequest, cancel_on_disconnect, wait_for_disconnect
+from ragcache_api.http.service import RequestContext
 
 logger = logging.getLogger(__name__)
 PING_SECONDS, STALL_SECONDS, WATCH_SECONDS = 15.0, 30.0, 5.0
+LAST_EVENTS_SECONDS = 5.0  # for the last events after the deadline
 _BODY = "http.response.body"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+Opening = Callable[[], Awaitable[AsyncAnswerStream]]
+EventsOf = Callable[[ActiveRequest, AsyncAnswerStream], AsyncGenerator[bytes, None]]
+ErrorEvent = Callable[[ErrorInfo], bytes]
 
-class Events(EventSourceResponse):
-    """Sends events as they come, and a comment in every pause, so that no proxy gives up.
 
-    Stops as soon as the client goes away, also while nothing is sent; where it takes nothing for
-    `STALL_SECONDS`; and after `seconds`. Its connection is closed then. close: called when it is
-    over, however it ended, even if nothing was ever sent.
+async def complete_answers(
+    context: RequestContext, active: ActiveRequest, *openings: Opening
+) -> list[Answer]:
+    """Whole answers, which are cancelled if the client disconnects."""
+
+    async def open_and_wait() -> list[Answer]:
+        streams = [active.attach(await opening()) for opening in openings]
+        return [await stream for stream in streams]
+
+    try:
+        active.answers += await cancel_on_disconnect(
+            context.request, open_and_wait(), context.deadline
+        )
+    except RequestCancelled as error:
+        raise active.cause_of(error) from None
+    return active.answers
+
+
+async def stream_answer(
+    context: RequestContext, active: ActiveRequest, opening: Opening, events_of: EventsOf,
+    error_event: ErrorEvent,
+) -> EventStream:  # fmt: skip
+    """The events of an answer. An error before the first is raised, a later one is an event.
+
+    The request ends with the response. It is cancelled at its deadline, whether or not the client
+    reads.
+    """
+    requests = active.registry
+    try:
+        stream = active.attach(
+            await cancel_on_disconnect(context.request, opening(), context.deadline)
+        )
+        left = context.deadline
+    except BaseException as error:
+        requests.end_request(active, error)
+        raise
+    expiring = asyncio.get_running_loop().call_later(left, active.expire)
+
+    def close() -> None:
+        expiring.cancel()
+        requests.end_request(active, RequestCancelled("the client went away"))
+
+    events = _end_with_error_event(active, events_of(active, stream), error_event)
+    return EventStream(events, close, left + LAST_EVENTS_SECONDS)
+
+
+async def _end_with_error_event(
+    active: ActiveRequest, events: AsyncGenerator[bytes, None], error_event: ErrorEvent
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:  # a response that has begun can only end with an event
+            cause = active.cause_of(error)
+            active.registry.end_request(active, cause)
+            yield error_event(stream_error(cause))
+            return
+    active.registry.end_request(active)
+
+
+async def deltas_of(
+    active: ActiveRequest, stream: AsyncAnswerStream
+) -> AsyncGenerator[TokenDelta, None]:
+    """The stream's deltas; afterwards the request has the answer."""
+    async with aclosing(stream.pieces()) as deltas:
+        async for delta in deltas:
+            yield delta
+    active.answers.append(stream.answer)
+
+
+def format_event(value: Any, name: str | None = None) -> bytes:
+    """An event with a value as JSON."""
+    return format_sse_event(data_str=compact(value).decode(), event=name)
+
+
+class EventStream(EventSourceResponse):
+    """A response of server-sent events, with a comment in each pause against proxies' timeouts.
+
+    It ends and closes its connection when the client disconnects, also while nothing is sent; when
+    the client takes nothing for `STALL_SECONDS`; and after `seconds`. close: called at the end,
+    however it came, even if nothing was ever sent.
     """
 
     def __init__(
@@ -48,7 +131,7 @@ class Events(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
             async with asyncio.timeout(self._seconds) as limit:
-                watch = _Watch(self, receive, send, limit)
+                watch = _StreamWatch(self, receive, send, limit)
                 try:
                     await self._send_all(send)
                 finally:
@@ -58,7 +141,7 @@ class Events(EventSourceResponse):
                 raise
         finally:
             try:
-                with anyio.CancelScope(shield=True):  # below a scope of whoever mounted the app
+                with anyio.CancelScope(shield=True):  # an app that mounts this may have a scope
                     await self._events.aclose()
             finally:
                 self._close()
@@ -72,25 +155,26 @@ class Events(EventSourceResponse):
         await send({"type": _BODY, "body": b"", "more_body": False})
 
     async def send_now(self, send: Send, message: Message) -> None:
-        """Notes since when the client has not taken it."""
+        """Sends, and notes since when the client has not taken it."""
         self._sending, self._since = True, time.monotonic()
         await send(message)
         self._sending, self._since = False, time.monotonic()
 
     def state(self) -> tuple[bool, float]:
-        """Whether something is being sent, and since when, or since when nothing is (seconds)."""
+        """Whether something is being sent, and for how many seconds it has or has not been."""
         return self._sending, time.monotonic() - self._since
 
 
-class _Watch:
-    """Ends a response whose client has gone, or takes nothing, and fills its pauses.
+class _StreamWatch:
+    """Ends a response whose client is gone or stalls, and fills its pauses.
 
-    Looks now and then: a timer for each send would cost as much as the send. limit: of the block
-    that sends; it ends where the watch fails, too, since nobody would notice a gone client then.
+    It looks now and then, as a timer for each send would cost as much as the send. limit: of the
+    block that sends; that ends where the watch fails, too, since a gone client would stay
+    unnoticed.
     """
 
     def __init__(
-        self, events: Events, receive: Receive, send: Send, limit: asyncio.Timeout
+        self, events: EventStream, receive: Receive, send: Send, limit: asyncio.Timeout
     ) -> None:
         self._events, self._send, self._limit = events, send, limit
         self._tasks = [self._begin(self._until_gone(receive))]
@@ -110,18 +194,17 @@ class _Watch:
             self._stop()
             return
         if not sending and quiet >= PING_SECONDS:
-            self._tasks[1:] = [self._begin(self._fill())]
+            self._tasks[1:] = [self._begin(self._ping())]
         self._rest()
 
-    async def _fill(self) -> None:
-        sending, _ = self._events.state()  # by now something may be, the last event for one
+    async def _ping(self) -> None:
+        sending, _ = self._events.state()  # a send may have begun since, even the last one
         if not sending:
             comment = {"type": _BODY, "body": KEEPALIVE_COMMENT, "more_body": True}
             await self._events.send_now(self._send, comment)
 
     async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(receive)
         self._stop()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -136,67 +219,5 @@ class _Watch:
             self._stop()
 
     def _stop(self) -> None:
-        with suppress(RuntimeError):  # the block has ended, or ends
+        with suppress(RuntimeError):  # the block has ended, or is ending
             self._limit.reschedule(asyncio.get_running_loop().time())
-
-
-def event(value: Any, name: str | None = None) -> bytes:
-    """An event with a value as JSON."""
-    return format_sse_event(data_str=compact(value).decode(), event=name)
-
-
-Opening = Callable[[], Awaitable[AsyncAnswerStream]]
-Tell = Callable[[ActiveRequest, AsyncAnswerStream], AsyncGenerator[bytes, None]]
-TellFault = Callable[[ErrorInfo], bytes]
-TOLD_SECONDS = 5.0  # for the last events after the deadline
-
-
-async def answered(call: Call, entry: ActiveRequest, *openings: Opening) -> list[Answer]:
-    """Whole answers, which are given up if the client goes away."""
-
-    async def open_and_wait() -> list[Answer]:
-        streams = [entry.attach(await opening()) for opening in openings]
-        return [await stream for stream in streams]
-
-    try:
-        entry.answers += await cancel_on_disconnect(call.request, open_and_wait(), call.deadline)
-    except RequestCancelled as error:
-        raise entry.named(error) from None
-    return entry.answers
-
-
-async def streamed(
-    call: Call, entry: ActiveRequest, opening: Opening, tell: Tell, fault: TellFault
-) -> Events:
-    """Events of an answer. What goes wrong before the first is raised, what comes later is told in
-    an event. The entry ends with the response, and gives up what it reads when its time is over,
-    whether or not the client reads."""
-    running = entry.running
-    try:
-        stream = entry.attach(await cancel_on_disconnect(call.request, opening(), call.deadline))
-        left = call.deadline
-    except BaseException as error:
-        running.end(entry, error)
-        raise
-    expiring = asyncio.get_running_loop().call_later(left, entry.expire)
-
-    def close() -> None:
-        expiring.cancel()
-        running.end(entry, RequestCancelled("the client went away"))
-
-    return Events(_guarded(entry, tell(entry, stream), fault), close, left + TOLD_SECONDS)
-
-
-async def _guarded(
-    entry: ActiveRequest, events: AsyncGenerator[bytes, None], fault: TellFault
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        try:
-            async for event in events:
-                yield event
-        except Exception as error:  # the answer has begun: only an event can tell of it
-            named = entry.named(error)
-            entry.running.end(entry, named)
-            yield fault(fault_in_stream(named))
-            return
-    entry.running.end(entry)

@@ -1,8 +1,8 @@
 """OpenTelemetry, by FastAPI's own support.
 
-Spans go where the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and its kin), over OTLP by HTTP,
-and to the tracer provider that the process has, if it has one. Health checks and metrics are left
-out. Below the span of its call every answer has one, `ragcache.answer`, and below that its times:
+Spans go over OTLP by HTTP to where the environment says (`OTEL_EXPORTER_OTLP_ENDPOINT` and others),
+and to the process's tracer provider, if it has one. Health checks and metrics have none. Below the
+span of its call each answer has a span `ragcache.answer`, and below that its stages:
 `ragcache.retrieve`, `assemble`, `queue`, `prefill` (to the first token) and `decode`.
 """
 
@@ -24,7 +24,7 @@ _SECOND = 1_000_000_000  # in the nanoseconds of OpenTelemetry
 
 
 def telemetry(on: bool) -> TelemetryConfig:
-    """Raises `MissingExtra` where traces are asked for and nothing exports them."""
+    """FastAPI's configuration of traces. Raises `MissingExtra` if they are on without exporters."""
     if not on:
         return {"tracing": False, "metrics": False, "logs": False}
     try:
@@ -35,20 +35,20 @@ def telemetry(on: bool) -> TelemetryConfig:
         ) from None
     return {
         "tracing": True, "metrics": False, "logs": False, "auto_configure": True,
-        "exclude": _unwatched,
+        "exclude": _untraced,
     }  # fmt: skip
 
 
-def trace_answers(entry: ActiveRequest) -> None:
-    """Spans of what a request did, in the trace of its call. For `RequestRegistry.ended`."""
-    began = time.time_ns() - int((time.monotonic() - entry.started) * _SECOND)
-    for answer in entry.answers:
-        entry.context.run(_trace, trace.get_tracer("ragcache"), answer, began)
+def trace_answers(active: ActiveRequest) -> None:
+    """Adds spans of a request that has ended to the trace of its call."""
+    began = time.time_ns() - int((time.monotonic() - active.started) * _SECOND)
+    for answer in active.answers:
+        active.context.run(_trace, trace.get_tracer("ragcache"), answer, began)
 
 
 def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
     end = began + int(answer.timings.total * _SECOND)
-    span = tracer.start_span("ragcache.answer", start_time=began, attributes=_told(answer))
+    span = tracer.start_span("ragcache.answer", start_time=began, attributes=_attributes(answer))
     with trace.use_span(span, end_on_exit=False):
         for name, at, until in _stages(answer.timings):
             part = tracer.start_span(f"ragcache.{name}", start_time=began + int(at * _SECOND))
@@ -57,7 +57,7 @@ def _trace(tracer: Tracer, answer: Answer, began: int) -> None:
 
 
 def _stages(timings: Timings) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of what an answer waited for, in seconds since its call."""
+    """Name, begin and end of an answer's stages, in seconds since its call."""
     assembled = timings.retrieve + timings.assemble
     admitted = min(assembled + timings.queued, timings.first_token)
     marks = (0.0, timings.retrieve, assembled, admitted, timings.first_token, timings.total)
@@ -66,7 +66,7 @@ def _stages(timings: Timings) -> Iterator[tuple[str, float, float]]:
         yield name, at, max(at, until)
 
 
-def _told(answer: Answer) -> dict[str, str | int]:
+def _attributes(answer: Answer) -> dict[str, str | int]:
     reuse = answer.reuse
     return {
         "ragcache.mode": answer.mode,
@@ -79,6 +79,6 @@ def _told(answer: Answer) -> dict[str, str | int]:
     }
 
 
-def _unwatched(scope: MutableMapping[str, Any]) -> bool:
+def _untraced(scope: MutableMapping[str, Any]) -> bool:
     path: str = scope.get("path", "")
     return path.startswith("/health/") or path == "/metrics"

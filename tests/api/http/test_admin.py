@@ -17,7 +17,7 @@ from ragcache import RagCache
 from ragcache.db.tables import EvictionTable
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.metrics import Metrics
-from ragcache_api.http.stats_recorder import Heat
+from ragcache_api.http.stats_recorder import HeatCounts
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
 
@@ -226,7 +226,7 @@ def test_metrics_and_heat_are_computed_beside_the_loop(
         return call
 
     monkeypatch.setattr(Metrics, "text", noting(Metrics.text))
-    monkeypatch.setattr(Heat, "map", noting(Heat.map))
+    monkeypatch.setattr(HeatCounts, "map", noting(HeatCounts.map))
     for path in ("/metrics", "/admin/heat"):
         assert client.get(path).status_code == 200
     assert not seen
@@ -243,7 +243,7 @@ def test_health_tells_when_the_service_is_ending(rag: RagCache) -> None:
 
     with client_of(rag) as ending:
         assert ending.get("/health/ready").json() == {"status": "ready"}
-        ending.app.state.service.running.drain()  # type: ignore[attr-defined]
+        ending.app.state.service.requests.drain()  # type: ignore[attr-defined]
         assert ending.get("/health/ready").status_code == 503
         assert ending.get("/health/live").status_code == 200
         refused = ending.post("/v1/answers", json=ASK)
@@ -263,7 +263,7 @@ def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: s
 
     async def watched() -> tuple[dict[str, Any], dict[str, int]]:
         call = asyncio.create_task(caller.call(app, "POST", path))
-        while not any(entry.generated > 2 for entry in service.running.entries.values()):
+        while not any(active.generated > 2 for active in service.requests.active.values()):
             await asyncio.sleep(0.01)
         told = []
         for looked in ("/admin/requests", "/admin/stats"):
@@ -271,7 +271,7 @@ def test_a_request_that_nobody_streams_is_seen_generating(rag: RagCache, path: s
             await look.call(app, "GET", looked)
             told.append(json.loads(look.told[1]["body"]))
         [library] = rag.running()
-        service.running.stop()
+        service.requests.stop()
         await call
         [seen] = told[0]["running"]
         assert seen["prompt_tokens"] == library.prompt_tokens > 0

@@ -61,7 +61,7 @@ def test_a_stream_is_told_that_its_time_is_over(client: TestClient) -> None:
 def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
     rag: RagCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "TOLD_SECONDS", 1.0)
+    monkeypatch.setattr(streaming, "LAST_EVENTS_SECONDS", 1.0)
     app = create_app(rag, ServiceSettings.read(deadline=2))
     service: Service = app.state.service
     caller = Caller(json.dumps(LONG).encode(), takes=2)
@@ -71,17 +71,17 @@ def test_a_client_that_takes_nothing_holds_nothing_after_the_deadline(
         call = asyncio.create_task(caller.call(app, "POST", "/v1/answers"))
         while len(caller.told) < 2:
             await asyncio.sleep(0.01)
-        leased = service.looking.leased()
-        while not next(iter(service.running.entries.values())).late:
+        leased = service.queries.count_leased()
+        while not next(iter(service.requests.active.values())).expired:
             await asyncio.sleep(0.01)
-        after = service.looking.leased()
+        after = service.queries.count_leased()
         await asyncio.wait_for(call, 20)
         return leased, after
 
     leased, after = asyncio.run(asyncio.wait_for(stalled(), 60))
     assert leased > 0
     assert after == 0
-    assert not service.running.entries
+    assert not service.requests.active
     assert len(caller.told) == 2
 
 
@@ -98,7 +98,7 @@ def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
             ended.append("events")
 
     caller = Caller(takes=5)
-    events = streaming.Events(many(), lambda: ended.append("response"))
+    events = streaming.EventStream(many(), lambda: ended.append("response"))
     asyncio.run(asyncio.wait_for(caller.call(events, "GET", "/"), 10))
     assert ended == ["events", "response"]
     assert len(caller.told) == 5
@@ -117,7 +117,7 @@ def test_a_stream_whose_request_cannot_be_read_ends() -> None:
         raise HTTPProblem(408, "body-too-slow", "it did not come")
 
     caller = Caller()
-    events = streaming.Events(forever(), lambda: ended.append("response"))
+    events = streaming.EventStream(forever(), lambda: ended.append("response"))
     asyncio.run(asyncio.wait_for(events({}, broken, caller.send), 10))
     assert ended == ["response"]
     assert caller.told
@@ -136,7 +136,7 @@ def test_a_ping_that_cannot_be_sent_ends_the_stream(monkeypatch: pytest.MonkeyPa
         if message.get("body", b"").startswith(b":"):
             raise OSError("the client is gone")
 
-    events = streaming.Events(silent(), lambda: ended.append("response"))
+    events = streaming.EventStream(silent(), lambda: ended.append("response"))
     asyncio.run(asyncio.wait_for(events({}, Caller().receive, send), 10))
     assert ended == ["response"]
 
@@ -152,7 +152,7 @@ def test_a_pause_is_filled_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> N
         yield b"data: 2\n\n"
 
     caller = Caller()
-    asyncio.run(caller.call(streaming.Events(few()), "GET", "/"))
+    asyncio.run(caller.call(streaming.EventStream(few()), "GET", "/"))
     bodies = [message["body"] for message in caller.told[1:]]
     assert [body for body in bodies if body.startswith(b"data")] == [b"data: 1\n\n", b"data: 2\n\n"]
     assert len(bodies) > 4

@@ -8,7 +8,7 @@ import pytest
 
 from ragcache import errors
 from ragcache.errors import RagCacheError
-from ragcache_api.http.errors import STATUS, HTTPProblem, fault_of, is_openai
+from ragcache_api.http.errors import STATUS, HTTPProblem, error_info, is_openai
 from ragcache_schemas import PMLError
 
 NAMED = [
@@ -20,15 +20,15 @@ NAMED = [
 
 @pytest.mark.parametrize("kind", NAMED, ids=lambda kind: kind.__name__)
 def test_every_named_error_is_told(kind: type[RagCacheError]) -> None:
-    fault = fault_of(kind("what was wrong"))
-    assert fault is not None
-    assert 400 <= fault.status < 600
-    assert fault.detail == "what was wrong"
-    assert ("Retry-After" in fault.headers) is (fault.status in (429, 503))
-    problem = fault.problem("/v1/x")
-    assert problem["status"] == fault.status
+    info = error_info(kind("what was wrong"))
+    assert info is not None
+    assert 400 <= info.status < 600
+    assert info.detail == "what was wrong"
+    assert ("Retry-After" in info.headers) is (info.status in (429, 503))
+    problem = info.problem("/v1/x")
+    assert problem["status"] == info.status
     assert problem["type"].startswith("urn:ragcache:problem:")
-    assert fault.openai()["error"]["message"] == "what was wrong"
+    assert info.openai()["error"]["message"] == "what was wrong"
 
 
 def test_the_table_names_errors_that_there_are() -> None:
@@ -36,14 +36,14 @@ def test_the_table_names_errors_that_there_are() -> None:
 
 
 def test_what_nobody_named_is_not_told() -> None:
-    assert fault_of(RuntimeError("a secret")) is None
+    assert error_info(RuntimeError("a secret")) is None
 
 
 def test_a_refusal_carries_its_headers() -> None:
-    fault = fault_of(HTTPProblem(429, "rate-limited", "too many", {"Retry-After": "7"}))
-    assert fault is not None
-    assert fault.headers == {"Retry-After": "7"}
-    assert fault.openai()["error"]["type"] == "rate_limit_error"
+    info = error_info(HTTPProblem(429, "rate-limited", "too many", {"Retry-After": "7"}))
+    assert info is not None
+    assert info.headers == {"Retry-After": "7"}
+    assert info.openai()["error"]["type"] == "rate_limit_error"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_told(
 def test_the_end_of_the_service_is_told(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, asked = client.app.state.service.running, []  # type: ignore[attr-defined]
+    running, asked = client.app.state.service.requests, []  # type: ignore[attr-defined]
 
     async def job(*_: object) -> JobResponse:
         asked.append(1)

@@ -10,7 +10,7 @@ import pytest
 from ragcache import Generation
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.openai.protocol import ChatRequest
-from ragcache_api.http.openai.tools import Shape, joined
+from ragcache_api.http.openai.tools import OutputFormat, join_deltas
 
 HERMES = SimpleNamespace(chat_template="{{ tools }}<tool_call>")
 TOOL = {
@@ -23,27 +23,27 @@ TOOL = {
 CALL = 'Wait. <tool_call>\n{"name": "find", "arguments": {"word": "boat"}}\n</tool_call>'
 
 
-def shape(tokenizer: Any = HERMES, **body: Any) -> Shape:
+def shape(tokenizer: Any = HERMES, **body: Any) -> OutputFormat:
     given = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-    return Shape.of(ChatRequest.model_validate(given | body), tokenizer)
+    return OutputFormat.of(ChatRequest.model_validate(given | body), tokenizer)
 
 
 def test_calls_are_read_from_the_models_text() -> None:
     reader = shape(tools=[TOOL]).reader()
-    message = joined([reader.feed(CALL), reader.finish()])
+    message = join_deltas([reader.feed(CALL), reader.finish()])
     [call] = message["tool_calls"]
     assert call["function"] == {"name": "find", "arguments": '{"word": "boat"}'}
     assert call["type"] == "function"
     assert call["id"].startswith("call_")
     assert message["content"].strip() == "Wait."
-    assert reader.ending("stop") == "tool_calls"
+    assert reader.finish_reason("stop") == "tool_calls"
 
 
 def test_deltas_say_the_same_however_the_text_is_cut() -> None:
     whole = shape(tools=[TOOL]).reader()
-    expected = joined([whole.feed(CALL), whole.finish()])
+    expected = join_deltas([whole.feed(CALL), whole.finish()])
     reader = shape(tools=[TOOL]).reader()
-    cut = joined([*(reader.feed(char) for char in CALL), reader.finish()])
+    cut = join_deltas([*(reader.feed(char) for char in CALL), reader.finish()])
     for message in (expected, cut):
         del message["tool_calls"][0]["id"]
     assert cut == expected
@@ -51,8 +51,8 @@ def test_deltas_say_the_same_however_the_text_is_cut() -> None:
 
 def test_text_without_tools_is_text() -> None:
     reader = shape().reader()
-    assert joined([reader.feed("  <tool_call>"), reader.finish()])["content"] == "<tool_call>"
-    assert reader.ending("length") == "length"
+    assert join_deltas([reader.feed("  <tool_call>"), reader.finish()])["content"] == "<tool_call>"
+    assert reader.finish_reason("length") == "length"
 
 
 def test_formats_and_choices_become_grammars() -> None:

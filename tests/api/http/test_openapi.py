@@ -85,3 +85,10 @@ def _shorten(body: Any) -> None:
                 body[name] = 4
         if "messages" in body and not body.get("max_tokens"):
             body["max_tokens"] = 4
+
+
+def test_operations_are_named_by_tag_and_function(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    names = [each["operationId"] for operations in paths.values() for each in operations.values()]
+    assert len(set(names)) == len(names)
+    assert {"admin.list_modules", "openai.complete_chat", "documents.get_job"} <= set(names)

@@ -17,7 +17,13 @@ import pytest
 from ragcache import RagCache
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.server import KeyNeeded, check_reach, is_loopback, long_lived, server_config
+from ragcache_api.http.server import (
+    KeyRequired,
+    check_exposure,
+    frozen_heap,
+    is_loopback,
+    server_config,
+)
 from tests.api.http.asgi import App, Caller
 from tests.api.http.conftest import LEAVE, Start
 from tests.api.http.events import events
@@ -52,7 +58,7 @@ def test_connections_are_counted(rag: RagCache) -> None:
 
 
 def test_full_collections_pass_by_what_stood_when_serving_began() -> None:
-    with long_lived():
+    with frozen_heap():
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
 
@@ -132,11 +138,11 @@ def test_further_signals_do_not_keep_the_folder_from_being_closed(
 
 def test_an_open_address_without_a_key_is_refused(reader: LoadedModel, tmp_path: Path) -> None:
     with RagCache.open(tmp_path / "state", reader) as rag:
-        check_reach(rag, ServiceSettings.read(host="127.0.0.1"))
-        with pytest.raises(KeyNeeded, match="ragcache keys create"):
-            check_reach(rag, ServiceSettings.read(host="0.0.0.0"))
+        check_exposure(rag, ServiceSettings.read(host="127.0.0.1"))
+        with pytest.raises(KeyRequired, match="ragcache keys create"):
+            check_exposure(rag, ServiceSettings.read(host="0.0.0.0"))
         rag.keys.create("me")
-        check_reach(rag, ServiceSettings.read(host="0.0.0.0"))
+        check_exposure(rag, ServiceSettings.read(host="0.0.0.0"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ragcache_api.http.requests import ActiveRequest, RequestRegistry
 from ragcache_api.http.stats_recorder import (
     POINT_SECONDS,
     POINTS,
-    Record,
+    NamespaceStats,
     StatsRecorder,
     percentile,
 )
@@ -28,7 +28,7 @@ def answer(module: str, cached: int, first_token: float) -> Answer:
     )  # fmt: skip
 
 
-def entry(namespace: str, *answers: Answer, outcome: str = "finished") -> ActiveRequest:
+def active(namespace: str, *answers: Answer, outcome: str = "finished") -> ActiveRequest:
     made = ActiveRequest("id", "answer", namespace, "notes", RequestRegistry())
     made.answers += answers
     made.streams += [
@@ -48,9 +48,9 @@ class Clock:
 
 
 def test_first_tokens_are_told_apart_by_what_the_cache_had() -> None:
-    record = Record(Clock())
-    record.ended(entry("a", answer("m", 90, 0.1)))
-    record.ended(entry("a", answer("m", 0, 0.9)))
+    record = NamespaceStats(Clock())
+    record.record_request(active("a", answer("m", 90, 0.1)))
+    record.record_request(active("a", answer("m", 0, 0.9)))
     told = record.ttft()
     assert told["hit"] == {"p50": 0.1, "p95": 0.1, "count": 1}
     assert told["miss"] == {"p50": 0.9, "p95": 0.9, "count": 1}
@@ -58,21 +58,21 @@ def test_first_tokens_are_told_apart_by_what_the_cache_had() -> None:
 
 
 def test_prompts_without_documents_are_neither_hit_nor_miss() -> None:
-    record = Record(Clock())
+    record = NamespaceStats(Clock())
     plain = replace(answer("m", 0, 0.01), sources=())
-    record.ended(entry("a", plain))
+    record.record_request(active("a", plain))
     assert {kind: told["count"] for kind, told in record.ttft().items()} == {"hit": 0, "miss": 0}
     assert record.series()[-1]["ttft_miss_p50"] is None
     pasted = replace(plain, reuse=Reuse(40, 0, 40, created_tokens=30))
-    record.ended(entry("a", pasted))
+    record.record_request(active("a", pasted))
     assert record.ttft()["miss"]["count"] == 1
 
 
 def test_the_series_holds_one_hour() -> None:
     clock = Clock()
-    record = Record(clock)
+    record = NamespaceStats(clock)
     for _ in range(POINTS + 10):
-        record.ended(entry("a", answer("m", 90, 0.1)))
+        record.record_request(active("a", answer("m", 90, 0.1)))
         clock.now += POINT_SECONDS
     series = record.series()
     assert len(series) == POINTS
@@ -82,11 +82,11 @@ def test_the_series_holds_one_hour() -> None:
 
 def test_heat_counts_modules_by_minute() -> None:
     clock = Clock()
-    record = Record(clock)
-    record.ended(entry("a", answer("old", 1, 0.1)))
+    record = NamespaceStats(clock)
+    record.record_request(active("a", answer("old", 1, 0.1)))
     clock.now += 120
     for name in ("new", "new", "other"):
-        record.ended(entry("a", answer(name, 1, 0.1)))
+        record.record_request(active("a", answer(name, 1, 0.1)))
     heat = record.heat(2).map(1)
     assert heat["modules"] == ["new"]
     assert heat["counts"] == [[0, 2]]
@@ -94,30 +94,30 @@ def test_heat_counts_modules_by_minute() -> None:
 
 
 def test_heat_is_a_copy() -> None:
-    record = Record(Clock())
-    record.ended(entry("a", answer("old", 1, 0.1)))
+    record = NamespaceStats(Clock())
+    record.record_request(active("a", answer("old", 1, 0.1)))
     heat = record.heat(1)
-    record.ended(entry("a", answer("new", 1, 0.1)))
+    record.record_request(active("a", answer("new", 1, 0.1)))
     assert heat.map(9)["modules"] == ["old"]
 
 
 def test_only_the_last_requests_are_kept() -> None:
-    record = Record(Clock())
+    record = NamespaceStats(Clock())
     for _ in range(150):
-        record.ended(entry("a", outcome="failed"))
+        record.record_request(active("a", outcome="failed"))
     assert len(record.recent) == 100
     assert record.outcomes["failed"] == 150
 
 
 def test_namespaces_have_records_of_their_own() -> None:
     recorder = StatsRecorder(Clock())
-    recorder.ended(entry("a", answer("m", 1, 0.1)))
-    assert recorder.of("a").outcomes["finished"] == 1
-    assert recorder.of("b").outcomes["finished"] == 0
+    recorder.record_request(active("a", answer("m", 1, 0.1)))
+    assert recorder.stats_of("a").outcomes["finished"] == 1
+    assert recorder.stats_of("b").outcomes["finished"] == 0
     running = ActiveRequest("id", "answer", "a", "notes", RequestRegistry())
-    recorder.tick([running])
-    assert recorder.of("a").series()[-1]["waiting"] == 1
-    assert recorder.of("b").series()[-1]["waiting"] == 0
+    recorder.count_active([running])
+    assert recorder.stats_of("a").series()[-1]["waiting"] == 1
+    assert recorder.stats_of("b").series()[-1]["waiting"] == 0
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

@@ -1,84 +1,83 @@
-"""Requests of OpenAI's interface. Unknown fields are passed over, as OpenAI's clients expect; those
-that would change the answer and are not served are refused."""
+"""Requests and responses of OpenAI's interface.
 
-# MERGED ragcache_api.http.wire.openai_told: Answers of OpenAI's interface.
+Unknown fields of requests are ignored, as OpenAI's clients expect; those that would change the
+answer and are not served are refused.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache import Answer, Citation, Generation
+from ragcache import Answer, Generation
 from ragcache.config import DEFAULT_K
 from ragcache.engine import Choice
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import CollectionName, ResponseModel, compact
+from ragcache_api.http.protocol import CollectionName, ResponseModel, compact, retrieval_options
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 _LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
 
 
-class OpenAIWire(BaseModel):
+class OpenAIModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
     def refuse(self, *names: str) -> None:
-        """Raises `HTTPProblem` (400) where one of the fields asks for anything."""
+        """Raises `HTTPProblem` (400) if one of these fields has a value."""
         for name in names:
             if (self.model_extra or {}).get(name):
                 raise unsupported(name)
 
 
-class StreamOptions(OpenAIWire):
+class StreamOptions(OpenAIModel):
     include_usage: bool | None = None
 
 
-class Part(OpenAIWire):
+class ContentPart(OpenAIModel):
     type: str
     text: Text | None = None
     refusal: Text | None = None
 
     def plain(self) -> str:
         """Its text, or that of an earlier refusal. Raises `HTTPProblem` (400)."""
-        said = {"text": self.text, "refusal": self.refusal}.get(self.type)
-        if said is None:
+        text = {"text": self.text, "refusal": self.refusal}.get(self.type)
+        if text is None:
             raise unsupported(f"messages.content.{self.type}")
-        return said
+        return text
 
 
-class Function(OpenAIWire):
+class FunctionCall(OpenAIModel):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     arguments: Text = "{}"
 
 
-class ToolCallMessage(OpenAIWire):
+class ToolCallMessage(OpenAIModel):
     id: str = ""
     type: Literal["function"] = "function"
-    function: Function
+    function: FunctionCall
 
 
-class ChatMessage(OpenAIWire):
+class ChatMessage(OpenAIModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[Part] | None = None
+    content: Text | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """In the form of Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
+        """For Hugging Face's chat templates. Raises `HTTPProblem` (400)."""
         role = "system" if self.role == "developer" else self.role
-        told: dict[str, Any] = {"role": role, "content": self._text()}
-        if self.name is not None:
-            told["name"] = self.name
-        if self.tool_call_id is not None:
-            told["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            told["tool_calls"] = [_called(call) for call in self.tool_calls]
-        return told
+        calls = [_plain_tool_call(call) for call in self.tool_calls or ()]
+        optional = {
+            "name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None,
+        }  # fmt: skip
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": role, "content": self._text(), **given}
 
     def _text(self) -> str:
         if not isinstance(self.content, list):
@@ -86,32 +85,32 @@ class ChatMessage(OpenAIWire):
         return "".join(part.plain() for part in self.content)
 
 
-class Tool(OpenAIWire):
+class Tool(OpenAIModel):
     type: Literal["function"]
     function: dict[str, Any]
 
 
-class NamedFunction(OpenAIWire):
+class NamedFunction(OpenAIModel):
     name: str
 
 
-class NamedTool(OpenAIWire):
+class NamedTool(OpenAIModel):
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(OpenAIWire):
+class JsonSchema(OpenAIModel):
     name: str = "answer"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
-class ResponseFormat(OpenAIWire):
+class ResponseFormat(OpenAIModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(OpenAIWire):
-    """What chats and completions have in common. Without a temperature the answer is greedy."""
+class GenerationRequest(OpenAIModel):
+    """Fields that chats and completions share. Without a temperature the answer is greedy."""
 
     model: Annotated[str, Field(max_length=1000)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -133,7 +132,7 @@ class GenerationRequest(OpenAIWire):
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     def options(self, deadline: float) -> dict[str, Any]:
-        """Those of `Generation.of`."""
+        """Arguments of `Generation.of`."""
         return {
             "max_new_tokens": self.max_tokens, "temperature": self.temperature,
             "top_p": None if self.top_p is None else max(self.top_p, _LIKELIEST),
@@ -145,19 +144,15 @@ class GenerationRequest(OpenAIWire):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def reading(self) -> dict[str, Any]:
-        """How kept states are read, if the request says."""
+    def chat_options(self) -> dict[str, Any]:
+        """How cached states are read, if the request says so."""
         return {} if self.mode is None else {"mode": self.mode}
 
     def retrieval(self) -> dict[str, Any]:
-        """How documents are found and read, as far as the request says."""
-        given = {
-            "k": self.k, "mode": self.mode, "filters": self.filters, "threshold": self.threshold,
-        }  # fmt: skip
-        return {name: value for name, value in given.items() if value is not None}
+        return retrieval_options(self)
 
 
 class ChatRequest(GenerationRequest):
@@ -173,10 +168,12 @@ class ChatRequest(GenerationRequest):
     function_call: Any = None
 
     def generation(self, deadline: float) -> Generation:
-        """Without a limit of the request's own the answer ends where the model ends it, or the
-        window. Raises `InvalidRequest` or `HTTPProblem` (400)."""
+        """Without a limit in the request, the answer ends where the model or the window does.
+
+        Raises `InvalidRequest` or `HTTPProblem` (400).
+        """
         self.refuse("logit_bias", "functions", "audio", "web_search_options")
-        if self.function_call not in (None, "none", "auto"):  # without functions these ask nothing
+        if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
             raise unsupported("function_call")
         if self.top_logprobs and not self.logprobs:
             raise HTTPProblem(400, "invalid-request", "top_logprobs needs logprobs", None,
@@ -188,7 +185,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def question(self) -> str:
-        """The last message of the user. Raises `HTTPProblem` (400) where there is none."""
+        """The user's last message. Raises `HTTPProblem` (400) if there is none."""
         for message in reversed(self.messages):
             if message.role == "user":
                 return str(message.plain()["content"])
@@ -217,7 +214,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str]:
-        """Raises `HTTPProblem` (400) for token ids, which another tokenizer may have made."""
+        """Raises `HTTPProblem` (400) for token ids, which may be another tokenizer's."""
         listed = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         texts = [each for each in listed if isinstance(each, str)]
         if not texts or len(texts) != len(listed):
@@ -228,12 +225,13 @@ class CompletionRequest(GenerationRequest):
 
 
 def unsupported(name: str) -> HTTPProblem:
+    """The error of a field that is not served."""
     detail = f"{name} is not served, and leaving it out would change the answer"
     return HTTPProblem(400, "unsupported", detail, None, name)
 
 
-def _called(call: ToolCallMessage) -> dict[str, Any]:
-    """Templates take arguments as values, OpenAI sends them as text."""
+def _plain_tool_call(call: ToolCallMessage) -> dict[str, Any]:
+    """Templates take arguments as values; OpenAI sends them as text."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError:
@@ -247,12 +245,12 @@ def _called(call: ToolCallMessage) -> dict[str, Any]:
 
 
 class PromptDetails(ResponseModel):
+    """cached_tokens: those of the prompt that were not computed for this request."""
+
     cached_tokens: int
 
 
 class Usage(ResponseModel):
-    """cached_tokens: those of the prompt that were not computed for this request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -260,7 +258,7 @@ class Usage(ResponseModel):
 
 
 class OpenAICompletion(ResponseModel):
-    """A chat completion or a text completion. sources: where a collection was asked."""
+    """A chat completion or a text completion. sources: only with `collection`."""
 
     id: str
     object: Literal["chat.completion", "text_completion"]
@@ -273,83 +271,75 @@ class OpenAICompletion(ResponseModel):
     ragcache: dict[str, Any]
 
 
-class Model(ResponseModel):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "ragcache"
 
 
-class Models(ResponseModel):
+class ModelList(ResponseModel):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What every part of one answer repeats."""
+class CompletionHead:
+    """Fields that the completion, or each of its chunks, begins with. sources: of the answer's
+    modules, which a completion with `collection` has."""
 
     id: str
     model: str
     fingerprint: str
     chat: bool
-    created: int
-
-    @classmethod
-    def of(cls, number: str, model: str, fingerprint: str, *, chat: bool) -> Head:
-        return cls(number, model, fingerprint, chat, int(time()))
+    sources: bool
+    created: int = field(default_factory=lambda: int(time()))
 
     def completion(
-        self, choices: list[dict[str, Any]], answers: Sequence[Answer], *, sources: bool
-    ) -> dict[str, Any]:
-        """The whole answer."""
-        told = {
-            "id": self.id,
-            "object": "chat.completion" if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
-            "usage": usage(answers),
-            "ragcache": extras(answers),
-        }
-        return told | ({"sources": sources_response(answers)} if sources else {})
+        self, choices: list[dict[str, Any]], answers: Sequence[Answer]
+    ) -> dict[str, Any]:  # fmt: skip
+        """The whole completion."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {
+            **self._fields(kind), "choices": choices, "usage": usage(answers),
+            **self.reuse_fields(answers),
+        }  # fmt: skip
 
     def prefix(self) -> bytes:
         """The beginning of every chunk, up to the comma before its choices."""
-        told = {
-            "id": self.id,
-            "object": "chat.completion.chunk" if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return compact(self._fields(kind))[:-1] + b","
+
+    def reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Fields that OpenAI lacks: sources of all prompts, reuse and times of the first."""
+        first = answers[0]
+        fields: dict[str, Any] = {
+            "ragcache": {"mode": first.mode, "reuse": first.reuse, "timings": first.timings}
         }
-        return compact(told)[:-1] + b","
+        if self.sources:
+            fields["sources"] = [source for answer in answers for source in answer.sources]
+        return fields
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }  # fmt: skip
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of all prompts and all choices."""
     prompt = sum(answer.reuse.prompt_tokens for answer in answers)
     kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
-    said = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
+    generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": said,
-        "total_tokens": prompt + said,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": kept},
     }
 
 
-def extras(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What OpenAI has no field for, of the first prompt."""
-    first = answers[0]
-    return {"mode": first.mode, "reuse": first.reuse, "timings": first.timings}
-
-
-def sources_response(answers: Sequence[Answer]) -> list[Citation]:
-    return [source for answer in answers for source in answer.sources]
-
-
-def reason(choice: Choice) -> str:
-    """OpenAI knows no answer that found nothing to read: it has an end, and no sources."""
+def finish_reason_of(choice: Choice) -> str:
+    """OpenAI has no reason for an answer without documents: it is `stop`, without sources."""
     return "length" if choice.finish_reason == "length" else "stop"

@@ -1,15 +1,11 @@
-"""What chats and completions have in common."""
-
-# MERGED ragcache_api.http.routes.chat: `POST /v1/chat/completions`.
-# MERGED ragcache_api.http.routes.completions: `POST /v1/completions`.
-# MERGED ragcache_api.http.routes.models: `GET /v1/models`.
+"""OpenAI's interface: `POST /v1/chat/completions`, `POST /v1/completions` and `GET /v1/models`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
@@ -20,283 +16,80 @@ from ragcache.engine import Choice, TokenDelta
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.openai.protocol import (
     ChatRequest,
+    CompletionHead,
     CompletionRequest,
-    Head,
-    Model,
-    Models,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
     OpenAICompletion,
-    extras,
-    reason,
-    sources_response,
+    finish_reason_of,
     usage,
 )
-from ragcache_api.http.openai.tools import Shape, joined
+from ragcache_api.http.openai.tools import OutputFormat, join_deltas
 from ragcache_api.http.protocol import CompactResponse, compact, event_stream, openai_problems
 from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import Call, CallDep, Service
-from ragcache_api.http.streaming import Opening, answered, event, streamed
+from ragcache_api.http.service import ContextDep, RequestContext, Service
+from ragcache_api.http.streaming import (
+    Opening,
+    complete_answers,
+    deltas_of,
+    format_event,
+    stream_answer,
+)
 
 DONE = b"data: [DONE]\n\n"
-ChunkOf = Callable[[TokenDelta], dict[str, Any] | None]
-"""The choice that a piece makes in a chunk; None where it tells nothing."""
-
-
-@dataclass(slots=True)
-class Chunks:
-    """Writes the chunks of one streamed answer."""
-
-    head: Head
-    with_usage: bool
-    with_sources: bool
-    _prefix: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._prefix = b"data: " + self.head.prefix()
-
-    def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
-        """An event with some choices."""
-        if self.with_usage:
-            more.setdefault("usage", None)
-        return self._prefix + compact({"choices": choices, **more})[1:] + b"\n\n"
-
-    def ending(self, answers: list[Answer]) -> bytes:
-        """Usage, if it was asked for, and the end."""
-        if not self.with_usage:
-            return DONE
-        return self.chunk(usage=usage(answers)) + DONE
-
-    def extras(self, answers: list[Answer]) -> dict[str, Any]:
-        """The fields of the last chunk that has choices, which OpenAI does not know."""
-        told: dict[str, Any] = {"ragcache": extras(answers)}
-        return told | ({"sources": sources_response(answers)} if self.with_sources else {})
-
-
-async def pieces_of(
-    entry: ActiveRequest, stream: AsyncAnswerStream
-) -> AsyncGenerator[TokenDelta, None]:
-    """The stream's pieces; the entry has the answer afterwards."""
-    async with aclosing(stream.pieces()) as pieces:
-        async for piece in pieces:
-            yield piece
-    entry.answers.append(stream.answer)
-
-
-def told_fault(fault: ErrorInfo) -> bytes:
-    """An error in the middle of a stream, as OpenAI tells it."""
-    return event(fault.openai())
-
-
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
 _STREAMED = event_stream("The completion")
 
 
 @router.post("/chat/completions", response_model=OpenAICompletion, responses=_STREAMED)
-async def complete_chat(body: ChatRequest, call: CallDep) -> Response:
-    """OpenAI's chat completion. With `collection`, the last message of the user is answered from
-    the documents of that collection, and `sources` tells which modules were read."""
-    check_model(call.service, body.model)
-    shape = Shape.of(body, call.service.tokenizer)
-    generation = shape.apply(body.generation(call.deadline))
-    rag = call.rag
-    running, namespace = call.service.running, call.caller.namespace
+async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
+    """OpenAI's chat completion. With `collection`, the user's last message is answered from the
+    documents of that collection, and `sources` lists the modules that were read."""
+    check_model(context.service, body.model)
+    output = OutputFormat.of(body, context.service.tokenizer)
+    generation = output.apply(body.generation(context.deadline))
 
-    async def opening() -> AsyncAnswerStream:
+    def prompt() -> Any:
         if body.collection is not None:
-            return await rag.astream(
-                body.question, collection=body.collection, generation=generation, **body.retrieval()
-            )
-        messages = [message.plain() for message in body.messages]
-        return await rag.astream_chat(
-            messages, tools=shape.tools, generation=generation, **body.reading()
-        )
+            return body.question
+        return [message.plain() for message in body.messages]
 
-    if body.stream:
-        entry = running.begin("chat", namespace, body.collection or "")
-        told = _Chat(call, body, shape, entry)
-        return await streamed(call, entry, opening, told.chunks, told_fault)
-    with running.entry("chat", namespace, body.collection or "") as entry:
-        [answer] = await answered(call, entry, opening)
-        told = _Chat(call, body, shape, entry)
-        choices = [told.choice(index) for index in range(len(answer.choices))]
-        whole = told.head.completion(choices, entry.answers, sources=body.collection is not None)
-    return CompactResponse(whole)
-
-
-class _Chat:
-    """Tells one chat completion, whole or in chunks."""
-
-    def __init__(self, call: Call, body: ChatRequest, shape: Shape, entry: ActiveRequest) -> None:
-        service = call.service
-        self.head = Head.of(entry.id, service.model, service.fingerprint, chat=True)
-        self._body, self._shape, self._entry = body, shape, entry
-        self._logprobs = service.logprobs
-        self._readers = [shape.reader() for _ in range(body.n or 1)]
-
-    def choice(self, index: int) -> dict[str, Any]:
-        """A choice of the answer that has ended."""
-        choice = self._entry.answers[0].choices[index]
-        reader = self._readers[index]
-        deltas = [reader.feed(choice.text), reader.finish()]
-        message = {"role": "assistant", **joined(deltas)}
-        logprobs = self._logprobs.chat(choice.chosen) if self._body.logprobs else None
-        ending = reader.ending(reason(choice))
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": ending}
-
-    async def chunks(
-        self, entry: ActiveRequest, stream: AsyncAnswerStream
-    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
-        """All events of the answer."""
-        chunks = Chunks(self.head, self._body.with_usage, self._body.collection is not None)
-        yield chunks.chunk(
-            *(_delta(i, {"role": "assistant", "content": ""}) for i in range(self._body.n or 1))
-        )
-        async with aclosing(pieces_of(entry, stream)) as pieces:
-            async for piece in pieces:
-                delta = self._piece(piece)
-                if delta is not None:
-                    yield chunks.chunk(delta)
-        choices = entry.answers[0].choices
-        last = [_delta(index, self._readers[index].finish()) for index in range(len(choices))]
-        if any(each["delta"] for each in last):
-            yield chunks.chunk(*(each for each in last if each["delta"]))
-        endings = [
-            _delta(index, {}, self._readers[index].ending(reason(choice)))
-            for index, choice in enumerate(choices)
-        ]
-        yield chunks.chunk(*endings, **chunks.extras(entry.answers))
-        yield chunks.ending(entry.answers)
-
-    def _piece(self, piece: TokenDelta) -> dict[str, Any] | None:
-        said = self._readers[piece.choice].feed(piece.text)
-        told = self._body.logprobs and piece.chosen is not None
-        if not said and not told:
-            return None
-        delta = _delta(piece.choice, said)
-        if told and piece.chosen is not None:
-            delta["logprobs"] = self._logprobs.chat([piece.chosen])
-        return delta
-
-
-def _delta(index: int, delta: dict[str, Any], ending: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": ending}
+    opening = _opening(context, body, generation, prompt, tools=output.tools)
+    return await _respond(
+        context, "chat", body, [opening], lambda active: _ChatWriter(context, body, active, output)
+    )
 
 
 @router.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
-async def complete_text(body: CompletionRequest, call: CallDep) -> Response:
-    """OpenAI's text completion: texts are continued as they stand. With `collection`, the prompt is
-    a question to its documents."""
-    check_model(call.service, body.model)
-    generation, prompts = body.generation(call.deadline), body.prompts
-    running, namespace = call.service.running, call.caller.namespace
-    if body.stream:
-        if len(prompts) > 1:
-            raise HTTPProblem(400, "unsupported", "a stream takes one prompt", None, "prompt")
-        entry = running.begin("completion", namespace, body.collection or "")
-        told = _Completion(call, body, entry)
-        opening = _opening(call, body, generation, prompts[0])
-        return await streamed(call, entry, opening, told.chunks, told_fault)
-    with running.entry("completion", namespace, body.collection or "") as entry:
-        openings = [_opening(call, body, generation, prompt) for prompt in prompts]
-        answers = await answered(call, entry, *openings)
-        told = _Completion(call, body, entry)
-        choices = told.choices(prompts)
-        whole = told.head.completion(choices, answers, sources=body.collection is not None)
-    return CompactResponse(whole)
-
-
-def _opening(
-    call: Call, body: CompletionRequest, generation: Generation, prompt: str
-) -> Opening:  # fmt: skip
-    rag = call.rag
-
-    async def opening() -> AsyncAnswerStream:
-        if body.collection is None:
-            return await rag.astream_chat(prompt, generation=generation, **body.reading())
-        return await rag.astream(
-            prompt, collection=body.collection, generation=generation, **body.retrieval()
-        )
-
-    return opening
-
-
-class _Completion:
-    """Tells one text completion, whole or in chunks."""
-
-    def __init__(self, call: Call, body: CompletionRequest, entry: ActiveRequest) -> None:
-        service = call.service
-        self.head = Head.of(entry.id, service.model, service.fingerprint, chat=False)
-        self._body, self._entry = body, entry
-        self._logprobs = service.logprobs
-
-    def choices(self, prompts: list[str]) -> list[dict[str, Any]]:
-        """Of all prompts, one after the other."""
-        told: list[dict[str, Any]] = []
-        for prompt, answer in zip(prompts, self._entry.answers, strict=True):
-            lead = prompt if self._body.echo else ""
-            told += [
-                self._choice(len(told) + number, choice, lead)
-                for number, choice in enumerate(answer.choices)
-            ]
-        return told
-
-    def _choice(self, index: int, choice: Choice, lead: str) -> dict[str, Any]:
-        told = self._body.logprobs is not None
-        logprobs = self._logprobs.text(choice.chosen) if told else None
-        return _choice(index, lead + choice.text, logprobs, reason(choice))
-
-    async def chunks(
-        self, entry: ActiveRequest, stream: AsyncAnswerStream
-    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
-        """All events of the answer."""
-        chunks = Chunks(self.head, self._body.with_usage, self._body.collection is not None)
-        if self._body.echo:
-            lead = self._body.prompts[0]
-            yield chunks.chunk(*(_choice(i, lead) for i in range(self._body.n or 1)))
-        lengths: Counter[int] = Counter()
-        async with aclosing(pieces_of(entry, stream)) as pieces:
-            async for piece in pieces:
-                told = self._piece(piece, lengths)
-                if told is not None:
-                    yield chunks.chunk(told)
-        endings = [
-            _choice(index, "", None, reason(choice))
-            for index, choice in enumerate(entry.answers[0].choices)
-        ]
-        yield chunks.chunk(*endings, **chunks.extras(entry.answers))
-        yield chunks.ending(entry.answers)
-
-    def _piece(self, piece: TokenDelta, lengths: Counter[int]) -> dict[str, Any] | None:
-        told = self._body.logprobs is not None and piece.chosen is not None
-        if not told and not piece.text:
-            return None
-        logprobs = None
-        if told and piece.chosen is not None:
-            logprobs = self._logprobs.text([piece.chosen], lengths[piece.choice])
-            lengths[piece.choice] += len(logprobs["tokens"][0])
-        return _choice(piece.choice, piece.text, logprobs)
-
-
-def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None = None, ending: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": ending}
+async def complete_text(body: CompletionRequest, context: ContextDep) -> Response:
+    """OpenAI's text completion: it continues texts as they are. With `collection`, the prompt is a
+    question to its documents."""
+    check_model(context.service, body.model)
+    generation, prompts = body.generation(context.deadline), body.prompts
+    if body.stream and len(prompts) > 1:
+        raise HTTPProblem(400, "unsupported", "a stream takes one prompt", None, "prompt")
+    openings = [_opening(context, body, generation, lambda text=text: text) for text in prompts]  # type: ignore[misc]
+    return await _respond(
+        context, "completion", body, openings, lambda active: _TextWriter(context, body, active)
+    )
 
 
 @router.get("/models")
-async def list_models(call: CallDep) -> Models:
-    """The model that is served."""
-    return Models(data=[_served(call.service)])
+async def list_models(context: ContextDep) -> ModelList:
+    """The served model."""
+    return ModelList(data=[_model_card(context.service)])
 
 
 @router.get("/models/{name:path}")
-async def get_model(name: str, call: CallDep) -> Model:
+async def get_model(name: str, context: ContextDep) -> ModelCard:
     """The model of a name."""
-    check_model(call.service, name)
-    return _served(call.service)
+    check_model(context.service, name)
+    return _model_card(context.service)
 
 
 def check_model(service: Service, name: str) -> None:
-    """Raises `HTTPProblem` (404) for another model than the one that is served."""
+    """Raises `HTTPProblem` (404) for another model than the served one."""
     if name != service.model:
         raise HTTPProblem(
             404, "model-not-found", f"the model {name!r:.200} is not served; {service.model!r} is",
@@ -304,5 +97,191 @@ def check_model(service: Service, name: str) -> None:
         )  # fmt: skip
 
 
-def _served(service: Service) -> Model:
-    return Model(id=service.model, created=int(service.started))
+def _model_card(service: Service) -> ModelCard:
+    return ModelCard(id=service.model, created=int(service.started))
+
+
+def _opening(
+    context: RequestContext, body: GenerationRequest, generation: Generation,
+    prompt: Callable[[], Any], **chat: Any,
+) -> Opening:  # fmt: skip
+    rag = context.rag
+
+    async def opening() -> AsyncAnswerStream:
+        if body.collection is None:
+            options = chat | body.chat_options()
+            return await rag.astream_chat(prompt(), generation=generation, **options)
+        return await rag.astream(
+            prompt(), collection=body.collection, generation=generation, **body.retrieval()
+        )
+
+    return opening
+
+
+async def _respond(
+    context: RequestContext, kind: str, body: GenerationRequest, openings: list[Opening],
+    writer_of: Callable[[ActiveRequest], _CompletionWriter],
+) -> Response:  # fmt: skip
+    requests, tags = context.service.requests, (context.caller.namespace, body.collection or "")
+    if body.stream:
+        active = requests.begin_request(kind, *tags)
+        chunks = writer_of(active).chunks
+        return await stream_answer(context, active, openings[0], chunks, _error_event)
+    with requests.track_request(kind, *tags) as active:
+        answers = await complete_answers(context, active, *openings)
+        writer = writer_of(active)
+        completion = writer.head.completion(writer.choices(answers), answers)
+    return CompactResponse(completion)
+
+
+def _error_event(info: ErrorInfo) -> bytes:
+    return format_event(info.openai())
+
+
+class _CompletionWriter(ABC):
+    """Writes one completion, whole or in chunks."""
+
+    def __init__(
+        self, context: RequestContext, body: GenerationRequest, active: ActiveRequest, *, chat: bool
+    ) -> None:
+        service = context.service
+        self.head = CompletionHead(
+            active.id, service.model, service.fingerprint, chat, body.collection is not None
+        )
+        self._logprobs = service.logprobs
+        self._with_usage = body.with_usage
+        self._prefix = b"data: " + self.head.prefix()
+
+    @abstractmethod
+    def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """The choices of all answers."""
+
+    async def chunks(
+        self, active: ActiveRequest, stream: AsyncAnswerStream
+    ) -> AsyncGenerator[bytes, None]:  # fmt: skip
+        """All events of the answer."""
+        if first := self._first():
+            yield self._chunk(*first)
+        async with aclosing(deltas_of(active, stream)) as deltas:
+            async for delta in deltas:
+                if choice := self._choice_delta(delta):
+                    yield self._chunk(choice)
+        choices = active.answers[0].choices
+        if held := self._held_back(len(choices)):
+            yield self._chunk(*held)
+        endings = [self._ending(index, choice) for index, choice in enumerate(choices)]
+        yield self._chunk(*endings, **self.head.reuse_fields(active.answers))
+        if self._with_usage:
+            yield self._chunk(usage=usage(active.answers)) + DONE
+        else:
+            yield DONE
+
+    def _chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        if self._with_usage:
+            more.setdefault("usage", None)
+        return self._prefix + compact({"choices": choices, **more})[1:] + b"\n\n"
+
+    @abstractmethod
+    def _first(self) -> list[dict[str, Any]]:
+        """Choices before any delta."""
+
+    @abstractmethod
+    def _choice_delta(self, delta: TokenDelta) -> dict[str, Any] | None:
+        """None where the delta changes nothing."""
+
+    def _held_back(self, choices: int) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Choices with text that no delta was certain of."""
+        return []
+
+    @abstractmethod
+    def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
+        """The choice of the last chunk, with its finish reason."""
+
+
+class _ChatWriter(_CompletionWriter):
+    def __init__(
+        self, context: RequestContext, body: ChatRequest, active: ActiveRequest,
+        output: OutputFormat,
+    ) -> None:  # fmt: skip
+        super().__init__(context, body, active, chat=True)
+        self._with_logprobs = bool(body.logprobs)
+        self._readers = [output.reader() for _ in range(body.n or 1)]
+
+    def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        return [self._message(index, choice) for index, choice in enumerate(answers[0].choices)]
+
+    def _message(self, index: int, choice: Choice) -> dict[str, Any]:
+        reader = self._readers[index]
+        deltas = [reader.feed(choice.text), reader.finish()]
+        message = {"role": "assistant", **join_deltas(deltas)}
+        logprobs = self._logprobs.chat(choice.chosen) if self._with_logprobs else None
+        return _choice(index, logprobs, self._finish_reason(index, choice), message=message)
+
+    def _finish_reason(self, index: int, choice: Choice) -> str:
+        return self._readers[index].finish_reason(finish_reason_of(choice))
+
+    def _first(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [_choice(index, delta=delta) for index in range(len(self._readers))]
+
+    def _choice_delta(self, delta: TokenDelta) -> dict[str, Any] | None:
+        fields = self._readers[delta.choice].feed(delta.text)
+        logprobs = None
+        if self._with_logprobs and delta.chosen is not None:
+            logprobs = self._logprobs.chat([delta.chosen])
+        if not fields and logprobs is None:
+            return None
+        return _choice(delta.choice, logprobs, delta=fields)
+
+    def _held_back(self, choices: int) -> list[dict[str, Any]]:
+        held = [(index, self._readers[index].finish()) for index in range(choices)]
+        return [_choice(index, delta=fields) for index, fields in held if fields]
+
+    def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
+        return _choice(index, None, self._finish_reason(index, choice), delta={})
+
+
+class _TextWriter(_CompletionWriter):
+    def __init__(
+        self, context: RequestContext, body: CompletionRequest, active: ActiveRequest
+    ) -> None:  # fmt: skip
+        super().__init__(context, body, active, chat=False)
+        self._with_logprobs = body.logprobs is not None
+        self._echoed = body.prompts if body.echo else [""] * len(body.prompts)
+        self._number = body.n or 1
+        self._lengths: Counter[int] = Counter()
+
+    def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        every = [
+            (echoed, choice)
+            for echoed, answer in zip(self._echoed, answers, strict=True)
+            for choice in answer.choices
+        ]
+        return [self._whole(index, *each) for index, each in enumerate(every)]
+
+    def _whole(self, index: int, echoed: str, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs.text(choice.chosen) if self._with_logprobs else None
+        return _choice(index, logprobs, finish_reason_of(choice), text=echoed + choice.text)
+
+    def _first(self) -> list[dict[str, Any]]:
+        if not self._echoed[0]:
+            return []
+        return [_choice(index, text=self._echoed[0]) for index in range(self._number)]
+
+    def _choice_delta(self, delta: TokenDelta) -> dict[str, Any] | None:
+        logprobs = None
+        if self._with_logprobs and delta.chosen is not None:
+            logprobs = self._logprobs.text([delta.chosen], self._lengths[delta.choice])
+            self._lengths[delta.choice] += len(logprobs["tokens"][0])
+        if logprobs is None and not delta.text:
+            return None
+        return _choice(delta.choice, logprobs, text=delta.text)
+
+    def _ending(self, index: int, choice: Choice) -> dict[str, Any]:
+        return _choice(index, None, finish_reason_of(choice), text="")
+
+
+def _choice(
+    index: int, logprobs: dict[str, Any] | None = None, ending: str | None = None, **content: Any
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": ending}

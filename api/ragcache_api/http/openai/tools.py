@@ -1,4 +1,4 @@
-"""The form of a chat's answer: `response_format`, and tools with the calls that a model writes."""
+"""The output format of a chat: `response_format`, tools, and reading the model's tool calls."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ _PLAIN = {"name", "description", "parameters"}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """tools: None where none may be called. style: how the model writes calls. grammar: what
-    decoding keeps to."""
+class OutputFormat:
+    """What a chat's text may be.
+
+    tools: None if none may be called. style: how the model writes calls. grammar: constrains
+    decoding.
+    """
 
     tools: list[dict[str, Any]] | None
     style: ToolStyle | None
     grammar: Grammar | None
 
     @classmethod
-    def of(cls, body: ChatRequest, tokenizer: Any) -> Shape:
+    def of(cls, body: ChatRequest, tokenizer: Any) -> OutputFormat:
         """Raises `InvalidRequest` or `HTTPProblem` (400)."""
-        sent = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
-        grammar = Grammar.response_format(sent["response_format"])
+        given = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
+        grammar = Grammar.response_format(given["response_format"])
         try:
-            choice = resolve_tool_choice(sent["tool_choice"], sent["tools"] or ())
+            choice = resolve_tool_choice(given["tool_choice"], given["tools"] or ())
         except InvalidRequest as error:
             raise HTTPProblem(400, "invalid-request", str(error), None, "tool_choice") from None
         if choice == "none":
@@ -52,26 +55,26 @@ class Shape:
             raise HTTPProblem(
                 400, "unsupported", "this model's chat template has no tool calls", None, "tools"
             )
-        tools = [_plain(tool) for tool in body.tools or ()]
+        tools = [_plain_tool(tool) for tool in body.tools or ()]
         if choice != "auto":
             grammar = tool_call_grammar(tools, choice, style=style)
         return cls(tools, style, grammar)
 
     def apply(self, generation: Generation) -> Generation:
-        """How an answer of this form is generated."""
+        """Options that generate text of this format."""
         if self.grammar is not None:
             generation = replace(generation, grammar=self.grammar)
         if self.style is not None and self.style.special:
             generation = replace(generation, skip_special_tokens=False)
         return generation
 
-    def reader(self) -> Reader:
-        """Reads the text of one choice."""
-        return Reader(None if self.style is None else ToolCallStream(self.style))
+    def reader(self) -> DeltaReader:
+        """A reader for the text of one choice."""
+        return DeltaReader(None if self.style is None else ToolCallStream(self.style))
 
 
-class Reader:
-    """Turns text into the fields of OpenAI's deltas. White space before the text is left out."""
+class DeltaReader:
+    """Turns text into the fields of OpenAI's deltas, without white space before the first text."""
 
     def __init__(self, calls: ToolCallStream | None) -> None:
         self._calls = calls
@@ -79,17 +82,17 @@ class Reader:
         self.called = 0
 
     def feed(self, text: str) -> dict[str, Any]:
-        """Takes more text; what is certain of it."""
+        """Takes more text; returns the fields that are certain."""
         if self._calls is not None:
-            return self._told(self._calls.feed(text))
+            return self._fields(self._calls.feed(text))
         return self._text(text)
 
     def finish(self) -> dict[str, Any]:
-        """What was held back."""
-        return {} if self._calls is None else self._told(self._calls.finish())
+        """The fields of text that was held back."""
+        return {} if self._calls is None else self._fields(self._calls.finish())
 
-    def ending(self, reason: str) -> str:
-        """`tool_calls` where the model called any."""
+    def finish_reason(self, reason: str) -> str:
+        """`tool_calls` if the model called any, else the reason itself."""
         return "tool_calls" if self.called and reason == "stop" else reason
 
     def _text(self, text: str) -> dict[str, Any]:
@@ -97,25 +100,24 @@ class Reader:
         self._begun = self._begun or bool(text)
         return {"content": text} if text else {}
 
-    def _told(self, deltas: Iterable[Any]) -> dict[str, Any]:
+    def _fields(self, deltas: Iterable[Any]) -> dict[str, Any]:
         text, calls = "", []
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 text += delta.text
                 continue
-            told: dict[str, Any] = {"index": delta.index}
+            call: dict[str, Any] = {"index": delta.index}
+            call["function"] = {"arguments": delta.arguments}
             if delta.name is not None:
-                told |= {"id": f"call_{uuid4().hex[:24]}", "type": "function"}
-            told["function"] = {"arguments": delta.arguments}
-            if delta.name is not None:
-                told["function"]["name"] = delta.name
+                call |= {"id": f"call_{uuid4().hex[:24]}", "type": "function"}
+                call["function"]["name"] = delta.name
             self.called = max(self.called, delta.index + 1)
-            calls.append(told)
+            calls.append(call)
         return self._text(text) | ({"tool_calls": calls} if calls else {})
 
 
-def joined(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message that deltas make together."""
+def join_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message of all deltas."""
     text, calls = "", dict[int, dict[str, Any]]()
     for delta in deltas:
         text += delta.get("content", "")
@@ -129,8 +131,8 @@ def joined(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"content": text or None, "refusal": None, "tool_calls": [*calls.values()]}
 
 
-def _plain(tool: Tool) -> dict[str, Any]:
-    """As Hugging Face's chat templates take it."""
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    """For Hugging Face's chat templates."""
     function = {key: value for key, value in tool.function.items() if key in _PLAIN}
     if not isinstance(function.get("name"), str):
         raise HTTPProblem(400, "invalid-request", "a tool has no name", None, "tools")

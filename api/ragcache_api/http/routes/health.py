@@ -1,4 +1,4 @@
-"""Whether the service lives, and whether it takes requests; and its metrics."""
+"""Health checks and metrics."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.metrics import CONTENT_TYPE
 from ragcache_api.http.protocol import ResponseModel, problems
 from ragcache_api.http.requests import stopping
-from ragcache_api.http.service import CallDep, ServiceDep, off_loop
+from ragcache_api.http.service import ContextDep, ServiceDep, off_loop
 
 router = APIRouter(tags=["health"])
 
 
-class Health(ResponseModel):
+class HealthResponse(ResponseModel):
     status: Literal["live", "ready"]
 
 
 @router.get("/health/live")
-async def live() -> Health:
+async def check_live() -> HealthResponse:
     """Whether the process answers."""
-    return Health(status="live")
+    return HealthResponse(status="live")
 
 
 @router.get("/health/ready", responses=problems())
-async def ready(service: ServiceDep) -> Health:
-    """Whether requests are taken: 503 while the service is being stopped."""
-    if service.running.draining:
+async def check_ready(service: ServiceDep) -> HealthResponse:
+    """Whether the service takes requests: 503 while it is being stopped."""
+    if service.requests.draining:
         raise stopping()
-    if not service.looking.is_open:
+    if not service.queries.is_open:
         raise HTTPProblem(503, "engine-closed", "the engine takes no requests any longer")
-    return Health(status="ready")
+    return HealthResponse(status="ready")
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
-async def metrics(call: CallDep) -> Response:
-    """For Prometheus."""
-    call.operator()
-    return Response(await off_loop(call.service.metrics.text), media_type=CONTENT_TYPE)
+async def read_metrics(context: ContextDep) -> Response:
+    """Metrics in Prometheus's text format."""
+    context.require_operator()
+    return Response(await off_loop(context.service.metrics.text), media_type=CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""Ingestions in the background."""
+"""Ingestion jobs, which run in the background."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import aclosing, suppress
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ragcache_api.http.cursors import decrypted, encrypted
-from ragcache_api.http.errors import fault_in_stream
+from ragcache_api.http.cursors import decrypt_cursor, encrypt_next
+from ragcache_api.http.errors import stream_error
 from ragcache_api.http.protocol import (
     Cursor,
     JobResponse,
@@ -21,8 +21,8 @@ from ragcache_api.http.protocol import (
     problems,
 )
 from ragcache_api.http.requests import stopping
-from ragcache_api.http.service import Call, CallDep, off_loop
-from ragcache_api.http.streaming import Events, event
+from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+from ragcache_api.http.streaming import EventStream, format_event
 
 router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
 POLL_SECONDS = 0.25
@@ -31,49 +31,49 @@ _OPEN = ("queued", "running")
 
 @router.get("")
 async def list_jobs(
-    call: CallDep, cursor: Cursor = None, limit: Limit = 100
+    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
 ) -> PageOf[JobResponse]:
-    """The ingestions, the newest first."""
-    page = await off_loop(call.rag.jobs.list, decrypted(call, cursor), limit)
-    return encrypted(call, PageOf[JobResponse].model_validate(page))
+    """The ingestion jobs, the newest first."""
+    page = await off_loop(context.rag.jobs.list, decrypt_cursor(context, cursor), limit)
+    return encrypt_next(context, PageOf[JobResponse].model_validate(page))
 
 
 @router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))
-async def get_job(job: PublicId, call: CallDep) -> JobResponse | Response:
-    """An ingestion. With `Accept: text/event-stream`, an event `progress` whenever it changes,
-    until it has ended, or `error`."""
-    found = await _job(call, job)
-    if "text/event-stream" in call.request.headers.get("accept", ""):
-        return Events(_progress(call, found))
+async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
+    """An ingestion job. With `Accept: text/event-stream`, an event `progress` for each change until
+    it has ended, or `error`."""
+    found = await _job(context, job)
+    if "text/event-stream" in context.request.headers.get("accept", ""):
+        return EventStream(_progress(context, found))
     return found
 
 
-async def _job(call: Call, public_id: str) -> JobResponse:
-    return JobResponse.model_validate(await off_loop(call.rag.jobs.get, public_id))
+async def _job(context: RequestContext, public_id: str) -> JobResponse:
+    return JobResponse.model_validate(await off_loop(context.rag.jobs.get, public_id))
 
 
-async def _progress(call: Call, job: JobResponse) -> AsyncGenerator[bytes, None]:
-    """Ends with the job, or with an error: of the service's end, or of what could not be read."""
-    yield event(job.model_dump(), "progress")
+async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator[bytes, None]:
+    """Events until the job ends, or an error: also where the service ends before the job does."""
+    yield format_event(job.model_dump(), "progress")
     try:
-        async with aclosing(_changes(call, job)) as changes:
+        async with aclosing(_changes(context, job)) as changes:
             async for changed in changes:
-                yield event(changed.model_dump(), "progress")
-    except Exception as error:  # the answer has begun: only an event can tell of it
-        fault = fault_in_stream(error)
-        yield event(fault.problem(call.request.url.path), "error")
+                yield format_event(changed.model_dump(), "progress")
+    except Exception as error:  # a response that has begun can only end with an event
+        problem = stream_error(error).problem(context.request.url.path)
+        yield format_event(problem, "error")
 
 
-async def _changes(call: Call, job: JobResponse) -> AsyncGenerator[JobResponse, None]:
-    """Raises `HTTPProblem` (503) where the service ends before the job does."""
+async def _changes(context: RequestContext, job: JobResponse) -> AsyncGenerator[JobResponse, None]:
+    """The job after each change. Raises `HTTPProblem` (503) if the service ends first."""
     draining = asyncio.Event()
-    with call.service.running.watching(draining.set):
+    with context.service.requests.on_drain(draining.set):
         while job.status in _OPEN:
-            if call.service.running.draining:
+            if context.service.requests.draining:
                 raise stopping()
             with suppress(TimeoutError):
                 await asyncio.wait_for(draining.wait(), POLL_SECONDS)
-            now = await _job(call, job.id)
+            now = await _job(context, job.id)
             if now != job:
                 job = now
                 yield job

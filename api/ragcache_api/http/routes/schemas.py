@@ -11,7 +11,7 @@ from ragcache_api.http.cursors import page_of
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import (
     Cursor,
-    Deleted,
+    DeletedResponse,
     Limit,
     PageOf,
     PathName,
@@ -19,7 +19,7 @@ from ragcache_api.http.protocol import (
     SchemaResponse,
     problems,
 )
-from ragcache_api.http.service import Call, CallDep, off_loop
+from ragcache_api.http.service import ContextDep, RequestContext, off_loop
 from ragcache_schemas import Placement, parse_schema
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"], responses=problems(507))
@@ -29,21 +29,21 @@ _NAME = TypeAdapter(PathName)
 
 @router.get("")
 async def list_schemas(
-    call: CallDep, cursor: Cursor = None, limit: Limit = 100
+    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
 ) -> PageOf[SchemaResponse]:
     """The schemas, by name."""
-    listed = await off_loop(call.service.looking.schemas, call.caller.namespace)
-    return page_of(listed, lambda s: s.name, lambda s: s, cursor, limit)
+    listed = await off_loop(context.service.queries.schemas, context.caller.namespace)
+    return page_of(listed, lambda s: s.name, cursor, limit)
 
 
 @router.post("", status_code=201)
-async def add_schema(body: SchemaRequest, call: CallDep) -> SchemaResponse:
+async def add_schema(body: SchemaRequest, context: ContextDep) -> SchemaResponse:
     """Stores a schema and encodes its modules."""
-    name = await off_loop(_add, call, body.text, body.placement)
+    name = await off_loop(_add_schema, context, body.text, body.placement)
     return SchemaResponse(name=name, placement=body.placement)
 
 
-def _add(call: Call, text: str, placement: Placement) -> str:
+def _add_schema(context: RequestContext, text: str, placement: Placement) -> str:
     name = parse_schema(text, source="schema").name
     try:
         _NAME.validate_python(name)
@@ -53,17 +53,17 @@ def _add(call: Call, text: str, placement: Placement) -> str:
             f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
             "characters and no `/`, and is neither `.` nor `..`",
         ) from None  # fmt: skip
-    return call.rag.add_schema(text, placement=placement, source="schema").name
+    return context.rag.add_schema(text, placement=placement, source="schema").name
 
 
 @router.get("/{name}")
-async def get_schema(name: Name, call: CallDep) -> SchemaResponse:
-    """A schema as it was written."""
-    return await off_loop(call.service.looking.schema, call.caller.namespace, name)
+async def get_schema(name: Name, context: ContextDep) -> SchemaResponse:
+    """A schema with its text."""
+    return await off_loop(context.service.queries.schema, context.caller.namespace, name)
 
 
 @router.delete("/{name}")
-async def delete_schema(name: Name, call: CallDep) -> Deleted:
-    """Deletes a schema; states that nothing else needs go with it."""
-    await off_loop(call.rag.delete_schema, name)
-    return Deleted(deleted=1)
+async def delete_schema(name: Name, context: ContextDep) -> DeletedResponse:
+    """Deletes a schema, and the states that nothing else needs."""
+    await off_loop(context.rag.delete_schema, name)
+    return DeletedResponse(deleted=1)
