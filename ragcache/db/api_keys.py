@@ -180,7 +180,7 @@ class ApiKeys:
         return found
 
     def _forget(self) -> None:
-        with self._lock:  # after whoever is reading what was there before
+        with self._lock:  # after a thread that is reading the keys of before
             self._known = None
 
     def _read(self) -> _Known:
@@ -197,7 +197,7 @@ def _digest(secret: str) -> str:
 
 
 def _find(known: _Known, digest: str) -> ApiKeyRow | None:
-    """Compares all digests, each as a whole, so that the time tells nothing of either."""
+    """Compares all digests, each as a whole, so that the time reveals nothing of either."""
     found = None
     for each, row in known.active.items():
         if hmac.compare_digest(each, digest):

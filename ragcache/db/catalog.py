@@ -95,7 +95,7 @@ class Catalog:
         """Stores documents, each in place of an earlier one of its name, with all that belongs to
         them, and ends their job, in one transaction.
 
-        Returns the keys of states that nobody needs any more; their rows are gone already.
+        Returns the keys of states without an owner; their rows are gone already.
         """
         with self._database.transaction() as session:
             owner = self._change(session, collection)

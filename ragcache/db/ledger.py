@@ -254,7 +254,7 @@ class Ledger:
         return gone
 
     def pin(self, keys: Iterable[KVKey], pinned: bool) -> None:
-        """Writes whether eviction must leave states alone."""
+        """Writes whether states are pinned."""
         self._set(keys, pinned=pinned)
 
     def expire(self, keys: Iterable[KVKey], at: float | None) -> None:

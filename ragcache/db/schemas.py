@@ -47,7 +47,7 @@ class SchemaTexts:
         self, name: str, schema: SchemaText, keys: Iterable[KVKey] = (), job: int | None = None
     ) -> list[KVKey]:
         """Stores a schema with the keys of its modules' states, in place of an earlier one of its
-        name. Returns the keys of states that nothing needs any more; their rows are gone
+        name. Returns the keys of states without an owner; their rows are gone
         already."""
         with self._database.transaction() as session:
             freed = self._delete(session, name)

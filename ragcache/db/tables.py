@@ -28,6 +28,11 @@ SHARED = ""  # the place of a tier that there is only one of
 Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only integers
 
 
+def owned_by(table: str) -> ForeignKey:
+    """A reference to a row with which this one is deleted."""
+    return ForeignKey(f"{table}.id", ondelete="CASCADE")
+
+
 class Base(DeclarativeBase):
     """The root of all tables."""
 
@@ -54,7 +59,7 @@ class CollectionTable(Base):
     __tablename__ = "collections"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
     id: Mapped[int] = mapped_column(primary_key=True)
-    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
     name: Mapped[str]
     revision: Mapped[int] = mapped_column(default=0)
 
@@ -65,7 +70,7 @@ class DocumentTable(Base):
     __tablename__ = "documents"
     __table_args__ = (UniqueConstraint("collection_id", "source_id"),)
     id: Mapped[int] = mapped_column(primary_key=True)
-    collection_id: Mapped[int] = mapped_column(ForeignKey("collections.id", ondelete="CASCADE"))
+    collection_id: Mapped[int] = mapped_column(owned_by("collections"))
     source_id: Mapped[str]
     uri: Mapped[str]
     digest: Mapped[str]
@@ -76,9 +81,7 @@ class DocumentTextTable(Base):
     """A document's whole text: modules may repeat headings and leave out space."""
 
     __tablename__ = "document_texts"
-    document_id: Mapped[int] = mapped_column(
-        ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True
-    )
+    document_id: Mapped[int] = mapped_column(owned_by("documents"), primary_key=True)
     text: Mapped[str]
 
 
@@ -92,7 +95,7 @@ class ModuleTable(PublicIdMixin, Base):
         {"sqlite_autoincrement": True},
     )
     id: Mapped[int] = mapped_column(primary_key=True)
-    document_id: Mapped[int] = mapped_column(ForeignKey("documents.id", ondelete="CASCADE"))
+    document_id: Mapped[int] = mapped_column(owned_by("documents"))
     ordinal: Mapped[int]
     name: Mapped[str]
     text: Mapped[str]
@@ -102,9 +105,7 @@ class TokenTable(Base):
     """A module's token ids under one tokenizer, little-endian int32."""
 
     __tablename__ = "module_tokens"
-    module_id: Mapped[int] = mapped_column(
-        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
-    )
+    module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
     tokenizer: Mapped[str] = mapped_column(primary_key=True)
     token_ids: Mapped[bytes] = mapped_column(LargeBinary)
 
@@ -113,9 +114,7 @@ class VectorTable(Base):
     """A module's embedding under one embedder, little-endian float32."""
 
     __tablename__ = "vectors"
-    module_id: Mapped[int] = mapped_column(
-        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
-    )
+    module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
     embedder: Mapped[str] = mapped_column(primary_key=True)
     vector: Mapped[bytes] = mapped_column(LargeBinary)
 
@@ -126,9 +125,7 @@ class RecordTable(Base):
 
     __tablename__ = "records"
     __table_args__ = (Index("records_by_time", "namespace_id", "space", "updated_at"),)
-    namespace_id: Mapped[int] = mapped_column(
-        ForeignKey("namespaces.id", ondelete="CASCADE"), primary_key=True
-    )
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"), primary_key=True)
     space: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     group_id: Mapped[str | None]
@@ -175,9 +172,7 @@ class EncodingTable(Base):
     """The states that belong to a module."""
 
     __tablename__ = "encodings"
-    module_id: Mapped[int] = mapped_column(
-        ForeignKey("modules.id", ondelete="CASCADE"), primary_key=True
-    )
+    module_id: Mapped[int] = mapped_column(owned_by("modules"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True, index=True)
 
 
@@ -187,7 +182,7 @@ class SchemaTable(Base):
     __tablename__ = "schemas"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
     id: Mapped[int] = mapped_column(primary_key=True)
-    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
     name: Mapped[str]
     text: Mapped[str]
     placement: Mapped[str]
@@ -197,9 +192,7 @@ class SchemaStateTable(Base):
     """The states that belong to a schema."""
 
     __tablename__ = "schema_states"
-    schema_id: Mapped[int] = mapped_column(
-        ForeignKey("schemas.id", ondelete="CASCADE"), primary_key=True
-    )
+    schema_id: Mapped[int] = mapped_column(owned_by("schemas"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True, index=True)
 
 
@@ -210,10 +203,8 @@ class ScaffoldTable(Base):
     __tablename__ = "scaffolds"
     __table_args__ = (Index("scaffolds_by_key", "key"),)
     id: Mapped[int] = mapped_column(primary_key=True)
-    schema_id: Mapped[int | None] = mapped_column(ForeignKey("schemas.id", ondelete="CASCADE"))
-    collection_id: Mapped[int | None] = mapped_column(
-        ForeignKey("collections.id", ondelete="CASCADE")
-    )
+    schema_id: Mapped[int | None] = mapped_column(owned_by("schemas"))
+    collection_id: Mapped[int | None] = mapped_column(owned_by("collections"))
     key: Mapped[str]
     members: Mapped[list[Any]] = mapped_column(JSON)
 
@@ -287,9 +278,7 @@ class JobStateTable(Base):
     """States that an ingestion needs and that nothing else may own yet."""
 
     __tablename__ = "job_states"
-    job_id: Mapped[int] = mapped_column(
-        ForeignKey("ingestion_jobs.id", ondelete="CASCADE"), primary_key=True
-    )
+    job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True, index=True)
 
 
@@ -301,7 +290,7 @@ class ApiKeyTable(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str]
     role: Mapped[str]
-    namespace_id: Mapped[int] = mapped_column(ForeignKey("namespaces.id", ondelete="CASCADE"))
+    namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
     prefix: Mapped[str]
     digest: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[float]

@@ -1,7 +1,4 @@
-"""What an operator asks of the tiers, by key: what it would change, and the change."""
-
-# MERGED ragcache.store.status: How full the tiers of an open store are, without a look at the
-#   ledger.
+"""Operators' commands on states by key, each with a dry run, and how full the tiers are."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ Action = Literal["pin", "unpin", "expire", "keep", "evict", "move", "encode"]
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """One state and what happens to it. tier: where from, or where it is pinned or encoded; to:
-    where it moves; nbytes: allocated in `tier`, 0 where that is not known before."""
+    """One state and what happens to it. tier: where it is, or will be encoded; to: where it moves;
+    nbytes: allocated in `tier`, 0 where it is not encoded yet."""
 
     key: KVKey
     action: Action
@@ -35,11 +32,7 @@ def pin(
     store: KVStore, keys: Sequence[KVKey], pinned: bool = True, *, dry_run: bool = False
 ) -> list[StateChange]:
     """Pins states, or unpins them, in every tier that holds them."""
-    action: Action = "pin" if pinned else "unpin"
-    changes = [
-        StateChange(key, action, index.name, "", nbytes)
-        for key, index, nbytes in _held(store, keys)
-    ]
+    changes = _changes(store, keys, "pin" if pinned else "unpin")
     if not dry_run:
         store.pin(keys, pinned)
     return changes
@@ -54,11 +47,7 @@ def expire(
     """
     if seconds is not None and not 0 <= seconds < math.inf:
         raise ConfigurationError(f"states expire after 0 seconds or more, not {seconds}")
-    action: Action = "keep" if seconds is None else "expire"
-    changes = [
-        StateChange(key, action, index.name, "", nbytes)
-        for key, index, nbytes in _held(store, keys)
-    ]
+    changes = _changes(store, keys, "keep" if seconds is None else "expire")
     if not dry_run:
         store.expire(keys, None if seconds is None else time.time() + seconds)
     return changes
@@ -67,15 +56,11 @@ def expire(
 def evict(
     store: KVStore, keys: Sequence[KVKey], tier: str | None = None, *, dry_run: bool = False
 ) -> list[StateChange]:
-    """Removes states from a tier, or from all. Pinned ones go too: it is asked for by hand. Raises
-    `ConfigurationError` for an unknown tier."""
+    """Removes states from a tier, or from all. Pinned ones go too: an operator named them.
+    Raises `ConfigurationError` for an unknown tier."""
     if tier is not None:
         _tier_index(store, tier)
-    changes = [
-        StateChange(key, "evict", index.name, "", nbytes)
-        for key, index, nbytes in _held(store, keys)
-        if tier in (None, index.name)
-    ]
+    changes = [c for c in _changes(store, keys, "evict") if tier in (None, c.tier)]
     if not dry_run:
         store.evict(keys, tier)
     return changes
@@ -108,9 +93,14 @@ def _bring(store: KVStore, key: KVKey, target: TierIndex) -> None:
             return
         tick = store.ledger.advance_clock()
         if target.tier.persistent:
-            store.persistent.add_to(target, key, states, tick)
+            store.persistent.add(key, states, tick, target)
         else:
             store.memory.place(target, key, states, tick, admitted=True)
+
+
+def _changes(store: KVStore, keys: Sequence[KVKey], action: Action) -> list[StateChange]:
+    held = _held(store, keys)
+    return [StateChange(key, action, index.name, "", nbytes) for key, index, nbytes in held]
 
 
 def _held(store: KVStore, keys: Sequence[KVKey]) -> list[tuple[KVKey, TierIndex, int]]:

@@ -1,9 +1,9 @@
-"""Eviction, decided purely: no I/O, no clock of its own, no store."""
+"""Eviction, decided purely: no I/O, no clock of its own, no store.
 
-# MERGED ragcache.store.entries: What the policy of eviction sees of one tier: plain values,
-#   kept in columns. A tier of 100,000 states is ordered in milliseconds only where no Python
-#   object is made for each of them, so that the columns are kept up to date one use at a time
-#   and read all at once.
+The policy sees the `Entries` of one tier: plain values in columns, updated one use at a time and
+read all at once. So a tier of 100,000 states is ordered in milliseconds, without a Python object
+for each of them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """What is to go, in this order.
+    """The states to evict, in this order.
 
-    keys: the first `expired` of them are past their time, the others go for pressure. freed: bytes
-    of all of them. missing: bytes that could not be found. clock: GreedyDual's after they went, to
-    be given to the next choice and to every `Entries.touch` and `KVEntry` from now on.
+    keys: the first `expired` of them have expired, the others go for pressure. freed: bytes of all
+    of them. missing: bytes that could not be found. clock: GreedyDual's after the eviction, for the
+    next choice and for every `Entries.touch` and `KVEntry` from now on.
     """
 
     keys: tuple[KVKey, ...]
@@ -87,7 +87,7 @@ def choose_victims(
 
 
 def expired(entries: Entries, now: float) -> tuple[KVKey, ...]:
-    """The entries whose time is over and that nothing holds, in the order of their keys."""
+    """The entries that have expired and are neither leased nor pinned, in the order of keys."""
     over = (entries["expires_at"] <= now) & (entries["leases"] == 0) & ~entries["pinned"]
     return tuple(sorted(map(entries.key, np.flatnonzero(entries["resident"] & over).tolist())))
 
@@ -113,14 +113,14 @@ def _priorities(table: Entries, policy: Policy, now: float) -> np.ndarray:
 
 
 def _raise_roots(table: Entries, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gives every root the highest priority of what was encoded after it, and tells how many
-    states stand before each, [N]."""
+    """Gives every root the highest priority of what was encoded after it; also returns how many
+    states precede each, [N]."""
     depth = np.zeros(score.size, np.int64)
     children = np.flatnonzero(table["resident"] & (table["root"] >= 0))
     roots = table["root"][children]
     held = table["resident"][roots]
     children, roots = children[held], roots[held]
-    live = score[roots] != -np.inf  # what is expired goes, whatever stands on it
+    live = score[roots] != -np.inf  # what is expired goes, whatever depends on it
     for _ in range(children.size):  # as often as the deepest chain is long, which is once as a rule
         before = score.copy(), depth.copy()
         np.maximum.at(score, roots[live], score[children[live]])
@@ -166,7 +166,7 @@ _COLUMNS: dict[str, type] = {
     "cost": np.float64,
     "expires_at": np.float64,
     "clock": np.float64,
-    "root": np.int64,  # the slot of the states that stood before these, or -1
+    "root": np.int64,  # the slot of the states before these, or -1
     "prefix": np.uint64,  # the first 16 digits of the key, for ties
 }
 
@@ -177,8 +177,8 @@ class KVEntry:
 
     nbytes: as allocated there. last_use: a logical clock, larger is later. hits: uses since they
     were admitted. cost: seconds that encoding them took. expires_at: seconds on the caller's clock.
-    clock: that of GreedyDual when they were last used. root: the states that stood before these
-    while they were encoded (their place in the prefix), which are kept as long as these are.
+    clock: that of GreedyDual when they were last used. root: the states that these were encoded
+    after (their place in the prefix), which are kept as long as these are.
     """
 
     key: KVKey
@@ -312,7 +312,7 @@ class Entries:
         self._columns["leases"][self._resident(key)] += 1
 
     def release(self, key: KVKey) -> None:
-        """Ends one lease; of an entry that has left meanwhile, nothing is to be ended."""
+        """Ends one lease; nothing happens for an entry that has left meanwhile."""
         if key in self:
             slot = self._slots[key]
             self._columns["leases"][slot] = max(0, self._columns["leases"][slot] - 1)

@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Literal
 
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 ENCODING_SECONDS = 600.0  # that another process may take to encode what this one waits for
 
 Origin = Literal["ingest", "warm", "question"]
-"""What states are encoded or read for: documents coming in, a call that names them, or a question
-that happened to need them."""
+"""Why states are leased: documents are ingested, a call names them, or a question needs them."""
 
 
 def admits(origin: Origin, previous_use: int | None, tick: int, window: int) -> bool:
@@ -45,9 +43,10 @@ def admits(origin: Origin, previous_use: int | None, tick: int, window: int) -> 
 
 
 class AdmissionFilter:
-    """When keys were last used that hold no place, for `admits`: one-off questions cannot push
-    documents out. Bounded: of the last `window` uses, each an integer and a key. Ticks must not run
-    backwards."""
+    """The last uses of keys that are not admitted, so that one-off questions push no documents out.
+
+    Bounded: an integer and a key for each of the last `window` uses. Ticks must not run backwards.
+    """
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -73,9 +72,9 @@ class AdmissionFilter:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What is known of the states that a lease names, beyond their keys.
+    """Facts about the states that a lease names.
 
-    origin: what they are leased for, which decides whether they are admitted. mode: how they were
+    origin: why they are leased, which decides whether they are admitted. mode: how they are
     encoded: `root` for a preamble; root: the key of the preamble that they depend on; model: its
     fingerprint.
     """
@@ -86,6 +85,7 @@ class LeaseRequest:
     model: str = ""
 
     def metadata(self, tokens: int) -> StateMetadata:
+        """The metadata of states of this length."""
         return StateMetadata(tokens, mode=self.mode, root=self.root, model=self.model)
 
 
@@ -108,21 +108,16 @@ class _Claimed:
 
 
 class Lease:
-    """States in use: no tier lets go of them until the lease is released. Used by one thread at a
-    time.
+    """States in use: no tier evicts them until the lease is released. For one thread at a time.
 
     keys: in the caller's order. source: for each key the tier that it was found in (`device`,
     `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
     """
 
     def __init__(
-        self,
-        loader: StateLoader,
-        keys: Sequence[KVKey],
-        request: LeaseRequest,
-        tick: int,
+        self, loader: StateLoader, keys: Sequence[KVKey], request: LeaseRequest, tick: int,
         below: Sequence[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.keys = tuple(keys)
         self.request = request
         self.tick = tick
@@ -152,12 +147,12 @@ class Lease:
     def claim(self) -> list[KVKey]:
         """The missing keys that this caller must encode and `put`; none when all states are here.
 
-        A key that another thread or process is encoding is left to it, and waited for when nothing
-        else is to be done, so that no two wait for each other. Where the other one fails, the key
-        is claimed here.
+        A key that another thread or process is encoding is waited for only when nothing else is
+        missing, so that no two wait for each other. Where the other one fails, the key is claimed
+        here.
 
         Returns:
-            Keys that no other caller is given until their states are put or this lease is released.
+            Keys that no other caller gets until their states are put or this lease is released.
 
         Raises:
             ValueError: states of the last claim were not put.
@@ -167,18 +162,18 @@ class Lease:
         return self._loader.claim(self)
 
     def put(self, key: KVKey, states: KVStates) -> None:
-        """Keeps the states of a claimed key, and lets others have them.
+        """Stores the states of a claimed key, and shares them.
 
         Raises:
             ValueError: the key is not claimed.
-            StoreError: they cannot be kept, and are not for a question.
+            StoreError: they cannot be stored, and are not for a question.
             StoreBudgetExceeded: more is in use than the first tier may hold.
         """
         self._loader.put(self, key, states)
 
     def extend(self, keys: Sequence[KVKey], request: LeaseRequest) -> None:
-        """Adds keys to a lease whose states are all here, as `KVStore.lease` would. States that are
-        encoded after others, modules after a preamble, are leased so."""
+        """Adds keys to a lease whose states are all here, as `KVStore.lease` would: modules after
+        the preamble that they depend on."""
         self._loader.extend(self, keys, request)
 
     def release(self) -> None:
@@ -190,12 +185,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -204,14 +194,9 @@ class StateLoader:
     copied or computed under a lock."""
 
     def __init__(
-        self,
-        memory: MemoryTiers,
-        persistent: PersistentTiers,
-        ledger: Ledger,
-        flights: SingleFlight,
-        admission: AdmissionFilter,
-        counters: Counters,
-    ) -> None:
+        self, memory: MemoryTiers, persistent: PersistentTiers, ledger: Ledger,
+        flights: SingleFlight, admission: AdmissionFilter, counters: Counters,
+    ) -> None:  # fmt: skip
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._admission, self._counters = flights, admission, counters
         self._reused: set[KVKey] = set()  # on probation, and to be written to the disk
@@ -231,7 +216,7 @@ class StateLoader:
         return lease
 
     def extend(self, lease: Lease, keys: Sequence[KVKey], request: LeaseRequest) -> None:
-        """Adds keys to a lease; see `Lease.extend`."""
+        """Adds keys to a lease: see `Lease.extend`."""
         assert not lease.missing, "a lease is extended when its states are here"
         lease.keys, lease.request, lease.lost_blobs = (*lease.keys, *keys), request, False
         self._memory.hold(lease.missing)
@@ -248,8 +233,8 @@ class StateLoader:
             self._ledger.usage.touch(found, self._ledger.advance_clock())
 
     def load(self, lease: Lease, *, wait: bool = False) -> None:
-        """Brings what the tiers have to memory. wait: also for what other threads are reading or
-        encoding now."""
+        """Brings what the tiers have to memory. wait: also for keys that are in flight in other
+        threads."""
         while True:
             away = [key for key in lease.missing if not self._find(lease, key)]
             with self._flights.begin(away) as flight:
@@ -259,8 +244,8 @@ class StateLoader:
             flight.wait_for_others()
 
     def claim(self, lease: Lease) -> list[KVKey]:
-        """See `Lease.claim`. A key that another thread is working at is left to it, and looked for
-        again when it is done, after this thread's own are there."""
+        """Claims missing keys: see `Lease.claim`. A key that is in flight in another thread is
+        looked for again at the end of its flight, after this thread's own."""
         if lease.claimed is not None:
             put, left = len(lease.claimed.lengths), len(lease.claimed.keys)
             raise ValueError(f"{put + left} states were claimed, {put} put")
@@ -278,8 +263,8 @@ class StateLoader:
         return []
 
     def put(self, lease: Lease, key: KVKey, states: KVStates) -> None:
-        """See `Lease.put`. What encoding took is known when all that was claimed at once is put:
-        a pass encodes several, and each has its share."""
+        """Stores states: see `Lease.put`. The cost of encoding is known when all that was claimed
+        at once is put: a pass encodes several, and each has its share."""
         claimed = lease.claimed
         if claimed is None or key not in claimed.keys:
             raise ValueError(f"{key} is not claimed by this lease")
@@ -297,7 +282,7 @@ class StateLoader:
         claimed.since = time.perf_counter()
 
     def read_ahead(self, key: KVKey) -> None:
-        """Brings states to the first tier where there is room for them. It is no use of theirs."""
+        """Brings states to the first tier if it has room. This does not count as a use."""
         if not self._memory.has_room(key):
             return
         with self._flights.begin([key]) as flight:
@@ -339,8 +324,8 @@ class StateLoader:
         return True
 
     def _read_all(self, lease: Lease, flight: Flight) -> list[KVKey]:
-        """Reads the keys of a flight; returns those that no tier gives. Another thread may just
-        have ended its own flight. What could not be read once is not tried again."""
+        """Reads the keys of a flight; returns those that no tier gives. The first tier may have
+        them from a flight that just ended. What could not be read once is not tried again."""
         lost, left = self._counters.corrupt, []
         for key in flight.mine:
             if self._find(lease, key):
@@ -355,8 +340,8 @@ class StateLoader:
         return left
 
     def _claim(self, lease: Lease, flight: Flight, left: list[KVKey]) -> _Claimed | None:
-        """Claims what no other process has made or is making, and waits for the others where that
-        is nothing. A question does without the ledger, where that does not answer."""
+        """Claims keys that no other process has encoded or claimed, and waits where there are none.
+        A question does without the ledger, where that does not answer."""
         if not self._persistent.indexes:
             return self._begin_claims(lease, flight, left, shared=False)
         while left:
@@ -365,7 +350,7 @@ class StateLoader:
             except (StoreFull, StoreUnwritable, LedgerUnavailable) as error:
                 if lease.request.origin != "question":
                     raise
-                logger.warning("%s; states are encoded for one question alone", error)
+                logger.warning("%s; states are encoded for this question only", error)
                 self._counters.unclaimed += len(left)
                 return self._begin_claims(lease, flight, left, shared=False)
             claimed = self._begin_claims(lease, flight, mine, shared=True)

@@ -53,8 +53,8 @@ class Victim:
 
 
 class TierIndex:
-    """A tier with what the policy knows of the states in it. Only bookkeeping, under the caller's
-    lock; the tier does the I/O.
+    """A tier, and the entries of its states for the eviction policy. Only bookkeeping, under the
+    caller's lock; the tier does the I/O.
 
     States that were not admitted may be on probation where there is room: they push nothing out,
     and go before everything else.
@@ -94,8 +94,8 @@ class TierIndex:
         return nbytes
 
     def choose(self, need: int, now: float, *, admitted: bool) -> list[Victim] | None:
-        """What has to go so that `need` bytes become free; None where that cannot be. For states
-        that are not admitted nothing goes but what is on probation."""
+        """The states to remove so that `need` bytes become free; None where that is not possible.
+        For states that are not admitted, only those on probation go."""
         leaving = list(self._on_probation(need))
         need -= sum(each.nbytes for each in leaving)
         if need <= 0:
@@ -117,10 +117,8 @@ class TierIndex:
         return leaving
 
     def overdue(self, now: float) -> list[Victim]:
-        """What has expired."""
-        return [
-            Victim(key, self.entries.get(key).nbytes, "ttl") for key in expired(self.entries, now)
-        ]
+        """The states that have expired."""
+        return [Victim(k, self.entries.get(k).nbytes, "ttl") for k in expired(self.entries, now)]
 
     def _on_probation(self, need: int) -> Iterator[Victim]:
         for key in list(self.probation):
@@ -142,12 +140,9 @@ class MemoryTiers:
     """
 
     def __init__(
-        self,
-        indexes: Sequence[TierIndex],
-        usage: UsageBuffer,
-        counters: Counters,
+        self, indexes: Sequence[TierIndex], usage: UsageBuffer, counters: Counters,
         persistent: Sequence[TierIndex] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """persistent: the tiers that outlive the process, whose states are leased as well."""
         self.lock = threading.RLock()
         self.indexes = tuple(indexes)
@@ -163,7 +158,7 @@ class MemoryTiers:
         self._placing = {index.name: threading.RLock() for index in self.indexes}
 
     def hold(self, keys: Iterable[KVKey]) -> None:
-        """Begins a use of keys, whether they are here or not."""
+        """Begins a use of keys, whether or not they are in memory."""
         with self.lock:
             for key in keys:
                 self._held[key] += 1
@@ -190,7 +185,7 @@ class MemoryTiers:
         return self._held[key] > 0
 
     def find(self, key: KVKey, tick: int) -> StoredStates | None:
-        """States that are in use loosely or in the first tier, which are used now."""
+        """States that are loose or in the first tier; this counts as a use."""
         with self.lock:
             if key in self._loose:
                 return self._loose[key][0]
@@ -244,8 +239,8 @@ class MemoryTiers:
     def place(
         self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, admitted: bool
     ) -> KVStates | None:
-        """Puts states into a tier in memory; returns them as the tier has them, None where they
-        found no room."""
+        """Puts states into a tier in memory; returns them as the tier has them, None where there
+        is no room."""
         with self._placing[index.name]:
             loaded = isinstance(index.tier, HostTier) and index.tier.owns(states)
             room = 0 if loaded else index.tier.size_of(states)
@@ -272,8 +267,8 @@ class MemoryTiers:
         return bool(sizes) and min(sizes) - _BLOCK <= free
 
     def room(self, nbytes: int, *, admitted: bool) -> Allocate | None:
-        """Memory of the first tier for so many bytes to be loaded into, where it can be given: what
-        is loaded there is then placed without a copy."""
+        """Memory of the first tier to load so many bytes into, None where there is none. What is
+        loaded there is then placed without a copy."""
         tier = self.top.tier
         if not isinstance(tier, HostTier):
             return None
@@ -302,20 +297,21 @@ class MemoryTiers:
             self._loose[key] = (states, nbytes)
 
     def describe(self, key: KVKey, metadata: StateMetadata) -> None:
-        """Takes the metadata of states that were encoded now, which nothing drops any more."""
+        """Sets the metadata of states that were just encoded, and keeps them from being dropped."""
         with self.lock:
             self.metadata[key] = metadata
             self.dropped.pop(key, None)
 
     def cost(self, key: KVKey, seconds: float) -> None:
-        """Takes what encoding states took, for the policy, which sees it at their next entry."""
+        """Sets the seconds that encoding took; the policy sees them at the next entry."""
         with self.lock:
             metadata = self.metadata.get(key)
             if metadata is not None:
                 self.metadata[key] = metadata._replace(cost=seconds)
 
     def drop(self, key: KVKey, reason: str, tier: str | None = None) -> None:
-        """Forgets a key in a tier in memory, or in all; when it is in use, after its last lease."""
+        """Removes states from a tier in memory, or from all: if they are in use, after their last
+        lease."""
         with self.lock:
             if self.is_held(key):
                 self.dropped[key] = (reason, tier)
@@ -365,6 +361,8 @@ class MemoryTiers:
             leaving = index.choose(need, time.time(), admitted=admitted)
             if leaving is None:
                 return False
-            demoted = self._remove(index, leaving)  # at once: nobody else finds or chooses them
+            demoted = self._remove(
+                index, leaving
+            )  # under the lock: no other thread finds or chooses them
         self._demote(index, demoted)
         return True

@@ -1,4 +1,4 @@
-"""Which tiers a store has, as users say it."""
+"""The options that choose a store's tiers."""
 
 from __future__ import annotations
 

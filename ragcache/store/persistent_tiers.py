@@ -1,8 +1,7 @@
 """The tiers that outlive the process: blobs, their rows in the ledger, and the order of both.
 
-A blob is written, then its row; a row is deleted, then its blob. Both are done under the claim on
-the key, so that of several processes one at a time touches a blob, and in a flight, so that of
-several threads one does.
+A blob is written, then its row; a row is deleted, then its blob. Both happen under the claim on the
+key, so that one process at a time touches a blob, and in a flight, so that one thread does.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 
 from ragcache.db.ledger import Ledger, StateRow
 from ragcache.errors import (
@@ -69,36 +67,30 @@ class SingleFlight:
 
 
 class Flight:
-    """Keys in flight, which one caller has begun at once. `mine`: those that were not in another
-    one; `others`: the ends of flights on the rest, which are waited for after one's own."""
+    """The keys of one call of `SingleFlight.begin`. mine: those that were in no other flight;
+    others: the ends of flights on the rest, to wait for after one's own."""
 
     def __init__(
-        self,
-        flights: SingleFlight,
-        mine: dict[KVKey, threading.Event],
+        self, flights: SingleFlight, mine: dict[KVKey, threading.Event],
         others: Sequence[threading.Event],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.mine, self.others = tuple(mine), others
         self._flights, self._open = flights, mine
 
     def end(self, keys: Iterable[KVKey] | None = None) -> None:
-        """Ends the flight on some of its keys, or on all; what has ended already is no error."""
+        """Ends the flight on some of its keys, or on all; one that has ended is no error."""
         ended = self._open if keys is None else self._open.keys() & set(keys)
         self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
 
     def wait_for_others(self) -> None:
+        """Waits for the ends of the flights on all other keys."""
         for end in self.others:
             end.wait()
 
     def __enter__(self) -> Flight:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
@@ -106,33 +98,29 @@ class PersistentTiers:
     """Disk and remote, the nearer first, under the ledger."""
 
     def __init__(
-        self,
-        indexes: Sequence[TierIndex],
-        ledger: Ledger,
-        memory: MemoryTiers,
-        flights: SingleFlight,
-        counters: Counters,
-    ) -> None:
+        self, indexes: Sequence[TierIndex], ledger: Ledger, memory: MemoryTiers,
+        flights: SingleFlight, counters: Counters,
+    ) -> None:  # fmt: skip
         self.indexes = tuple(indexes)
         self._ledger, self._memory = ledger, memory
         self._flights, self._counters = flights, counters
         self._later: set[KVKey] = set()
 
     def index(self, name: str) -> TierIndex | None:
+        """The tier of a name, None where there is none."""
         return next((index for index in self.indexes if index.name == name), None)
 
     def learn(self, rows: Iterable[StateRow]) -> None:
-        """Takes rows of the ledger into memory, be they of this process or of others."""
+        """Takes rows of the ledger into memory, whichever process wrote them."""
         rows = list(rows)
         for index in self.indexes:
             self._memory.know(index, [row for row in rows if row.tier == index.name])
 
     def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
-        """The states of a key whose flight is this thread's, from the nearest tier that has them.
+        """The states of a key in this thread's flight, from the nearest tier that has them.
 
-        What is corrupt or vanished loses its row; what cannot be read now is passed over. room:
-        asked for memory to load blobs of a disk into; where it has none, or without it, they are
-        mapped.
+        Corrupt or vanished states lose their row; unreadable ones are passed over. room: gives
+        memory to load blobs of a disk into; without it, or where it has none, they are mapped.
         """
         for index in self.indexes:
             with self._memory.lock:
@@ -171,8 +159,9 @@ class PersistentTiers:
             index.remove(key)
 
     def write(self, key: KVKey, states: KVStates, tick: int) -> None:
-        """Keeps states in every tier: blob, then row. The claim on the key is this session's, and
-        ends with the last row. Raises `StoreError` where the nearest tier cannot take them."""
+        """Stores states in every tier: blob, then row. The claim on the key, which this session
+        holds, ends with the last row. Raises `StoreError` where the nearest tier cannot take
+        them."""
         for number, index in enumerate(self.indexes):
             last = number == len(self.indexes) - 1
             try:
@@ -184,18 +173,13 @@ class PersistentTiers:
                 self._counters.unreadable += 1
                 self._ledger.locks.release([key])
 
-    def add(self, key: KVKey, states: KVStates, tick: int) -> None:
-        """Keeps states in the tiers that lack them, unless another process is at it. Raises
-        `StoreError`."""
+    def add(self, key: KVKey, states: KVStates, tick: int, tier: TierIndex | None = None) -> None:
+        """Stores states in a tier, or in all that lack them, unless another process has claimed the
+        key. Raises `StoreError`."""
         with self._memory.lock:
             lacking = [index for index in self.indexes if key not in index.entries]
-        self._add(lacking, key, states, tick)
-
-    def add_to(self, index: TierIndex, key: KVKey, states: KVStates, tick: int) -> None:
-        """As `add`, to one tier."""
-        self._add([index], key, states, tick)
-
-    def _add(self, lacking: list[TierIndex], key: KVKey, states: KVStates, tick: int) -> None:
+        if tier is not None:
+            lacking = [tier]
         with self._flights.begin([key] if lacking else []) as flight:
             try:
                 claimed = self._ledger.locks.acquire(flight.mine) if flight.mine else []
@@ -222,7 +206,8 @@ class PersistentTiers:
         self.learn([row])
 
     def _make_room(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
-        """Reserves bytes under the tier's budget, which all processes share."""
+        """Reserves bytes of the tier's budget, which all processes share, and evicts what is
+        needed."""
         for _ in range(_ATTEMPTS):
             need = self._ledger.reserve(index.name, key, nbytes, budget)
             if not need:
@@ -256,8 +241,8 @@ class PersistentTiers:
         return keys != before
 
     def expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
-        """Evicts states from a tier: rows, then blobs. What is in flight, claimed by others or, for
-        pressure and time, pinned by others, stays. Returns what went."""
+        """Evicts states from a tier: rows, then blobs. Returns the keys that went: not those in
+        flight, claimed by others or, for pressure and time, pinned by others."""
         with self._flights.begin(keys) as flight:
             if reason == "pressure":
                 self._demote(index, flight.mine)
@@ -312,8 +297,8 @@ class PersistentTiers:
             self.discard(keys)
 
     def is_orphan(self, index: TierIndex, key: KVKey, *, remove: bool) -> bool:
-        """Whether a tier holds a blob without a row that no thread and no process is working at;
-        removes it if asked to."""
+        """Whether a tier holds a blob without a row that is neither in flight nor claimed. remove:
+        deletes it."""
         with self._flights.begin([key]) as flight:
             gone = self._ledger.reclaim(index.name, flight.mine) if flight.mine else []
             found = bool(gone) and key in index.tier

@@ -1,4 +1,4 @@
-"""The KV cache: tiers under one ledger, their opening, and the threads of an open one."""
+"""The KV cache: tiers under one ledger, recovery when it is opened, and its background threads."""
 
 from __future__ import annotations
 
@@ -41,18 +41,14 @@ class KVStore:
     """Tiers under one ledger. Thread-safe; several processes may share ledger, disk and remote.
 
     memory: tiers that end with the process, the fastest first; persistent: those that outlive it,
-    the nearest first. What is leased for ingestion and by warm calls is kept in all persistent
-    tiers; the first memory tier holds what is used.
+    the nearest first. States that are leased for ingestion and by warm calls are stored in all
+    persistent tiers; the first memory tier holds those in use.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        memory: Sequence[Tier],
-        persistent: Sequence[Tier] = (),
-        policy: Policy = "lru",
-        window: int = WINDOW,
-    ) -> None:
+        self, ledger: Ledger, memory: Sequence[Tier], persistent: Sequence[Tier] = (),
+        policy: Policy = "lru", window: int = WINDOW,
+    ) -> None:  # fmt: skip
         self.ledger = ledger
         self.counters = Counters()
         indexes = [TierIndex(tier, policy) for tier in persistent]
@@ -69,24 +65,27 @@ class KVStore:
 
     @classmethod
     def open(
-        cls,
-        folder: Path,
-        database: Database,
-        host_bytes: int,
-        *,
-        disk_bytes: int | None = None,
-        kv_dtype: KVDtype = "model",
-        device: Tier | None = None,
-        remote: Tier | None = None,
+        cls, folder: Path, database: Database, host_bytes: int, *, disk_bytes: int | None = None,
+        kv_dtype: KVDtype = "model", device: Tier | None = None, remote: Tier | None = None,
         policy: Policy = "lru",
-    ) -> KVStore:
+    ) -> KVStore:  # fmt: skip
         """Opens the store of a state folder and makes ledger and disk agree.
 
-        disk_bytes: None for no limit. kv_dtype: of the host and disk tiers. device, remote: tiers
-        before the host and after the disk.
+        Args:
+            folder: The state folder.
+            database: Where the ledger is.
+            host_bytes: The budget of the host tier.
+            disk_bytes: That of the disk tier, None for no limit.
+            kv_dtype: How the host and the disk keep states.
+            device: A tier before the host.
+            remote: A tier after the disk.
+            policy: Which states are evicted first.
+
+        Returns:
+            The open store; `close` ends it.
         """
         states = folder / "states"
-        ledger = Ledger(database, place_of(database, states))
+        ledger = Ledger(database, disk_place(database, states))
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
         disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
         memory = [host] if device is None else [device, host]
@@ -97,11 +96,9 @@ class KVStore:
 
     @classmethod
     def inspect(cls, folder: Path, database: Database, remote: Tier | None = None) -> KVStore:
-        """Opens the store of a state folder as it was left: nothing is mended, nothing runs beside.
-
-        For `verify` and for operators' commands, while other processes may have it open.
-        """
-        ledger = Ledger(database, place_of(database, folder / "states"))
+        """Opens the store of a state folder without recovery and background threads: for `verify`
+        and operators' commands, while other processes may have it open."""
+        ledger = Ledger(database, disk_place(database, folder / "states"))
         disk = DiskTier.open(folder / "states")
         persistent = [disk] if remote is None else [disk, remote]
         store = cls(ledger, [HostTier(1 << 30)], persistent)
@@ -110,10 +107,10 @@ class KVStore:
 
     def start(self) -> None:
         """Begins the session: reads the ledger, ends what died, and starts the threads."""
-        with without_collection():
+        with _garbage_collector_paused():
             rows = self.ledger.begin()
             self.persistent.learn(rows)
-        reconcile(self.ledger, self.persistent, rows)
+        recover(self.ledger, self.persistent, rows)
         self._background.start()
 
     @property
@@ -125,12 +122,12 @@ class KVStore:
         return next(s.tier for s in self.persistent.indexes if isinstance(s.tier, DiskTier))
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest | None = None) -> Lease:
-        """Holds keys, and reads the states that the tiers have. What is missing then, or was
-        corrupt, the caller claims, encodes and puts, without any lock held.
+        """Leases keys, and reads the states that the tiers have. The caller claims, encodes and
+        puts those that are missing or were corrupt, without any lock held.
 
         Args:
-            keys: whose states are used; some may come twice.
-            request: what is known of them; of a question unless it says otherwise.
+            keys: Whose states are used; some may come twice.
+            request: Facts about them; those of a question by default.
 
         Returns:
             The lease, which the caller releases: a context manager.
@@ -147,25 +144,25 @@ class KVStore:
         return self._loader.lease(keys, request or LeaseRequest())
 
     def put_states(self, key: KVKey, states: KVStates, request: LeaseRequest | None = None) -> None:
-        """Keeps states that were encoded elsewhere, as ingestion would."""
+        """Stores states that were encoded elsewhere, as ingestion would."""
         with self.lease([key], request or LeaseRequest("ingest")) as lease:
             while lease.claim():
                 lease.put(key, states)
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
-        """Begins to bring states that a lower tier has to the first one, and returns at once. What
-        is not admitted pushes nothing out. A lease of the same keys waits for it, and tells the
-        tier that they came from."""
+        """Begins to bring states from lower tiers to the first one, and returns at once. It pushes
+        nothing out. A lease of the same keys waits for it, and names the tier that they came
+        from."""
         if below := self._below(keys):
             self._background.prefetch(below)
 
     def read_ahead(self, keys: Iterable[KVKey]) -> None:
-        """As `prefetch`, in this thread: done when it returns."""
+        """As `prefetch`, but returns when it is done."""
         for key in self._below(keys):
             self._loader.read_ahead(key)
 
     def _below(self, keys: Iterable[KVKey]) -> list[KVKey]:
-        """Those that a tier below the first has, and the first has not."""
+        """The keys that a tier below the first has, and the first has not."""
         with self.memory.lock:
             return [
                 key for key in dict.fromkeys(keys)
@@ -174,7 +171,7 @@ class KVStore:
             ]  # fmt: skip
 
     def fetch(self, keys: Sequence[KVKey]) -> Lease:
-        """Leases what some tier has, or other threads are bringing; `found` lacks the rest."""
+        """Leases what some tier has, or other threads are reading; `found` lacks the rest."""
         return self._fetch(keys, LeaseRequest())
 
     def _fetch(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
@@ -187,14 +184,14 @@ class KVStore:
         return lease
 
     def borrow(self, keys: Sequence[KVKey]) -> Lease:
-        """As `fetch`, but no use of the states: for what the store itself does with them."""
+        """As `fetch`, but does not count as a use: for what the store itself does with states."""
         lease = self._fetch(keys, LeaseRequest("warm"))
         lease.source.clear()
         return lease
 
     def discard(self, keys: Iterable[KVKey]) -> None:
-        """Removes states whose rows a transaction of the catalog has retired: blobs at once, what
-        is in use after its last lease."""
+        """Removes states whose rows a transaction has retired: blobs at once, states in use after
+        their last lease."""
         self.persistent.discard(keys)
 
     def pin(self, keys: Sequence[KVKey], pinned: bool = True) -> None:
@@ -213,9 +210,10 @@ class KVStore:
         self.memory.limit(dict.fromkeys(keys, math.inf if at is None else at))
 
     def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
-        """Removes states from a tier, or from all; what is in use leaves memory when it is not.
+        """Removes states from a tier, or from all; those in use leave memory after their last
+        lease.
 
-        Modules keep their claim on them: they are encoded again when they are needed.
+        Their modules keep owning them: they are encoded again when they are needed.
         """
         if tier is None or tier in [index.name for index in self.memory.indexes]:
             for key in keys:
@@ -227,8 +225,8 @@ class KVStore:
                 self.persistent.expel(index, here, "manual")
 
     def sweep(self) -> None:
-        """What the background does every second: expired states go, reused ones are written to the
-        disk, uses to the ledger. Raises nothing that a request did not cause."""
+        """The upkeep of every second: removes expired states, writes reused ones to the disk and
+        uses to the ledger."""
         now = time.time()
         with suppress(LedgerUnavailable):
             self.memory.limit(self.ledger.overdue(now))  # which another process may have set
@@ -245,7 +243,7 @@ class KVStore:
         self.ledger.flush()
 
     def _keep_reused(self) -> None:
-        """Writes states that questions have shown to be worth it, if something still needs them."""
+        """Writes states that questions used again to the disk, if something still owns them."""
         keys = self._loader.take_reused()
         if not keys or not self.persistent.indexes:
             return
@@ -262,8 +260,8 @@ class KVStore:
 
 
 class Background:
-    """The threads of an open store, one for the sweep of every second and one for prefetching. They
-    end with `stop`, or with the store that nobody refers to any more."""
+    """The threads of an open store: one sweeps every second, one prefetches. They end with `stop`,
+    or when the store is garbage."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = weakref.ref(store)
@@ -338,9 +336,9 @@ def _prefetch(
         del store
 
 
-def place_of(database: Database, folder: Path) -> str:
-    """Which disk this is, for a ledger that several machines share: a name that lies in the folder.
-    A SQLite file is beside its only one."""
+def disk_place(database: Database, folder: Path) -> str:
+    """The name of a disk in a ledger that several machines share, which is kept in its folder.
+    Empty for SQLite, whose file is beside its only disk."""
     if database.engine.dialect.name == "sqlite":
         return ""
     folder.mkdir(parents=True, exist_ok=True)
@@ -354,9 +352,9 @@ def place_of(database: Database, folder: Path) -> str:
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
-    """Python looks for cycles whenever so many objects were made, through all that there are: a
-    third of the time that reading 100,000 rows takes, and rows have none."""
+def _garbage_collector_paused() -> Iterator[None]:
+    """Pauses the garbage collector: it takes a third of the time that reading 100,000 rows takes,
+    and rows have no cycles."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -366,9 +364,9 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def reconcile(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
-    """Removes states of an earlier format or that nothing needs (rows, then blobs), rows without a
-    blob, and blobs without a row that no living process is writing."""
+def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
+    """Recovery: removes states of an earlier format or without an owner (rows, then blobs), rows
+    without a blob, and blobs without a row that no living process is writing."""
     retired = _retire_leftovers(ledger)
     persistent.discard(retired)
     for index in persistent.indexes:

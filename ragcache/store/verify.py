@@ -1,7 +1,7 @@
-"""Verifying a store: every row against every blob, every owner and every index entry.
+"""Verifying a store: every row against every blob, every owner and every vector.
 
-What is found is a list of `Disagreement`s; `repair` mends what it can. Nothing that is wrong is
-served meanwhile: blobs are verified whenever they are read.
+The result is a list of `Disagreement`s; `repair` mends what it can. Nothing that is wrong is served
+meanwhile: blobs are verified whenever they are read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from sqlalchemy import func, select
 
 from ragcache.db.references import is_unowned, retire
+from ragcache.db.sql import from_modules
 from ragcache.db.tables import (
     CollectionTable,
     DocumentTable,
@@ -36,8 +37,8 @@ class Disagreement:
     """Two records that differ, or one that is wrong.
 
     kind: `corrupt` (a blob fails its checksum), `missing` (a row without a blob), `orphan` (a blob
-    without a row), `size` (a row tells other bytes than the blob takes), `unowned` (states that
-    nothing needs), `format` (states of an earlier version), `vector` (embeddings of one collection
+    without a row), `size` (a row records more bytes than the blob takes), `unowned` (states without
+    an owner), `format` (states of an earlier version), `vector` (embeddings of one collection
     that differ in length), `module` (a document without modules, or a module without states),
     `unreadable` (a tier that cannot be read now). mended: by `repair`.
     """
@@ -50,8 +51,8 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found. interrupted: ingestions that did not end, with the number of
-    states that are kept for the next one of the same target; they disagree with nothing."""
+    """The result of a verification. interrupted: ingestions that did not end, with the number of
+    states that are kept for the next one of the same target; these are no disagreement."""
 
     states: int
     modules: int
@@ -67,10 +68,15 @@ class VerifyReport:
 def verify(
     store: KVStore, *, repair: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
-    """Reads every blob of every tier that outlives processes. repair: removes rows and blobs that
-    are wrong (what is needed is encoded again), and forgets interrupted ingestions.
+    """Reads every blob of every tier that outlives processes.
 
     Other processes may go on meanwhile: what they are writing is claimed, and passed over.
+
+    Args:
+        store: An open store, best from `KVStore.inspect`.
+        repair: Removes rows and blobs that are wrong (what is needed is encoded again), and forgets
+            interrupted ingestions.
+        progress: Called with the numbers of verified and of all blobs of a tier.
     """
     found: list[Disagreement] = []
     if repair:
@@ -124,7 +130,7 @@ def _fault(index: TierIndex, key: KVKey, nbytes: int) -> tuple[str, str] | None:
         return "unreadable", str(error)
     most = index.tier.size_of(states)
     if not 0 < nbytes <= most:
-        return "size", f"the row tells {nbytes:,} bytes, the blob takes at most {most:,}"
+        return "size", f"the row records {nbytes:,} bytes, the blob takes at most {most:,}"
     return None
 
 
@@ -148,15 +154,12 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
 
 
 def _index(store: KVStore) -> Iterator[Disagreement]:
-    """Vectors that cannot stand in one index, and documents that no question can find."""
+    """Vectors that do not fit into one index, and documents that no question can find."""
     with store.ledger.database.reading() as session:
         size = func.length(VectorTable.vector)
         rows = session.execute(
-            select(CollectionTable.name, VectorTable.embedder, func.min(size), func.max(size))
-            .select_from(VectorTable)
-            .join(ModuleTable, ModuleTable.id == VectorTable.module_id)
-            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-            .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
+            from_modules(CollectionTable.name, VectorTable.embedder, func.min(size), func.max(size))
+            .join(VectorTable)
             .group_by(CollectionTable.id, CollectionTable.name, VectorTable.embedder)
         )
         lengths = list(rows)
@@ -186,7 +189,7 @@ def _interrupted(store: KVStore) -> dict[str, int]:
 
 
 def _forget_interrupted(store: KVStore) -> None:
-    """What interrupted ingestions kept becomes unowned, unless a module needs it."""
+    """Retires the states of interrupted ingestions, unless a module needs them."""
     ended = select(JobTable.id).where(JobTable.status != "running")
     with store.ledger.database.transaction() as session:
         held = select(JobStateTable).where(JobStateTable.job_id.in_(ended))

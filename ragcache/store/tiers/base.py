@@ -1,7 +1,7 @@
-"""What every tier offers. A tier stores and counts; who enters and who leaves is decided above."""
+"""The tier protocol, and files that are written whole.
 
-# MERGED ragcache.store.tiers.files: Writing files so that a reader sees all of one or nothing,
-#   and what the system says when not.
+A tier stores and counts; admission and eviction are decided above it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tier(Protocol):
     """Whether what is here outlives the process, and other processes may see it."""
 
     kv_dtype: KVDtype
-    """How states are kept: `put` quantizes, and nothing restores before it is asked to."""
+    """How states are kept: `put` quantizes, and `get` does not restore."""
 
     budget_bytes: int | None
     """The most that may be allocated, None for no limit. Never exceeded."""
@@ -44,7 +44,7 @@ class Tier(Protocol):
         """How many bytes `put` would allocate, at most."""
 
     def put(self, key: KVKey, states: StoredStates) -> int:
-        """Keeps states, in place of those that the key had; returns the bytes allocated for them.
+        """Stores states in place of those that the key had; returns the bytes allocated for them.
 
         Raises `StoreBudgetExceeded` where the budget has no room for them beside what is there
         (also where the key has states already that would make room), `StoreFull`,
@@ -87,7 +87,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def key_of(name: str) -> KVKey | None:
-    """The key of a blob by its file name; None for a file that is none."""
+    """The key of a blob's file name; None for any other file."""
     digest = name.removesuffix(SUFFIX)
     known = name.endswith(SUFFIX) and len(digest) == 64 and not set(digest) - _DIGITS
     return KVKey(digest) if known else None
@@ -120,7 +120,7 @@ def write_through(path: Path, parts: Sequence[memoryview]) -> None:
 
 
 def allocated(path: Path) -> int:
-    """Bytes that a file takes on its disk, where the system tells; else its length."""
+    """Bytes that a file takes on its disk, where the system knows; else its length."""
     found = path.stat()
     blocks = getattr(found, "st_blocks", None)
     return found.st_size if blocks is None else 512 * int(blocks)

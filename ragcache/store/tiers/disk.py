@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ragcache.errors import StateMissing
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
 from ragcache.states.serialization import Allocate, blob_parts, load_blob, map_blob
@@ -30,9 +29,9 @@ _HEADER = 4096  # bytes: the most that a blob adds to its tensors, with rounding
 class DiskTier:
     """Blobs under `folder`, in 256 subfolders by the first digits of their keys.
 
-    Several processes may share the folder: a blob is always whole, and who reads one that another
-    deletes keeps what was mapped. `used_bytes` counts what was found by the last `scan` and what
-    this process wrote and deleted since.
+    Several processes may share the folder: a blob is always whole, and one that is deleted stays
+    mapped for its readers. `used_bytes` counts what the last `scan` found and what this process
+    wrote and deleted since.
     """
 
     name = "disk"
@@ -52,7 +51,7 @@ class DiskTier:
     def open(
         cls, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
     ) -> DiskTier:
-        """A tier that knows what lies in its folder."""
+        """Opens a tier and scans its folder."""
         tier = cls(folder, budget_bytes, kv_dtype=kv_dtype)
         tier.scan()
         return tier
@@ -65,7 +64,8 @@ class DiskTier:
         return self.folder / key.digest[:2] / f"{key.digest}{SUFFIX}"
 
     def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:
-        """Keys and allocated bytes of all blobs, counted anew. known: what need not be measured."""
+        """Keys and allocated bytes of all blobs, counted anew. known: sizes that need not be
+        measured."""
         sizes = {}
         known = known or {}
         for key in self.keys():
@@ -134,27 +134,9 @@ class DiskTier:
                     if key is not None and key.digest[:2] == folder.name:
                         yield key
 
-    def nbytes(self, key: KVKey) -> int:
-        """Bytes allocated for a blob. Raises `StateMissing`."""
-        try:
-            return allocated(self.path(key))
-        except FileNotFoundError:
-            raise StateMissing(f"there is no blob {self.path(key)}") from None
-
-    def age(self, key: KVKey) -> float:
-        """Seconds since the blob was written; 0 where there is none."""
-        return _age(self.path(key))
-
     def remove_parts(self, older_than: float) -> None:
-        """Removes what writers left behind that died `older_than` seconds ago or more."""
+        """Removes unfinished files of writers that died `older_than` seconds ago or more."""
         for part in self.folder.glob(f"??/*{PART}"):
-            if _age(part) > older_than:
-                part.unlink(missing_ok=True)
-
-
-def _age(path: Path) -> float:
-    """Seconds since a file was written; 0 where another process has just taken it away."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+            with suppress(FileNotFoundError):  # another process was faster
+                if time.time() - part.stat().st_mtime > older_than:
+                    part.unlink()

@@ -1,7 +1,4 @@
-"""The host tier: states in main memory of its own, pinned where a GPU will fetch them."""
-
-# MERGED ragcache.store.tiers.pinning: Memory that a GPU reads by itself: pages registered with
-#   CUDA.
+"""The host tier: states in main memory of its own, registered with CUDA where a GPU reads them."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class HostTier:
         self._states: dict[KVKey, StoredStates] = {}
         self._lock = threading.RLock()
         self._blocks: dict[int, int] = {}  # address to bytes
-        self._freed: deque[int] = deque()  # addresses; filled by finalisers, at any moment
+        self._freed: deque[int] = deque()  # addresses; filled by finalizers, at any moment
         self._used = 0
 
     @property
@@ -124,7 +121,7 @@ class HostTier:
         return -(-nbytes // self._align) * self._align + self._align
 
     def owns(self, states: StoredStates) -> bool:
-        """Whether states fill one of this tier's blocks."""
+        """Whether states fill a block that `allocate` gave."""
         addresses = {t.untyped_storage().data_ptr() for t in tensors_of(states).values()}
         if len(addresses) != 1 or states.keys.device.type != "cpu":
             return False

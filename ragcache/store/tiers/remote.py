@@ -1,7 +1,7 @@
-"""The remote tier: blobs under any URL that fsspec knows, shared by several machines."""
+"""The remote tier: blobs under any URL that fsspec knows, shared by several machines.
 
-# MERGED ragcache.store.tiers.calls: Calls to something that may be slow, broken or away: each
-#   ends, and says how.
+A remote may be slow, broken or away: every call to it ends, with the states or a named error.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RemoteTier:
     ) -> RemoteTier:  # fmt: skip
         """url: such as `s3://bucket/states`; options: fsspec's for its protocol.
 
-        Nothing is asked of the remote yet. Raises `ConfigurationError` for a URL that fsspec does
+        The remote is not called yet. Raises `ConfigurationError` for a URL that fsspec does
         not know and `MissingExtra` where its protocol needs a package.
         """
         from fsspec.core import url_to_fs
@@ -200,8 +200,9 @@ _FINAL = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """seconds: how long one attempt may take. attempts: how many there are. pause: seconds before
-    the second, twice as long before each that follows. rest: seconds without any after the last."""
+    """seconds: the time limit of an attempt. attempts: how many there are. pause: seconds before
+    the second, twice as long before each that follows. rest: seconds without calls after the
+    last."""
 
     seconds: float = 10.0
     attempts: int = 3
@@ -210,7 +211,8 @@ class RetryPolicy:
 
 
 class RemoteCalls:
-    """Runs operations on one remote with retry."""
+    """Runs operations on one remote: each within a time limit, with retries and a rest after
+    them."""
 
     def __init__(
         self, where: str, retry: RetryPolicy, clock: Callable[[], float] = time.monotonic
@@ -219,7 +221,7 @@ class RemoteCalls:
         self._rests_until = 0.0
 
     def run(self, verb: str, operation: Callable[[], T]) -> T:
-        """What the operation returns.
+        """Runs an operation and returns its result.
 
         Raises `FileNotFoundError` as it comes, `StoreFull`, `StoreUnwritable` and `StoreUnreadable`
         at once, and `RemoteUnavailable` after the last attempt, or while the remote has its rest.

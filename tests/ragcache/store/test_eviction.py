@@ -1,7 +1,5 @@
-"""The policy of eviction, with plain values."""
-
-# MERGED tests.ragcache.store.test_entries: The columns of a tier's entries against a plain
-#   dictionary.
+"""Eviction: the policies against a plain sort, and the columns of entries against plain
+dictionaries."""
 
 from __future__ import annotations
 

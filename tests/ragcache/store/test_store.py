@@ -575,7 +575,7 @@ def test_a_full_disk_does_not_stop_a_question(
         assert sources(store, 1) == ["encoded"]
         with pytest.raises(StoreFull):
             fill(store, 3)
-    assert "states are encoded for one question alone" in caplog.text
+    assert "states are encoded for this question only" in caplog.text
     assert store.counters.unclaimed == 2
     assert leased(store) == set()
 

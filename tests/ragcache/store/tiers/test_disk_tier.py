@@ -53,7 +53,7 @@ def make_old(path: Path, seconds: float) -> None:
 def test_bytes_are_those_that_the_file_system_allocated(tier: DiskTier) -> None:
     nbytes = tier.put(make_key(1), make_states(1, 500))
     found = tier.path(make_key(1)).stat()
-    assert nbytes == tier.used_bytes == tier.nbytes(make_key(1)) == 512 * found.st_blocks
+    assert nbytes == tier.used_bytes == 512 * found.st_blocks
 
 
 def test_a_tier_that_is_opened_knows_what_lies_there(tier: DiskTier) -> None:
@@ -75,7 +75,7 @@ def test_another_process_writes_and_deletes_in_the_same_folder(tier: DiskTier) -
     other.delete(make_key(1))
     assert make_key(1) not in tier
     with pytest.raises(StateMissing):
-        tier.nbytes(make_key(1))
+        tier.get(make_key(1))
     tier.delete(make_key(1))
     assert tier.used_bytes == 0
 
@@ -231,10 +231,3 @@ def test_leftovers_of_dead_writers_go_only_when_they_are_old(tier: DiskTier) -> 
     tier.remove_parts(900)
     assert (old.exists(), new.exists()) == (False, True)
     assert make_key(1) in tier, "a blob is no part, however old"
-
-
-def test_the_age_of_a_blob_counts_from_its_writing(tier: DiskTier) -> None:
-    tier.put(make_key(1), make_states(1))
-    make_old(tier.path(make_key(1)), 5000)
-    assert 5000 <= tier.age(make_key(1)) < 6000
-    assert tier.age(make_key(2)) == 0, "another process may have taken it away"
