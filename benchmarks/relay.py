@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
-from ragcache.bench.harness import describe_machine, new_figure, save_figure, seconds
+from ragcache.bench.harness import describe_machine, new_figure, seconds
 from ragcache_api.cli.bench import DeviceOption, JsonFile, PlotFile, print_figures
 from ragcache_api.cli.console import plain_table
 
@@ -131,7 +131,7 @@ def plot_relay(result: dict[str, Any], file: Path) -> None:
     axes.set_xlabel("shared tokens")
     axes.set_ylabel("speedup of attention (dashed: theory)")
     axes.legend(frameon=False)
-    save_figure(figure, file)
+    figure.savefig(file)
 
 
 def main(device: DeviceOption = "cpu", json_file: JsonFile = None, plot: PlotFile = None) -> None:

@@ -76,10 +76,7 @@ def corpus_of_sources(
 
 
 def corpus_of_collection(
-    model: LoadedModel,
-    catalog: Catalog,
-    collection: str,
-    progress: Progress = lambda *_: None,
+    model: LoadedModel, catalog: Catalog, collection: str, progress: Progress = lambda *_: None
 ) -> Corpus:
     """The corpus of a stored collection, in tokens of the model. Raises `UnknownCollection`."""
     rows = catalog.modules(collection)
@@ -87,9 +84,8 @@ def corpus_of_collection(
     for start in range(0, len(rows), _ROWS):
         part = rows[start : start + _ROWS]
         known = catalog.token_ids([row.id for row in part])
-        modules += [
-            array("i", known.get(row.id) or model.encode_untrusted(row.text)) for row in part
-        ]
+        ids = (known.get(row.id) or model.encode_untrusted(row.text) for row in part)
+        modules += [array("i", each) for each in ids]
         progress(len(modules), len(rows))
     return Corpus(len({row.document for row in rows}), tuple(modules))
 
@@ -130,24 +126,21 @@ def tier_sizes(
     model: LanguageModel, lengths: Sequence[int], budgets: dict[str, int | None]
 ) -> tuple[TierSize, ...]:
     """Sizes of modules of these lengths, by `kv_dtype`, in every tier that has a budget."""
-    counted = Counter(lengths)
-    sizes = []
-    for tier in _tiers(model):
-        if tier.name in budgets:
-            nbytes = sum(n * tier.size_of(shape_of(model, tokens)) for tokens, n in counted.items())
-            sizes.append(TierSize(tier.name, tier.kv_dtype, nbytes, budgets[tier.name]))
-    return tuple(sizes)
-
-
-def _tiers(model: LanguageModel) -> list[Tier]:
-    """Empty tiers, whose `size_of` is used. Memory is pinned if the model runs on a GPU."""
     kinds = [check_kv_dtype(kind) for kind in KV_DTYPES]
     pinned = model.device.type == "cuda"
-    return [
+    empty: list[Tier] = [
         DeviceTier(0, "cpu"),
         *(HostTier(0, kv_dtype=kind, pinned=pinned) for kind in kinds),
         *(DiskTier(Path(), kv_dtype=kind) for kind in kinds),
     ]
+    counted = [(shape_of(model, tokens), n) for tokens, n in Counter(lengths).items()]
+    return tuple(
+        TierSize(
+            tier.name, tier.kv_dtype, sum(n * tier.size_of(states) for states, n in counted),
+            budgets[tier.name],
+        )
+        for tier in empty if tier.name in budgets
+    )  # fmt: skip
 
 
 def break_even_tokens(
@@ -194,6 +187,12 @@ class Budgets:
     ) -> Budgets:
         """Budgets from sizes such as `8GiB`. Raises `ConfigurationError`."""
         return cls(parse_bytes(host), *map(parse_optional_bytes, (device, disk)))
+
+    def limits(self, folder: Path) -> dict[str, int | None]:
+        """The bytes of each tier to plan; `folder` is on the disk."""
+        disk = shutil.disk_usage(folder).free if self.disk_bytes is None else self.disk_bytes
+        device = {} if self.device_bytes is None else {"device": self.device_bytes}
+        return {"host": self.host_bytes, "disk": disk, **device}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +244,9 @@ class CachePlan:
     break_even_tokens: dict[str, float | None]
     break_even_bandwidth: float
 
-    def size(self, tier: str, kv_dtype: str) -> TierSize | None:
-        """The size of the corpus in a tier; None if the plan has no such tier."""
-        found = (t for t in self.tiers if (t.tier, t.kv_dtype) == (tier, kv_dtype))
-        return next(found, None)
+    def sizes(self, tier: str) -> dict[str, TierSize]:
+        """The sizes of the corpus in a tier, by `kv_dtype`; none if the plan has no such tier."""
+        return {size.kv_dtype: size for size in self.tiers if size.tier == tier}
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, with measured and extrapolated figures apart."""
@@ -283,8 +281,13 @@ def make_plan(
     if not any(lengths):
         raise NoDocuments("the corpus holds no text; there is nothing to plan")
     preamble = model.encode(prompt_frame(model.tokenizer).preamble)
-    _check_window(max(lengths) + len(preamble), model.causal.window)
-    place = _existing(folder)
+    needed, window = max(lengths) + len(preamble), model.causal.window
+    if needed >= window:
+        raise ConfigurationError(
+            f"preamble and longest module take {needed} tokens, but the model's window holds "
+            f"{window}; give a smaller module_tokens"
+        )
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     chosen = [corpus.modules[n] for n in choose_sample(lengths, sample)]
     measured = measure_sample(model.causal, preamble, chosen, place, progress)
     cuts = measured.cuts
@@ -298,7 +301,7 @@ def make_plan(
         tokens=corpus.tokens,
         longest=max(lengths),
         preamble_tokens=len(preamble),
-        tiers=tier_sizes(model.causal, [len(preamble), *lengths], _limits(budgets, place)),
+        tiers=tier_sizes(model.causal, [len(preamble), *lengths], budgets.limits(place)),
         measured=measured,
         encode_s=corpus.tokens / measured.tokens_per_second,
         break_even_tokens={
@@ -307,31 +310,6 @@ def make_plan(
         },
         break_even_bandwidth=cuts[-1].nbytes["model"] / cuts[-1].compute_s,
     )
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    folder = folder.absolute()
-    return next(each for each in (folder, *folder.parents) if each.is_dir())
-
-
-def _limits(budgets: Budgets, folder: Path) -> dict[str, int | None]:
-    disk = budgets.disk_bytes
-    limits: dict[str, int | None] = {
-        "host": budgets.host_bytes,
-        "disk": shutil.disk_usage(folder).free if disk is None else disk,
-    }
-    if budgets.device_bytes is not None:
-        limits["device"] = budgets.device_bytes
-    return limits
-
-
-def _check_window(tokens: int, window: int) -> None:
-    if tokens >= window:
-        raise ConfigurationError(
-            f"preamble and longest module take {tokens} tokens, but the model's window holds "
-            f"{window}; give a smaller module_tokens"
-        )
 
 
 def choose_sample(lengths: Sequence[int], count: int) -> list[int]:
@@ -445,21 +423,21 @@ def advise(plan: CachePlan, memory_bytes: int | None = None) -> list[str]:
 def _advise_caching(plan: CachePlan) -> Iterator[str]:
     longest = plan.measured.cuts[-1]
     load, compute = longest.load_s["model"], longest.compute_s
-    module = f"a module of {longest.tokens} tokens"
-    loaded, computed = format_seconds(load), format_seconds(compute)
+    module, loaded, computed = longest.tokens, format_seconds(load), format_seconds(compute)
     source = "from this disk" if plan.measured.cold else "from the page cache of this disk"
     if load < compute:
         uses = max(2, math.ceil(compute / (compute - load)))
         yield (
-            f"Caching pays: {module} is loaded {source} in {loaded} and computed in {computed}, "
-            f"{compute / load:.1f} times as long. A module that is used {uses} times has earned "
-            "its encoding."
+            f"Caching pays: a module of {module} tokens is loaded {source} in {loaded} and "
+            f"computed in {computed}, {compute / load:.1f} times as long. A module that is used "
+            f"{uses} times has earned its encoding."
         )
     else:
         yield (
-            f"Caching on this disk does not pay: {module} is loaded in {loaded} and computed in "
-            f"{computed}. Loading must reach {format_bandwidth(plan.break_even_bandwidth)}; keep "
-            "what is used in memory, by host_bytes, or take a quicker disk."
+            f"Caching on this disk does not pay: a module of {module} tokens is loaded in {loaded} "
+            f"and computed in {computed}. Loading must reach "
+            f"{format_bandwidth(plan.break_even_bandwidth)}; keep what is used in memory, by "
+            "host_bytes, or take a quicker disk."
         )
     tokens, shortest = plan.break_even_tokens["model"], plan.measured.cuts[0].tokens
     if tokens is not None and tokens > shortest:
@@ -470,25 +448,24 @@ def _advise_caching(plan: CachePlan) -> Iterator[str]:
 
 
 def _advise_host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
-    plain, eight = plan.size("host", "model"), plan.size("host", "int8")
-    assert plain is not None
-    assert eight is not None
-    if plain.share == 1.0:
+    sizes = plan.sizes("host")
+    plain, eight = sizes["model"].share, sizes["int8"].share
+    if plain == 1.0:
         yield "Leave kv_dtype at model: host_bytes holds the whole corpus as the model computed it."
         return
-    if eight.share == 1.0:
+    if eight == 1.0:
         yield (
             "Take kv_dtype int8: host_bytes holds the whole corpus in eight bits, and "
-            f"{format_share(plain.share)} of it otherwise. fp8 takes as many bytes and errs more."
+            f"{format_share(plain)} of it otherwise. fp8 takes as many bytes and errs more."
         )
     else:
         yield (
-            f"host_bytes holds {format_share(plain.share)} of the corpus, "
-            f"{format_share(eight.share)} with kv_dtype int8; the rest is "
-            "loaded when it is asked for."
+            f"host_bytes holds {format_share(plain)} of the corpus, {format_share(eight)} with "
+            "kv_dtype int8; the rest is loaded when it is asked for."
         )
-    whole = format_budget(plain.nbytes)
-    if memory_bytes is None or plain.nbytes <= _SPARE * memory_bytes:
+    nbytes = sizes["model"].nbytes
+    whole = format_budget(nbytes)
+    if memory_bytes is None or nbytes <= _SPARE * memory_bytes:
         yield f"host_bytes {whole} would hold all of it as the model computed it."
     else:
         yield (
@@ -498,17 +475,14 @@ def _advise_host(plan: CachePlan, memory_bytes: int | None) -> Iterator[str]:
 
 
 def _advise_disk(plan: CachePlan) -> Iterator[str]:
-    plain, eight = plan.size("disk", "model"), plan.size("disk", "int8")
-    assert plain is not None
-    assert eight is not None
-    if plain.share == 1.0:
-        return
-    kept = f"The disk holds {format_share(plain.share)} of the corpus"
-    if eight.share == 1.0:
+    sizes = plan.sizes("disk")
+    plain, eight = sizes["model"].share, sizes["int8"].share
+    kept = f"The disk holds {format_share(plain)} of the corpus"
+    if eight == 1.0 > plain:
         yield f"{kept}, and all of it with kv_dtype int8."
-    else:
+    elif plain < 1.0:
         yield (
-            f"{kept}, {format_share(eight.share)} with kv_dtype int8: give it a larger disk, or a "
+            f"{kept}, {format_share(eight)} with kv_dtype int8: give it a larger disk, or a "
             "remote tier, or what is used least is encoded again and again."
         )
 

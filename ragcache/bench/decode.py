@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragcache.attention import AttentionMetadata
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure, save_figure
+from ragcache.bench.harness import LlamaShape, Progress, PromptSetting, describe_machine, new_figure
 from ragcache.engine import (
     Context,
     EngineConfig,
@@ -30,16 +30,12 @@ from ragcache.states import KVStates
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSetting:
+class DecodeSetting(PromptSetting):
     """The batch. copies_tokens: tokens generated over copies, whose steps are long;
     unshared_tokens: the prompt of each request in the comparison without sharing."""
 
     shape: LlamaShape = LlamaShape()
     requests: int = 16
-    preamble_tokens: int = 32
-    modules: int = 4
-    module_tokens: int = 1024
-    question_tokens: int = 48
     new_tokens: int = 64
     copies_tokens: int = 8
     unshared_tokens: int = 256
@@ -51,15 +47,10 @@ class _NoAttention:
     """A backend without attention: the upper bound of Hydragen (§4.1)."""
 
     def attend(
-        self,
-        metadata: AttentionMetadata,  # noqa: ARG002
-        layer: int,  # noqa: ARG002
-        query: Tensor,
-        key: Tensor,  # noqa: ARG002
-        value: Tensor,  # noqa: ARG002
-        *,
-        scale: float,  # noqa: ARG002
-    ) -> Tensor:
+        self, metadata: AttentionMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
+        *, scale: float,
+    ) -> Tensor:  # fmt: skip
+        del metadata, layer, key, value, scale
         return query.transpose(0, 1)
 
 
@@ -70,10 +61,6 @@ class _Decoded:
     steps: list[float]
     stats: EngineStats
     pool_bytes: int
-
-    @property
-    def step(self) -> float:
-        return statistics.median(self.steps)
 
 
 def bench_decode(
@@ -126,26 +113,24 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     questions = [context.token_ids for context in contexts]
     copies = generate_copies(model, prompts, questions, setting.copies_tokens)
     again = _decode(causal, requests)
-    step = statistics.median([*ours.steps, *again.steps])
+    steps = {"segments": ours.steps + again.steps, "ceiling": ceiling.steps, "copies": copies}
+    medians = {way: statistics.median(run) for way, run in steps.items()}
+    step = medians["segments"]
     one_copy = sum(each.nbytes for each in states)
     own = setting.question_tokens + setting.new_tokens
     private = setting.requests * own * causal.bytes_per_token
     copied = setting.requests * (one_copy + own * causal.bytes_per_token)
     total = ours.stats.planning + ours.stats.forward + ours.stats.sampling
     return {
-        "ratio_to_copies": statistics.median(copies) / step,
-        "share_of_ceiling": ceiling.step / step,
+        "ratio_to_copies": medians["copies"] / step,
+        "share_of_ceiling": medians["ceiling"] / step,
         "kv_bytes_ratio": (one_copy + ours.pool_bytes) / (one_copy + private),
         "kv_bytes_ratio_to_copies": (one_copy + ours.pool_bytes) / copied,
         "scheduler_share": ours.stats.planning / total,
         "sampling_share": ours.stats.sampling / total,
         "tokens_per_second": setting.requests / step,
-        "step_s": {"segments": step, "ceiling": ceiling.step, "copies": statistics.median(copies)},
-        "runs": {
-            "segments": [*ours.steps, *again.steps],
-            "ceiling": ceiling.steps,
-            "copies": copies,
-        },
+        "step_s": medians,
+        "runs": steps,
     }
 
 
@@ -191,19 +176,11 @@ def _contexts(
 ) -> list[Context]:
     """The same modules in another order for every request."""
     rng = random.Random(2)
-    contexts = []
+    new, contexts = setting.new_tokens, []
     for _ in range(setting.requests):
-        order = list(states[1:])
-        rng.shuffle(order)
+        order = [states[0], *rng.sample(states[1:], setting.modules)]
         question = setting.shape.draw_tokens(rng, setting.question_tokens)
-        contexts.append(
-            assemble_context(
-                [states[0], *order],
-                question,
-                window=causal.window,
-                max_new_tokens=setting.new_tokens,
-            )
-        )
+        contexts.append(assemble_context(order, question, window=causal.window, max_new_tokens=new))
     return contexts
 
 
@@ -293,4 +270,4 @@ def plot_decode(result: dict[str, Any], file: Path) -> None:
     axes.set_ylabel("seconds of a decoding step")
     axes.set_yscale("log")
     axes.legend(frameon=False)
-    save_figure(figure, file)
+    figure.savefig(file)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,16 +60,6 @@ class LlamaShape:
         """Token ids drawn uniformly from the vocabulary."""
         return [rng.randrange(self.vocabulary) for _ in range(count)]
 
-    def draw_prompt(
-        self, rng: random.Random, preamble: int, question: int, modules: Sequence[int]
-    ) -> tuple[list[int], list[int], list[list[int]]]:
-        """Token ids of a preamble, a question and modules of these lengths."""
-        return (
-            self.draw_tokens(rng, preamble),
-            self.draw_tokens(rng, question),
-            [self.draw_tokens(rng, length) for length in modules],
-        )
-
     def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
         """A Hugging Face model with random weights."""
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,6 +77,26 @@ class LlamaShape:
             dtype=dtype,
         )
         return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSetting:
+    """Lengths of a prompt of a preamble, modules and a question."""
+
+    modules: int = 4
+    module_tokens: int = 1024
+    preamble_tokens: int = 32
+    question_tokens: int = 48
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.preamble_tokens + self.modules * self.module_tokens
+
+    def draw(self, shape: LlamaShape) -> tuple[list[int], list[list[int]], list[int]]:
+        """Token ids of the preamble, of each module and of the question."""
+        draw = partial(shape.draw_tokens, random.Random(1))
+        modules = [draw(self.module_tokens) for _ in range(self.modules)]
+        return draw(self.preamble_tokens), modules, draw(self.question_tokens)
 
 
 def shaped_model(shape: LlamaShape) -> LoadedModel:
@@ -135,11 +145,6 @@ def made_up_key(name: object) -> KVKey:
     return KVKey(hashlib.sha256(str(name).encode()).hexdigest())
 
 
-def write_figures(result: Mapping[str, Any], file: Path) -> None:
-    """Writes figures as JSON."""
-    file.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
-
-
 def new_figure(columns: int) -> Any:
     """A matplotlib figure and its axes. Raises `MissingExtra` without matplotlib."""
     try:
@@ -148,13 +153,8 @@ def new_figure(columns: int) -> Any:
         raise MissingExtra(
             "plots need matplotlib: install it with `pip install 'ragcache[plot]'`"
         ) from error
-    figure = Figure(figsize=(5.5 * columns, 4), layout="constrained")
+    figure = Figure(figsize=(5.5 * columns, 4), layout="constrained", dpi=150)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
-
-
-def save_figure(figure: Any, file: Path) -> None:
-    """Writes a plot in the format of the suffix of `file`."""
-    figure.savefig(file, dpi=150)
 
 
 def draw_bars(axes: Any, title: str, values: Mapping[str, float]) -> None:

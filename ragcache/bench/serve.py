@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure, save_figure
+from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -82,10 +82,16 @@ def bench_serve(
         prompts = _requests(setting, causal)
         alone = {mode: _alone(engine, requests) for mode, requests in prompts.items()}
         limit = 2 * alone["exact"]
-        loads = {}
+        loads: dict[str, list[LoadPoint]] = {}
         for mode, requests in prompts.items():
-            say = partial(_say_rate, progress, mode)
-            loads[mode] = _sweep(setting, engine, requests, alone[mode], limit, say)
+            first = 0.5 / (alone[mode] * setting.new_tokens)  # half the rate one after another
+            loads[mode] = []
+            for rate in (first * setting.growth**n for n in range(setting.most_rates)):
+                progress(f"{mode}: {rate:.2f} requests a second")
+                count = max(setting.requests, int(rate * setting.seconds))
+                loads[mode].append(_offer(engine, islice(cycle(requests), count), rate))
+                if loads[mode][-1].normalized > limit:
+                    break
         knees = {mode: knee_of(found, limit) for mode, found in loads.items()}
     return {
         "knee_ratio_to_exact": knees["cached"] / knees["exact"],
@@ -128,28 +134,7 @@ def _alone(engine: LLMEngine, requests: Sequence[Request]) -> float:
     )
 
 
-def _say_rate(progress: Progress, mode: str, rate: float) -> None:
-    progress(f"{mode}: {rate:.2f} requests a second")
-
-
-def _sweep(
-    setting: ServeSetting, engine: LLMEngine, requests: Sequence[Request],
-    alone: float, limit: float, say: Callable[[float], None],
-) -> list[LoadPoint]:  # fmt: skip
-    """Growing rates, the first of them half the rate of sequential requests."""
-    rate = 0.5 / (alone * setting.new_tokens)
-    loads: list[LoadPoint] = []
-    while len(loads) < setting.most_rates:
-        say(rate)
-        count = max(setting.requests, int(rate * setting.seconds))
-        loads.append(_offer(engine, list(islice(cycle(requests), count)), rate))
-        if loads[-1].normalized > limit:
-            break
-        rate *= setting.growth
-    return loads
-
-
-def _offer(engine: LLMEngine, requests: Sequence[Request], rate: float) -> LoadPoint:
+def _offer(engine: LLMEngine, requests: Iterable[Request], rate: float) -> LoadPoint:
     """Submits the requests as a Poisson process of the rate, and waits for all."""
     rng = random.Random(5)
     handles = []
@@ -206,4 +191,4 @@ def plot_serve(result: dict[str, Any], file: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("requests a second")
         axes.legend(frameon=False)
-    save_figure(figure, file)
+    figure.savefig(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import tempfile
 import time
@@ -19,11 +18,11 @@ from sqlalchemy import insert
 from ragcache.bench.harness import (
     LlamaShape,
     Progress,
+    PromptSetting,
     describe_machine,
     draw_bars,
     made_up_key,
     new_figure,
-    save_figure,
     seconds,
 )
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
@@ -47,13 +46,9 @@ _A_DOCUMENT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class ByTierSetting:
+class ByTierSetting(PromptSetting):
     """The prompt, its repetitions from each tier, and the lengths for the break-even."""
 
-    modules: int = 4
-    module_tokens: int = 1024
-    preamble_tokens: int = 32
-    question_tokens: int = 48
     runs: int = 5
     lengths: tuple[int, ...] = (16, 64, 256, 1024)
 
@@ -71,12 +66,6 @@ class TiersSetting:
     entries: int = 100_000
     folder: Path | None = None
 
-    @property
-    def module(self) -> tuple[int, int, int, int]:
-        """[L, Hkv, S, D] of a module's keys."""
-        shape = self.shape
-        return (shape.num_layers, shape.num_kv_heads, self.module_tokens, shape.head_dim)
-
 
 def bench_tiers(
     setting: TiersSetting | None = None, progress: Progress = lambda _: None
@@ -90,41 +79,36 @@ def bench_tiers(
     such a store.
     """
     setting = setting or TiersSetting()
+    shape = setting.shape
+    module = (shape.num_layers, shape.num_kv_heads, setting.module_tokens, shape.head_dim)
+    parts: tuple[Callable[[Path], dict[str, Any]], ...] = (
+        lambda folder: bench_disk(folder, setting.blobs, module, setting.disk_runs),
+        lambda folder: bench_by_tier(folder, shape, setting.by_tier, progress),
+        lambda folder: bench_ledger(folder, setting.entries),
+    )
     result: dict[str, Any] = {}
-    for part in (_disk, _by_tier, _ledger):
+    for name, part in zip(("disk", "tiers", "ledger"), parts, strict=True):
+        progress(f"measuring: {name}")
         with tempfile.TemporaryDirectory(prefix="ragcache-bench-", dir=setting.folder) as folder:
-            result |= part(Path(folder), setting, progress)
+            result |= part(Path(folder))
     return result | {"setting": asdict(setting), "machine": describe_machine()}
-
-
-def _disk(folder: Path, setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    progress("reading blobs from disk")
-    disk = bench_disk(folder, setting.blobs, setting.module, setting.disk_runs)
-    state = disk["cold"] if disk["dropped"] else disk["warm"]
-    return {"disk_bandwidth_share": state["host_share"], "disk": disk}
-
-
-def _by_tier(folder: Path, setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    return bench_by_tier(folder, setting.shape, setting.by_tier, progress)
-
-
-def _ledger(folder: Path, setting: TiersSetting, progress: Progress) -> dict[str, Any]:
-    progress(f"opening a store of {setting.entries:,} modules")
-    return bench_ledger(folder, setting.entries)
 
 
 def bench_disk(
     folder: Path, blobs: int, shape: tuple[int, int, int, int], runs: int
 ) -> dict[str, Any]:
-    """Medians in bytes a second over `blobs` modules of [L, Hkv, S, D] in bfloat16.
+    """disk: medians in bytes a second over `blobs` modules of [L, Hkv, S, D] in bfloat16.
 
     plain: a loop of reads into one buffer. mapped: verified where the page cache has them. host:
     loaded into memory of the host tier, and verified there. Once with the files in the page cache
     (`warm`) and once after the system was asked to drop them (`cold`; `dropped` tells whether it
-    did, since some file systems do not).
+    did, since some file systems do not). disk_bandwidth_share: that of `host`, cold if dropped.
     """
     tier = DiskTier(folder)
-    keys = _write_blobs(tier, blobs, shape)
+    keys = [made_up_key(number) for number in range(blobs)]
+    torch.manual_seed(0)
+    for key in keys:
+        tier.put(key, KVStates(*torch.randn(2, *shape).bfloat16(), 0))
     host = HostTier(4 * 2 * 2 * torch.Size(shape).numel() + 2**20)
     nbytes = sum(tier.path(key).stat().st_size for key in keys)
     ways: dict[str, Callable[[KVKey], object]] = {
@@ -135,7 +119,10 @@ def bench_disk(
     warm = _bandwidths(_disk_seconds(ways, tier, keys, runs, cold=False), nbytes)
     cold = _bandwidths(_disk_seconds(ways, tier, keys, runs, cold=True), nbytes)
     dropped = cold["plain"] < 0.8 * warm["plain"]
-    return {"nbytes": nbytes, "warm": warm, "cold": cold, "dropped": dropped}
+    return {
+        "disk_bandwidth_share": (cold if dropped else warm)["host_share"],
+        "disk": {"nbytes": nbytes, "warm": warm, "cold": cold, "dropped": dropped},
+    }
 
 
 def _bandwidths(times: dict[str, list[float]], nbytes: int) -> dict[str, float]:
@@ -145,15 +132,6 @@ def _bandwidths(times: dict[str, list[float]], nbytes: int) -> dict[str, float]:
         pairs = zip(times["plain"], times[way], strict=True)
         speeds[f"{way}_share"] = statistics.median(plain / seconds for plain, seconds in pairs)
     return speeds
-
-
-def _write_blobs(tier: DiskTier, blobs: int, shape: tuple[int, int, int, int]) -> list[KVKey]:
-    keys = [KVKey(f"{number:02x}" * 32) for number in range(blobs)]
-    for number, key in enumerate(keys):
-        torch.manual_seed(number)
-        keys_and_values = torch.randn(2, *shape).bfloat16()
-        tier.put(key, KVStates(keys_and_values[0], keys_and_values[1], 0))
-    return keys
 
 
 def _read_plainly(tier: DiskTier) -> Callable[[KVKey], object]:
@@ -201,11 +179,7 @@ def bench_by_tier(
     progress("building the model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = wrap_causal(shape.build(torch.bfloat16).to(device))
-    rng = random.Random(1)
-    lengths = [setting.module_tokens] * setting.modules
-    preamble, question, modules = shape.draw_prompt(
-        rng, setting.preamble_tokens, setting.question_tokens, lengths
-    )
+    preamble, modules, question = setting.draw(shape)
     progress("encoding the modules")
     [root] = encode(model, [EncodeJob(preamble)])
     root_key = made_up_key("root")
@@ -219,83 +193,66 @@ def bench_by_tier(
         key: median_seconds(model, partial(encode_modules, model, root, [tokens]))
         for key, tokens in cuts.items()
     }
-    bench = _FilledTiers(model, _store(folder, model, states), states, setting.runs)
+    bench = _FilledTiers(model, _store(folder, model, states), setting.runs)
     try:
         progress("first tokens from each tier")
         order = [root_key, *reversed(prompt)]
-        ready, ttft = bench.first_tokens(order, question)
+        _first_token(model, [states[key] for key in order], question)  # warm-up
+        times = {tier: bench.time_lease(tier, order, question) for tier in bench.tiers}
+        assert len(bench.tokens) == 1, "every tier holds the same states"
         whole = [*preamble, *(t for key in order[1:] for t in prompt[key]), *question]
         progress("the first token with nothing cached (tens of seconds on a processor)")
-        ttft["computed"] = seconds(lambda: _first_token(model, (), whole))
+        computed = seconds(lambda: _first_token(model, (), whole))
         progress("modules of several lengths from each tier")
-        even = bench.break_even(cuts, computing)
+        rows = [
+            {"tokens": len(tokens), "nbytes": states[key].nbytes, "computed": computing[key]}
+            | {tier: bench.time_lease(tier, [key])[0] for tier in bench.tiers}
+            | {"break_even_bandwidth": states[key].nbytes / computing[key]}
+            for key, tokens in cuts.items()
+        ]
     finally:
         bench.close()
-    details = {"device": device, "runs": setting.runs, "ready_s": ready, **even}
+    even = {
+        tier: break_even_tokens(
+            setting.lengths, list(computing.values()), [row[tier] for row in rows]
+        )
+        for tier in bench.tiers
+    }
+    ready = {tier: leased for tier, (leased, _) in times.items()}
+    ttft = {tier: first for tier, (_, first) in times.items()} | {"computed": computed}
+    details = {"device": device, "runs": setting.runs, "ready_s": ready}
+    details |= {"lengths": rows, "break_even_tokens": even}
     return {"ttft_by_tier": ttft, "by_tier": details}
 
 
 class _FilledTiers:
-    """A store with the same states in every tier."""
+    """A store with the same states in every tier. tokens: all first tokens so far."""
 
-    def __init__(
-        self, model: LanguageModel, store: KVStore, states: dict[KVKey, KVStates], runs: int
-    ) -> None:
-        self.model, self.store, self.states, self.runs = model, store, states, runs
+    def __init__(self, model: LanguageModel, store: KVStore, runs: int) -> None:
+        self.model, self.store, self.runs = model, store, runs
         self.tiers = [index.name for index in store.memory.every]
+        self.tokens: set[int] = set()
 
-    def first_tokens(
-        self, keys: Sequence[KVKey], question: Sequence[int]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds to leased states, and to the first token, by tier."""
-        ready: dict[str, float] = {}
-        total: dict[str, float] = {}
-        tokens = set()
-        _first_token(self.model, [self.states[key] for key in keys], question)  # warm-up
-        for tier in self.tiers:
-            pairs = []
-            for _ in range(self.runs):
-                self._only_from(tier, keys)
-                begin = time.perf_counter()
-                with self.store.lease(keys) as lease:
-                    leased = time.perf_counter() - begin
-                    tokens.add(_first_token(self.model, lease.states, question))
-                    pairs.append((leased, time.perf_counter() - begin))
-                    assert set(lease.source.values()) == {tier}, lease.source
-            ready[tier], total[tier] = map(statistics.median, zip(*pairs, strict=True))
-        assert len(tokens) == 1, "every tier holds the same states"
-        return ready, total
-
-    def break_even(
-        self, cuts: dict[KVKey, list[int]], computing: dict[KVKey, float]
-    ) -> dict[str, Any]:
-        rows = []
-        for key, tokens in cuts.items():
-            row: dict[str, Any] = {"tokens": len(tokens), "nbytes": self.states[key].nbytes}
-            row["computed"] = computing[key]
-            for tier in self.tiers:
-                row[tier] = statistics.median(self._ready(tier, key) for _ in range(self.runs))
-            row["break_even_bandwidth"] = row["nbytes"] / row["computed"]
-            rows.append(row)
-        lengths = [row["tokens"] for row in rows]
-        compute = [row["computed"] for row in rows]
-        even = {
-            tier: break_even_tokens(lengths, compute, [row[tier] for row in rows])
-            for tier in self.tiers
-        }
-        return {"lengths": rows, "break_even_tokens": even}
+    def time_lease(
+        self, tier: str, keys: Sequence[KVKey], question: Sequence[int] = ()
+    ) -> tuple[float, float]:
+        """Median seconds to states leased from a tier, and to the first token of a question."""
+        pairs = []
+        for _ in range(self.runs):
+            self._only_from(tier, keys)
+            begin = time.perf_counter()
+            with self.store.lease(keys) as lease:
+                leased = time.perf_counter() - begin
+                if question:
+                    self.tokens.add(_first_token(self.model, lease.states, question))
+                pairs.append((leased, time.perf_counter() - begin))
+                assert set(lease.source.values()) == {tier}, lease.source
+        ready, first = map(statistics.median, zip(*pairs, strict=True))
+        return ready, first
 
     def close(self) -> None:
         self.store.close()
         self.store.ledger.database.close()
-
-    def _ready(self, tier: str, key: KVKey) -> float:
-        self._only_from(tier, [key])
-        begin = time.perf_counter()
-        with self.store.lease([key]) as lease:
-            taken = time.perf_counter() - begin
-            assert lease.source[key] == tier, lease.source
-        return taken
 
     def _only_from(self, tier: str, keys: Sequence[KVKey]) -> None:
         """Evicts states from the tiers above one, and its files from the page cache."""
@@ -382,7 +339,7 @@ def fill_ledger(folder: Path, modules: int) -> None:
     for number in range(_WARM):
         store.put_states(made_up_key(number), states, LeaseRequest("ingest", "rooted"))
     facts = StateMetadata(3, 0.1, "rooted", made_up_key(-1), "model")
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number in range(_WARM, modules):
         key = made_up_key(number)
         row = StateRow(key, "disk", 4096, 0, number, False, math.inf, "model", facts)
@@ -406,4 +363,4 @@ def plot_tiers(result: Mapping[str, Any], file: Path) -> None:
     }
     draw_bars(speeds, "GB/s from disk", disk)
     draw_bars(tokens, "seconds to the first token", result["ttft_by_tier"])
-    save_figure(figure, file)
+    figure.savefig(file)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds
+from ragcache.bench.harness import LlamaShape, Progress, PromptSetting, describe_machine, seconds
 from ragcache.engine import EncodeJob, LLMEngine, Request, assemble_context, encode
 from ragcache.models import wrap_causal
 from ragcache.planning import encode_modules
@@ -20,21 +19,13 @@ from ragcache.states import KVStates
 
 
 @dataclass(frozen=True, slots=True)
-class TtftSetting:
-    """Lengths of the prompt's preamble, modules and question, and repetitions of each way."""
+class TtftSetting(PromptSetting):
+    """The prompt, and repetitions of each way."""
 
     shape: LlamaShape = LlamaShape()
-    preamble_tokens: int = 32
-    modules: int = 4
-    module_tokens: int = 1024
-    question_tokens: int = 48
     prefill_runs: int = 2
     cached_runs: int = 9
     device: str = "cpu"
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.preamble_tokens + self.modules * self.module_tokens
 
 
 def bench_ttft(
@@ -48,15 +39,12 @@ def bench_ttft(
     setting = setting or TtftSetting()
     progress("building the model")
     model = setting.shape.build(torch.bfloat16).to(setting.device)
-    rng = random.Random(1)
-    lengths = [setting.module_tokens] * setting.modules
-    preamble, question, modules = setting.shape.draw_prompt(
-        rng, setting.preamble_tokens, setting.question_tokens, lengths
-    )
+    preamble, modules, question = setting.draw(setting.shape)
     prompt = [t for run in (preamble, *reversed(modules), question) for t in run]
 
     progress("ordinary prefill (tens of seconds)")
-    prefill = _median(setting.prefill_runs, lambda: _prefill(model, prompt))
+    ordinary = partial(_prefill, model, prompt)
+    prefill = statistics.median(seconds(ordinary) for _ in range(setting.prefill_runs))
     causal = wrap_causal(model)
     progress("encoding the modules")
     [root] = encode(causal, [EncodeJob(preamble)])
@@ -73,13 +61,8 @@ def bench_ttft(
             times["concat"].append(seconds(concatenated))
             wrap_causal(model)
             times["cached"].append(seconds(cached))
-    return _report(setting, prefill, times)
-
-
-def _report(setting: TtftSetting, prefill: float, times: dict[str, list[float]]) -> dict[str, Any]:
     cached, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
-    total = setting.cached_tokens + setting.question_tokens
-    everything = setting.shape.flops(total, 0)
+    everything = setting.shape.flops(setting.cached_tokens + setting.question_tokens, 0)
     remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
     limit = prefill * remaining / everything
     return {
@@ -91,10 +74,6 @@ def _report(setting: TtftSetting, prefill: float, times: dict[str, list[float]])
         "setting": asdict(setting),
         "machine": describe_machine(),
     }
-
-
-def _median(runs: int, run: Callable[[], object]) -> float:
-    return statistics.median(seconds(run) for _ in range(runs))
 
 
 @torch.inference_mode()

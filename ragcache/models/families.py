@@ -35,6 +35,13 @@ from ragcache.models.positions import (
 FULL = "full_attention"
 STATE_SPACES = ("mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size")
 BLOOM_LENGTH = 2048  # tokens; published configurations say it as `seq_length`, or not at all
+_UNSERVED = {
+    "is_encoder_decoder": "has an encoder and a decoder; only models that decode are served",
+    "add_cross_attention": "attends to another sequence (cross attention), which is not served",
+    "use_bidirectional_attention": "attends in both directions, so it continues no prompt",
+    "attention_chunk_size": "attends within chunks (attention_chunk_size), which is not served",
+    "kv_lora_rank": "keeps compressed states (kv_lora_rank), which is not served",
+}
 # Hugging Face passes over `attn_config.alibi_bias_max` and computes with its default.
 MPT_BIAS_MAX = 8.0
 
@@ -107,16 +114,10 @@ def stack_rotary(model: Any) -> nn.Module:
 
 def check_properties(config: Any) -> None:
     """Raises `UnsupportedModel` and names the property that is not served."""
-    if getattr(config, "is_encoder_decoder", False):
-        _refuse(config, "has an encoder and a decoder; only models that decode are served")
-    if getattr(config, "add_cross_attention", False):
-        _refuse(config, "attends to another sequence (cross attention), which is not served")
-    if getattr(config, "use_bidirectional_attention", False):
-        _refuse(config, "attends in both directions, so it continues no prompt")
-    if getattr(config, "attention_chunk_size", None) is not None:
-        _refuse(config, "attends within chunks (attention_chunk_size), which is not served")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        _refuse(config, "keeps compressed states (kv_lora_rank), which is not served")
+    for name, reason in _UNSERVED.items():
+        value = getattr(config, name, None)
+        if value is not None and value is not False:
+            _refuse(config, reason)
     if config.model_type == "gpt_oss":
         _refuse(config, "has attention sinks, which no segment holds and which are not served")
     _check_layers(config)
@@ -249,20 +250,8 @@ def _mpt_scheme(model: Any) -> PositionScheme:
     return Alibi(interleaved_slopes(model.config.n_heads, MPT_BIAS_MAX).to(model.device))
 
 
-def _mpt_dimensions(config: Any) -> Dimensions:
-    return Dimensions.of(config, window=config.max_seq_len)
-
-
 def _bloom_scheme(model: Any) -> PositionScheme:
     return Alibi(geometric_slopes(model.config.n_head).to(model.device))
-
-
-def _bloom_dimensions(config: Any) -> Dimensions:
-    return Dimensions.of(config, window=getattr(config, "seq_length", BLOOM_LENGTH))
-
-
-def _learned_scheme(model: Any) -> PositionScheme:  # noqa: ARG001
-    return Learned()
 
 
 def _check_layers(config: Any) -> None:
@@ -288,9 +277,18 @@ for _family in (
     # Falcon's own attention repeats grouped keys before it keeps them, so no buffer serves it
     Family(("falcon",), scheme=_falcon_scheme, dimensions=_falcon_dimensions, patch=patch_falcon),
     Family(
-        ("mpt",), scheme=_mpt_scheme, dimensions=_mpt_dimensions, patch=patch_mpt, check=_check_mpt
+        ("mpt",),
+        scheme=_mpt_scheme,
+        dimensions=lambda config: Dimensions.of(config, window=config.max_seq_len),
+        patch=patch_mpt,
+        check=_check_mpt,
     ),
-    Family(("bloom",), scheme=_bloom_scheme, dimensions=_bloom_dimensions, patch=patch_bloom),
-    Family(("gpt2", "opt"), scheme=_learned_scheme),
+    Family(
+        ("bloom",),
+        scheme=_bloom_scheme,
+        dimensions=lambda c: Dimensions.of(c, window=getattr(c, "seq_length", BLOOM_LENGTH)),
+        patch=patch_bloom,
+    ),
+    Family(("gpt2", "opt"), scheme=lambda _: Learned()),
 ):
     register(_family)

@@ -100,34 +100,48 @@ def patch_attention(model: Any) -> None:
 
 def patch_falcon(model: Any) -> None:
     """Replaces the forwards of Falcon, in place."""
-    _replace_forward(model.transformer, falcon_stack)
-    for block in model.transformer.h:
-        _replace_forward(block.self_attention, falcon_attention)
+    attentions = [block.self_attention for block in model.transformer.h]
+    _replace_forwards(model.transformer, falcon_stack, attentions, falcon_attention)
 
 
 def patch_mpt(model: Any) -> None:
     """Replaces the forwards of MPT, in place."""
-    _replace_forward(model.transformer, mpt_stack)
-    for block in model.transformer.blocks:
-        _replace_forward(block.attn, mpt_attention)
+    attentions = [block.attn for block in model.transformer.blocks]
+    _replace_forwards(model.transformer, mpt_stack, attentions, mpt_attention)
 
 
 def patch_bloom(model: Any) -> None:
     """Replaces the forwards of BLOOM, in place."""
-    _replace_forward(model.transformer, bloom_stack)
-    for block in model.transformer.h:
-        _replace_forward(block.self_attention, bloom_attention)
+    attentions = [block.self_attention for block in model.transformer.h]
+    _replace_forwards(model.transformer, bloom_stack, attentions, bloom_attention)
 
 
-def falcon_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+def _replace_forwards(
+    stack: Any, forward: Callable[..., Any], attentions: list[Any], attend: Callable[..., Any]
+) -> None:
+    """Gives a stack and its attentions other forwards for calls with a `SegmentCache`; any other
+    call goes to the class's own."""
+    for module, new in [(stack, forward), *((each, attend) for each in attentions)]:
+        module.forward = MethodType(_where_segments(new), module)
+
+
+def _where_segments(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
+        whole = forward if isinstance(cache, SegmentCache) else type(module).forward
+        return whole(module, *args, **kwargs)
+
+    return chosen
+
+
+def falcon_stack(
+    module: Any, token_ids: Tensor, *, past_key_values: SegmentCache, position_ids: Tensor, **_: Any
+) -> Any:
     """`FalconModel.forward`."""
-    if not isinstance(past_key_values, SegmentCache):
-        return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
-    (token_ids,) = args
     hidden = module.word_embeddings(token_ids)
     turning = None
     if not module.use_alibi:
-        turning = module.rotary_emb(hidden, position_ids=kwargs["position_ids"])
+        turning = module.rotary_emb(hidden, position_ids=position_ids)
     for block in module.h:
         states = {"layer_past": past_key_values, "position_embeddings": turning}
         hidden = block(hidden, None, None, **states)[0]  # no ALiBi, no mask
@@ -135,20 +149,13 @@ def falcon_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs:
 
 
 def falcon_attention(
-    module: Any,
-    hidden: Tensor,
-    *args: Any,
-    layer_past: Any = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **kwargs: Any,
-) -> Any:
+    module: Any, hidden: Tensor, *_args: Any, layer_past: SegmentCache,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
+) -> Any:  # fmt: skip
     """`FalconAttention.forward`. hidden: [1, T, hidden size].
 
     In every form of Falcon the heads stand in groups: G queries, then their key and value.
     """
-    if not isinstance(layer_past, SegmentCache):
-        kwargs.update(layer_past=layer_past, position_embeddings=position_embeddings)
-        return type(module).forward(module, hidden, *args, **kwargs)
     tokens, groups, dim = hidden.shape[1], module.num_kv_heads, module.head_dim
     fused = module.query_key_value(hidden).view(tokens, groups, -1, dim).permute(1, 2, 0, 3)
     query = fused[:, :-2].reshape(-1, tokens, dim)  # [Hq, T, D]
@@ -160,24 +167,16 @@ def falcon_attention(
     return module.dense(context), None
 
 
-def mpt_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+def mpt_stack(module: Any, token_ids: Tensor, *, past_key_values: SegmentCache, **_: Any) -> Any:
     """`MptModel.forward`."""
-    if not isinstance(past_key_values, SegmentCache):
-        return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
-    (token_ids,) = args
     hidden = module.wte(token_ids)
     for block in module.blocks:
         hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no bias, no mask
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=module.norm_f(hidden))
 
 
-def mpt_attention(
-    module: Any, hidden: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any
-) -> Any:
+def mpt_attention(module: Any, hidden: Tensor, *, past_key_values: SegmentCache, **_: Any) -> Any:
     """`MptAttention.forward`. hidden: [1, T, hidden size]."""
-    if not isinstance(past_key_values, SegmentCache):
-        kwargs["past_key_values"] = past_key_values
-        return type(module).forward(module, hidden, *args, **kwargs)
     fused = module.Wqkv(hidden)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -188,11 +187,8 @@ def mpt_attention(
     return module.out_proj(context), None
 
 
-def bloom_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+def bloom_stack(module: Any, token_ids: Tensor, *, past_key_values: SegmentCache, **_: Any) -> Any:
     """`BloomModel.forward`."""
-    if not isinstance(past_key_values, SegmentCache):
-        return type(module).forward(module, *args, past_key_values=past_key_values, **kwargs)
-    (token_ids,) = args
     hidden = module.word_embeddings_layernorm(module.word_embeddings(token_ids))
     for block in module.h:
         hidden = block(hidden, None, None, layer_past=past_key_values)[0]  # no ALiBi, no mask
@@ -200,20 +196,12 @@ def bloom_stack(module: Any, *args: Any, past_key_values: Any = None, **kwargs: 
 
 
 def bloom_attention(
-    module: Any, hidden: Tensor, residual: Tensor, *args: Any, layer_past: Any = None, **kwargs: Any
+    module: Any, hidden: Tensor, residual: Tensor, *, layer_past: SegmentCache, **_: Any
 ) -> Any:
     """`BloomAttention.forward`. hidden, residual: [1, T, hidden size]."""
-    if not isinstance(layer_past, SegmentCache):
-        kwargs["layer_past"] = layer_past
-        return type(module).forward(module, hidden, residual, *args, **kwargs)
     fused = module.query_key_value(hidden)
     fused = fused.view(hidden.shape[1], module.num_heads, 3, module.head_dim)
     query, key, value = fused.permute(2, 1, 0, 3)  # [Hq, T, D] each
     scale = module.inv_norm_factor
     context = layer_past.attend(module.layer_idx, query, key, value, scale=scale)
     return module.dense(context) + residual, None
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Gives one module another forward. It calls the class's own where there is no metadata."""
-    module.forward = MethodType(forward, module)

@@ -125,11 +125,7 @@ class CausalLM(LanguageModel):
     scheme: PositionScheme
 
     def __init__(
-        self,
-        model: Any,
-        scheme: PositionScheme,
-        backend: AttentionBackend,
-        dimensions: Dimensions,
+        self, model: Any, scheme: PositionScheme, backend: AttentionBackend, dimensions: Dimensions
     ) -> None:
         super().__init__(model, scheme, dimensions)
         self.backend = backend

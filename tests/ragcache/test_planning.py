@@ -86,10 +86,8 @@ def test_plan_separates_measured_and_extrapolated(reader: LoadedModel, tmp_path:
     assert facts["measured"]["encode_s"] == plan.measured.encode_s
     longest = plan.measured.cuts[-1]
     assert plan.break_even_bandwidth == longest.nbytes["model"] / longest.compute_s
-    disk = plan.size("disk", "model")
-    assert disk is not None
-    assert 0 < disk.share < 0.01
-    assert plan.size("device", "model") is None
+    assert 0 < plan.sizes("disk")["model"].share < 0.01
+    assert not plan.sizes("device")
 
 
 def test_empty_corpus_and_long_modules_are_refused(reader: LoadedModel, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,14 +43,13 @@ def print_figures(
     parts: Sequence[Table | str], result: dict[str, Any], json_file: Path | None
 ) -> None:
     """Prints tables and sentences, and writes the figures if a file is given."""
-    from ragcache.bench.harness import write_figures
-
     for number, each in enumerate(parts):
         if number:
             console.print()
         console.print(each)
     if json_file is not None:
-        write_figures(result, json_file)
+        text = json.dumps(result, indent=2, default=str) + "\n"
+        json_file.write_text(text, encoding="utf-8")
 
 
 @app.command("ttft")
