@@ -108,7 +108,8 @@ def bench_disk(
     keys = [made_up_key(number) for number in range(blobs)]
     torch.manual_seed(0)
     for key in keys:
-        tier.put(key, KVStates(*torch.randn(2, *shape).bfloat16(), 0))
+        keys_and_values = torch.randn(2, *shape).bfloat16()
+        tier.put(key, KVStates(keys_and_values[0], keys_and_values[1], 0))
     host = HostTier(4 * 2 * 2 * torch.Size(shape).numel() + 2**20)
     nbytes = sum(tier.path(key).stat().st_size for key in keys)
     ways: dict[str, Callable[[KVKey], object]] = {

@@ -61,15 +61,15 @@ def bench_ttft(
             times["concat"].append(seconds(concatenated))
             wrap_causal(model)
             times["cached"].append(seconds(cached))
-    cached, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
+    middle, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
     everything = setting.shape.flops(setting.cached_tokens + setting.question_tokens, 0)
     remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
     limit = prefill * remaining / everything
     return {
-        "ratio_to_prefill": prefill / cached,
-        "ratio_to_concat": concat / cached,
-        "share_of_limit": limit / cached,
-        "seconds": {"prefill": prefill, "concat": concat, "cached": cached, "limit": limit},
+        "ratio_to_prefill": prefill / middle,
+        "ratio_to_concat": concat / middle,
+        "share_of_limit": limit / middle,
+        "seconds": {"prefill": prefill, "concat": concat, "cached": middle, "limit": limit},
         "runs": times,
         "setting": asdict(setting),
         "machine": describe_machine(),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from ragcache_schemas.errors import TurnMismatch
 from ragcache_schemas.tree import (
@@ -23,10 +23,8 @@ from ragcache_schemas.tree import (
     Module,
     Node,
     Prompt,
-    PromptNode,
     Role,
     Schema,
-    SchemaNode,
     Text,
     Union,
 )
@@ -50,8 +48,7 @@ def render_schema_turns(schema: Schema, render: Render) -> Schema:
     if not turns:
         return schema
     opens, close = _schema_text(turns, render)
-    rendered = _RenderedTurns(turns, opens, close)
-    return replace(schema, children=cast("tuple[SchemaNode, ...]", rendered.nodes(schema.children)))
+    return replace(schema, children=_rendered(schema.children, turns, opens, close))
 
 
 def render_prompt_turns(prompt: Prompt, schema: Schema, render: Render) -> Prompt:
@@ -81,8 +78,9 @@ def render_prompt_turns(prompt: Prompt, schema: Schema, render: Render) -> Promp
         if not opens[0].startswith(already):
             raise _mismatch(turns[0], "goes on differently after the turns of the schema")
         opens[0] = opens[0][len(already) :]
-    rendered = _RenderedTurns(turns, [""] * goes_on + opens, text[-1] if last.closes else "")
-    return replace(prompt, children=cast("tuple[PromptNode, ...]", rendered.nodes(prompt.children)))
+    opens = [""] * goes_on + opens
+    close = text[-1] if last.closes else ""
+    return replace(prompt, children=_rendered(prompt.children, turns, opens, close))
 
 
 def _answered(prompt: Prompt, before: Sequence[Chat], render: Render) -> Prompt:
@@ -164,31 +162,24 @@ def _turns(nodes: Sequence[Node]) -> Iterator[Chat]:
                 raise TurnMismatch(problem, turn.location, turn.role, expected)
 
 
-class _RenderedTurns:
-    """Replaces turns, met in the same order as `_turns` gives them, by their text."""
+def _rendered(
+    nodes: Sequence[Node], turns: Sequence[Chat], opens: Sequence[str], close: str
+) -> tuple[Any, ...]:
+    """`nodes` with their turns, met in the same order as `_turns` gives them, as text."""
+    around = iter(zip(opens, [""] * (len(turns) - 1) + [close], strict=True))
 
-    def __init__(self, turns: Sequence[Chat], opens: Sequence[str], close: str) -> None:
-        closes = [""] * (len(turns) - 1) + [close]
-        self.around = iter(list(zip(opens, closes, strict=True)))
+    def replaced(node: Node) -> Iterator[Node]:
+        match node:
+            case Chat():
+                if node.children:
+                    before, after = next(around)
+                    yield Text(before, location=node.location)
+                    yield from node.children
+                    yield Text(after, location=node.location)
+            case Module() | Import():
+                inner: Any = tuple(new for child in node.children for new in replaced(child))
+                yield replace(node, children=inner)
+            case _:
+                yield node
 
-    def nodes(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """`nodes` with their turns replaced."""
-        out: list[Node] = []
-        for node in nodes:
-            match node:
-                case Chat():
-                    if node.children:
-                        before, after = next(self.around)
-                        place = node.location
-                        out.append(Text(before, location=place))
-                        out += node.children
-                        out.append(Text(after, location=place))
-                case Module():
-                    inner = cast("tuple[SchemaNode, ...]", self.nodes(node.children))
-                    out.append(replace(node, children=inner))
-                case Import():
-                    imports = cast("tuple[PromptNode, ...]", self.nodes(node.children))
-                    out.append(replace(node, children=imports))
-                case _:
-                    out.append(node)
-        return tuple(out)
+    return tuple(new for node in nodes for new in replaced(node))

@@ -128,22 +128,16 @@ def _collected(findings: list[Finding], read: Callable[[Report, Warn], None]) ->
         read(report, warn)
     except PMLError as error:
         report(error)
-    return sorted(findings, key=_order)
-
-
-def _order(finding: Finding) -> tuple[int, int]:
-    where = finding.location
-    return (where.line, where.column) if where else (0, 0)
+    return sorted(
+        findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0)
+    )
 
 
 def _advice(schema: Schema, count_tokens: CountTokens | None) -> Iterator[Finding]:
     scopes: list[Sequence[Node]] = [schema.children]
     while scopes:
         children = scopes.pop()
-        yield from _glued(children)
-        for node in _with_unions(children):
-            if isinstance(node, Union):
-                yield from _union(node, count_tokens)
+        yield from _content(children, count_tokens)
         for node, _ in scope_members(children):
             if isinstance(node, Module):
                 if not node.children:
@@ -156,18 +150,13 @@ def _advice(schema: Schema, count_tokens: CountTokens | None) -> Iterator[Findin
             yield Finding("advice", "single-scaffold", message, scaffold.location)
 
 
-def _with_unions(children: Sequence[Node]) -> Iterator[Node]:
-    for node in children:
-        yield node
-        if isinstance(node, Chat):
-            yield from _with_unions(node.children)
-
-
-def _glued(children: Sequence[Node]) -> Iterator[Finding]:
-    """Words that touch a parameter: "for<param .../>" becomes "for3 days"."""
+def _content(children: Sequence[Node], count_tokens: CountTokens | None) -> Iterator[Finding]:
+    """Unions, and words that touch a parameter: "for<param .../>" becomes "for3 days"."""
     for node in children:
         if isinstance(node, Chat):
-            yield from _glued(node.children)
+            yield from _content(node.children, count_tokens)
+        elif isinstance(node, Union):
+            yield from _union(node, count_tokens)
     for left, right in pairwise(children):
         for text, edge, parameter in ((left, -1, right), (right, 0, left)):
             if not isinstance(text, Text) or not isinstance(parameter, Parameter):

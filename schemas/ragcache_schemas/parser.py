@@ -255,11 +255,10 @@ class ElementReader(Generic[N]):
                 problem = f"text inside <{tag.name}>"
                 self.report(MisplacedText(problem, node.location, tag.name, expected))
 
-    def skip(self, element: Element, tag: Tag) -> N | None:
+    def skip(self, element: Element, tag: Tag, expected: str = "") -> None:
         """Reports a misplaced element and passes over it."""
-        self.report(self.misplaced(element, tag))
+        self.misplaced(element, tag, expected)
         self.pass_over(element, tag)
-        return None
 
     def pass_over(self, element: Element, tag: Tag) -> None:
         """Consumes the tags of `element` and of what is in it."""
@@ -268,21 +267,23 @@ class ElementReader(Generic[N]):
         if tag.kind == "start":
             self.next_tag()
 
-    def misplaced(self, element: Element, tag: Tag, expected: str = "") -> UnknownElement:
-        """The error for an element that its parent may not hold."""
+    def misplaced(self, element: Element, tag: Tag, expected: str = "") -> None:
+        """Reports an element that its parent may not hold."""
         parent = element.getparent()
         within = f" inside <{parent.tag!s}>" if parent is not None else ""
         expected = expected or f"remove it; in text, {CDATA_ADVICE}"
-        return UnknownElement(f"<{tag.name}>{within}", tag.location, tag.name, expected)
+        self.report(UnknownElement(f"<{tag.name}>{within}", tag.location, tag.name, expected))
+
+    def invalid(self, tag: Tag, problem: str, expected: str) -> None:
+        """Reports an attribute of a tag."""
+        self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
 
     def chat(
         self, element: Element, tag: Tag, role: Role, make: Callable[[Element, Tag], N | None]
     ) -> Chat | None:
         """A turn; turns do not nest."""
         if self._turn:
-            expected = f"end the <{self._turn}> turn first"
-            self.report(self.misplaced(element, tag, expected))
-            self.pass_over(element, tag)
+            self.skip(element, tag, f"end the <{self._turn}> turn first")
             return None
         attributes = self.attributes(element, tag, optional=("opens", "closes"))
         opens = self._flag(attributes, "opens", tag, "yes", "no")
@@ -293,26 +294,20 @@ class ElementReader(Generic[N]):
         return Chat(role, tuple(nodes), opens=opens, closes=closes, location=tag.location)
 
     def attributes(
-        self,
-        element: Element,
-        tag: Tag,
-        required: tuple[str, ...] = (),
-        *,
-        optional: tuple[str, ...] = (),
-    ) -> dict[str, str]:
+        self, element: Element, tag: Tag, required: tuple[str, ...] = (),
+        *, optional: tuple[str, ...] = (),
+    ) -> dict[str, str]:  # fmt: skip
         """The attributes of `element`; reports the missing and the unknown."""
         found = attributes_of(element)
         for name in required:
             if name not in found:
                 problem = f"<{tag.name}> without the attribute {name!r}"
-                expected = f'write <{tag.name} {name}="...">'
-                self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+                self.invalid(tag, problem, f'write <{tag.name} {name}="...">')
         known = (*required, *optional)
         for name in found:
             if name not in known:
-                problem = f"<{tag.name}> has no attribute {name!r}"
                 expected = f"its attributes are {', '.join(known)}" if known else "it has none"
-                self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+                self.invalid(tag, f"<{tag.name}> has no attribute {name!r}", expected)
         return found
 
     def unnamed(self, tag: Tag) -> str:
@@ -322,17 +317,14 @@ class ElementReader(Generic[N]):
     def _flag(self, found: dict[str, str], name: str, tag: Tag, yes: str, no: str) -> bool:
         value = found.get(name, yes)
         if value not in (yes, no):
-            problem = f'{name}="{value}" on <{tag.name}>'
-            expected = f'write "{yes}" or "{no}"'
-            self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+            self.invalid(tag, f'{name}="{value}" on <{tag.name}>', f'write "{yes}" or "{no}"')
         return value != no
 
     def _keeps_space(self, element: Element, tag: Tag) -> bool:
         value = element.get(_SPACE)
         if value not in (None, "preserve", "default"):
             problem = f'xml:space="{value}" on <{tag.name}>'
-            expected = 'write "preserve" or "default"'
-            self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+            self.invalid(tag, problem, 'write "preserve" or "default"')
         return self._preserve if value is None else value == "preserve"
 
 
@@ -353,8 +345,7 @@ class SchemaReader(ElementReader[SchemaNode]):
         tag = self.next_tag()
         self._scaffolds: list[Scaffold] = []
         if self.root.tag != "schema":
-            expected = 'a schema begins with <schema name="...">'
-            self.report(self.misplaced(self.root, tag, expected))
+            self.misplaced(self.root, tag, 'a schema begins with <schema name="...">')
         name = self.attributes(self.root, tag, ("name",)).get("name", self.unnamed(tag))
         nodes = self.children(self.root, tag, self._top)
         return Schema(name, tuple(nodes), tuple(self._scaffolds), location=tag.location)
@@ -375,12 +366,8 @@ class SchemaReader(ElementReader[SchemaNode]):
                 return self._parameter(element, tag)
             case role if role in ROLES:
                 return self.chat(element, tag, cast("Role", role), self._node)
-            case "scaffold":
-                expected = "put it directly inside <schema>"
-                self.report(self.misplaced(element, tag, expected))
-            case _:
-                self.report(self.misplaced(element, tag))
-        self.pass_over(element, tag)
+        inside = "put it directly inside <schema>" if element.tag == "scaffold" else ""
+        self.skip(element, tag, inside)
         return None
 
     def _module(self, element: Element, tag: Tag) -> Module:
@@ -398,8 +385,7 @@ class SchemaReader(ElementReader[SchemaNode]):
         if len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]):
             given = " and ".join(f'"{length}"' for length in lengths) or "none"
             problem = f"<{tag.name}> needs one length in tokens, and has {given}"
-            expected = 'write len="N" with N from 1 to 9999999'
-            self.report(InvalidAttribute(problem, tag.location, tag.name, expected))
+            self.invalid(tag, problem, 'write len="N" with N from 1 to 9999999')
             return None
         name, scaffold = found.get("name", self.unnamed(tag)), found.get("scaffold")
         return Parameter(name, int(lengths[0]), scaffold, location=tag.location)
@@ -428,8 +414,7 @@ class SchemaReader(ElementReader[SchemaNode]):
     def _member(self, element: Element, tag: Tag) -> Module | None:
         if element.tag == "module":
             return self._module(element, tag)
-        self.report(self.misplaced(element, tag, "only <module> may stand directly in a union"))
-        self.pass_over(element, tag)
+        self.skip(element, tag, "only <module> may stand directly in a union")
         return None
 
     def _scaffold(self, element: Element, tag: Tag) -> Scaffold:
@@ -445,8 +430,7 @@ class PromptReader(ElementReader[PromptNode]):
         """The tree of the document, whose root must be <prompt>."""
         tag = self.next_tag()
         if self.root.tag != "prompt":
-            expected = 'a prompt begins with <prompt schema="...">'
-            self.report(self.misplaced(self.root, tag, expected))
+            self.misplaced(self.root, tag, 'a prompt begins with <prompt schema="...">')
         self.attributes(self.root, tag, ("schema",), optional=tuple(attributes_of(self.root)))
         arguments = attributes_of(self.root)
         schema = arguments.pop("schema", self.unnamed(tag))
@@ -457,9 +441,7 @@ class PromptReader(ElementReader[PromptNode]):
         if element.tag in ROLES:
             return self.chat(element, tag, cast("Role", element.tag), self._node)
         if element.tag in RESERVED:
-            expected = "a prompt imports a module by its own name, as in <miami/>"
-            self.report(self.misplaced(element, tag, expected))
-            self.pass_over(element, tag)
+            self.skip(element, tag, "a prompt imports a module by its own name, as in <miami/>")
             return None
         nodes = self.children(element, tag, self._node)
         arguments = tuple(attributes_of(element).items())

@@ -38,7 +38,6 @@ from ragcache_schemas.tree import (
     Parameter,
     Path,
     Prompt,
-    PromptNode,
     Role,
     Scaffold,
     Schema,
@@ -202,15 +201,9 @@ class _Scopes:
         self.layout, self.base, self.start = layout, base, start
 
     def scope(
-        self,
-        path: Path,
-        place: TreeOrder,
-        nodes: Sequence[Node],
-        *,
-        cache: bool,
-        union: TreeOrder | None = None,
-        role: Role | None = None,
-    ) -> Scope:
+        self, path: Path, place: TreeOrder, nodes: Sequence[Node],
+        *, cache: bool, union: TreeOrder | None = None, role: Role | None = None,
+    ) -> Scope:  # fmt: skip
         texts: list[tuple[TreeOrder, Piece]] = []
         parameters: dict[str, tuple[TreeOrder, Piece]] = {}
         children: dict[str, Scope] = {}
@@ -247,15 +240,9 @@ class _Scopes:
         walk(nodes, place, role)
         own_path = (*self.base, *path)
         return Scope(
-            own_path,
-            place,
-            tuple(texts),
-            parameters,
-            children,
-            union,
-            role=role,
-            stand_ins=tuple(stand_ins),
-        )
+            own_path, place, tuple(texts), parameters, children, union,
+            role=role, stand_ins=tuple(stand_ins),
+        )  # fmt: skip
 
     def _module(
         self, path: Path, at: TreeOrder, node: Module, union: TreeOrder | None, role: Role | None
@@ -264,12 +251,7 @@ class _Scopes:
         return self.scope(inner, at, node.children, cache=node.cache, union=union, role=role)
 
     def _piece(
-        self,
-        kind: Literal["module", "argument"],
-        path: Path,
-        text: str,
-        role: Role | None,
-        cached: bool,
+        self, kind: PieceKind, path: Path, text: str, role: Role | None, cached: bool
     ) -> Piece:
         span = self.layout[path]
         start = self.start + span.start
@@ -295,7 +277,7 @@ def resolve_prompt(index: SchemaIndex, prompt: Prompt) -> Plan:
         expected = f"this schema is called {index.schema.name!r}"
         raise UnknownName(problem, prompt.location, "prompt", expected)
     resolution = _Resolution(index)
-    resolution.scope(index.root, prompt.arguments, prompt.children, prompt.location)
+    resolution.scope(index.root, prompt)
     return resolution.plan()
 
 
@@ -306,34 +288,25 @@ class _Resolution:
         self.modules: list[tuple[TreeOrder, Path]] = []
         self.new: list[TreeOrder] = []
 
-    def scope(
-        self,
-        scope: Scope,
-        arguments: Arguments,
-        children: Sequence[PromptNode],
-        location: Location | None,
-    ) -> None:
+    def scope(self, scope: Scope, node: Prompt | Import) -> None:
         """Includes one module, or the schema."""
-        self._arguments(scope, arguments, location)
-        items = _flat(children, None)
-        found = self._imports(scope, [node for node, _ in items])
+        self._arguments(scope, node.arguments, node.location)
+        items = _flat(node.children, None)
+        found = self._imports(scope, [item for item, _ in items])
         after: list[Scope | None] = [None]
         for module in reversed(found):
             after.append(module or after[-1])
         before: Scope | None = None
-        for (node, role), module, following in zip(items, found, reversed(after[1:]), strict=True):
-            if isinstance(node, Text):
-                self._new(scope, before, following, node, role)
+        for (item, role), module, following in zip(items, found, reversed(after[1:]), strict=True):
+            if isinstance(item, Text):
+                self._new(scope, before, following, item, role)
             elif module is not None:
                 before = module
-                self._import(module, node)
-
-    def _import(self, module: Scope, node: Import) -> None:
-        for entry in module.texts:
-            self._insert(entry)
-        if module.slot is None:
-            self.modules.append((module.place, module.path))
-        self.scope(module, node.arguments, node.children, node.location)
+                for entry in module.texts:
+                    self._insert(entry)
+                if module.slot is None:
+                    self.modules.append((module.place, module.path))
+                self.scope(module, item)
 
     def _imports(self, scope: Scope, nodes: Sequence[Import | Text]) -> list[Scope | None]:
         found: list[Scope | None] = []
@@ -373,7 +346,12 @@ class _Resolution:
             place, piece = scope.parameters[name]
             length = self.index.count_tokens(value) if value else 0
             if length > piece.reserved:
-                raise _too_long(name, scope, length, piece.reserved, location, element)
+                problem = (
+                    f"the argument {name!r} of {_called(scope)} is {length} tokens long, "
+                    f"the parameter {piece.reserved}"
+                )
+                expected = f"shorten it to {piece.reserved} tokens"
+                raise SpanTooLong(problem, location, element, expected)
             self._insert((place, replace(piece, text=value, length=length, location=location)))
         missing = [name for name in scope.parameters if name not in given]
         if missing:
@@ -417,12 +395,8 @@ class _Resolution:
         crowded = self._close_up() if layout.placement == "compact" else self._fill_gaps()
         pieces = tuple(piece for _, piece in self.entries)
         modules = tuple(path for _, path in sorted(self.modules))
-        included = set(modules)
-        scaffolds = tuple(
-            scaffold
-            for scaffold in self.index.schema.scaffolds
-            if included.issuperset(scaffold.modules)
-        )
+        listed, included = self.index.schema.scaffolds, set(modules)
+        scaffolds = tuple(each for each in listed if included.issuperset(each.modules))
         length = max((piece.end for piece in (*pieces[-1:], *crowded)), default=0)
         name = self.index.schema.name
         return Plan(name, layout.placement, modules, pieces, scaffolds, length, tuple(crowded))
@@ -477,11 +451,3 @@ def _known(name: str, known: Iterable[str]) -> str:
         return "there are none"
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"there are: {', '.join(names[:8])}{more}"
-
-
-def _too_long(
-    name: str, scope: Scope, length: int, limit: int, location: Location | None, element: str
-) -> SpanTooLong:
-    called = _called(scope)
-    problem = f"the argument {name!r} of {called} is {length} tokens long, the parameter {limit}"
-    return SpanTooLong(problem, location, element, f"shorten it to {limit} tokens")

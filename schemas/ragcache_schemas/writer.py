@@ -78,8 +78,11 @@ def _fill(
         inline = isinstance(node, Parameter)
         if not preserve and not inline:
             body.break_line(depth, after_text)
-        body.last = etree.SubElement(element, _tag(node))
-        _describe(body.last, node, depth, preserve)
+        tag, attributes, content = _parts(node)
+        body.last = etree.SubElement(element, tag)
+        _set(body.last, attributes)
+        if content is not None:
+            _fill(body.last, content, depth + 1, preserve=preserve)
         after_text = inline
     if not preserve and nodes:
         body.break_line(depth - 1, after_text)
@@ -125,46 +128,33 @@ def _tidy_already(nodes: Sequence[Node | Scaffold]) -> bool:
     return True
 
 
-def _tag(node: Node | Scaffold) -> str:
-    match node:
-        case Module():
-            return "module"
-        case Union() | Slot():
-            return "union"
-        case Chat():
-            return node.role
-        case Import():
-            return node.name
-        case Scaffold():
-            return "scaffold"
-        case _:
-            return "param"
-
-
-def _describe(child: etree._Element, node: Node | Scaffold, depth: int, preserve: bool) -> None:
+def _parts(node: Node | Scaffold) -> tuple[str, Arguments, Sequence[Node] | None]:
+    """The element of a node: its name, its attributes and its content, None for none."""
     match node:
         case Parameter():
-            scaffold = () if node.scaffold is None else (("scaffold", node.scaffold),)
-            _set(child, (("name", node.name), ("len", str(node.length)), *scaffold))
+            scaffold = _optional("scaffold", node.scaffold)
+            return "param", (("name", node.name), ("len", str(node.length)), *scaffold), None
         case Slot():
-            _set(child, (("slot", node.name), ("collection", node.collection)))
+            return "union", (("slot", node.name), ("collection", node.collection)), None
         case Scaffold():
-            _set(child, (("modules", " ".join("/".join(path) for path in node.modules)),))
+            paths = " ".join("/".join(path) for path in node.modules)
+            return "scaffold", (("modules", paths),), None
         case Union():
-            _set(child, () if node.scaffold is None else (("scaffold", node.scaffold),))
-            _fill(child, node.members, depth + 1, preserve=preserve)
+            return "union", _optional("scaffold", node.scaffold), node.members
         case Module():
-            cache = () if node.cache else (("cache", "false"),)
-            _set(child, (("name", node.name), *cache))
-            _fill(child, node.children, depth + 1, preserve=preserve)
+            cache = _optional("cache", None if node.cache else "false")
+            return "module", (("name", node.name), *cache), node.children
         case Chat():
-            opens = () if node.opens else (("opens", "no"),)
-            closes = () if node.closes else (("closes", "no"),)
-            _set(child, (*opens, *closes))
-            _fill(child, node.children, depth + 1, preserve=preserve)
+            opens = _optional("opens", None if node.opens else "no")
+            closes = _optional("closes", None if node.closes else "no")
+            return node.role, (*opens, *closes), node.children
         case Import():
-            _set(child, node.arguments)
-            _fill(child, node.children, depth + 1, preserve=preserve)
+            return node.name, node.arguments, node.children
+    raise TypeError(f"{type(node).__name__} is no element")
+
+
+def _optional(name: str, value: str | None) -> Arguments:
+    return () if value is None else ((name, value),)
 
 
 def _set(element: etree._Element, attributes: Arguments) -> None:

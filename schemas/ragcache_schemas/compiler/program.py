@@ -9,29 +9,45 @@
     trip.schema                          the schema, as a tree
     trip("three days", overseas=True)    a prompt for it, as a tree
 
-The function itself never runs: its source is read once, and of it only the conditions and the
-values in f-strings are evaluated when it is called.
+The function itself never runs: its source is read once and translated to steps, and of it only the
+conditions and the values in f-strings are evaluated when it is called.
+
+`if` becomes a module; `if`/`else`, `match` and `a if c else b` a union. Branches are named from
+their source, so that names are the same on every run. Text between triple quotes follows the white
+space rule of PML (`text.tidy`), other strings are kept as written; both become text of the tree,
+never markup.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Generic, ParamSpec, TypeAlias, get_args, overload
+from types import CodeType
+from typing import Any, Generic, ParamSpec, TypeAlias, cast, get_args, overload
 
 from ragcache_schemas.compiler.steps import (
+    Branch,
+    BranchStep,
+    CallStep,
     FunctionSource,
     MaxTokens,
     Namespace,
+    ParameterStep,
     Step,
+    TextStep,
+    TurnStep,
     prompt_content,
     read_function,
     schema_children,
+    turn,
     visible_names,
 )
-from ragcache_schemas.compiler.translate import translate
-from ragcache_schemas.tree import Prompt, Schema
+from ragcache_schemas.errors import ProgramError
+from ragcache_schemas.text import NOT_XML, PARAMETER, free_name, module_name, tidy
+from ragcache_schemas.tree import Prompt, Role, Schema
 from ragcache_schemas.validate import validate_schema
 
 P = ParamSpec("P")
@@ -82,7 +98,7 @@ class PromptProgram(Generic[P]):
         """The translated body."""
         self.compiling = True
         try:
-            return translate(self)
+            return Translator(self).steps()
         finally:
             self.compiling = False
 
@@ -134,3 +150,360 @@ def prompt_program(
     if function is not None:
         return PromptProgram(function)
     return lambda function: PromptProgram(function, name)
+
+
+_Fits: TypeAlias = Callable[[Any], bool]
+
+_LONGEST_NAME = 60
+_FORMS = "yield text, if, match, `with turn(...)` and calls of other prompt programs"
+_ADVICE: dict[type[ast.AST], tuple[str, str]] = {
+    ast.For: ("a loop", "write its rounds out: a schema has a fixed number of modules"),
+    ast.While: ("a loop", "write its rounds out: a schema has a fixed number of modules"),
+    ast.Return: ("return", "yield the text, and put what may be left out under `if`"),
+    ast.Assign: ("an assignment", "compute it before the call, or inside the expression"),
+    ast.AnnAssign: ("an assignment", "compute it before the call, or inside the expression"),
+    ast.AugAssign: ("an assignment", "compute it before the call, or inside the expression"),
+    ast.Try: ("try", "do what may fail before the call"),
+    ast.FunctionDef: ("a function", "define it outside, as a prompt program of its own"),
+}
+
+
+class Translator:
+    """Translates one function."""
+
+    def __init__(self, program: PromptProgram[Any]) -> None:
+        self.source = program.source
+        self.limits = program.limits
+        self.parameters = frozenset(program.signature.parameters)
+        self.names: Namespace = visible_names(program.function)
+
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of the whole function."""
+        body = self.source.tree.body
+        if ast.get_docstring(self.source.tree, clean=False) is not None:
+            body = body[1:]
+        steps = self.body(body, ScopeNames())
+        if not steps:
+            raise self.error("it yields nothing", self.source.tree, "yield its text")
+        return steps
+
+    def error(self, problem: str, node: ast.AST, expected: str) -> ProgramError:
+        """The error for `node`."""
+        name = self.source.tree.name
+        return ProgramError(f"in {name!r}: {problem}", self.source.at(node), name, expected)
+
+    def body(self, statements: Sequence[ast.stmt], names: ScopeNames) -> tuple[Step, ...]:
+        """The steps of a block; `names` are those of the module that it belongs to."""
+        steps: list[Step] = []
+        for statement in statements:
+            match statement:
+                case ast.Expr(value=ast.Yield(value=ast.expr() as value)):
+                    steps += self.content(value, names)
+                case ast.If():
+                    steps.append(self._if(statement, names))
+                case ast.Match():
+                    steps.append(self._match(statement, names))
+                case ast.With(items=[ast.withitem(context_expr=ast.Call() as call)]):
+                    steps.append(self._turn(call, statement, names))
+                case ast.Pass():
+                    pass
+                case _:
+                    raise self._unsupported(statement)
+        return tuple(steps)
+
+    def content(self, value: ast.expr, names: ScopeNames) -> list[Step]:
+        """The steps of a yielded value."""
+        match value:
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return [*self.content(left, names), *self.content(right, names)]
+            case ast.JoinedStr(values=parts):
+                parts_steps = [step for part in parts for step in self._part(part, value, names)]
+                return self._laid_out(parts_steps, value)
+            case ast.Constant(value=str() as text):
+                return self._laid_out([self._text(text, value)], value)
+            case ast.IfExp():
+                return [self._conditional(value, names)]
+            case ast.Call() if (program := self._program(value)) is not None:
+                return [self._call(program, value, value, names)]
+        whole = ast.copy_location(ast.FormattedValue(value, -1, None), value)
+        return [self._value(whole, value, names)]
+
+    def _part(self, part: ast.expr, whole: ast.JoinedStr, names: ScopeNames) -> list[Step]:
+        """The steps of one part of an f-string."""
+        if isinstance(part, ast.Constant):
+            return [self._text(str(part.value), whole)]
+        assert isinstance(part, ast.FormattedValue)
+        if isinstance(part.value, ast.Call) and (program := self._program(part.value)) is not None:
+            return [self._call(program, part.value, whole, names)]
+        return [self._value(part, whole, names)]
+
+    def _text(self, text: str, place: ast.expr) -> TextStep:
+        if bad := NOT_XML.search(text):
+            problem = f"the character U+{ord(bad[0]):04X} cannot stand in PML"
+            raise self.error(problem, place, "leave it out; sanitize_text() does")
+        return TextStep(text, self.source.at(place))
+
+    def _laid_out(self, steps: list[Step], literal: ast.expr) -> list[Step]:
+        """`steps`; PML's white space rule is applied where `literal` is triple-quoted."""
+        if not self.source.is_triple_quoted(literal):
+            return steps
+        out: list[Step] = []
+        flow: list[TextStep | ParameterStep] = []
+        for step in (*steps, None):
+            if isinstance(step, TextStep | ParameterStep):
+                flow.append(step)
+                continue
+            written = (s.text if isinstance(s, TextStep) else PARAMETER for s in flow)
+            texts = iter(tidy("".join(written)).split(PARAMETER))
+            place = self.source.at(literal)
+            out += [TextStep(next(texts), place)] if flow else []
+            for ask in (s for s in flow if isinstance(s, ParameterStep)):
+                out += [ask, TextStep(next(texts), place)]
+            flow.clear()
+            out += [step] if step is not None else []
+        return [step for step in out if not isinstance(step, TextStep) or step.text]
+
+    def _value(
+        self, part: ast.FormattedValue, place: ast.expr, names: ScopeNames
+    ) -> TextStep | ParameterStep:
+        """A value in a text: a constant, or the argument of one parameter."""
+        shown = ast.unparse(part.value)
+        used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & self.parameters
+        location = self.source.at(place)
+        if not used:
+            return self._text(str(self.constant(part.value, place, part)), place)
+        limited = sorted(used & self.limits.keys())
+        if not limited:
+            name = min(used)
+            expected = f"annotate it, as in {name}: Annotated[str, MaxTokens(12)]"
+            problem = f"{shown!r} is text of unknown length"
+            raise self.error(problem, place, expected)
+        if len(limited) > 1:
+            expected = "give each its own braces"
+            raise self.error(f"{shown!r} is made of several parameters", place, expected)
+        limit = self.limits[limited[0]]
+        code = self.source.code(ast.copy_location(ast.JoinedStr([part]), place))
+        name = names.parameter(limited[0])
+        return ParameterStep(name, limit, lambda n: str(eval(code, n)), location)
+
+    def constant(
+        self, value: ast.expr, place: ast.AST, part: ast.FormattedValue | None = None
+    ) -> Any:
+        """Evaluates `value`, which uses no parameter; formatted as in `part`."""
+        shown = ast.unparse(value)
+        try:
+            found = eval(self.source.code(value), dict(self.names))
+            formatted = part and eval(self.source.code(_joined(part)), dict(self.names))
+        except Exception as error:  # whatever the expression raises
+            problem = f"{shown!r} cannot be evaluated ({type(error).__name__}: {error})"
+            expected = "use a parameter, or a value that is known when the schema is made"
+            raise self.error(problem, place, expected) from error
+        if part is not None and not isinstance(found, str | int | float):
+            problem = f"{shown!r} is a {type(found).__name__}"
+            raise self.error(problem, place, "yield text, or a call of a prompt program")
+        return found if part is None else formatted
+
+    def _program(self, call: ast.Call) -> PromptProgram[Any] | None:
+        """The prompt program that `call` calls, or None."""
+        names = {node.id for node in ast.walk(call.func) if isinstance(node, ast.Name)}
+        if names & self.parameters or not isinstance(call.func, ast.Name | ast.Attribute):
+            return None
+        found = self.constant(call.func, call)
+        return found if isinstance(found, PromptProgram) else None
+
+    def _call(
+        self, program: PromptProgram[Any], call: ast.Call, place: ast.expr, names: ScopeNames
+    ) -> CallStep:
+        """A call of another program: a nested module."""
+        if program.compiling:
+            problem = f"{program.name!r} calls itself"
+            raise self.error(problem, place, "a schema is finite: write each level out")
+        assert program.steps is not None  # compiled here, so that its errors come first
+        args = [
+            self.source.code(arg.value if isinstance(arg, ast.Starred) else arg)
+            for arg in call.args
+        ]
+        spread = [isinstance(arg, ast.Starred) for arg in call.args]
+        kwargs = [(keyword.arg, self.source.code(keyword.value)) for keyword in call.keywords]
+        if not any(spread) and all(name for name, _ in kwargs):
+            try:
+                program.signature.bind(*args, **{str(name): None for name, _ in kwargs})
+            except TypeError as error:
+                expected = f"its signature is {program.signature}"
+                raise self.error(f"{program.name!r}: {error}", place, expected) from error
+
+        def arguments(names: Namespace) -> tuple[list[Any], dict[str, Any]]:
+            given: list[Any] = []
+            for code, starred in zip(args, spread, strict=True):
+                given += eval(code, names) if starred else [eval(code, names)]
+            named: dict[str, Any] = {}
+            for name, code in kwargs:
+                named.update({name: eval(code, names)} if name else eval(code, names))
+            return given, named
+
+        return CallStep(names.module(program.name), program, arguments, self.source.at(place))
+
+    def _turn(self, call: ast.Call, statement: ast.With, names: ScopeNames) -> TurnStep:
+        role = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+        if role not in get_args(Role) or self.constant(call.func, call) is not turn:
+            expected = 'write `with turn("system"):`, "user" or "assistant"'
+            raise self.error(f"with {ast.unparse(call)}", statement, expected)
+        body = self.body(statement.body, names)
+        return TurnStep(cast("Role", role), body, self.source.at(statement))
+
+    def _if(self, statement: ast.If, names: ScopeNames) -> BranchStep:
+        """`if`, with its `elif` and `else`."""
+        tests: list[ast.expr] = []
+        branches: list[Branch] = []
+        rest: list[ast.stmt] = [statement]
+        while len(rest) == 1 and isinstance(rest[0], ast.If):
+            inner = rest[0]
+            tests.append(inner.test)
+            name = names.module(condition_name(inner.test))
+            branches.append(self._branch(name, inner.body, inner))
+            rest = inner.orelse
+        if any(not isinstance(one, ast.Pass) for one in rest):
+            wanted = else_name(tests[0]) if len(tests) == 1 else "else-" + condition_name(tests[0])
+            branches.append(self._branch(names.module(wanted), rest, rest[0]))
+        return self._branch_step(statement, tests, branches)
+
+    def _conditional(self, value: ast.IfExp, names: ScopeNames) -> BranchStep:
+        """`a if c else b`."""
+        where = self.source.at(value)
+        branches: list[Branch] = []
+        for name_of, side in ((condition_name, value.body), (else_name, value.orelse)):
+            name = names.module(name_of(value.test))
+            branches.append(Branch(name, tuple(self.content(side, ScopeNames())), where))
+        return self._branch_step(value, [value.test], branches)
+
+    def _branch(self, name: str, body: list[ast.stmt], place: ast.AST) -> Branch:
+        return Branch(name, self.body(body, ScopeNames()), self.source.at(place))
+
+    def _branch_step(
+        self, place: ast.AST, tests: list[ast.expr], branches: list[Branch]
+    ) -> BranchStep:
+        codes = [self.source.code(test) for test in tests]
+
+        def pick(names: Namespace) -> int | None:
+            for number, code in enumerate(codes):
+                if eval(code, names):
+                    return number
+            return len(codes) if len(branches) > len(codes) else None
+
+        return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(place))
+
+    def _match(self, statement: ast.Match, names: ScopeNames) -> BranchStep:
+        """`match`: patterns are literals, dotted constants, alternatives of these, and `_`."""
+        subject = condition_name(statement.subject)
+        value = self.source.code(statement.subject)
+        cases: list[tuple[_Fits, CodeType | None]] = []
+        branches: list[Branch] = []
+        for case in statement.cases:
+            guard = None if case.guard is None else self.source.code(case.guard)
+            cases.append((self._pattern(case.pattern), guard))
+            if isinstance(case.pattern, ast.MatchAs) and case.guard is None:
+                wanted = ["else-" + subject]
+            else:
+                name = "_" if isinstance(case.pattern, ast.MatchAs) else pattern_name(case.pattern)
+                name += f"-if-{condition_name(case.guard)}" if case.guard else ""
+                wanted = [name, f"{subject}-{name}"]
+            branches.append(self._branch(names.module(*wanted), case.body, case.pattern))
+
+        def pick(names: Namespace) -> int | None:
+            found = eval(value, names)
+            for number, (fits, guard) in enumerate(cases):
+                if fits(found) and (guard is None or eval(guard, names)):
+                    return number
+            return None
+
+        return BranchStep(tuple(branches), len(branches) > 1, pick, self.source.at(statement))
+
+    def _pattern(self, pattern: ast.pattern) -> _Fits:
+        """Whether a value matches `pattern`, as a function."""
+        match pattern:
+            case ast.MatchValue(value=value):
+                expected = self.constant(value, pattern)
+                return lambda found: bool(found == expected)
+            case ast.MatchSingleton(value=single):
+                return lambda found: found is single
+            case ast.MatchOr(patterns=patterns):
+                either = [self._pattern(one) for one in patterns]
+                return lambda found: any(fits(found) for fits in either)
+            case ast.MatchAs(pattern=None, name=None):
+                return lambda _: True
+        raise self.error(
+            f"the pattern {ast.unparse(pattern)!r} cannot become PML",
+            pattern,
+            "match literals, dotted constants, alternatives of these with |, or _",
+        )
+
+    def _unsupported(self, statement: ast.stmt) -> ProgramError:
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str()) | ast.JoinedStr()):
+                problem, expected = "a string on its own says nothing", 'write `yield "..."`'
+            case ast.Expr(value=ast.Call()):
+                problem = "a call whose result is not used"
+                expected = "write `yield` before it, if it is a prompt program"
+            case ast.Expr(value=ast.Yield() | ast.YieldFrom()):
+                problem = f"`{ast.unparse(statement)}`"
+                expected = "yield a text or a call of a prompt program"
+            case _:
+                shown = type(statement).__name__
+                problem, expected = _ADVICE.get(type(statement), (shown, f"use {_FORMS}"))
+        return self.error(f"{problem} cannot become PML", statement, expected)
+
+
+def _joined(part: ast.FormattedValue) -> ast.JoinedStr:
+    return ast.copy_location(ast.JoinedStr([part]), part)
+
+
+class ScopeNames:
+    """The names given so far in one scope: of modules, and of parameters."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.parameters: set[str] = set()
+
+    def module(self, *wanted: str) -> str:
+        """The first of `wanted` that is free, else the last with a number."""
+        return free_name(map(module_name, wanted), self.modules)
+
+    def parameter(self, wanted: str) -> str:
+        """`wanted`, with a number from its second use on."""
+        return free_name([wanted], self.parameters)
+
+
+def condition_name(test: ast.expr) -> str:
+    """`overseas` is "overseas", `days > 3` "days-3", `city == "Rome"` "city-Rome"."""
+    return _short(ast.unparse(test))
+
+
+def else_name(test: ast.expr) -> str:
+    """The name of the branch taken where `test` is false."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return condition_name(test.operand)
+    return "not-" + condition_name(test)
+
+
+def pattern_name(pattern: ast.pattern) -> str:
+    """`case "miami"` is "miami", `case Season.DRY` "DRY", `case "a" | "b"` "a-b"."""
+    return _short(_spelled(pattern))
+
+
+def _spelled(pattern: ast.pattern) -> str:
+    match pattern:
+        case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
+            return str(value)
+        case ast.MatchValue(value=ast.Attribute(attr=name)):
+            return name
+        case ast.MatchOr(patterns=patterns):
+            return "-".join(map(_spelled, patterns))
+        case _:
+            return ast.unparse(pattern)
+
+
+def _short(text: str) -> str:
+    name = module_name(text)
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME].rstrip('-.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

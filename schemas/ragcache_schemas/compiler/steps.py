@@ -1,6 +1,6 @@
 """The steps of a prompt program, from which both its schema and its prompts are made.
 
-A program's source is read once (`read_function`) and becomes a tuple of steps (`translate`). Names
+A program's source is read once (`read_function`) and becomes a tuple of steps (`Translator`). Names
 are given in the steps, so a prompt always fits the schema.
 """
 
@@ -34,18 +34,7 @@ Namespace: TypeAlias = dict[str, Any]
 
 
 class Program(Protocol):
-    """A prompt program: what translating it and calling it need."""
-
-    name: str
-    function: Callable[..., Any]
-    signature: inspect.Signature
-    compiling: bool
-
-    @property
-    def source(self) -> FunctionSource: ...
-
-    @property
-    def limits(self) -> Mapping[str, MaxTokens]: ...
+    """A prompt program that another one calls."""
 
     @property
     def steps(self) -> tuple[Step, ...]: ...
