@@ -94,7 +94,7 @@ class RemoteTier:
 
     def scan(self) -> dict[KVKey, int]:
         """Keys and bytes of all blobs, counted anew. Raises `RemoteUnavailable`."""
-        found = self._call("list", self._list)
+        found = self._calls.run("list", self._list)
         with self._lock:
             self._sizes, self._used = dict(found), sum(found.values())
         return found
@@ -110,7 +110,7 @@ class RemoteTier:
         written = 0
         with self._turn(key):
             try:
-                self._call("write", lambda: self._write(self.path(key), blob))
+                self._calls.run("write", lambda: self._write(self.path(key), blob))
                 written = len(blob)
             finally:
                 with self._lock:
@@ -125,13 +125,17 @@ class RemoteTier:
 
     def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
         """As `get`, but in memory from `allocate`."""
-        content = io.BytesIO(self._fetch(key))
-        return read_blob(content, key, self.path(key), allocate)
+        path = self.path(key)
+        try:
+            content: bytes = self._calls.run("read", lambda: self.files.cat_file(path))
+        except FileNotFoundError:
+            raise StateMissing(f"there is no blob {path}") from None
+        return read_blob(io.BytesIO(content), key, path, allocate)
 
     def delete(self, key: KVKey) -> None:
         with self._turn(key):
             with suppress(FileNotFoundError):  # another machine may be first
-                self._call("delete", lambda: self.files.rm_file(self.path(key)))
+                self._calls.run("delete", lambda: self.files.rm_file(self.path(key)))
             with self._lock:
                 self._used -= self._sizes.pop(key, 0)
 
@@ -140,18 +144,10 @@ class RemoteTier:
         return self._turns[int(key.digest[:2], 16) % len(self._turns)]
 
     def __contains__(self, key: KVKey) -> bool:
-        return bool(self._call("look up", lambda: self._exists(self.path(key))))
+        return bool(self._calls.run("look up", lambda: self._exists(self.path(key))))
 
     def keys(self) -> Iterator[KVKey]:
-        return iter(tuple(self._call("list", self._list)))
-
-    def _fetch(self, key: KVKey) -> bytes:
-        path = self.path(key)
-        try:
-            content: bytes = self._call("read", lambda: self.files.cat_file(path))
-        except FileNotFoundError:
-            raise StateMissing(f"there is no blob {path}") from None
-        return content
+        return iter(tuple(self._calls.run("list", self._list)))
 
     def _write(self, path: str, blob: bytes) -> None:
         """Overwrites what another machine wrote, which is the same."""
@@ -181,9 +177,6 @@ class RemoteTier:
             return {}
         keys = {key_of(path.rpartition("/")[2]): facts["size"] for path, facts in found.items()}
         return {key: size for key, size in keys.items() if key is not None}
-
-    def _call(self, verb: str, operation: Callable[[], T]) -> T:
-        return self._calls.run(verb, operation)
 
 
 def _plain_memory(nbytes: int) -> Tensor:

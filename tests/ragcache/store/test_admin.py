@@ -11,7 +11,7 @@ from ragcache.store import KVStore, tier_status
 from tests.ragcache.conftest import TOKEN_BYTES, make_key, make_states
 
 
-def test_tiers_tell_what_they_hold(tmp_path: Path) -> None:
+def test_tier_status_counts_states_bytes_and_hits(tmp_path: Path) -> None:
     database = Database.open(tmp_path / "ledger.sqlite")
     store = KVStore.open(tmp_path, database, 1 << 20, disk_bytes=1 << 24)
     for number in range(3):

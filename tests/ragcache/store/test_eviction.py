@@ -68,7 +68,7 @@ def chosen(entries: list[KVEntry], need: int, policy: Policy = "lru") -> list[KV
 
 
 @given(entries=entry_lists(), need=needs, policy=policies)
-def test_what_is_leased_or_pinned_is_never_a_victim(
+def test_leased_and_pinned_entries_are_never_victims(
     entries: list[KVEntry], need: int, policy: Policy
 ) -> None:
     assert not any(entry.leased or entry.pinned for entry in chosen(entries, need, policy))
@@ -93,7 +93,7 @@ def test_no_victim_more_than_needed(entries: list[KVEntry], need: int, policy: P
 
 
 @given(entries=entry_lists(), need=needs, policy=policies)
-def test_what_is_expired_goes_first_and_is_told_apart(
+def test_expired_entries_go_first_and_are_counted(
     entries: list[KVEntry], need: int, policy: Policy
 ) -> None:
     over = [victim.expires_at <= NOW for victim in chosen(entries, need, policy)]
@@ -123,7 +123,7 @@ def test_the_order_of_the_entries_does_not_matter(
 
 
 @given(entries=entry_lists(), need=needs)
-def test_without_roots_each_policy_sorts_by_what_it_says(entries: list[KVEntry], need: int) -> None:
+def test_without_roots_each_policy_sorts_by_its_own_key(entries: list[KVEntry], need: int) -> None:
     plain = [KVEntry(e.key, e.nbytes, e.last_use, hits=e.hits, cost=e.cost) for e in entries]
     worth = {
         "lru": lambda e: (e.last_use, e.key),
@@ -135,7 +135,7 @@ def test_without_roots_each_policy_sorts_by_what_it_says(entries: list[KVEntry],
         assert victims == sorted(plain, key=rank)[: len(victims)]
 
 
-def test_where_the_others_do_not_suffice_all_of_them_are_named() -> None:
+def test_all_victims_are_named_where_they_do_not_suffice() -> None:
     entries = [KVEntry(key(1), 10, 2), KVEntry(key(2), 10, 1), KVEntry(key(3), 99, 0, leased=True)]
     assert choose(entries, 50) == Victims((key(2), key(1)), 0, 20, 30, 0.0)
 

@@ -30,7 +30,7 @@ def test_one_off_questions_admit_nothing_however_many() -> None:
     assert len(uses_seen) <= 100
 
 
-def test_what_is_asked_again_soon_enters_even_amid_one_off_questions() -> None:
+def test_a_second_use_is_admitted_amid_one_off_questions() -> None:
     uses_seen = AdmissionFilter(window=100)
     uses_seen.admits("question", key(0), 0)
     for tick in range(1, 50):

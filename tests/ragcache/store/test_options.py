@@ -17,7 +17,7 @@ from tests.conftest import tiny_model
 CPU = torch.device("cpu")
 
 
-def test_sizes_and_kinds_are_read() -> None:
+def test_sizes_and_kinds_are_parsed() -> None:
     chosen = open_tiers({"disk_bytes": "8GiB", "kv_dtype": "int8", "policy": "gdsf"}, CPU)
     assert (chosen["disk_bytes"], chosen["kv_dtype"], chosen["policy"]) == (8 << 30, "int8", "gdsf")
     assert (chosen["device"], chosen["remote"]) == (None, None)
@@ -32,7 +32,7 @@ def test_sizes_and_kinds_are_read() -> None:
         ({"disk_size": 3}, "unknown option 'disk_size'; options of tiers: device_bytes"),
     ],
 )
-def test_what_cannot_be_used_is_named(options: Any, said: str) -> None:
+def test_invalid_options_are_refused(options: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         open_tiers(options, CPU)
 

@@ -36,7 +36,7 @@ def result(reading: int) -> object:
     return found
 
 
-def test_what_several_ingest_at_once_is_encoded_once(tmp_path: Path, where: Path | str) -> None:
+def test_processes_that_ingest_the_same_encode_it_once(tmp_path: Path, where: Path | str) -> None:
     Library(tmp_path, where).close()
     start = time.monotonic() + 0.3
 

@@ -86,7 +86,7 @@ def leased(store: KVStore) -> set[KVKey]:
     return {e.key for index in store.memory.every for e in index.entries if e.leased}
 
 
-def test_a_lease_tells_where_each_state_came_from(store: KVStore, reopen: Open) -> None:
+def test_a_lease_names_the_tier_of_each_state(store: KVStore, reopen: Open) -> None:
     fill(store, 1)
     other = reopen()
     fill(other, 2)
@@ -108,7 +108,7 @@ def test_only_what_is_missing_is_produced_and_once(store: KVStore) -> None:
 
 
 @pytest.mark.parametrize("origin", ["ingest", "warm"])
-def test_what_was_asked_for_is_on_disk_for_the_next_process(
+def test_ingested_states_are_on_disk_for_the_next_process(
     store: KVStore, reopen: Open, origin: Any
 ) -> None:
     sources(store, 1, 2, request=LeaseRequest(origin))
@@ -146,12 +146,12 @@ def test_a_corrupt_blob_is_produced_again_and_replaced(
 
 
 class TestOpening:
-    def test_rows_without_blobs_go(self, store: KVStore, reopen: Open) -> None:
+    def test_recovery_removes_rows_without_blobs(self, store: KVStore, reopen: Open) -> None:
         fill(store, 1, 2)
         store.disk.path(make_key(1)).unlink()
         assert reopen().ledger.keys("disk") == set(keys(2))
 
-    def test_blobs_without_rows_go(self, store: KVStore, reopen: Open) -> None:
+    def test_recovery_removes_blobs_without_rows(self, store: KVStore, reopen: Open) -> None:
         fill(store, 1)
         store.disk.put(make_key(2), make_states(2))
         assert set(reopen().disk.keys()) == set(keys(1))
@@ -161,7 +161,7 @@ class TestOpening:
         store.disk.put(make_key(2), make_states(2))
         assert set(reopen().disk.keys()) == set(keys(2))
 
-    def test_half_written_files_go_when_nobody_else_is_there(
+    def test_recovery_removes_half_written_files_without_other_sessions(
         self, store: KVStore, reopen: Open
     ) -> None:
         fill(store, 1)
@@ -173,14 +173,14 @@ class TestOpening:
         reopen()
         assert not part.exists()
 
-    def test_states_that_nobody_needs_go(self, store: KVStore, reopen: Open) -> None:
+    def test_recovery_removes_states_without_an_owner(self, store: KVStore, reopen: Open) -> None:
         unowned, root = KVKey("ff" * 32), KVKey("fe" * 32)
         with full_lease(store, [root], Producer(), LeaseRequest("ingest", "root")) as lease:
             lease.extend([unowned], LeaseRequest("ingest", root=root))
             encode_missing(lease, Producer())
         assert set(reopen().disk.keys()) == {root}, "preambles belong to the store"
 
-    def test_states_of_an_earlier_format_go(
+    def test_recovery_removes_states_of_an_earlier_format(
         self, store: KVStore, reopen: Open, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         fill(store, 1)
@@ -209,7 +209,7 @@ def test_a_lease_larger_than_the_budget_is_refused_and_let_go(reopen: Open) -> N
     assert sources(store, 3, 4) == ["disk", "encoded"]
 
 
-def test_what_is_leased_stays_while_others_come_and_go(reopen: Open) -> None:
+def test_leased_states_are_not_evicted(reopen: Open) -> None:
     store = reopen(3)
     with full_lease(store, keys(1), Producer(), INGEST):
         fill(store, 2, 3, 4, 5)
@@ -374,7 +374,7 @@ class TestAdmission:
             assert sources(store, number) == ["disk"]
         assert in_host(store) == set(keys(17, 18, 19))
 
-    def test_what_is_used_again_is_admitted(self, reopen: Open) -> None:
+    def test_states_used_again_are_admitted(self, reopen: Open) -> None:
         store = reopen(3)
         fill(store, 1, 2, 3, 4)
         assert [sources(store, 1)[0] for _ in range(3)] == ["disk", "disk", "host"]
@@ -383,7 +383,7 @@ class TestAdmission:
         store.sweep()
         assert make_key(9) in set(store.disk.keys())
 
-    def test_free_room_is_used_until_somebody_admitted_needs_it(self, reopen: Open) -> None:
+    def test_states_on_probation_leave_for_admitted_ones(self, reopen: Open) -> None:
         store = reopen(3)
         fill(store, 1)
         assert sources(store, 7, 8) == ["encoded"] * 2
@@ -401,7 +401,7 @@ class TestAdmission:
         fill(store, 2, 3)
         assert in_host(store) == set(keys(7, 2, 3))
 
-    def test_what_nothing_owns_is_not_kept_on_disk(self, store: KVStore) -> None:
+    def test_reused_states_without_an_owner_are_not_written_to_disk(self, store: KVStore) -> None:
         unowned = KVKey("ff" * 32)
         for _ in range(3):
             full_lease(store, [unowned], lambda _: [make_states(1)]).release()
@@ -451,7 +451,7 @@ class TestBudgets:
         fill(store, 2, 3, 4, 5)
         assert make_key(1) not in in_host(store)
 
-    def test_a_disk_full_of_pins_says_so(self, reopen: Open) -> None:
+    def test_a_disk_full_of_pins_is_refused_with_its_budget(self, reopen: Open) -> None:
         store = reopen(10, disk_bytes=3 * BLOCK)
         for number in (1, 2):
             fill(store, number)
@@ -523,7 +523,7 @@ class TestRemote:
         store.sweep()
         assert make_key(1) in set(store.disk.keys())
 
-    def test_a_remote_that_is_away_costs_an_encoding(
+    def test_an_unreachable_remote_costs_an_encoding(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from ragcache.errors import RemoteUnavailable
@@ -611,7 +611,7 @@ class TestThreads:
         assert sorted(made) == keys(1, 2)
         assert (found[1], found[2]) == (["encoded"] * 2, ["host"] * 2)
 
-    def test_what_one_thread_fails_to_make_the_other_makes(self, store: KVStore) -> None:
+    def test_another_thread_encodes_what_one_fails_to_encode(self, store: KVStore) -> None:
         began, go = threading.Event(), threading.Event()
 
         def fail(_: Sequence[KVKey]) -> Iterator[KVStates]:

@@ -97,7 +97,7 @@ class TestOneFault:
             session.execute(row.values(format=1))
         self.check(store, "format", subject(4), 3)
 
-    def test_a_row_that_tells_another_size(self, store: KVStore) -> None:
+    def test_a_row_with_another_size(self, store: KVStore) -> None:
         with store.ledger.database.transaction() as session:
             row = update(StateTable).where(StateTable.key == str(make_key(4)))
             session.execute(row.values(nbytes=10**9))
@@ -145,9 +145,7 @@ def test_an_interrupted_ingestion_is_named_and_its_states_are_kept_until_repaire
     assert set(store.disk.keys()) == {make_key(n) for n in (1, 2, 3, 4)}
 
 
-def test_vectors_of_different_lengths_cannot_stand_in_one_index(
-    store: KVStore, catalog: Catalog
-) -> None:
+def test_vectors_of_different_lengths_disagree(store: KVStore, catalog: Catalog) -> None:
     with store.ledger.database.transaction() as session:
         first = update(VectorTable).where(VectorTable.module_id == 1)
         session.execute(first.values(vector=np.ones(3, "<f4").tobytes()))

@@ -22,7 +22,7 @@ def found(tier: object, number: int) -> KVStates:
     return restored(tier.get(make_key(number)))  # type: ignore[attr-defined]
 
 
-def test_what_was_put_is_what_is_got(make: Make) -> None:
+def test_get_returns_what_was_put(make: Make) -> None:
     tier = make()
     states = make_states(1, 5)
     tier.put(make_key(1), states)
@@ -33,7 +33,7 @@ def test_what_was_put_is_what_is_got(make: Make) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_it_comes_back_exact_to_the_bit(make: Make, dtype: torch.dtype) -> None:
+def test_states_come_back_exact_to_the_bit(make: Make, dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, 2, 3, 5, 8).to(dtype)
     keys[0, 0, 0, :3] = torch.tensor([float("nan"), -0.0, float("inf")])
     tier = make()
@@ -78,7 +78,7 @@ def test_a_second_put_takes_the_place_of_the_first(make: Make) -> None:
     assert same(found(tier, 1), make_states(1, 2))
 
 
-def test_the_size_is_known_before(make: Make) -> None:
+def test_size_of_bounds_what_put_allocates(make: Make) -> None:
     tier = make()
     for tokens in (0, 1, 100, 3000):
         states = make_states(1, tokens)
@@ -99,7 +99,7 @@ def test_the_budget_holds_and_a_put_that_does_not_fit_changes_nothing(make: Make
     assert same(found(tier, 1), states)
 
 
-def test_what_was_got_stays_when_the_key_goes(make: Make) -> None:
+def test_read_states_stay_when_their_key_is_deleted(make: Make) -> None:
     tier = make()
     tier.put(make_key(1), make_states(1, 100))
     held = tier.get(make_key(1))
@@ -169,9 +169,7 @@ steps = st.lists(
 
 @given(steps=steps)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_happens_it_agrees_with_a_dictionary(
-    make: Make, steps: list[tuple[str, int, int]]
-) -> None:
+def test_a_tier_agrees_with_a_dictionary(make: Make, steps: list[tuple[str, int, int]]) -> None:
     tier = make(budget=40_000)
     for key in list(tier.keys()):  # the folder outlives an example
         tier.delete(key)

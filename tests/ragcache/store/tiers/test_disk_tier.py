@@ -123,7 +123,7 @@ def test_a_full_disk_is_named_and_what_was_stored_stays(
     assert tier.used_bytes == used
 
 
-def test_a_file_that_the_system_cuts_short_is_named(tier: DiskTier) -> None:
+def test_a_file_cut_short_by_the_system_is_named(tier: DiskTier) -> None:
     """The real thing: the kernel refuses to write past a limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -219,7 +219,7 @@ def test_a_damaged_blob_can_be_put_again(tier: DiskTier) -> None:
     assert same(tier.get(make_key(1)), make_states(1))  # type: ignore[arg-type]
 
 
-def test_leftovers_of_dead_writers_go_only_when_they_are_old(tier: DiskTier) -> None:
+def test_only_old_leftovers_of_writers_are_removed(tier: DiskTier) -> None:
     tier.put(make_key(1), make_states(1))
     folder = tier.path(make_key(1)).parent
     old, new = folder / "old.safetensors.1.part", folder / "new.safetensors.2.part"

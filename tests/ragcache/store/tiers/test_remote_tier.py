@@ -109,7 +109,7 @@ def test_a_damaged_object_is_never_served(root: str, change: str) -> None:
         tier.get(make_key(1))
 
 
-def test_a_failure_that_passes_is_tried_again_and_not_seen(root: str) -> None:
+def test_a_passing_failure_is_retried(root: str) -> None:
     tier = flaky(ConnectionResetError("reset"), 2, root)
     tier.put(make_key(1), make_states(1))
     assert same(tier.get(make_key(1)), make_states(1))  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_a_failure_that_stays_is_named_after_the_last_attempt(root: str) -> None
         (errno.EACCES, StoreUnwritable),
     ],
 )
-def test_what_does_not_pass_is_not_tried_again(
+def test_a_lasting_failure_is_not_tried_again(
     root: str, number: int, error: type[Exception]
 ) -> None:
     tier = flaky(OSError(number, os.strerror(number)), 99, root)
@@ -175,7 +175,7 @@ def test_a_remote_that_hangs_is_left_in_time_and_then_given_a_rest(root: str) ->
         stopped.set()
 
 
-def test_after_its_rest_a_remote_is_asked_again() -> None:
+def test_after_its_rest_a_remote_is_called_again() -> None:
     now = 0.0
     calls = RemoteCalls("there", RetryPolicy(attempts=1, rest=5.0), clock=lambda: now)
 
