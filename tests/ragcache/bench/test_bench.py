@@ -61,7 +61,7 @@ def test_the_machine_is_described_for_the_file_beside_a_figure() -> None:
 
 
 TTFT = TtftSetting(
-    TINY,
+    shape=TINY,
     preamble_tokens=4,
     modules=3,
     module_tokens=8,
@@ -109,7 +109,7 @@ DECODE_SHAPE = LlamaShape(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocabulary=64, window=256
 )
 DECODE = DecodeSetting(
-    DECODE_SHAPE,
+    shape=DECODE_SHAPE,
     requests=3,
     preamble_tokens=4,
     modules=2,
