@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Unpack, get_args
+from typing import Any, Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
@@ -48,7 +48,7 @@ from ragcache.pipeline import (
 from ragcache.pipeline.answer import aresults, results
 from ragcache.pipeline.ingest import IngestionJobs, Progress, check_collection
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
-from ragcache.retrieval import CANDIDATES, Retriever, SearchParams, Selection
+from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.retrieval.embeddings import MiniLM
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
 from ragcache_schemas import Placement, Schema, expand_slots
@@ -92,7 +92,7 @@ class RagCache:
 
         Args:
             state: The folder.
-            model: A folder, a hub name or a loaded model; None is the embedded reader.
+            model: A folder, a hub name or a loaded model; the embedded reader by default.
             embedding: `"minilm"` or any LangChain `Embeddings` adds dense retrieval; None retrieves
                 by words only (BM25).
             module_tokens: The most tokens of a module.
@@ -102,8 +102,7 @@ class RagCache:
             queue: The most requests that wait; one more raises `QueueFull`.
             scaffold_after: How often the same modules are retrieved in one order before they become
                 a scaffold (see `add_scaffold`); None for never.
-            ingestion_bytes: The most bytes of documents that wait in `jobs`; more raise
-                `QueueFull`.
+            ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
             **tiers: The other tiers and their options; see `TierOptions`.
 
         Raises:
@@ -140,8 +139,7 @@ class RagCache:
         self.close()
 
     def close(self, *, drain: bool = False) -> None:
-        """Stops the engine and closes the ledger; everything that was stored is on disk already.
-        Does nothing on an object that `within` returned.
+        """Stops the engine and closes the ledger; an object that `within` returned does nothing.
 
         Args:
             drain: Waits for running requests; otherwise they fail with `EngineClosed`.
@@ -221,8 +219,7 @@ class RagCache:
         return self.internals.catalog.add_collection(check_collection(collection))
 
     def delete_collection(self, collection: str) -> int:
-        """Deletes a collection with all its contents; returns how many documents it had. Raises
-        `UnknownCollection`."""
+        """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""
         return self.internals.ingestor.delete_collection(collection)
 
     def records(self, space: str) -> Records:
@@ -296,8 +293,7 @@ class RagCache:
         return await aresults(await asyncio.to_thread(self._start_questions, questions, options))
 
     async def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
-        """`stream` for asyncio: `async for piece in await rag.astream(...)`. Retrieval and leasing
-        run in asyncio's thread pool."""
+        """`stream` for asyncio: `async for piece in await rag.astream(...)`."""
         [pending] = await asyncio.to_thread(self._start_questions, [question], options)
         return AsyncAnswerStream(pending)
 
@@ -347,8 +343,7 @@ class RagCache:
         return results(self._start_chats(conversations, options))
 
     def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
-        """As `chat`, but returns when the conversation is queued; iterate for pieces of the
-        text."""
+        """As `chat`, but returns when the conversation is queued; iterate for its text."""
         [pending] = self._start_chats([messages], options)
         return AnswerStream(pending)
 
@@ -514,8 +509,7 @@ class RagCache:
         return self.internals.catalog.modules(collection, names)
 
     def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
-        """The whole texts of documents by id; unknown ids are skipped. Raises
-        `UnknownCollection`."""
+        """The texts of documents by id; unknown ids are skipped. Raises `UnknownCollection`."""
         return self.internals.catalog.texts(collection, document_ids)
 
     def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
@@ -546,8 +540,7 @@ class RagCache:
         return self._shared.keys
 
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
-        """All modules with the size, tiers and hits of their states. Raises
-        `UnknownCollection`."""
+        """All modules, with size, tiers and hits of their states. Raises `UnknownCollection`."""
         self._shared.deferred.release()
         self._shared.store.ledger.flush()
         return list_modules(self._shared.database, collection, self.namespace)
@@ -584,23 +577,17 @@ class RagCache:
 
 def _search(options: SearchOptions) -> tuple[str, SearchParams]:
     check_options(options, SearchOptions, "retrieve")
-    return options["collection"], SearchParams(
-        options.get("k", DEFAULT_K),
-        options.get("search", "hybrid"),
-        options.get("filters"),
-        options.get("threshold"),
-        options.get("mmr"),
-        options.get("candidates", CANDIDATES),
-    )
+    params: dict[str, Any] = {"k": DEFAULT_K, **options}
+    return params.pop("collection"), SearchParams(**params)
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:
-    if isinstance(embedding, str):
-        if embedding != "minilm":
-            raise ConfigurationError(
-                f"unknown embedding {embedding!r}; give 'minilm' or a LangChain Embeddings object"
-            )
+    if embedding == "minilm":
         return MiniLM()
+    if isinstance(embedding, str):
+        raise ConfigurationError(
+            f"unknown embedding {embedding!r}; give 'minilm' or a LangChain Embeddings object"
+        )
     return embedding
 
 

@@ -24,9 +24,17 @@ from ragcache.store import Lease
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A module of the prompt. tier: where its states came from: `host`, `disk`,
-    `encoded` (computed for this request and kept) or `computed` (mode `exact`). scaffold: the
-    modules that it was encoded with, itself included; "" if there are no others."""
+    """A module that an answer was read from.
+
+    Attributes:
+        document: Id of its document.
+        module: Its name.
+        uri: Where the document came from.
+        score: Of retrieval.
+        tier: Where its states came from: a tier such as `host` or `disk`, `encoded` (computed for
+            this request and kept) or `computed` (mode `exact`).
+        scaffold: The modules that it was encoded with, itself included; "" if there are no others.
+    """
 
     document: str
     module: str
@@ -40,10 +48,14 @@ class Citation:
 class Reuse:
     """Tokens of the prompt, counted: cached + shared + computed = prompt.
 
-    cached: their states were in the store. shared: tokens of the question itself whose states an
-    earlier or concurrent request over the same documents had left in the engine. bytes_moved: by
-    tier, the bytes that were read from below the host tier. created: those of the computed whose
-    states were encoded for this request and kept.
+    Attributes:
+        prompt_tokens: All of them.
+        cached_tokens: Their states were in the store.
+        computed_tokens: The others.
+        shared_tokens: Tokens of the question itself whose states another request over the same
+            documents had left in the engine.
+        bytes_moved: By tier, the bytes that were read from below the first tier.
+        created_tokens: Those of the computed whose states were encoded for this request and kept.
     """
 
     prompt_tokens: int
@@ -69,9 +81,19 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """text, finish_reason: of the first choice, the text without outer whitespace. finish_reason:
-    `stop`, `length`, or `no_documents` where retrieval found nothing. choices: all `n` answers as
-    they were generated, with tokens and, if asked for, log-probabilities."""
+    """An answer with its sources and what it cost.
+
+    Attributes:
+        question: The question, the last message of the user, or the new text of a prompt.
+        text: Of the first choice, without outer whitespace.
+        sources: The modules that it was read from.
+        mode: The mode of the call, or `recognized:MODE`.
+        finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing.
+        reuse: Tokens of the prompt that were read and computed.
+        timings: In seconds.
+        choices: All `n` answers as they were generated, with tokens and log-probabilities where
+            `logprobs` was set.
+    """
 
     question: str
     text: str

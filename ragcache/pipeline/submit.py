@@ -39,14 +39,21 @@ MakeRequest = Callable[[Context], Request]
 class Generation:
     """Options of one request. The default is one greedy answer.
 
-    max_new_tokens: None is what the state folder was opened with; with `unbounded`, as many as the
-    model's window and the engine's pool leave. stop: strings that end an answer
-    and do not belong to it. n: how many answers. min_new_tokens: no stop token is chosen before.
-    ignore_eos: stop tokens end nothing. timeout: in seconds, from when the request is queued.
-    priority: each level counts as 10 seconds of waiting. share: whether the states of the
-    question's own tokens may be shared with other requests. grammar: the form that every answer
-    keeps to (extra `structured`). skip_special_tokens: whether control tokens are left out of the
-    text; False where they mark tool calls (`ToolStyle.special`).
+    Attributes:
+        sampling: How tokens are drawn.
+        max_new_tokens: The most tokens of an answer; None is what the state folder was opened with.
+        stop: Strings that end an answer and do not belong to it.
+        n: How many answers.
+        min_new_tokens: No stop token is chosen before.
+        ignore_eos: Whether stop tokens end nothing.
+        timeout: In seconds, from when the request is queued.
+        priority: Each level counts as 10 seconds of waiting.
+        share: Whether states of the question's own tokens may be shared with other requests.
+        grammar: The form that every answer keeps to (extra `structured`).
+        skip_special_tokens: Whether control tokens are left out of the text; False where they mark
+            tool calls (`ToolStyle.special`).
+        unbounded: Whether `max_new_tokens` None is as many as the model's window and the engine's
+            pool leave.
     """
 
     sampling: SamplingParams = SamplingParams()

@@ -3,6 +3,7 @@ tokens with explicit positions and an explicit mask (Prompt Cache §3.3 and §3.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ragcache import RagCache
 from ragcache.config import RagCacheConfig
 from ragcache.db import Database, SchemaText, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
@@ -31,7 +33,7 @@ from ragcache.pipeline.pml import SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
 from ragcache.store import KVStore
 from ragcache_schemas import Plan, parse_prompt, render_prompt_turns, resolve_prompt
-from tests.conftest import tiny_model
+from tests.conftest import REPOSITORY, tiny_model
 from tests.ragcache.pipeline.conftest import last_logits
 
 SCHEMA = """
@@ -297,3 +299,62 @@ def test_a_prompt_without_any_text_is_refused(pipeline: PmlPipeline) -> None:
     pipeline.texts = stored("none", '<schema name="none"/>')
     with pytest.raises(InvalidRequest, match="the prompt has no text"):
         pipeline.build('<prompt schema="none"/>', "isolated")
+
+
+# The example schemas of the reference implementation load unchanged, and prompts over them run.
+
+REFERENCE_FOLDER = Path(os.environ.get("RAGCACHE_DATA", REPOSITORY / "../shared/data")) / "pml"
+REFERENCE_PROMPTS = {
+    "code_generation_bookstore.xml": (
+        '<prompt schema="code-generation-bookstore"><book.py/><user.py/><store.py/>'
+        "<user>Write a main function that lends a book.</user></prompt>"
+    ),
+    "parameterized_prompts.xml": (
+        '<prompt schema="travel"><travel-plan duration="nine days"><overseas><tokyo/></overseas>'
+        "</travel-plan><user>Make a plan.</user></prompt>"
+    ),
+    "personalization-education.xml": (
+        '<prompt schema="personalization-education"><middle-school/><beginner/>'
+        "<never-studied/><visual/><essay/><high-intrinsic-motivation/>"
+        "<user>Explain rain.</user></prompt>"
+    ),
+}
+
+needs_reference_schemas = pytest.mark.skipif(
+    not REFERENCE_FOLDER.is_dir(),
+    reason=f"no reference schemas in {REFERENCE_FOLDER}",
+)
+
+
+@pytest.fixture
+def rag(tmp_path: Path) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", max_new_tokens=4) as opened:
+        yield opened
+
+
+@needs_reference_schemas
+@pytest.mark.parametrize("name", REFERENCE_PROMPTS)
+def test_a_reference_schema_loads_and_a_prompt_over_it_runs(rag: RagCache, name: str) -> None:
+    path = REFERENCE_FOLDER / name
+    schema = rag.add_schema(path.read_text(encoding="utf-8"), source=str(path))
+    assert f'schema="{schema.name}"' in REFERENCE_PROMPTS[name]
+    encoded = rag.stats().encoded
+    answer = rag.prompt(REFERENCE_PROMPTS[name])
+    assert rag.stats().encoded == encoded, "everything was encoded when the schema was added"
+    assert answer.reuse.cached_tokens > 0.75 * answer.reuse.prompt_tokens
+    exact = rag.prompt(REFERENCE_PROMPTS[name], mode="exact")
+    assert exact.reuse.prompt_tokens == answer.reuse.prompt_tokens
+    assert exact.reuse.cached_tokens == 0
+
+
+@needs_reference_schemas
+def test_a_stored_schema_serves_the_next_process_without_encoding(tmp_path: Path) -> None:
+    name = "code_generation_bookstore.xml"
+    with RagCache.open(tmp_path / "state", max_new_tokens=4) as rag:
+        rag.add_schema((REFERENCE_FOLDER / name).read_text(encoding="utf-8"))
+        first = rag.prompt(REFERENCE_PROMPTS[name])
+    with RagCache.open(tmp_path / "state", max_new_tokens=4) as rag:
+        second = rag.prompt(REFERENCE_PROMPTS[name])
+        assert rag.stats().encoded == 0
+    assert second.text == first.text
+    assert {source.tier for source in second.sources} == {"disk"}
