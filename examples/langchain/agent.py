@@ -43,8 +43,8 @@ def main(model: Any) -> None:
             print(f"{message.type}: {message.text[:200]}")
             for call in getattr(message, "tool_calls", []):
                 print(f"  calls {call['name']}({call['args']})")
-        told = done["messages"][-1].response_metadata["ragcache"]
-        print(told["mode"], [source["document"] for source in told["sources"]])
+        details = done["messages"][-1].response_metadata["ragcache"]
+        print(details["mode"], [source["document"] for source in details["sources"]])
 
 
 if __name__ == "__main__":

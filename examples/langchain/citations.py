@@ -1,4 +1,4 @@
-"""Answers with the sources that stood in their prompts, and as objects that cite them.
+"""Answers with the sources in their prompts, and as objects that cite them.
 
     python examples/langchain/citations.py [MODEL]
 
@@ -29,7 +29,7 @@ def numbered(documents: list[Document]) -> str:
     return "\n\n".join(f"[{n}] {d.page_content}" for n, d in enumerate(documents, start=1))
 
 
-def cited(count: int) -> dict[str, Any]:
+def citation_schema(count: int) -> dict[str, Any]:
     """The schema of an answer that cites one of so many documents. Its text is bounded: a small
     model does not end every string by itself."""
     return {
@@ -59,9 +59,11 @@ def main(model: Any = None) -> None:
 
         if model is None:
             return
-        citing = ChatRagCache(rag=rag, max_tokens=200).with_structured_output(cited(len(documents)))
-        said = (PROMPT | citing).invoke(given)
-        print(f"{said['answer']!r} [{documents[said['document'] - 1].metadata['source']}]")
+        citing = ChatRagCache(rag=rag, max_tokens=200).with_structured_output(
+            citation_schema(len(documents))
+        )
+        cited = (PROMPT | citing).invoke(given)
+        print(f"{cited['answer']!r} [{documents[cited['document'] - 1].metadata['source']}]")
 
 
 if __name__ == "__main__":

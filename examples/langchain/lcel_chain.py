@@ -1,4 +1,4 @@
-"""An ordinary LCEL chain: it knows nothing of the cache, and hits it.
+"""An ordinary LCEL chain whose prompts are read from the cache.
 
     python examples/langchain/lcel_chain.py [FOLDER]
 
@@ -40,13 +40,13 @@ def main(folder: Path = HANDBOOK) -> None:
                 {"context": retriever | join, "question": RunnablePassthrough()} | PROMPT | model
             )
             answer = chain.invoke(QUESTION)
-            told = answer.response_metadata["ragcache"]
+            details = answer.response_metadata["ragcache"]
             usage = answer.usage_metadata
             read = usage["input_token_details"]["cache_read"]
             print(
                 f"{answer.content!r}: {read} of {usage['input_tokens']} tokens from "
-                f"the cache ({told['mode']}), first token after "
-                f"{1000 * told['timings']['first_token']:.0f} ms"
+                f"the cache ({details['mode']}), first token after "
+                f"{1000 * details['timings']['first_token']:.0f} ms"
             )
 
 

@@ -1,4 +1,4 @@
-"""Tokens as they come, from threads and from asyncio; the last chunk tells usage and sources.
+"""Tokens as they come, from threads and from asyncio; the last chunk holds usage and sources.
 
 python examples/langchain/streaming.py
 """

@@ -194,9 +194,9 @@ def test_langchain_example_for_another_model_runs_with_one(
 ) -> None:
     """The scripted model stands in for one that writes JSON."""
     from ragcache_connectors.langchain import ChatRagCache
-    from tests.connectors.langchain.scripted import STRING, scripted
+    from tests.connectors.langchain.scripted_model import STRING, scripted_model
 
-    with RagCache.open(tmp_path, model=scripted()) as rag:
+    with RagCache.open(tmp_path, model=scripted_model()) as rag:
         names = {"model": ChatRagCache(rag=rag, max_tokens=200), "note": "x", "__name__": "doc"}
         [code] = [code for skipped, code in LANGCHAIN_BLOCKS if skipped]
         *lines, last = code.rstrip().splitlines()

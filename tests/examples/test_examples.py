@@ -24,7 +24,7 @@ from ragcache_schemas import (
     render_schema_turns,
     resolve_prompt,
 )
-from tests.connectors.langchain.scripted import AFTER_TOOL, STRING, scripted
+from tests.connectors.langchain.scripted_model import AFTER_TOOL, STRING, scripted_model
 
 PML = Path(__file__).resolve().parents[2] / "examples/pml"
 PROMPTS = sorted(PML.glob("*/prompt-*.xml"))
@@ -126,7 +126,7 @@ def test_answers_cite_documents_of_their_prompt(
 ) -> None:
     main = program("citations.py")["main"]
     main.__globals__["HANDBOOK"] = small
-    main(scripted())
+    main(scripted_model())
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("  read from ") for line in lines) >= 1
     assert re.fullmatch(rf"'{STRING}' \[.*\.md\]", lines[-1])
@@ -136,7 +136,7 @@ def test_the_agent_searches_and_answers(small: Path, capsys: pytest.CaptureFixtu
     main = program("agent.py")["main"]
     main.__globals__["HANDBOOK"] = small
     main.__globals__["QUESTION"] = "Where is the key?"
-    main(scripted())
+    main(scripted_model())
     out = capsys.readouterr().out
     assert "calls search_handbook({'query':" in out
     assert f"ai: {AFTER_TOOL}" in out

@@ -1,9 +1,9 @@
-"""What one call asks for: options by LangChain's names, turned into the engine's."""
+"""Options of one call: LangChain's and OpenAI's names become the engine's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ragcache.errors import InvalidRequest
@@ -12,8 +12,7 @@ from ragcache_connectors.langchain.structured import call_grammar
 if TYPE_CHECKING:
     from ragcache import Generation
     from ragcache.structured import Grammar, ToolStyle
-    from ragcache_connectors.langchain.model_info import Served
-
+    from ragcache_connectors.langchain.model_info import ModelInfo
 
 # LangChain's and OpenAI's names for what the engine calls otherwise.
 _NAMES = {
@@ -22,14 +21,16 @@ _NAMES = {
     "min_tokens": "min_new_tokens",
     "stop_sequences": "stop",
 }
-# What LangChain hands on for itself, or for models that are elsewhere.
-_NOT_OURS = ("stream", "ls_structured_output_format", "structured_output_format")
+# What LangChain passes on for its own use.
+_IGNORED = ("stream", "ls_structured_output_format", "structured_output_format")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Everything but the messages. style: how tool calls are read; None where none may come.
-    logprobs: whether they were asked for."""
+class CallOptions:
+    """Everything that a call says besides its messages.
+
+    style: how tool calls are read; None where none may come. logprobs: whether they are returned.
+    """
 
     generation: Generation
     mode: str
@@ -37,52 +38,51 @@ class Call:
     tools: Sequence[Mapping[str, Any]] | None = None
     style: ToolStyle | None = None
     logprobs: bool = False
-    chat: dict[str, Any] = field(init=False)
-    """The keyword arguments of `RagCache.chat`."""
 
-    def __post_init__(self) -> None:
-        chat = {
-            "mode": self.mode,
-            "recognize": self.recognize,
-            "tools": self.tools,
-            "generation": self.generation,
-        }
-        object.__setattr__(self, "chat", chat)
+    @property
+    def chat_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `RagCache.chat`."""
+        names = ("mode", "recognize", "tools", "generation")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def of(
-        cls, fields: Mapping[str, Any], stop: Sequence[str] | None, given: Mapping[str, Any],
-        served: Served,
-    ) -> Call:  # fmt: skip
-        """fields: the model's own options; stop, given: those of the call, which come first.
-        Raises `InvalidRequest`, `UnsupportedModel`."""
+    def resolve(
+        cls, defaults: Mapping[str, Any], stop: Sequence[str] | None, given: Mapping[str, Any],
+        info: ModelInfo,
+    ) -> CallOptions:  # fmt: skip
+        """Options of a call, which come before the model's own defaults.
+
+        Raises:
+            InvalidRequest: for an option that is unknown or wrong.
+            UnsupportedModel: for tools where the model's template takes none.
+        """
         from ragcache.structured import Grammar
 
-        options = _renamed(fields) | _renamed(given)
+        options = _renamed(defaults) | _renamed(given)
         if stop is not None:
             options["stop"] = stop
-        _check_model(options.pop("model", None), served.name)
+        _check_model(options.pop("model", None), info.name)
         mode, recognize = options.pop("mode"), options.pop("recognize")
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))
-        tools, style, grammar = _tools(options, served, form)
+        tools, style, grammar = _tools(options, info, form)
         return cls(_generation(options, grammar or form, style), mode, recognize, tools, style,
                    logprobs)  # fmt: skip
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """By the engine's names, without those that are not set."""
+    """Options by the engine's names, without those that are None."""
     return {
         _NAMES.get(name, name): value
         for name, value in options.items()
-        if value is not None and name not in _NOT_OURS
+        if value is not None and name not in _IGNORED
     }
 
 
-def _check_model(wanted: object, served: str) -> None:
-    if wanted is not None and str(wanted) != served:
+def _check_model(wanted: object, name: str) -> None:
+    if wanted is not None and str(wanted) != name:
         raise InvalidRequest(
-            f"the model {wanted!r:.80} is not open here; {served!r} is. Make another ChatRagCache "
+            f"the model {wanted!r:.80} is not open here; {name!r} is. Make another ChatRagCache "
             "with its own state folder"
         )
 
@@ -99,7 +99,7 @@ def _logprobs(options: dict[str, Any]) -> bool:
 
 
 def _tools(
-    options: dict[str, Any], served: Served, form: Grammar | None
+    options: dict[str, Any], info: ModelInfo, form: Grammar | None
 ) -> tuple[list[dict[str, Any]] | None, ToolStyle | None, Grammar | None]:
     from ragcache.structured import resolve_tool_choice
 
@@ -108,8 +108,8 @@ def _tools(
     choice = resolve_tool_choice(wanted, tools or ())
     if choice == "none":
         return None, None, None
-    grammar = call_grammar(tools, choice, served.style, parallel, strict, form)
-    return list(tools), served.style, grammar
+    grammar = call_grammar(tools, choice, info.style, parallel, strict, form)
+    return list(tools), info.style, grammar
 
 
 def _generation(

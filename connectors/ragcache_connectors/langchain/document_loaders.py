@@ -1,7 +1,4 @@
-"""What LangChain's loaders and splitters give, as modules."""
-
-# MERGED ragcache_connectors.langchain.documents: LangChain's documents as ragcache keeps them,
-#   and back.
+"""Documents of LangChain's loaders and splitters as modules, and modules as documents."""
 
 from __future__ import annotations
 
@@ -21,18 +18,23 @@ if TYPE_CHECKING:
     from ragcache import Ingestion, RagCache, SourceDocument
     from ragcache.retrieval import Hit
 
-
+METADATA_KEY = "ragcache"  # of a document's module, tier and tokens
 _ABSENT = object()
 
 
 class RagCacheLoader:
-    """Ingests what a loader or a splitter gives: `RagCacheLoader(loader, collection=...).load()`.
+    """Ingests documents of a loader or a splitter: `RagCacheLoader(loader, collection=...).load()`.
 
     Documents of one `metadata["source"]` become one ragcache document of that name, and each of
     them a module of it, in their order (several, where it is longer than a module may be). The
     document keeps the metadata on which all of them agree. One without a source is named by its id.
 
-    documents: a loader, or documents. splitter: cuts them first. rag, or state: as of `shared_rag`.
+    Args:
+        documents: a loader, or documents.
+        collection: the collection that takes them.
+        splitter: cuts them first.
+        rag: an open `RagCache`.
+        state: its folder, in place of `rag`.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class RagCacheLoader:
         self._rag, self._state = rag, state
 
     def load(self) -> Ingestion:
-        """Reads everything, then stores it. Raises `DocumentError` or `UnstorableMetadata` before
-        anything is stored."""
+        """Reads everything, then stores it.
+
+        Raises:
+            DocumentError, UnstorableMetadata: before anything is stored.
+        """
         return self._store(self.sources())
 
     async def aload(self) -> Ingestion:
@@ -62,7 +67,7 @@ class RagCacheLoader:
         return await asyncio.to_thread(lambda: self._store(self._grouped(documents)))
 
     def sources(self) -> list[SourceDocument]:
-        """What `load` stores."""
+        """The documents that `load` stores."""
         documents = self._documents
         return self._grouped(
             documents.lazy_load() if isinstance(documents, BaseLoader) else documents
@@ -96,7 +101,7 @@ def _source(name: str, parts: Sequence[Document]) -> SourceDocument:
     from ragcache import SourceDocument
 
     texts = tuple(part.page_content for part in parts)
-    metadata = storable(_common([part.metadata for part in parts]), name)
+    metadata = storable_metadata(_common([part.metadata for part in parts]), name)
     uri = str(metadata.get("source", ""))
     return SourceDocument(name, "\n\n".join(texts), uri, metadata, texts if len(texts) > 1 else ())
 
@@ -110,24 +115,20 @@ def _common(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-MARK = "ragcache"
-"""The key of the metadata under which documents tell module, tier and tokens."""
+def storable_metadata(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Metadata as it is stored: without `METADATA_KEY`. name: of the document, for errors.
 
-
-def storable(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Metadata as it is stored: without ragcache's own mark. name: of the document, for errors.
-
-    Raises `UnstorableMetadata` for what JSON cannot hold, so that what comes back is what was
-    given: dates and paths are to be written as text.
+    Raises `UnstorableMetadata` for values that JSON cannot hold, so that what comes back is what
+    was given: dates and paths are to be written as text.
     """
-    kept = {key: value for key, value in metadata.items() if key != MARK}
+    kept = {key: value for key, value in metadata.items() if key != METADATA_KEY}
     check_metadata(kept, name, exact=True)
     return kept
 
 
-def marks(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
-    """What documents tell of the modules that were found: names, the tier that holds their states
-    (None where they are to be encoded yet), their tokens, and their scores."""
+def module_metadata(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
+    """Of each hit the module, its document, the tier that holds its states (None where they must
+    still be encoded), its tokens and its score."""
     placed = rag.modules.placed([hit.module for hit in hits])
     return [
         {
@@ -141,7 +142,7 @@ def marks(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
     ]
 
 
-def found_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
+def hits_to_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
     """Modules as documents: the text that ragcache recognizes in a prompt, the document's metadata
     with a `source`, and `metadata["ragcache"]`."""
     return [
@@ -151,8 +152,8 @@ def found_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
             metadata={
                 "source": hit.module.uri or hit.module.document,
                 **hit.module.attributes,
-                MARK: mark,
+                METADATA_KEY: details,
             },
         )
-        for hit, mark in zip(hits, marks(rag, hits), strict=True)
+        for hit, details in zip(hits, module_metadata(rag, hits), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The embedder that needs no download, and that of an open `RagCache`, for LangChain."""
+"""LangChain embeddings: the embedder of a `RagCache`, or all-MiniLM-L6-v2."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ class RagCacheEmbeddings(Embeddings):
     """The embedder that a `RagCache` was opened with; without one all-MiniLM-L6-v2 (`minilm`, 384
     dimensions), which the process shares. Loaded at first use.
 
-    rag, or state: as of `shared_rag`; neither is minilm. Raises at first use `MissingExtra` where
-    minilm is not installed, `ConfigurationError` for a `RagCache` without an embedder.
+    Args:
+        rag: an open `RagCache`.
+        state: its folder, in place of `rag`; neither is minilm.
+
+    Raises:
+        MissingExtra: at first use, where minilm is not installed.
+        ConfigurationError: at first use, for a `RagCache` without an embedder.
     """
 
     def __init__(self, rag: RagCache | None = None, *, state: str | Path | None = None) -> None:
@@ -68,7 +73,7 @@ def minilm() -> Embeddings:
         return _loaded[0]
 
 
-def unwrapped(embedding: Embeddings | None) -> Embeddings | None:
+def unwrap_embedder(embedding: Embeddings | None) -> Embeddings | None:
     """The embedder behind a `RagCacheEmbeddings`, so that its vectors are stored once under one
     name."""
     return embedding.embedder if isinstance(embedding, RagCacheEmbeddings) else embedding

@@ -1,4 +1,4 @@
-"""The model behind a chat: its name, how it writes calls, how its tokens are spelled."""
+"""The model behind a chat: its name, its style of tool calls, its tokenizer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a chat model asks of an open `RagCache` besides answers. Made for each call."""
+class ModelInfo:
+    """Facts about the model of an open `RagCache`. Made for each call."""
 
     rag: RagCache
 
@@ -30,10 +30,10 @@ class Served:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells this model, its defaults and the texts that it recognizes from others."""
+        """What distinguishes this model, its defaults and the texts that it recognizes."""
         namespace = self.rag.internals
         return {
-            "fingerprint": namespace.shared.model.causal.fingerprint,
+            "fingerprint": self.model.causal.fingerprint,
             "state": namespace.shared.database.name,
             "namespace": namespace.name,
             "max_new_tokens": namespace.shared.config.max_new_tokens,
@@ -46,11 +46,9 @@ class Served:
 
         return tool_style(self.model.tokenizer)
 
-    def token_ids(self, text: str) -> list[int]:
-        """Those of a text as a message holds it."""
-        return self.model.encode_untrusted(text)
-
-    def count(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None) -> int:
+    def count_tokens(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None = None
+    ) -> int:
         """Tokens of a conversation's prompt, up to where the answer begins."""
         from ragcache.pipeline import ChatTemplate
 

@@ -45,8 +45,8 @@ _TYPES: dict[str, Role] = {"system": "system", "human": "user", "ai": "assistant
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
-    """Where a variable stands: in the scope `path`, as the parameter `name`, formatted so."""
+class _Placeholder:
+    """A use of a variable: as the parameter `name` of the scope `path`, with a format."""
 
     path: tuple[str, ...]
     name: str
@@ -56,16 +56,27 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSchema:
-    """A template's schema; `prompt` takes the variables as the template's own `format` does."""
+    """A template's schema, and prompts over it.
+
+    Example:
+        >>> from langchain_core.prompts import PromptTemplate
+        >>> made = template_schema(PromptTemplate.from_template("Hello, {name}."), "hello", 8)
+        >>> made.prompt(name="Ida").arguments
+        (('name', 'Ida'),)
+    """
 
     schema: Schema
-    fields: tuple[_Field, ...]
+    placeholders: tuple[_Placeholder, ...]
     defaults: Mapping[str, Any]
 
     def prompt(self, **values: Any) -> Prompt:
-        """The prompt for these values. Raises ConfigurationError for one missing or unknown."""
-        known = {field.variable for field in self.fields}
-        given = {name: _now(value) for name, value in {**self.defaults, **values}.items()}
+        """The prompt for these values, which the template's `format` takes too.
+
+        Raises:
+            ConfigurationError: for a value that is missing or unknown.
+        """
+        known = {use.variable for use in self.placeholders}
+        given = {name: _current(value) for name, value in {**self.defaults, **values}.items()}
         if unknown := sorted(values.keys() - known):
             raise ConfigurationError(f"the template has no variable {unknown[0]!r} to give")
         if missing := sorted(known - given.keys()):
@@ -73,9 +84,9 @@ class TemplateSchema:
 
         def arguments(path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             return tuple(
-                (field.name, sanitize_text(field.form.format(given[field.variable])))
-                for field in self.fields
-                if field.path == path
+                (use.name, sanitize_text(use.form.format(given[use.variable])))
+                for use in self.placeholders
+                if use.path == path
             )
 
         modules = [node.name for node in self.schema.children if isinstance(node, Module)]
@@ -86,23 +97,31 @@ class TemplateSchema:
 def template_schema(
     template: BasePromptTemplate[Any], name: str, lengths: Mapping[str, int] | int
 ) -> TemplateSchema:
-    """The schema `name` of a LangChain template in f-string format.
+    """The schema of a LangChain template in f-string format.
 
-    `lengths` gives the number of tokens that each variable may take, or one number for all.
-    Partial variables with a fixed value become text. Raises ConfigurationError for what has no
-    fixed text (message placeholders, example selectors, images), PMLError for a name that is none.
+    Partial variables with a fixed value become text.
+
+    Args:
+        template: a prompt, few-shot or chat template.
+        name: of the schema.
+        lengths: the most tokens of each variable, or one number for all.
+
+    Raises:
+        ConfigurationError: for parts without fixed text (message placeholders, example selectors,
+            images).
+        PMLError: for an invalid name.
     """
-    reading = _Reading(lengths, template.partial_variables)
-    schema = Schema(name, tuple(reading.nodes(template)))
+    reader = _TemplateReader(lengths, template.partial_variables)
+    schema = Schema(name, tuple(reader.nodes(template)))
     SchemaIndex.build(schema, len)  # its names are checked here
     defaults = {k: v for k, v in template.partial_variables.items() if not isinstance(v, str)}
-    return TemplateSchema(schema, tuple(reading.fields), defaults)
+    return TemplateSchema(schema, tuple(reader.placeholders), defaults)
 
 
-class _Reading:
+class _TemplateReader:
     def __init__(self, lengths: Mapping[str, int] | int, partial: Mapping[str, Any]) -> None:
         self.lengths, self.partial = lengths, partial
-        self.fields: list[_Field] = []
+        self.placeholders: list[_Placeholder] = []
 
     def nodes(self, template: BasePromptTemplate[Any]) -> Sequence[Any]:
         match template:
@@ -124,9 +143,9 @@ class _Reading:
                 "an example selector picks examples at run time; give `examples`, and import those "
                 "that are wanted"
             )
-        wanted = template.example_prompt.input_variables
+        variables = template.example_prompt.input_variables
         examples = [
-            template.example_prompt.format(**{key: example[key] for key in wanted})
+            template.example_prompt.format(**{key: example[key] for key in variables})
             for example in template.examples
         ]
         pieces = [template.prefix, *examples, template.suffix]
@@ -180,10 +199,10 @@ class _Reading:
             raise ConfigurationError(
                 f"no length for the variable {variable!r}; give lengths={{{variable!r}: 64}}"
             )
-        uses = [(field.path, field.variable) for field in self.fields].count((path, variable))
+        uses = [(use.path, use.variable) for use in self.placeholders].count((path, variable))
         base = f"_{variable}" if variable == "schema" or variable.startswith("xml") else variable
         name = f"{base}-{uses + 1}" if uses else base
-        self.fields.append(_Field(path, name, variable, form))
+        self.placeholders.append(_Placeholder(path, name, variable, form))
         return Parameter(name, length)
 
 
@@ -194,5 +213,5 @@ def _check_format(template_format: str) -> None:
         )
 
 
-def _now(value: Any) -> Any:
+def _current(value: Any) -> Any:
     return value() if callable(value) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.indexing import RecordManager
 
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 
 class RagCacheRecordManager(RecordManager):
-    """What `langchain_core.indexing.index` has written and when, in the ledger of a `RagCache`, so
-    that it skips what is there and cleans up, in every mode.
+    """The keys that `langchain_core.indexing.index` has written and when, in the ledger of a
+    `RagCache`, so that it skips documents that exist and cleans up, in every mode.
 
-    namespace: the name of the indexing; one of each collection is the habit. rag, or state: as of
-    `shared_rag`. All methods raise `StoreError`s.
+    Args:
+        namespace: the name of the indexing, usually that of the collection.
+        rag: an open `RagCache`.
+        state: its folder, in place of `rag`.
+
+    Raises:
+        StoreError: by every method.
     """
 
     def __init__(
@@ -35,7 +40,7 @@ class RagCacheRecordManager(RecordManager):
         return shared_rag(self._rag, self._state).records(self.namespace)
 
     def create_schema(self) -> None:
-        """Nothing to do: the ledger has its tables since it was opened."""
+        """Nothing to do: the ledger got its tables when it was opened."""
 
     async def acreate_schema(self) -> None:
         """Nothing to do."""
@@ -55,14 +60,8 @@ class RagCacheRecordManager(RecordManager):
     ) -> None:
         self._records.update(keys, group_ids, time_at_least)
 
-    async def aupdate(
-        self,
-        keys: Sequence[str],
-        *,
-        group_ids: Sequence[str | None] | None = None,
-        time_at_least: float | None = None,
-    ) -> None:
-        await asyncio.to_thread(self.update, keys, group_ids=group_ids, time_at_least=time_at_least)
+    async def aupdate(self, keys: Sequence[str], **options: Any) -> None:
+        await asyncio.to_thread(self.update, keys, **options)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._records.exists(keys)
@@ -80,17 +79,8 @@ class RagCacheRecordManager(RecordManager):
     ) -> list[str]:
         return self._records.keys(before=before, after=after, group_ids=group_ids, limit=limit)
 
-    async def alist_keys(
-        self,
-        *,
-        before: float | None = None,
-        after: float | None = None,
-        group_ids: Sequence[str] | None = None,
-        limit: int | None = None,
-    ) -> list[str]:
-        return await asyncio.to_thread(
-            self.list_keys, before=before, after=after, group_ids=group_ids, limit=limit
-        )
+    async def alist_keys(self, **options: Any) -> list[str]:
+        return await asyncio.to_thread(self.list_keys, **options)
 
     def delete_keys(self, keys: Sequence[str]) -> None:
         self._records.delete(keys)

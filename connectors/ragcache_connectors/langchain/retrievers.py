@@ -15,8 +15,8 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
 
 from ragcache.errors import InvalidRequest
-from ragcache_connectors.langchain.document_loaders import found_documents
-from ragcache_connectors.langchain.embeddings import unwrapped
+from ragcache_connectors.langchain.document_loaders import hits_to_documents
+from ragcache_connectors.langchain.embeddings import unwrap_embedder
 from ragcache_connectors.langchain.shared import shared_rag
 
 if TYPE_CHECKING:
@@ -31,10 +31,17 @@ class RagCacheRetriever(BaseRetriever):
     """Modules of a collection as documents, each with `metadata["ragcache"]`: module, document,
     tier, tokens and score.
 
-    rag: an open `RagCache`, or else state: its folder, opened at first use. embedding: another
-    embedder than that of the folder. k, search, filters, threshold, mmr (maximal marginal
-    relevance, 0 to 1) and candidates: as in `RagCache.retrieve`; each may be given to `invoke`
-    too. Raises `UnknownCollection` or `InvalidRequest` when it is asked.
+    Args:
+        collection: the collection to search.
+        rag: an open `RagCache`.
+        state: its folder, in place of `rag`; opened at first use.
+        embedding: another embedder than that of the folder.
+        k, search, filters, threshold, mmr, candidates: as in `RagCache.retrieve`; each may be
+            given to `invoke` too.
+
+    Raises:
+        UnknownCollection: by a search, for a collection that does not exist.
+        InvalidRequest: by a search, for wrong arguments.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -58,8 +65,8 @@ class RagCacheRetriever(BaseRetriever):
         **arguments: Any,
     ) -> list[Document]:
         params = self._search_params(arguments)
-        rag, retriever = self._parts()
-        return found_documents(rag, retriever.retrieve(query, self.collection, params).hits)
+        rag, retriever = self._open_retriever()
+        return hits_to_documents(rag, retriever.retrieve(query, self.collection, params).hits)
 
     async def _aget_relevant_documents(
         self,
@@ -69,9 +76,9 @@ class RagCacheRetriever(BaseRetriever):
         **arguments: Any,
     ) -> list[Document]:
         params = await asyncio.to_thread(self._search_params, arguments)
-        rag, retriever = await asyncio.to_thread(self._parts)
+        rag, retriever = await asyncio.to_thread(self._open_retriever)
         selection = await retriever.aretrieve(query, self.collection, params)
-        return await asyncio.to_thread(found_documents, rag, selection.hits)
+        return await asyncio.to_thread(hits_to_documents, rag, selection.hits)
 
     def _search_params(self, arguments: Mapping[str, Any]) -> SearchParams:
         from ragcache.retrieval import SearchParams
@@ -82,6 +89,6 @@ class RagCacheRetriever(BaseRetriever):
             raise InvalidRequest(f"unknown argument {unknown[0]!r}; arguments: {known}")
         return SearchParams(**{name: getattr(self, name) for name in _ARGUMENTS} | dict(arguments))
 
-    def _parts(self) -> tuple[RagCache, Retriever]:
+    def _open_retriever(self) -> tuple[RagCache, Retriever]:
         rag = shared_rag(self.rag, self.state)
-        return rag, rag.retriever(unwrapped(self.embedding))
+        return rag, rag.retriever(unwrap_embedder(self.embedding))

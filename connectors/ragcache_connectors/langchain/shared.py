@@ -1,6 +1,4 @@
-"""Where LangChain's classes find their `RagCache`: one for each state folder and process."""
-
-# MERGED ragcache_connectors.langchain.errors: Errors of ragcache as LangChain knows them.
+"""One open `RagCache` for each state folder and process, and errors that are LangChain's too."""
 
 from __future__ import annotations
 
@@ -12,12 +10,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_core import exceptions
 
-from ragcache import errors as ours
+from ragcache import errors
 from ragcache.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,10 +24,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Folder:
-    """path: None is a folder of the process itself, made when it is opened and removed at the end.
-    options: as declared; they hold from when opening has begun. lock: held while it is opened or
-    closed, which may take minutes."""
+class _SharedFolder:
+    """A state folder and the `RagCache` that is open over it.
+
+    path: None is a temporary folder of the process, removed at its end. options: as declared; they
+    are fixed once opening has begun. lock: held while it is opened or closed, which may take
+    minutes.
+    """
 
     path: Path | None
     options: dict[str, Any]
@@ -37,22 +39,26 @@ class _Folder:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_folders: dict[Path, _Folder] = {}
-_own: list[_Folder] = []  # those that are open first, in the order in which they were opened
-_temporary: list[Path] = []
+_folders: dict[Path, _SharedFolder] = {}
+_process_folders: list[_SharedFolder] = []  # open ones first, in the order of their opening
+_temporary_paths: list[Path] = []
 _tables = threading.Lock()  # never held while a folder is opened
 
 
 def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache:
-    """`rag` itself, or that of a state folder: opened once, shared by all that name the folder, and
+    """The `RagCache` of a state folder: opened once, shared by all classes that name the folder,
     closed when the process ends or by `close_shared`.
 
-    state: None is a folder of the process's own, which is removed at the end. options: as of
-    `RagCache.open`, those that are None left out; see `declare`. Raises `ConfigurationError` for a
-    `rag` with a `state` or options, or as `declare`; and as `RagCache.open`, after which the
-    options that were declared are forgotten.
+    Args:
+        rag: an open one, which is returned as it is.
+        state: the folder; None is a temporary one of the process, removed at its end.
+        options: of `RagCache.open`; None is left out (see `declare_options`).
+
+    Raises:
+        ConfigurationError: for a `rag` with a `state` or options, or as `declare_options`.
+        RagCacheError: as `RagCache.open`; the declared options are then forgotten.
     """
-    found = opened_rag(rag, state, **options)
+    found = find_open_rag(rag, state, **options)
     if found is not None:
         return found
     folder = _declared(state, options)
@@ -62,14 +68,16 @@ def shared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -
 
 async def ashared_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache:
     """As `shared_rag`, in a thread if the folder is still to be opened."""
-    found = opened_rag(rag, state, **options)
+    found = find_open_rag(rag, state, **options)
     if found is not None:
         return found
     return await asyncio.to_thread(shared_rag, rag, state, **options)
 
 
-def opened_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -> RagCache | None:
-    """As `shared_rag`, at once, and None for a folder that is not open."""
+def find_open_rag(
+    rag: RagCache | None, state: str | Path | None, **options: Any
+) -> RagCache | None:
+    """As `shared_rag`, but None for a folder that is not open."""
     if rag is not None:
         given = ["state"] * (state is not None) + sorted(_given(options))
         if given:
@@ -78,39 +86,41 @@ def opened_rag(rag: RagCache | None, state: str | Path | None, **options: Any) -
     return _declared(state, options).rag
 
 
-def declare(state: str | Path | None, **options: Any) -> None:
-    """Says how a folder is to be opened by whoever needs it first, and opens nothing: a chain may
-    ask its retriever before the chat model that knows which model it is.
+def declare_options(state: str | Path | None, **options: Any) -> None:
+    """Sets how a folder will be opened by its first user, and opens nothing: a chain may call its
+    retriever before the chat model that names the model.
 
-    Options that are None say nothing. Until the folder is opened the later of two that differ
-    holds. The process has a folder of its own for each set of options; who names none, and finds
-    none that was declared so, shares the first that was opened, or else the last declared. Raises
-    `ConfigurationError` for an option that differs from those with which the folder was opened.
+    Options that are None are left open. Until the folder is opened the later of two declarations
+    that differ holds. The process has a temporary folder for each set of options; a class that
+    names none shares the first that was opened, or else the last declared.
+
+    Raises:
+        ConfigurationError: for an option that differs from those of the open folder.
     """
     _declared(state, options)
 
 
 def close_shared() -> None:
-    """Closes every `RagCache` that `shared_rag` opened and forgets their options; who uses one of
-    them later opens it anew."""
+    """Closes every `RagCache` that `shared_rag` opened and forgets their options; a later use opens
+    it anew."""
     with _tables:
-        closing = [*_folders.values(), *_own]
+        closing = [*_folders.values(), *_process_folders]
     for folder in closing:
         with folder.lock:
             if folder.rag is not None:
                 folder.rag.close()
             _forget(folder)
-    while _temporary:
-        shutil.rmtree(_temporary.pop(), ignore_errors=True)
+    while _temporary_paths:
+        shutil.rmtree(_temporary_paths.pop(), ignore_errors=True)
 
 
-def _declared(state: str | Path | None, options: Mapping[str, Any]) -> _Folder:
+def _declared(state: str | Path | None, options: Mapping[str, Any]) -> _SharedFolder:
     path = None if state is None else Path(state).resolve()
     given = _given(options)
     with _tables:
         if path is None:
-            return _own_folder(given)
-        folder = _folders.setdefault(path, _Folder(path, {}))
+            return _process_folder(given)
+        folder = _folders.setdefault(path, _SharedFolder(path, {}))
         for name, value in given.items():
             if folder.begun and not _same(folder.options, name, value):
                 raise ConfigurationError(
@@ -121,43 +131,43 @@ def _declared(state: str | Path | None, options: Mapping[str, Any]) -> _Folder:
         return folder
 
 
-def _own_folder(given: dict[str, Any]) -> _Folder:
-    for folder in _own:
+def _process_folder(given: dict[str, Any]) -> _SharedFolder:
+    for folder in _process_folders:
         if given.keys() == folder.options.keys() and all(
             _same(folder.options, *each) for each in given.items()
         ):
             return folder
-    if _own and not given:
-        return next((folder for folder in _own if folder.begun), _own[-1])
-    _own.append(_Folder(None, given))
-    return _own[-1]
+    if _process_folders and not given:
+        return next((folder for folder in _process_folders if folder.begun), _process_folders[-1])
+    _process_folders.append(_SharedFolder(None, given))
+    return _process_folders[-1]
 
 
-def _open(folder: _Folder, options: Mapping[str, Any]) -> RagCache:
+def _open(folder: _SharedFolder, options: Mapping[str, Any]) -> RagCache:
     from ragcache import RagCache  # loads torch and transformers
 
     with _tables:
-        if not folder.begun:  # closed since it was found: what is asked for now holds
+        if not folder.begun:  # closed since it was found: the options of this call hold
             folder.options.update(_given(options))
-            if folder.path is None and folder not in _own:
-                _own.append(folder)
+            if folder.path is None and folder not in _process_folders:
+                _process_folders.append(folder)
         folder.begun = True
     try:
-        rag = RagCache.open(folder.path or _temporary_folder(), **folder.options)
+        rag = RagCache.open(folder.path or _new_temporary_path(), **folder.options)
     except BaseException:
         _forget(folder)
         raise
     with _tables:
         folder.rag = rag
-        _own.sort(key=lambda each: each.rag is None)  # stable
+        _process_folders.sort(key=lambda each: each.rag is None)  # stable
     return rag
 
 
-def _forget(folder: _Folder) -> None:
+def _forget(folder: _SharedFolder) -> None:
     with _tables:
         folder.rag, folder.begun, folder.options = None, False, {}
-        if folder in _own:
-            _own.remove(folder)
+        if folder in _process_folders:
+            _process_folders.remove(folder)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,55 +178,51 @@ def _same(known: Mapping[str, Any], name: str, value: Any) -> bool:
     return name in known and (known[name] is value or bool(known[name] == value))
 
 
-def _temporary_folder() -> Path:
-    _temporary.append(Path(tempfile.mkdtemp(prefix="ragcache-")))
-    return _temporary[-1]
+def _new_temporary_path() -> Path:
+    _temporary_paths.append(Path(tempfile.mkdtemp(prefix="ragcache-")))
+    return _temporary_paths[-1]
 
 
 atexit.register(close_shared)
 
 
-# The first that an error is an instance of. LangChain's names came one after another, so that an
-# early version lacks some; its root stands in for them.
-_THEIRS: dict[type[ours.RagCacheError], str] = {
-    ours.PromptTooLong: "ContextOverflowError",
-    ours.DeadlineExceeded: "ModelTimeoutError",
-    ours.QueueFull: "ModelRateLimitError",
-    ours.EngineFailed: "ModelAPIError",
-    ours.ModelNotFound: "ModelNotFoundError",
-    ours.UnsupportedModel: "ModelInvalidRequestError",
-    ours.ConfigurationError: "ModelInvalidRequestError",
-    ours.RequestError: "ModelInvalidRequestError",
+# The first that an error is an instance of counts. Early versions of LangChain lack some names; its
+# root class takes their place.
+_LANGCHAIN_NAMES: dict[type[errors.RagCacheError], str] = {
+    errors.PromptTooLong: "ContextOverflowError",
+    errors.DeadlineExceeded: "ModelTimeoutError",
+    errors.QueueFull: "ModelRateLimitError",
+    errors.EngineFailed: "ModelAPIError",
+    errors.ModelNotFound: "ModelNotFoundError",
+    errors.UnsupportedModel: "ModelInvalidRequestError",
+    errors.ConfigurationError: "ModelInvalidRequestError",
+    errors.RequestError: "ModelInvalidRequestError",
 }
-_made: dict[type[ours.RagCacheError], type[ours.RagCacheError] | None] = {}
-_NOT_OF_THE_REQUEST = (ours.ConstraintFailed, ours.EngineClosed, ours.RequestCancelled)
+_UNMAPPED = (errors.ConstraintFailed, errors.EngineClosed, errors.RequestCancelled)
 
 
 @contextmanager
-def as_langchain() -> Iterator[None]:
-    """Errors that leave here are of their own type and of LangChain's for the same thing.
+def langchain_errors() -> Iterator[None]:
+    """Errors that leave the block are of their own type and of LangChain's for the same thing.
 
     So `except ContextOverflowError` and `except PromptTooLong` both catch a prompt that is too
     long. Errors that LangChain has no name for pass as they are.
     """
     try:
         yield
-    except ours.RagCacheError as error:
-        both = None if isinstance(error, _NOT_OF_THE_REQUEST) else _both(type(error))
-        if both is None:
+    except errors.RagCacheError as error:
+        kind: Any = type(error)
+        combined = None if isinstance(error, _UNMAPPED) else _combined_type(kind)
+        if combined is None:
             raise
-        raise both(*error.args) from error
+        raise combined(*error.args) from error
 
 
-def _both(kind: type[ours.RagCacheError]) -> type[ours.RagCacheError] | None:
-    """A type that is both, the same one each time; None where there is nothing to add."""
-    if kind not in _made:
-        _made[kind] = _make(kind)
-    return _made[kind]
-
-
-def _make(kind: type[ours.RagCacheError]) -> type[ours.RagCacheError] | None:
-    name = next((_THEIRS[each] for each in kind.__mro__ if each in _THEIRS), None)
+@cache
+def _combined_type(kind: type[errors.RagCacheError]) -> type[errors.RagCacheError] | None:
+    """A type that is both; None where LangChain has nothing to add."""
+    names = (_LANGCHAIN_NAMES[each] for each in kind.__mro__ if each in _LANGCHAIN_NAMES)
+    name = next(names, None)
     if name is None or issubclass(kind, exceptions.LangChainException):
         return None
     theirs = getattr(exceptions, name, exceptions.LangChainException)

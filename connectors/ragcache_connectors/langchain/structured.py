@@ -1,6 +1,4 @@
-"""Structured output: answers that are held to a schema while they are decoded."""
-
-# MERGED ragcache_connectors.langchain.tools: Tools as LangChain binds them.
+"""Structured output and tools: answers and calls that keep to a schema while they are decoded."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from ragcache.errors import InvalidRequest, UnsupportedModel
 if TYPE_CHECKING:
     from ragcache.structured import Grammar, ToolStyle
 
-
 METHODS = ("json_schema", "function_calling", "json_mode")
 
+Tool = Mapping[str, Any]
 Bind = Callable[..., Runnable[LanguageModelInput, Any]]
 
 
@@ -37,35 +35,36 @@ def structured_output(
         raise InvalidRequest(f"unknown method {method!r:.80}; methods: {', '.join(METHODS)}")
     if schema is None and method != "json_mode":
         raise InvalidRequest("structured output needs a schema")
-    told = {"kwargs": {"method": method}, "schema": schema}
+    traced = {"kwargs": {"method": method}, "schema": schema}
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     parser: BaseOutputParser[Any]
     if method == "function_calling":
         name = convert_to_json_schema(schema)["title"]
-        llm = bind_tools([schema], tool_choice=name, ls_structured_output_format=told)
-        parser = _Object(tools=[schema], first_tool_only=True) if is_class else _Arguments(
-            key_name=name, first_tool_only=True
-        )  # fmt: skip
+        llm = bind_tools([schema], tool_choice=name, ls_structured_output_format=traced)
+        if is_class:
+            parser = _ToolObjectParser(tools=[schema], first_tool_only=True)
+        else:
+            parser = _ToolDictParser(key_name=name, first_tool_only=True)
     else:
-        extra = {} if schema is None else {"ls_structured_output_format": told}
-        llm = bind(response_format=_form(schema, method), **extra)
-        parser = _Pydantic(pydantic_object=schema) if is_class else _Json()
+        extra = {} if schema is None else {"ls_structured_output_format": traced}
+        llm = bind(response_format=_response_format(schema, method), **extra)
+        parser = _ObjectParser(pydantic_object=schema) if is_class else _DictParser()
     return _with_raw(llm, parser) if include_raw else llm | parser
 
 
-def _form(schema: Any, method: str) -> dict[str, Any]:
-    """The `response_format`. JSON mode keeps to the schema too where decoding can hold to it."""
+def _response_format(schema: Any, method: str) -> dict[str, Any]:
+    """JSON mode keeps to the schema too where a grammar can express it."""
     from ragcache.structured.json_schema import check_json_schema
 
-    anything = {"type": "json_object"}
+    any_object = {"type": "json_object"}
     if schema is None:
-        return anything
+        return any_object
     converted = convert_to_json_schema(schema)
     try:
         check_json_schema(converted)
     except InvalidRequest:
         if method == "json_mode":
-            return anything
+            return any_object
         raise
     return {
         "type": "json_schema",
@@ -84,14 +83,14 @@ def _with_raw(
     return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
-class _Whole:
-    """Refuses an answer that a limit cut off: LangChain's parsers would mend its JSON and take it
-    for a whole one."""
+class _CompleteAnswers:
+    """A mixin that refuses an answer that a limit cut off: LangChain's parsers would mend its JSON
+    and take it for a complete one."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         first = result[0]
-        told = first.message.response_metadata if isinstance(first, ChatGeneration) else {}
-        if told.get("finish_reason") == "length":
+        metadata = first.message.response_metadata if isinstance(first, ChatGeneration) else {}
+        if metadata.get("finish_reason") == "length":
             raise OutputParserException(
                 "the answer was cut off before its JSON ended; give a larger max_tokens",
                 llm_output=first.text,
@@ -99,26 +98,23 @@ class _Whole:
         return super().parse_result(result, partial=partial)  # type: ignore[misc]  # a mixin
 
 
-class _Json(_Whole, JsonOutputParser):
+class _DictParser(_CompleteAnswers, JsonOutputParser):
     """Objects as dicts."""
 
 
-class _Pydantic(_Whole, PydanticOutputParser[Any]):
+class _ObjectParser(_CompleteAnswers, PydanticOutputParser[Any]):
     """Objects of a class."""
 
 
-class _Arguments(_Whole, JsonOutputKeyToolsParser):
+class _ToolDictParser(_CompleteAnswers, JsonOutputKeyToolsParser):
     """Arguments of a call as dicts."""
 
 
-class _Object(_Whole, PydanticToolsParser):
+class _ToolObjectParser(_CompleteAnswers, PydanticToolsParser):
     """Arguments of a call as objects of a class."""
 
 
-Tool = Mapping[str, Any]
-
-
-def described(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def convert_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Functions, classes, tools and schemas as JSON descriptions of functions. Raises
     `InvalidRequest`."""
     try:
@@ -131,12 +127,16 @@ def call_grammar(
     tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool,
     strict: bool = False, form: Grammar | None = None,
 ) -> Grammar | None:  # fmt: skip
-    """What holds the answer's calls to the tools; form: what the answer is where it calls none.
+    """The grammar of an answer's calls to tools.
 
-    None where the model may choose and the extra `structured` is missing, or the arguments of a
-    tool are beyond what decoding can hold to: then it calls as it was trained to, unless `strict`
-    or a form asks for more. Raises `InvalidRequest`, or `UnsupportedModel` for a template without
-    tools.
+    Returns:
+        None where the model may choose and the extra `structured` is missing or no grammar can
+        express the arguments of a tool: then it calls as it was trained to, unless `strict` or
+        `form`, the grammar of an answer without calls, is given.
+
+    Raises:
+        InvalidRequest: for tools or a choice that no grammar can express.
+        UnsupportedModel: for a template without tools.
     """
     from ragcache.structured import tool_call_grammar
 

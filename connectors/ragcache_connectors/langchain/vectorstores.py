@@ -1,4 +1,4 @@
-"""A LangChain vector store: documents in the catalog, their meaning in FAISS."""
+"""A LangChain vector store: documents in the catalog, their vectors in FAISS."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
 from ragcache.errors import InvalidRequest, MissingExtra, UnknownCollection
-from ragcache_connectors.langchain.document_loaders import MARK, marks, storable
-from ragcache_connectors.langchain.embeddings import minilm, unwrapped
+from ragcache_connectors.langchain.document_loaders import (
+    METADATA_KEY,
+    module_metadata,
+    storable_metadata,
+)
+from ragcache_connectors.langchain.embeddings import minilm, unwrap_embedder
 from ragcache_connectors.langchain.shared import shared_rag
 
 if TYPE_CHECKING:
     from ragcache import RagCache
-    from ragcache.retrieval import Hit, Retriever, SearchParams, Selection
+    from ragcache.retrieval import Retriever, SearchParams, Selection
 
 
 Scored = list[tuple[Document, float]]
@@ -33,10 +37,17 @@ class RagCacheVectorStore(VectorStore):
     it. One that is longer than a module may be becomes several modules: a search finds the part
     that is like the query, under the document's id, and `get_by_ids` gives the whole back.
 
-    embedding: the embedder; None is that of the folder, or else `minilm`; without either a search
-    is by words. rag, or state: as of `shared_rag`. annotated: documents that were found carry
-    `metadata["ragcache"]`; else their metadata is what was given. `filter` of every search is a
-    metadata filter (`ragcache.retrieval.filters`), applied before the cut to `k`.
+    `filter` of every search is a metadata filter (`ragcache.retrieval.filters`), applied before the
+    cut to `k`.
+
+    Args:
+        embedding: the embedder; None is that of the folder, or else `minilm`; without either a
+            search is by words.
+        collection: the name of the collection.
+        rag: an open `RagCache`.
+        state: its folder, in place of `rag`.
+        annotated: documents that are found carry `metadata["ragcache"]`; else their metadata is
+            what was given.
     """
 
     def __init__(
@@ -52,7 +63,7 @@ class RagCacheVectorStore(VectorStore):
         self.annotated = annotated
         self._embedding = embedding
         self._rag, self._state = rag, state
-        self._searches_by: Embeddings | None = None
+        self._last_embedder: Embeddings | None = None
 
     @property
     def rag(self) -> RagCache:
@@ -61,23 +72,27 @@ class RagCacheVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The embedder that was given, or, after the first search, that which searches. Nothing is
-        loaded for it."""
-        return self._embedding or self._searches_by
+        """The embedder that was given, or that of the last search. Loads nothing."""
+        return self._embedding or self._last_embedder
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Stores documents, each in place of an earlier one of its id, and returns their ids: those
-        of `ids`, of the documents, or new ones. Raises `UnstorableMetadata` or `DocumentError`
-        before anything is stored."""
+        """Stores documents, each in place of an earlier one of its id.
+
+        Returns:
+            Their ids: those of `ids`, of the documents, or new ones.
+
+        Raises:
+            UnstorableMetadata, DocumentError: before anything is stored.
+        """
         from ragcache import SourceDocument
 
         given: Sequence[str | None] = kwargs.get("ids") or [document.id for document in documents]
         if len(given) != len(documents):
             raise ValueError(f"{len(documents)} documents have {len(given)} ids")
         ids = [each or str(uuid4()) for each in given]
-        sources: dict[str, SourceDocument] = {}  # of one id the last stands
+        sources: dict[str, SourceDocument] = {}  # of one id the last counts
         for name, document in zip(ids, documents, strict=True):
-            metadata = storable(document.metadata, name)
+            metadata = storable_metadata(document.metadata, name)
             uri = str(metadata.get("source", ""))
             sources[name] = SourceDocument(name, document.page_content, uri, metadata)
         if sources:
@@ -98,7 +113,7 @@ class RagCacheVectorStore(VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Those of the documents that there are, whole, in the order of the ids."""
+        """The documents that exist, whole, in the order of the ids."""
         try:
             texts = self.rag.texts(self.collection, ids)
             rows = {row.source_id: row for row in self.rag.documents(self.collection, ids)}
@@ -115,34 +130,32 @@ class RagCacheVectorStore(VectorStore):
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
         """Documents with their cosines in [-1, 1], the best first; by words, BM25 scores."""
-        return self._found(query, self._search_params(k, **kwargs))
+        return self._search(query, self._search_params(k, **kwargs))
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any
     ) -> list[Document]:
-        return _bare(self._found(embedding, self._search_params(k, **kwargs)))
+        return _without_scores(self._search(embedding, self._search_params(k, **kwargs)))
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
         """lambda_mult: 1 is relevance alone, 0 is diversity alone."""
-        return _bare(self._found(query, self._search_params(k, fetch_k, lambda_mult, **kwargs)))
+        params = self._search_params(k, fetch_k, lambda_mult, **kwargs)
+        return _without_scores(self._search(query, params))
 
     def max_marginal_relevance_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
+        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5,
         **kwargs: Any,
-    ) -> list[Document]:
-        return _bare(self._found(embedding, self._search_params(k, fetch_k, lambda_mult, **kwargs)))
+    ) -> list[Document]:  # fmt: skip
+        params = self._search_params(k, fetch_k, lambda_mult, **kwargs)
+        return _without_scores(self._search(embedding, params))
 
     async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return _bare(await self.asimilarity_search_with_score(query, k, **kwargs))
+        return _without_scores(await self.asimilarity_search_with_score(query, k, **kwargs))
 
     async def asimilarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
-        return await self._afound(query, partial(self._search_params, k, **kwargs))
+        return await self._asearch(query, partial(self._search_params, k, **kwargs))
 
     async def _asimilarity_search_with_relevance_scores(
         self, query: str, k: int = 4, **kwargs: Any
@@ -155,25 +168,19 @@ class RagCacheVectorStore(VectorStore):
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
         params = partial(self._search_params, k, fetch_k, lambda_mult, **kwargs)
-        return _bare(await self._afound(query, params))
+        return _without_scores(await self._asearch(query, params))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        """The cosine; what points away from the query is as irrelevant as what has nothing to do
-        with it."""
-        if self._searching().embedder is None:
+        """The cosine; negative ones are as irrelevant as 0."""
+        if self._retriever().embedder is None:
             raise InvalidRequest("relevance scores are of meaning, and there is no embedder")
         return lambda cosine: max(0.0, cosine)
 
     @classmethod
     def from_texts(
-        cls,
-        texts: list[str],
-        embedding: Embeddings,
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
-    ) -> RagCacheVectorStore:
+        cls, texts: list[str], embedding: Embeddings, metadatas: list[dict[str, Any]] | None = None,
+        *, ids: list[str] | None = None, **kwargs: Any,
+    ) -> RagCacheVectorStore:  # fmt: skip
         """A store with these texts in it. kwargs: as of the constructor."""
         store = cls(embedding, **kwargs)
         store.add_texts(texts, metadatas, ids=ids)
@@ -189,27 +196,24 @@ class RagCacheVectorStore(VectorStore):
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
         return SearchParams(
             k,
-            "sparse" if self._searching().embedder is None else "dense",
+            "sparse" if self._retriever().embedder is None else "dense",
             filters,
             mmr=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,
         )
 
-    def _found(self, query: str | Sequence[float], params: SearchParams) -> Scored:
-        searching = self._searching()
+    def _search(self, query: str | Sequence[float], params: SearchParams) -> Scored:
+        retriever = self._retriever()
+        search: Any = retriever.retrieve if isinstance(query, str) else retriever.retrieve_by_vector
         try:
-            if isinstance(query, str):
-                selection = searching.retrieve(query, self.collection, params)
-            else:
-                selection = searching.retrieve_by_vector(query, self.collection, params)
+            return self._documents(search(query, self.collection, params))
         except UnknownCollection:
             return []
-        return self._documents(selection)
 
-    async def _afound(self, query: str, params: Callable[[], SearchParams]) -> Scored:
-        wanted, searching = await asyncio.to_thread(lambda: (params(), self._searching()))
+    async def _asearch(self, query: str, params: Callable[[], SearchParams]) -> Scored:
+        resolved, retriever = await asyncio.to_thread(lambda: (params(), self._retriever()))
         try:
-            selection = await searching.aretrieve(query, self.collection, wanted)
+            selection = await retriever.aretrieve(query, self.collection, resolved)
         except UnknownCollection:
             return []
         return await asyncio.to_thread(self._documents, selection)
@@ -218,32 +222,32 @@ class RagCacheVectorStore(VectorStore):
         """A document whose one module was found as it was given, else the part that was found."""
         hits = selection.hits
         whole = self.rag.texts(self.collection, [hit.module.document for hit in hits])
-        told = marks(self.rag, hits) if self.annotated else [None] * len(hits)
+        details = module_metadata(self.rag, hits) if self.annotated else []
         found: Scored = []
-        for hit, mark in zip(hits, told, strict=True):
-            metadata = {**hit.module.attributes} | ({} if mark is None else {MARK: mark})
-            text = _text(hit, whole.get(hit.module.document, ""))
-            document = Document(id=hit.module.document, page_content=text, metadata=metadata)
-            found.append((document, hit.score))
+        for number, hit in enumerate(hits):
+            name, part = hit.module.document, hit.module.text.strip()
+            text = whole.get(name, "")
+            metadata = {**hit.module.attributes}
+            if self.annotated:
+                metadata[METADATA_KEY] = details[number]
+            text = text if text.strip() == part else part
+            found.append((Document(id=name, page_content=text, metadata=metadata), hit.score))
         return found
 
-    def _searching(self) -> Retriever:
+    def _retriever(self) -> Retriever:
         rag = self.rag
-        chosen = unwrapped(self._embedding) or rag.retriever().embedder or _default()
-        self._searches_by = chosen
+        chosen = (
+            unwrap_embedder(self._embedding) or rag.retriever().embedder or _minilm_if_installed()
+        )
+        self._last_embedder = chosen
         return rag.retriever(chosen)
 
 
-def _text(hit: Hit, whole: str) -> str:
-    part = hit.module.text.strip()
-    return whole if whole.strip() == part else part
-
-
-def _bare(scored: Scored) -> list[Document]:
+def _without_scores(scored: Scored) -> list[Document]:
     return [document for document, _ in scored]
 
 
-def _default() -> Embeddings | None:
+def _minilm_if_installed() -> Embeddings | None:
     try:
         return minilm()
     except MissingExtra:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,23 +20,23 @@ from ragcache import RagCache
 from ragcache.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
-from ragcache_connectors.langchain.model_info import Served
-from tests.connectors.langchain.chats import DOCUMENT, idle, notes_open
-from tests.connectors.langchain.scripted import SAID, scripted
+from ragcache_connectors.langchain.model_info import ModelInfo
+from tests.connectors.langchain.conftest import DOCUMENT, open_with_notes, wait_until_idle
+from tests.connectors.langchain.scripted_model import SAID, scripted_model
 
 QUESTION = f"Answer from this:\n\n{DOCUMENT}\n\nWhere is the boat?"
 
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Iterator[RagCache]:
-    with notes_open(tmp_path_factory.mktemp("reader"), reader) as rag:
+    with open_with_notes(tmp_path_factory.mktemp("reader"), reader) as rag:
         yield rag
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
     """Says `SAID` whatever it is asked."""
-    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted()) as rag:
+    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted_model()) as rag:
         yield rag
 
 
@@ -47,9 +45,9 @@ def total(chunks: list[AIMessageChunk]) -> AIMessageChunk:
 
 
 def plain(message: AIMessage) -> tuple[object, ...]:
-    """What every style of call must tell alike."""
-    told = {k: v for k, v in message.response_metadata.items() if k != "ragcache"}
-    return message.content, message.usage_metadata, told
+    """The fields that every style of call gives alike."""
+    metadata = {k: v for k, v in message.response_metadata.items() if k != "ragcache"}
+    return message.content, message.usage_metadata, metadata
 
 
 def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCache) -> None:
@@ -60,9 +58,9 @@ def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCa
     values = {"context": DOCUMENT, "question": "Where is the boat?"}
     answer = (prompt | model).invoke(values)
     assert answer.content == (prompt | model | StrOutputParser()).invoke(values)
-    told = answer.response_metadata["ragcache"]
-    assert told["mode"] == "recognized:rooted"
-    assert [source["document"] for source in told["sources"]] == ["boats"]
+    read = answer.response_metadata["ragcache"]
+    assert read["mode"] == "recognized:rooted"
+    assert [source["document"] for source in read["sources"]] == ["boats"]
     details = answer.usage_metadata["input_token_details"]
     length = len(model.get_token_ids(DOCUMENT))
     assert details["cache_read"] >= length - 2
@@ -80,7 +78,7 @@ def test_recognition_may_be_off_for_a_model_or_a_call(rag: RagCache) -> None:
 def test_states_that_a_request_encodes_are_counted_as_created(
     tmp_path: Path, reader: LoadedModel
 ) -> None:
-    with notes_open(tmp_path, reader) as rag:
+    with open_with_notes(tmp_path, reader) as rag:
         rag.modules.evict(documents=["boats"], collection="notes")
         model = ChatRagCache(rag=rag, max_tokens=2)
         first, second = model.invoke(QUESTION), model.invoke(QUESTION)
@@ -91,7 +89,7 @@ def test_states_that_a_request_encodes_are_counted_as_created(
     assert read["cache_read"] >= created["cache_creation"]
 
 
-async def test_all_styles_of_call_tell_the_same(rag: RagCache) -> None:
+async def test_all_styles_of_call_give_the_same_answer(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=6, min_tokens=6)
     model.invoke(QUESTION)  # what was private is shared from now on
     invoked = plain(model.invoke(QUESTION))
@@ -115,13 +113,13 @@ def test_tokens_come_one_by_one_and_usage_once(rag: RagCache) -> None:
 
 
 @pytest.mark.parametrize("given", ["field", "alias", "call", "bound"])
-def test_stop_is_taken_everywhere_and_may_span_tokens(said: RagCache, given: str) -> None:
+def test_stop_may_be_given_anywhere_and_span_tokens(scripted: RagCache, given: str) -> None:
     stop = [SAID[1:]]  # of two tokens
-    model = ChatRagCache(rag=said)
+    model = ChatRagCache(rag=scripted)
     if given == "field":
-        answer = ChatRagCache(rag=said, stop=stop).invoke("x")
+        answer = ChatRagCache(rag=scripted, stop=stop).invoke("x")
     elif given == "alias":
-        answer = ChatRagCache(rag=said, stop_sequences=stop).invoke("x")
+        answer = ChatRagCache(rag=scripted, stop_sequences=stop).invoke("x")
     elif given == "call":
         answer = total(list(model.stream("x", stop=stop)))
     else:
@@ -130,8 +128,8 @@ def test_stop_is_taken_everywhere_and_may_span_tokens(said: RagCache, given: str
     assert answer.response_metadata["finish_reason"] == "stop"
 
 
-def test_a_stop_of_the_call_replaces_the_models(said: RagCache) -> None:
-    model = ChatRagCache(rag=said, stop=[SAID[0]])
+def test_a_stop_of_the_call_replaces_the_models(scripted: RagCache) -> None:
+    model = ChatRagCache(rag=scripted, stop=[SAID[0]])
     assert model.invoke("x").content == ""
     assert model.invoke("x", stop=["?"]).content == SAID
 
@@ -148,17 +146,17 @@ def test_n_answers_are_counted_once(rag: RagCache) -> None:
     assert total(list(model.stream("Hello"))).content == first.content
 
 
-def test_log_probabilities_come_whole_and_in_chunks(said: RagCache) -> None:
-    model = ChatRagCache(rag=said, logprobs=True, top_logprobs=2)
-    told = model.invoke("x").response_metadata["logprobs"]["content"]
-    assert "".join(each["token"] for each in told) == SAID
-    assert all(each["logprob"] <= 0 and len(each["top_logprobs"]) == 2 for each in told)
+def test_log_probabilities_come_whole_and_in_chunks(scripted: RagCache) -> None:
+    model = ChatRagCache(rag=scripted, logprobs=True, top_logprobs=2)
+    tokens = model.invoke("x").response_metadata["logprobs"]["content"]
+    assert "".join(each["token"] for each in tokens) == SAID
+    assert all(each["logprob"] <= 0 and len(each["top_logprobs"]) == 2 for each in tokens)
     streamed = total(list(model.stream("x")))
-    assert streamed.response_metadata["logprobs"]["content"] == told
+    assert streamed.response_metadata["logprobs"]["content"] == tokens
     assert "logprobs" not in model.invoke("x", logprobs=False).response_metadata
 
 
-class Tokens(BaseCallbackHandler):
+class RecordTokens(BaseCallbackHandler):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
@@ -167,29 +165,29 @@ class Tokens(BaseCallbackHandler):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_callbacks_hear_each_token_once(said: RagCache, streaming: bool) -> None:
-    handler = Tokens()
-    model = ChatRagCache(rag=said, streaming=streaming)
+def test_callbacks_receive_each_token_once(scripted: RagCache, streaming: bool) -> None:
+    handler = RecordTokens()
+    model = ChatRagCache(rag=scripted, streaming=streaming)
     assert model.invoke("x", config={"callbacks": [handler]}).content == SAID
     assert "".join(handler.seen) == (SAID if streaming else "")
 
 
-def test_an_answer_may_be_written_as_json_and_read_again(said: RagCache) -> None:
-    answer = ChatRagCache(rag=said).invoke("x")
+def test_an_answer_may_be_written_as_json_and_read_again(scripted: RagCache) -> None:
+    answer = ChatRagCache(rag=scripted).invoke("x")
     assert AIMessage.model_validate_json(answer.model_dump_json()) == answer
 
 
-def test_options_may_be_chosen_when_a_chain_runs(said: RagCache) -> None:
-    chosen = ChatRagCache(rag=said).configurable_fields(max_tokens=ConfigurableField(id="most"))
+def test_options_may_be_chosen_when_a_chain_runs(scripted: RagCache) -> None:
+    chosen = ChatRagCache(rag=scripted).configurable_fields(max_tokens=ConfigurableField(id="most"))
     assert chosen.with_config(configurable={"most": 1}).invoke("x").content == SAID[0]
     assert chosen.invoke("x").content == SAID
     chunks = list(chosen.with_config(configurable={"most": 3}).stream("x"))
     assert sum(bool(chunk.content) for chunk in chunks) == len(SAID), "it still streams"
 
 
-def test_langchains_own_counter_counts_right(said: RagCache) -> None:
+def test_usage_callback_counts_every_answer(scripted: RagCache) -> None:
     counter = UsageMetadataCallbackHandler()
-    answers = ChatRagCache(rag=said).batch(["a", "b"], config={"callbacks": [counter]})
+    answers = ChatRagCache(rag=scripted).batch(["a", "b"], config={"callbacks": [counter]})
     counted = counter.usage_metadata["scripted"]
     assert counted["input_tokens"] == sum(a.usage_metadata["input_tokens"] for a in answers)
     assert counted["output_tokens"] == 2 * len(SAID)
@@ -207,11 +205,11 @@ def test_tokens_of_messages_are_those_of_the_prompt(rag: RagCache) -> None:
     assert kept[0].content == "Hello"
 
 
-def test_too_long_a_prompt_raises_in_langchains_terms(said: RagCache) -> None:
+def test_too_long_a_prompt_raises_in_langchains_terms(scripted: RagCache) -> None:
     from langchain_core import exceptions
 
     overflow = getattr(exceptions, "ContextOverflowError", exceptions.LangChainException)
-    model = ChatRagCache(rag=said)
+    model = ChatRagCache(rag=scripted)
     for ask in (model.invoke, lambda text: list(model.stream(text))):
         with pytest.raises(PromptTooLong) as caught:
             ask("x" * 9000)
@@ -232,49 +230,49 @@ def test_too_long_a_prompt_raises_in_langchains_terms(said: RagCache) -> None:
         ("x", {"stop": ["x"] * 17}, "17 strings"),
     ],
 )
-def test_bad_input_is_named(
-    said: RagCache, messages: Any, options: dict[str, Any], wrong: str
+def test_invalid_input_is_named(
+    scripted: RagCache, messages: Any, options: dict[str, Any], wrong: str
 ) -> None:
     with pytest.raises(ValueError, match=wrong):
-        ChatRagCache(rag=said).invoke(messages, **options)
+        ChatRagCache(rag=scripted).invoke(messages, **options)
 
 
-def test_a_request_may_time_out(said: RagCache) -> None:
+def test_a_request_may_time_out(scripted: RagCache) -> None:
     with pytest.raises(DeadlineExceeded):
-        ChatRagCache(rag=said, timeout=1e-9).invoke("x")
+        ChatRagCache(rag=scripted, timeout=1e-9).invoke("x")
 
 
 @pytest.mark.parametrize("options", [{"temprature": 1}, {"rag": object(), "state": "x"}])
-def test_a_model_is_not_made_of_what_it_does_not_know(options: dict[str, Any]) -> None:
+def test_unknown_fields_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ChatRagCache(**options)
 
 
-def test_what_changes_an_answer_identifies_the_model(said: RagCache, tmp_path: Path) -> None:
-    base = ChatRagCache(rag=said)._identifying_params
+def test_options_of_an_answer_identify_the_model(scripted: RagCache, tmp_path: Path) -> None:
+    base = ChatRagCache(rag=scripted)._identifying_params
     assert base["model"] == "scripted"
-    assert base["fingerprint"] == Served(said).model.causal.fingerprint
+    assert base["fingerprint"] == ModelInfo(scripted).model.causal.fingerprint
     for option in (
         {"mode": "exact"}, {"recognize": False}, {"temperature": 0.5}, {"stop": ["x"]},
         {"max_tokens": 3}, {"seed": 1}, {"top_k": 2},
     ):  # fmt: skip
-        assert ChatRagCache(rag=said, **option)._identifying_params != base
-    assert ChatRagCache(rag=said.within("other"))._identifying_params != base
+        assert ChatRagCache(rag=scripted, **option)._identifying_params != base
+    assert ChatRagCache(rag=scripted.within("other"))._identifying_params != base
     folders = [ChatRagCache(state=tmp_path / name)._identifying_params for name in "ab"]
     assert folders[0] != folders[1]
 
 
-def test_the_cache_of_langchain_knows_the_models_own_stop(said: RagCache) -> None:
+def test_cache_keys_hold_the_models_own_stop(scripted: RagCache) -> None:
     cache = InMemoryCache()
-    whole, short = (ChatRagCache(rag=said, cache=cache, stop=s) for s in (None, [SAID[1:]]))
+    whole, short = (ChatRagCache(rag=scripted, cache=cache, stop=s) for s in (None, [SAID[1:]]))
     assert whole._get_llm_string() != short._get_llm_string()
     assert [whole.invoke("x").content, short.invoke("x").content] == [SAID, SAID[0]]
 
 
-def test_a_model_that_the_open_folder_has_not_is_refused(said: RagCache) -> None:
-    assert ChatRagCache(rag=said, model="scripted").invoke("x").content == SAID
+def test_another_model_than_the_open_one_is_refused(scripted: RagCache) -> None:
+    assert ChatRagCache(rag=scripted, model="scripted").invoke("x").content == SAID
     with pytest.raises(ValidationError, match="open with the model 'scripted', not with 'another'"):
-        ChatRagCache(rag=said, model="another")
+        ChatRagCache(rag=scripted, model="another")
 
 
 def test_a_model_of_a_folder_may_be_pickled_and_copied_at_any_time(tmp_path: Path) -> None:
@@ -282,27 +280,27 @@ def test_a_model_of_a_folder_may_be_pickled_and_copied_at_any_time(tmp_path: Pat
     try:
         for _ in range(2):
             copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
-            said = [each.invoke("Hello").content for each in (model, *copies)]
-            assert said == [said[0]] * 3
+            answers = [each.invoke("Hello").content for each in (model, *copies)]
+            assert answers == [answers[0]] * 3
     finally:
         close_shared()
 
 
 def test_a_folder_is_opened_at_the_first_call_and_once(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    models = [ChatRagCache(state=folder, model=scripted()) for _ in range(2)]
+    models = [ChatRagCache(state=folder, model=scripted_model()) for _ in range(2)]
     assert not folder.exists()
     assert models[0].model_name == "scripted"
     try:
         assert models[0].invoke("x").content == SAID
         assert asyncio.run(models[1].ainvoke("x")).content == SAID
-        assert models[0]._open() is models[1]._open()
+        assert models[0].open_rag() is models[1].open_rag()
     finally:
         close_shared()
 
 
-def test_whoever_opens_the_folder_opens_it_with_the_chats_model(tmp_path: Path) -> None:
-    model = ChatRagCache(state=tmp_path, model=scripted(), open_options={"max_new_tokens": 2})
+def test_a_folder_opened_elsewhere_gets_the_chats_model(tmp_path: Path) -> None:
+    model = ChatRagCache(state=tmp_path, model=scripted_model(), open_options={"max_new_tokens": 2})
     try:
         assert shared_rag(None, tmp_path).internals.shared.model.name == "scripted"
         assert model.invoke("x").content == SAID[:2]
@@ -313,15 +311,15 @@ def test_whoever_opens_the_folder_opens_it_with_the_chats_model(tmp_path: Path) 
         close_shared()
 
 
-def test_leaving_a_stream_gives_the_answer_up(rag: RagCache) -> None:
+def test_leaving_a_stream_cancels_the_request(rag: RagCache) -> None:
     chunks = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000).stream("Hello")
     next(chunks)
     chunks.close()
     assert ChatRagCache(rag=rag, max_tokens=1).invoke("Hello").content
-    idle(rag)
+    wait_until_idle(rag)
 
 
-async def test_canceling_a_task_gives_the_answer_up(rag: RagCache) -> None:
+async def test_canceling_a_task_cancels_the_request(rag: RagCache) -> None:
     model = ChatRagCache(rag=rag, max_tokens=4000, min_tokens=4000)
     task = asyncio.create_task(model.ainvoke("Hello"))
     await asyncio.sleep(0.2)
@@ -329,19 +327,10 @@ async def test_canceling_a_task_gives_the_answer_up(rag: RagCache) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (await ChatRagCache(rag=rag, max_tokens=1).ainvoke("Hello")).content
-    idle(rag)
+    wait_until_idle(rag)
 
 
-def test_importing_the_package_loads_no_model_library() -> None:
-    code = (
-        "import sys; from ragcache_connectors.langchain import ChatRagCache; "
-        "ChatRagCache(state='nowhere', temperature=0.5); "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'xgrammar', 'faiss')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_requests_of_unknown_kinds_of_messages_are_refused(said: RagCache) -> None:
+def test_images_are_refused(scripted: RagCache) -> None:
     image = HumanMessage([{"type": "image", "base64": "AA", "mime_type": "image/png"}])
     with pytest.raises(InvalidRequest, match="no images"):
-        ChatRagCache(rag=said).invoke([image])
+        ChatRagCache(rag=scripted).invoke([image])

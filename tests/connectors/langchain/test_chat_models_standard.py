@@ -12,7 +12,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import ChatRagCache
-from tests.connectors.langchain.scripted import scripted
+from tests.connectors.langchain.scripted_model import scripted_model
 
 
 class _Flags:
@@ -103,7 +103,7 @@ class TestWithTools(_Integration):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _open(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        with RagCache.open(tmp_path_factory.mktemp("state"), model=scripted()) as rag:
+        with RagCache.open(tmp_path_factory.mktemp("state"), model=scripted_model()) as rag:
             ingest(rag)
             cls.rag = rag
             yield

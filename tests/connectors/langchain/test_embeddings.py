@@ -15,7 +15,7 @@ from ragcache import RagCache
 from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import RagCacheEmbeddings, close_shared, embeddings
-from ragcache_connectors.langchain.shared import declare
+from ragcache_connectors.langchain.shared import declare_options
 
 
 class TestUnit(EmbeddingsUnitTests):
@@ -43,14 +43,14 @@ def test_the_embedder_of_an_open_folder(tmp_path: Path, reader: LoadedModel) -> 
         assert found.embedder is fake
         assert found.embed_query("boat") == fake.embed_query("boat")
         assert found.embed_documents([]) == []
-        assert embeddings.unwrapped(found) is fake
-    assert embeddings.unwrapped(fake) is fake
-    assert embeddings.unwrapped(None) is None
+        assert embeddings.unwrap_embedder(found) is fake
+    assert embeddings.unwrap_embedder(fake) is fake
+    assert embeddings.unwrap_embedder(None) is None
 
 
 async def test_the_embedder_of_a_state_folder(tmp_path: Path, reader: LoadedModel) -> None:
     fake = DeterministicFakeEmbedding(size=6)
-    declare(tmp_path, model=reader, embedding=fake)
+    declare_options(tmp_path, model=reader, embedding=fake)
     found = RagCacheEmbeddings(state=tmp_path)
     assert not list(tmp_path.iterdir()), "nothing is opened yet"
     try:

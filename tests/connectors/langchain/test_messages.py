@@ -26,14 +26,20 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from ragcache import Generation, RagCache
 from ragcache.errors import InvalidRequest
 from ragcache.structured import ToolStyle
-from ragcache_connectors.langchain.call_options import Call
-from ragcache_connectors.langchain.messages import Chunks, Trim, _spoiling, conversation, result
-from ragcache_connectors.langchain.model_info import Served
+from ragcache_connectors.langchain.call_options import CallOptions
+from ragcache_connectors.langchain.messages import (
+    ChunkBuilder,
+    WhitespaceTrimmer,
+    chat_result,
+    conversation,
+    invalidating_suffix,
+)
+from ragcache_connectors.langchain.model_info import ModelInfo
 
 
 def test_each_kind_of_message_gets_its_role() -> None:
     call = {"name": "add", "args": {"a": 1}, "id": "x1", "type": "tool_call"}
-    told = conversation(
+    values = conversation(
         [
             SystemMessage("be brief"),
             HumanMessage("1 + 1?", name="ann"),
@@ -42,7 +48,7 @@ def test_each_kind_of_message_gets_its_role() -> None:
             ChatMessage("so?", role="user"),
         ]
     )
-    assert told == [
+    assert values == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "1 + 1?", "name": "ann"},
         {
@@ -82,12 +88,12 @@ def test_blocks_of_text_are_joined(message: BaseMessage, text: str) -> None:
         {},
     ],
 )
-def test_what_is_no_text_is_refused_with_its_place(block: dict[str, Any]) -> None:
+def test_media_are_refused_with_the_number_of_their_message(block: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="message 2 holds a block"):
         conversation([HumanMessage("look"), HumanMessage([block])])
 
 
-def test_a_message_without_a_role_in_chats_is_refused() -> None:
+def test_a_message_without_a_chat_role_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="message 1 is a FunctionMessage"):
         conversation([FunctionMessage("2", name="add")])
 
@@ -96,15 +102,15 @@ pieces = st.lists(st.text(alphabet=" \n\tab", max_size=4), max_size=12)
 
 
 @given(pieces)
-def test_white_space_around_is_left_out_however_the_text_comes(some: list[str]) -> None:
-    trim = Trim()
+def test_surrounding_white_space_is_trimmed_however_text_is_cut(some: list[str]) -> None:
+    trim = WhitespaceTrimmer()
     shown = [trim.feed(piece) for piece in some]
     assert "".join(shown) == "".join(some).strip()
 
 
 @given(pieces)
-def test_text_comes_as_soon_as_it_ends_no_white_space(some: list[str]) -> None:
-    trim, seen = Trim(), ""
+def test_text_is_held_only_for_trailing_white_space(some: list[str]) -> None:
+    trim, seen = WhitespaceTrimmer(), ""
     for n, piece in enumerate(some, start=1):
         seen += trim.feed(piece)
         assert seen == "".join(some[:n]).strip()
@@ -118,10 +124,10 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=2), values), st.data())
-def test_langchain_mends_no_call_that_was_refused(arguments: Any, data: st.DataObject) -> None:
+def test_langchain_mends_no_invalidated_call(arguments: Any, data: st.DataObject) -> None:
     text = json.dumps(arguments)
     cut = text[: data.draw(st.integers(0, len(text)))] + data.draw(st.sampled_from(["", " junk"]))
-    parts = [cut, _spoiling(cut)]
+    parts = [cut, invalidating_suffix(cut)]
     chunks = [
         AIMessageChunk(content="", tool_call_chunks=[tool_call_chunk(args=part, index=0)])
         for part in parts
@@ -131,7 +137,7 @@ def test_langchain_mends_no_call_that_was_refused(arguments: Any, data: st.DataO
     assert [call["args"] for call in whole.invalid_tool_calls] == ["".join(parts)]
 
 
-class Written(BaseChatModel):
+class FixedTextModel(BaseChatModel):
     """Says a text, whole or in pieces, with content in version 1."""
 
     output_version: str = "v1"
@@ -143,21 +149,21 @@ class Written(BaseChatModel):
         return "written"
 
     @property
-    def _call(self) -> Call:
-        return Call(Generation(), "rooted", True, style=ToolStyle.HERMES)
+    def options(self) -> CallOptions:
+        return CallOptions(Generation(), "rooted", True, style=ToolStyle.HERMES)
 
     def _generate(self, *_: Any, **__: Any) -> ChatResult:
         answer = self.rag.chat([{"role": "user", "content": "x"}])
         [choice] = answer.choices
         written = replace(answer, choices=(replace(choice, text=self.text),))
-        return result(written, self._call, Served(self.rag))
+        return chat_result(written, self.options, ModelInfo(self.rag))
 
     def _stream(self, *_: Any, **__: Any) -> Iterator[ChatGenerationChunk]:
-        chunks = Chunks(self._call, Served(self.rag))
+        chunks = ChunkBuilder(self.options, ModelInfo(self.rag))
         for begin in range(0, len(self.text), 7):
             piece: Any = SimpleNamespace(choice=0, text=self.text[begin : begin + 7])
-            yield from chunks.read(piece)
-        yield from chunks.end(self.rag.chat([{"role": "user", "content": "x"}]))
+            yield from chunks.feed(piece)
+        yield from chunks.finish(self.rag.chat([{"role": "user", "content": "x"}]))
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -175,7 +181,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 def test_streamed_text_and_calls_keep_their_places(
     rag: RagCache, written: str, said: list[str]
 ) -> None:
-    chunks: list[Any] = list(Written(rag=rag, text=written).stream("x"))
+    chunks: list[Any] = list(FixedTextModel(rag=rag, text=written).stream("x"))
     whole = sum(chunks[1:], chunks[0])
     kinds = [block.get("text", "call").strip() for block in whole.content]
     assert kinds == said
@@ -193,9 +199,9 @@ def test_streamed_text_and_calls_keep_their_places(
         "<tool_call></tool_call>",
     ],
 )
-def test_what_is_no_call_is_none_in_a_stream(rag: RagCache, written: str) -> None:
-    model = Written(rag=rag, text=written)
+def test_invalid_calls_are_invalid_in_a_stream_too(rag: RagCache, written: str) -> None:
+    model = FixedTextModel(rag=rag, text=written)
     chunks: list[Any] = list(model.stream("x"))
-    told, seen = model.invoke("x"), sum(chunks[1:], chunks[0])
-    assert len(seen.invalid_tool_calls) == len(told.invalid_tool_calls) == 1
-    assert [each["args"] for each in seen.tool_calls] == [each["args"] for each in told.tool_calls]
+    invoked, streamed = model.invoke("x"), sum(chunks[1:], chunks[0])
+    assert len(streamed.invalid_tool_calls) == len(invoked.invalid_tool_calls) == 1
+    assert [c["args"] for c in streamed.tool_calls] == [c["args"] for c in invoked.tool_calls]

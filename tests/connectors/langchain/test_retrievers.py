@@ -1,4 +1,4 @@
-"""The retriever: LangChain's own suite, and what it does not ask."""
+"""The retriever: LangChain's own suite, and and what it leaves out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestStandard(RetrieversIntegrationTests):
         return "Where is the boat?"
 
 
-def test_documents_tell_module_tier_and_tokens(notes: RagCache) -> None:
+def test_documents_hold_module_tier_and_tokens(notes: RagCache) -> None:
     [found] = RagCacheRetriever(collection="notes", rag=notes, k=1).invoke("red cupboard")
     assert (found.id, found.page_content) == ("keys#1", TEXTS["keys"])
     assert (found.metadata["source"], found.metadata["name"]) == ("file:///keys", "keys")
@@ -89,7 +89,7 @@ async def test_fields_and_arguments_of_a_call(notes: RagCache) -> None:
     assert len(retriever.invoke("boat", mmr=0.9)) == 2
 
 
-async def test_another_embedder_finds_by_its_meaning(notes: RagCache) -> None:
+async def test_another_embedder_searches_by_its_vectors(notes: RagCache) -> None:
     retriever = RagCacheRetriever(
         collection="notes", rag=notes, search="dense", k=1,
         embedding=DeterministicFakeEmbedding(size=6),
@@ -117,7 +117,7 @@ async def test_an_embedder_of_asyncio_is_awaited(notes: RagCache) -> None:
     assert asked == ["boat"]
 
 
-async def test_what_cannot_be_searched_is_named(notes: RagCache) -> None:
+async def test_invalid_searches_are_named(notes: RagCache) -> None:
     retriever = RagCacheRetriever(collection="recipes", rag=notes)
     with pytest.raises(UnknownCollection, match="no collection 'recipes'; known: 'notes'"):
         retriever.invoke("boat")
@@ -132,13 +132,13 @@ async def test_what_cannot_be_searched_is_named(notes: RagCache) -> None:
         known.invoke("boat", k=0)
 
 
-def test_a_retriever_is_written_without_the_open_folder(notes: RagCache) -> None:
+def test_dumps_leave_out_the_open_folder(notes: RagCache) -> None:
     written = RagCacheRetriever(collection="notes", rag=notes, k=2).model_dump()
     assert written["collection"] == "notes"
     assert not {"rag", "embedding"} & written.keys()
 
 
-async def test_it_stands_in_chains_and_tools(notes: RagCache) -> None:
+async def test_it_works_in_chains_and_tools(notes: RagCache) -> None:
     retriever = RagCacheRetriever(collection="notes", rag=notes, k=1, search="sparse")
     chain = retriever | (lambda documents: documents[0].page_content)
     assert chain.batch(["red cupboard", "survey"]) == [TEXTS["keys"], TEXTS["boats"]]
@@ -147,6 +147,6 @@ async def test_it_stands_in_chains_and_tools(notes: RagCache) -> None:
     assert TEXTS["keys"] in tool.invoke({"query": "red cupboard"})
 
 
-def test_a_field_that_there_is_not_is_refused(rag: RagCache) -> None:
+def test_an_unknown_field_is_refused(rag: RagCache) -> None:
     with pytest.raises(ValidationError, match="thresold"):
         RagCacheRetriever(rag=rag, collection="notes", thresold=0.9)

@@ -16,9 +16,9 @@ from ragcache import RagCache, SourceDocument, errors
 from ragcache.errors import ConfigurationError, ModelNotFound, StoreError
 from ragcache.models import LoadedModel
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
-from ragcache_connectors.langchain.model_info import Served
-from ragcache_connectors.langchain.shared import as_langchain, ashared_rag, declare
-from tests.connectors.langchain.scripted import scripted
+from ragcache_connectors.langchain.model_info import ModelInfo
+from ragcache_connectors.langchain.shared import ashared_rag, declare_options, langchain_errors
+from tests.connectors.langchain.scripted_model import scripted_model
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _closed() -> Iterator[None]:
     close_shared()
 
 
-def test_an_open_one_is_used_as_it_is(rag: RagCache, tmp_path: Path) -> None:
+def test_an_open_rag_is_returned_as_it_is(rag: RagCache, tmp_path: Path) -> None:
     assert shared_rag(rag, None) is rag
     assert shared_rag(rag, None, model=None) is rag
     with pytest.raises(ConfigurationError, match="or else state, k_bytes; not both"):
@@ -52,11 +52,9 @@ def test_options_that_differ_are_named(tmp_path: Path, reader: LoadedModel) -> N
         shared_rag(None, tmp_path, queue=5)
 
 
-def test_what_was_declared_holds_for_whoever_comes_first(
-    tmp_path: Path, reader: LoadedModel
-) -> None:
-    declare(tmp_path, model=reader, module_tokens=None)
-    declare(tmp_path, model=reader, module_tokens=64)
+def test_declared_options_hold_for_the_first_user(tmp_path: Path, reader: LoadedModel) -> None:
+    declare_options(tmp_path, model=reader, module_tokens=None)
+    declare_options(tmp_path, model=reader, module_tokens=64)
     assert not (tmp_path / "ledger.sqlite").exists(), "nothing is opened"
     rag = shared_rag(None, tmp_path)
     rag.ingest("notes", SourceDocument("a", "A boat. " * 100))
@@ -66,18 +64,18 @@ def test_what_was_declared_holds_for_whoever_comes_first(
 def test_until_a_folder_is_open_the_later_declaration_holds(
     tmp_path: Path, reader: LoadedModel
 ) -> None:
-    declare(tmp_path, model="mistyped")
-    declare(tmp_path, model=reader)
-    assert Served(shared_rag(None, tmp_path)).name == reader.name
+    declare_options(tmp_path, model="mistyped")
+    declare_options(tmp_path, model=reader)
+    assert ModelInfo(shared_rag(None, tmp_path)).name == reader.name
     with pytest.raises(ConfigurationError, match="is opened with model="):
-        declare(tmp_path, model="mistyped")
+        declare_options(tmp_path, model="mistyped")
 
 
 def test_options_that_opened_nothing_are_forgotten(tmp_path: Path, reader: LoadedModel) -> None:
     for state in (tmp_path, None):
         with pytest.raises(ModelNotFound):
             shared_rag(None, state, model=tmp_path / "mistyped")
-        assert Served(shared_rag(None, state, model=reader)).name == reader.name
+        assert ModelInfo(shared_rag(None, state, model=reader)).name == reader.name
 
 
 @pytest.fixture
@@ -96,7 +94,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
     go.set()
 
 
-async def test_nobody_waits_for_another_folder(
+async def test_opening_one_folder_does_not_block_another(
     tmp_path: Path, reader: LoadedModel, slowly: tuple[Event, Event]
 ) -> None:
     begun, go = slowly
@@ -115,10 +113,12 @@ async def test_nobody_waits_for_another_folder(
 
 
 def test_the_process_has_a_folder_for_each_model(reader: LoadedModel) -> None:
-    one, other = (ChatRagCache(model=each, max_tokens=1) for each in (reader, scripted()))
+    one, other = (ChatRagCache(model=each, max_tokens=1) for each in (reader, scripted_model()))
     assert other.invoke("x").response_metadata["model_name"] == "scripted"
     assert one.invoke("x").response_metadata["model_name"] == reader.name
-    assert shared_rag(None, None) is shared_rag(None, None, model=scripted()), "the first opened"
+    assert shared_rag(None, None) is shared_rag(None, None, model=scripted_model()), (
+        "the first opened"
+    )
     assert one.invoke("x").response_metadata["model_name"] == reader.name
 
 
@@ -133,7 +133,7 @@ def test_a_folder_that_cannot_be_opened_may_be_tried_again(
     assert shared_rag(None, blocked, model=reader).stats().collections == {}
 
 
-def test_after_closing_it_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:
+def test_a_closed_folder_is_opened_anew(tmp_path: Path, reader: LoadedModel) -> None:
     first = shared_rag(None, tmp_path, model=reader)
     first.records("kept").update(["a"])
     close_shared()
@@ -142,7 +142,7 @@ def test_after_closing_it_is_opened_anew(tmp_path: Path, reader: LoadedModel) ->
     assert second.records("kept").keys() == ["a"]
 
 
-def test_without_a_folder_there_is_one_of_the_process(reader: LoadedModel) -> None:
+def test_without_a_folder_the_process_has_a_temporary_one(reader: LoadedModel) -> None:
     first = shared_rag(None, None, model=reader)
     assert shared_rag(None, None) is first
     assert first.stats().collections == {}
@@ -162,7 +162,7 @@ def test_without_a_folder_there_is_one_of_the_process(reader: LoadedModel) -> No
     ],
 )
 def test_an_error_is_of_both_types(ours: type[Exception], theirs: str) -> None:
-    with pytest.raises(ours, match="what it was") as caught, as_langchain():
+    with pytest.raises(ours, match="what it was") as caught, langchain_errors():
         raise ours("what it was")
     assert isinstance(caught.value, getattr(exceptions, theirs, exceptions.LangChainException))
     assert type(caught.value).__name__ == ours.__name__
@@ -170,18 +170,18 @@ def test_an_error_is_of_both_types(ours: type[Exception], theirs: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [errors.EngineClosed, errors.StoreFull, errors.MissingExtra])
-def test_an_error_without_a_name_there_passes(kind: type[Exception]) -> None:
-    with pytest.raises(kind) as caught, as_langchain():
+def test_an_error_unknown_to_langchain_passes(kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught, langchain_errors():
         raise kind("x")
     assert type(caught.value) is kind
 
 
-def test_an_error_is_made_both_once() -> None:
-    with pytest.raises(errors.InvalidRequest) as caught, as_langchain(), as_langchain():
+def test_nested_blocks_combine_an_error_once() -> None:
+    with pytest.raises(errors.InvalidRequest) as caught, langchain_errors(), langchain_errors():
         raise errors.InvalidRequest("x")
     assert type(caught.value.__cause__) is errors.InvalidRequest
 
 
-def test_errors_of_programs_pass() -> None:
-    with pytest.raises(ZeroDivisionError), as_langchain():
+def test_other_errors_pass() -> None:
+    with pytest.raises(ZeroDivisionError), langchain_errors():
         raise ZeroDivisionError

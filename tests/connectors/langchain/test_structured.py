@@ -17,8 +17,10 @@ from ragcache.errors import InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel
 from ragcache.structured import ToolStyle, resolve_tool_choice
 from ragcache_connectors.langchain import ChatRagCache
-from ragcache_connectors.langchain.structured import call_grammar, described
-from tests.connectors.langchain.scripted import AFTER_TOOL, SAID, STRING, scripted
+from ragcache_connectors.langchain.call_options import CallOptions
+from ragcache_connectors.langchain.model_info import ModelInfo
+from ragcache_connectors.langchain.structured import call_grammar, convert_tools
+from tests.connectors.langchain.scripted_model import AFTER_TOOL, SAID, STRING, scripted_model
 
 
 class Boat(BaseModel):
@@ -35,9 +37,9 @@ class BoatDict(TypedDict):
     berth: int
 
 
-UNHELD = {
+INEXPRESSIBLE = {
     "title": "Odd",
-    "description": "What decoding cannot hold to.",
+    "description": "No grammar expresses it.",
     "type": "object",
     "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
 }
@@ -45,7 +47,7 @@ UNHELD = {
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RagCache]:
-    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted()) as rag:
+    with RagCache.open(tmp_path_factory.mktemp("scripted"), model=scripted_model()) as rag:
         yield rag
 
 
@@ -68,32 +70,34 @@ async def test_answers_keep_to_a_schema(model: ChatRagCache, method: str, schema
 
 
 def test_the_raw_message_may_be_included(model: ChatRagCache) -> None:
-    told = model.with_structured_output(Boat, include_raw=True).invoke("x")
-    assert told["parsed"] == Boat(name=STRING, berth=3)
-    assert told["raw"].content == f'{{"name": "{STRING}", "berth": 3}}'
-    assert told["parsing_error"] is None
+    output = model.with_structured_output(Boat, include_raw=True).invoke("x")
+    assert output["parsed"] == Boat(name=STRING, berth=3)
+    assert output["raw"].content == f'{{"name": "{STRING}", "berth": 3}}'
+    assert output["parsing_error"] is None
 
 
 @pytest.mark.parametrize("schema", [Boat, BoatDict])
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_an_answer_that_was_cut_off_is_none(rag: RagCache, schema: Any, method: str) -> None:
+def test_an_answer_that_was_cut_off_is_refused(rag: RagCache, schema: Any, method: str) -> None:
     model = ChatRagCache(rag=rag, max_tokens=12 if method == "json_schema" else 60)
     with pytest.raises(OutputParserException, match="cut off"):
         model.with_structured_output(schema, method=method).invoke("x")
-    told = model.with_structured_output(schema, method=method, include_raw=True).invoke("x")
-    assert told["parsed"] is None
-    assert isinstance(told["parsing_error"], OutputParserException)
-    assert told["raw"].response_metadata["finish_reason"] == "length"
+    output = model.with_structured_output(schema, method=method, include_raw=True).invoke("x")
+    assert output["parsed"] is None
+    assert isinstance(output["parsing_error"], OutputParserException)
+    assert output["raw"].response_metadata["finish_reason"] == "length"
 
 
-def test_json_mode_takes_what_decoding_cannot_hold_to(model: ChatRagCache) -> None:
+def test_json_mode_takes_schemas_that_no_grammar_expresses(model: ChatRagCache) -> None:
     with pytest.raises(InvalidRequest, match="'uniqueItems'"):
-        model.with_structured_output(UNHELD)
-    assert isinstance(model.with_structured_output(UNHELD, method="json_mode").invoke("x"), dict)
+        model.with_structured_output(INEXPRESSIBLE)
+    assert isinstance(
+        model.with_structured_output(INEXPRESSIBLE, method="json_mode").invoke("x"), dict
+    )
     assert isinstance(model.with_structured_output(method="json_mode").invoke("x"), dict)
 
 
-def test_what_is_no_method_or_no_schema_is_refused(model: ChatRagCache) -> None:
+def test_unknown_methods_and_missing_schemas_are_refused(model: ChatRagCache) -> None:
     with pytest.raises(InvalidRequest, match="methods: json_schema"):
         model.with_structured_output(Boat, method="guess")
     with pytest.raises(InvalidRequest, match="needs a schema"):
@@ -132,7 +136,7 @@ def add(a: int, b: int) -> int:
         ({"type": "function", "function": {"name": "add"}}, "add", {"a": 3, "b": 3}),
     ],
 )
-def test_calls_are_some_tools(
+def test_tool_choice_determines_the_call(
     model: ChatRagCache, choice: Any, name: str, arguments: dict[str, Any]
 ) -> None:
     tools = [weather] if name == "weather" else [weather, add]
@@ -145,7 +149,7 @@ def test_calls_are_some_tools(
     assert len(call["id"]) == 9
 
 
-def test_none_offers_no_tools(model: ChatRagCache) -> None:
+def test_choice_none_offers_no_tools(model: ChatRagCache) -> None:
     assert model.bind_tools([weather], tool_choice="none").invoke("x").content == SAID
     assert model.bind_tools([]).invoke("x").content == SAID
 
@@ -201,11 +205,11 @@ def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCa
     length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]
     for most in range(1, length + 1):
         chunks: list[Any] = list(bound.stream("x", max_tokens=most))
-        told, seen = bound.invoke("x", max_tokens=most), sum(chunks[1:], chunks[0])
-        assert [c["args"] for c in seen.tool_calls] == [c["args"] for c in told.tool_calls]
-        wrong = [[c["name"] for c in each.invalid_tool_calls] for each in (told, seen)]
+        invoked, streamed = bound.invoke("x", max_tokens=most), sum(chunks[1:], chunks[0])
+        assert [c["args"] for c in streamed.tool_calls] == [c["args"] for c in invoked.tool_calls]
+        wrong = [[c["name"] for c in each.invalid_tool_calls] for each in (invoked, streamed)]
         assert wrong[0] == wrong[1]
-        reasons = {each.response_metadata["finish_reason"] for each in (told, seen)}
+        reasons = {each.response_metadata["finish_reason"] for each in (invoked, streamed)}
         assert len(reasons) == 1
 
 
@@ -218,11 +222,11 @@ def test_a_template_without_tools_is_named(
             bound.invoke("x")
 
 
-def test_what_cannot_be_chosen_or_described_is_refused(model: ChatRagCache) -> None:
+def test_invalid_tools_and_choices_are_refused(model: ChatRagCache) -> None:
     with pytest.raises(InvalidRequest, match="must be auto, required or one of weather, add"):
         model.bind_tools([weather, add], tool_choice="subtract")
     with pytest.raises(InvalidRequest, match="names no function"):
-        resolve_tool_choice({"type": "function"}, described([add]))
+        resolve_tool_choice({"type": "function"}, convert_tools([add]))
     with pytest.raises(InvalidRequest, match="cannot be described"):
         model.bind_tools([{"nameless": 1}])
 
@@ -233,45 +237,46 @@ class BoatTool(BaseModel):
     name: str
 
 
-def test_an_agent_calls_tools_and_answers_in_a_form(model: ChatRagCache) -> None:
+def test_an_agent_calls_tools_and_answers_by_a_schema(model: ChatRagCache) -> None:
     agent = create_agent(model, tools=[weather], response_format=ProviderStrategy(BoatTool))
     said = agent.invoke({"messages": [("user", "Which boat?")]}, {"recursion_limit": 6})
     assert said["structured_response"] == BoatTool(name=STRING)
     assert [each.type for each in said["messages"]] == ["human", "ai", "tool", "ai"]
 
 
-def test_calls_of_choice_go_unheld_where_decoding_cannot_hold_to_them(
+def test_optional_calls_go_unconstrained_where_no_grammar_expresses_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    unheld = [{"name": "f", "parameters": {"type": "object", "not": {"type": "string"}}}]
-    assert call_grammar(unheld, "auto", ToolStyle.HERMES, True) is None
+    inexpressible = [{"name": "f", "parameters": {"type": "object", "not": {"type": "string"}}}]
+    assert call_grammar(inexpressible, "auto", ToolStyle.HERMES, True) is None
     with pytest.raises(InvalidRequest, match="'not'"):
-        call_grammar(unheld, "required", ToolStyle.HERMES, True)
+        call_grammar(inexpressible, "required", ToolStyle.HERMES, True)
     with pytest.raises(InvalidRequest, match="'not'"):
-        call_grammar(unheld, "auto", ToolStyle.HERMES, True, strict=True)
-    assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is not None
+        call_grammar(inexpressible, "auto", ToolStyle.HERMES, True, strict=True)
+    assert call_grammar(convert_tools([add]), "auto", ToolStyle.HERMES, True) is not None
     monkeypatch.setattr("ragcache_connectors.langchain.structured.find_spec", lambda _: None)
-    assert call_grammar(described([add]), "auto", ToolStyle.HERMES, True) is None
-    strict = call_grammar(described([add]), "auto", ToolStyle.HERMES, True, strict=True)
+    assert call_grammar(convert_tools([add]), "auto", ToolStyle.HERMES, True) is None
+    strict = call_grammar(convert_tools([add]), "auto", ToolStyle.HERMES, True, strict=True)
     assert strict is not None, "the engine names the extra that is missing"
 
 
 def test_strict_reaches_the_call(model: ChatRagCache) -> None:
-    unheld = {
+    inexpressible = {
         "title": "f", "description": "f", "type": "object",
         "properties": {"a": {"type": "array", "uniqueItems": True}},
     }  # fmt: skip
-    assert isinstance(model.bind_tools([unheld]).invoke("x"), AIMessage)
+    assert isinstance(model.bind_tools([inexpressible]).invoke("x"), AIMessage)
     with pytest.raises(InvalidRequest, match="'uniqueItems'"):
-        model.bind_tools([unheld], strict=True).invoke("x")
+        model.bind_tools([inexpressible], strict=True).invoke("x")
 
 
 def test_parallel_calls_may_be_off(rag: RagCache) -> None:
-    from ragcache_connectors.langchain.call_options import Call
-    from ragcache_connectors.langchain.model_info import Served
-
-    options = {"mode": "rooted", "recognize": True, "tools": described([add])}
-    more = {"tool_choice": "any", "parallel_tool_calls": False}
-    one, several = (Call.of(options, None, given, Served(rag)) for given in (more, {**more,
-                    "parallel_tool_calls": True}))  # fmt: skip
+    options = {"mode": "rooted", "recognize": True, "tools": convert_tools([add])}
+    more, info = {"tool_choice": "any"}, ModelInfo(rag)
+    one, several = (
+        CallOptions.resolve(
+            options, None, {**more, "parallel_tool_calls": parallel}, ModelInfo(rag)
+        )
+        for parallel in (False, True)
+    )
     assert one.generation.grammar != several.generation.grammar

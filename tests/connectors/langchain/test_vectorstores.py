@@ -1,4 +1,4 @@
-"""The vector store: LangChain's own suite, and what it does not ask."""
+"""The vector store: LangChain's own suite, and and what it leaves out."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ async def test_a_search_opens_nothing_in_the_event_loop(
     store: RagCacheVectorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(store)
-    searching, threads = store._searching, []
+    open_retriever, threads = RagCache.retriever, []
 
-    def seen() -> Retriever:
+    def record_thread(rag: RagCache, *embedding: Any) -> Retriever:
         threads.append(threading.current_thread())
-        return searching()
+        return open_retriever(rag, *embedding)
 
-    monkeypatch.setattr(store, "_searching", seen)
+    monkeypatch.setattr(RagCache, "retriever", record_thread)
     await store.asimilarity_search("bar")
     await store.asimilarity_search_with_relevance_scores("bar")
     await store.amax_marginal_relevance_search("bar")
@@ -136,7 +136,7 @@ def test_text_comes_back_as_it_was_given(store: RagCacheVectorStore) -> None:
     assert contents(store.get_by_ids(["1", "2"])) == [text]
 
 
-def test_of_one_id_the_last_document_stands(store: RagCacheVectorStore) -> None:
+def test_the_last_document_of_an_id_is_kept(store: RagCacheVectorStore) -> None:
     assert store.add_texts(["foo", "bar"], ids=["1", "1"]) == ["1", "1"]
     assert contents(store.get_by_ids(["1"])) == ["bar"]
 
@@ -163,7 +163,7 @@ def test_deleting_without_ids_deletes_everything(store: RagCacheVectorStore) -> 
     assert store.similarity_search("foo") == store.get_by_ids(["foo"]) == []
 
 
-def test_annotated_documents_tell_module_tier_and_tokens(rag: RagCache) -> None:
+def test_annotated_documents_hold_module_tier_and_tokens(rag: RagCache) -> None:
     embedding = DeterministicFakeEmbedding(size=6)
     store = RagCacheVectorStore(embedding, collection="notes", rag=rag, annotated=True)
     fill(store)
@@ -176,7 +176,7 @@ def test_annotated_documents_tell_module_tier_and_tokens(rag: RagCache) -> None:
     assert store.get_by_ids(["foo"])[0].metadata == {"year": 2020}, "the mark is not stored"
 
 
-def test_what_json_cannot_hold_is_named_and_nothing_is_stored(store: RagCacheVectorStore) -> None:
+def test_unstorable_metadata_is_named_and_nothing_is_stored(store: RagCacheVectorStore) -> None:
     cases: list[tuple[Any, str]] = [
         ({1}, r"metadata\['x'\] is a set"),
         (Path("a"), "is a PosixPath"),
@@ -191,7 +191,7 @@ def test_what_json_cannot_hold_is_named_and_nothing_is_stored(store: RagCacheVec
     assert store.similarity_search("foo") == []
 
 
-def test_an_empty_document_and_wrong_numbers_are_named(store: RagCacheVectorStore) -> None:
+def test_empty_documents_and_wrong_counts_are_refused(store: RagCacheVectorStore) -> None:
     with pytest.raises(DocumentError, match="an empty document"):
         store.add_texts(["foo", " "])
     with pytest.raises(ValueError, match="2 documents have 1 ids"):

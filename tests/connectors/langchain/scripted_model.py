@@ -1,7 +1,7 @@
 """A tiny model that calls tools, without having been trained.
 
-Its layers add nothing: the logits of the next token depend on the last one alone, by a table that
-stands here. That is enough to choose a tool call after a question, to close every string and
+Its layers add nothing: the logits of the next token depend on the last one only, by a table. That
+is enough to choose a tool call after a question, to close every string and
 number, and to say something after a tool's answer; the rest of a call comes from the grammar.
 """
 
@@ -53,7 +53,7 @@ def tokenizer() -> Any:
 
 
 @cache
-def scripted() -> LoadedModel:
+def scripted_model() -> LoadedModel:
     """The model, always the same."""
     config = LlamaConfig(
         vocab_size=len(tokenizer()), hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1,
