@@ -274,9 +274,7 @@ def test_parallel_calls_may_be_off(rag: RagCache) -> None:
     options = {"mode": "rooted", "recognize": True, "tools": convert_tools([add])}
     more, info = {"tool_choice": "any"}, ModelInfo(rag)
     one, several = (
-        CallOptions.resolve(
-            options, None, {**more, "parallel_tool_calls": parallel}, ModelInfo(rag)
-        )
+        CallOptions.resolve(options, None, {**more, "parallel_tool_calls": parallel}, info)
         for parallel in (False, True)
     )
     assert one.generation.grammar != several.generation.grammar
