@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ from transformers import (
 )
 
 from ragcache import rag
+from ragcache.db import Database
 from ragcache.models import CausalLM, LoadedModel, load_model, loader, wrap_causal
 from ragcache.models.loader import READER
 
@@ -175,6 +178,30 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 def reader(_default_model: None) -> LoadedModel:
     """The embedded reader, loaded once. Tests may not depend on what it answers."""
     return load_model()
+
+
+@pytest.fixture(scope="session")
+def empty_ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite ledger as migrations leave it."""
+    path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
+    Database.open(path).close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _new_ledgers_are_copies(empty_ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new SQLite ledger is copied rather than migrated; tests of migrations override this."""
+    really_open = Database.open
+
+    def open_copy(where: Path | str, **options: Any) -> Database:
+        if isinstance(where, Path) and where.parent.is_dir() and not where.exists():
+            copy = Path(shutil.copy(empty_ledger, where.with_name(f"{where.name}-{uuid4().hex}")))
+            with suppress(FileExistsError):  # another thread was first
+                os.link(copy, where)
+            copy.unlink()
+        return really_open(where, **options)
+
+    monkeypatch.setattr(Database, "open", open_copy)
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,11 @@ from ragcache.errors import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _new_ledgers_are_copies() -> None:
+    """Here they are migrated."""
+
+
 def test_committed_rows_outlive_the_connection(where: Path | str) -> None:
     for held in (0, 1):
         database = Database.open(where)
