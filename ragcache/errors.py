@@ -50,6 +50,12 @@ class RagCacheError(Exception):
     """The base class of all errors that ragcache raises deliberately."""
 
 
+class _PlainKeyError(KeyError):
+    """A `KeyError` that does not quote its message."""
+
+    __str__ = Exception.__str__
+
+
 class ConfigurationError(RagCacheError, ValueError):
     """A setting or an argument that cannot be used."""
 
@@ -130,34 +136,24 @@ class RequestCancelled(RequestError):
     """The caller cancelled the request."""
 
 
-class UnknownCollection(RequestError, KeyError):
+class UnknownCollection(RequestError, _PlainKeyError):
     """No collection has this name."""
 
-    __str__ = Exception.__str__  # KeyError would quote the message
 
-
-class UnknownJob(RequestError, KeyError):
+class UnknownJob(RequestError, _PlainKeyError):
     """No ingestion has this id."""
 
-    __str__ = Exception.__str__
 
-
-class UnknownKey(RequestError, KeyError):
+class UnknownKey(RequestError, _PlainKeyError):
     """No API key has this id."""
 
-    __str__ = Exception.__str__
 
-
-class UnknownModule(RequestError, KeyError):
+class UnknownModule(RequestError, _PlainKeyError):
     """No module has this id."""
 
-    __str__ = Exception.__str__
 
-
-class UnknownSchema(RequestError, KeyError):
+class UnknownSchema(RequestError, _PlainKeyError):
     """No schema has this name."""
-
-    __str__ = Exception.__str__
 
 
 class UnusableLogits(RequestError, ArithmeticError):
@@ -200,10 +196,8 @@ class StateCorrupt(StoreError):
     """A blob failed its checksum or cannot be parsed."""
 
 
-class StateMissing(StoreError, KeyError):
+class StateMissing(StoreError, _PlainKeyError):
     """A tier does not hold these states, or no longer does."""
-
-    __str__ = Exception.__str__
 
 
 class RemoteUnavailable(StoreError, OSError):

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from ragcache.db.migrations import HEAD
+from ragcache.db.migrations import HEAD, upgrade
 from ragcache.errors import (
     ConfigurationError,
     LedgerUnavailable,
@@ -154,8 +154,6 @@ def _is_current(engine: Engine) -> bool:
 def _migrate(url: str, busy_seconds: float) -> None:
     """Migrates in one transaction, on a connection without foreign keys: tables that are built anew
     would otherwise take the rows that refer to them along."""
-    from ragcache.db.migrations.upgrade import upgrade
-
     engine = _engine(url, busy_seconds, foreign_keys=False, poolclass=NullPool)
     with engine.begin() as connection:
         upgrade(connection)

@@ -52,10 +52,7 @@ class LoadedModel:
 
     def encode_untrusted(self, text: str) -> list[int]:
         """Token ids of a text from outside, in which `<|end|>` is five ordinary characters."""
-        ids: list[int] = self.tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=True
-        )
-        return ids
+        return _encoded_outside(self.tokenizer, text)
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -82,10 +79,12 @@ class ThreadSafeTokenizer(LoadedModel):
         return shared
 
     def encode_untrusted(self, text: str) -> list[int]:
-        ids: list[int] = self.outside.encode(
-            text, add_special_tokens=False, split_special_tokens=True
-        )
-        return ids
+        return _encoded_outside(self.outside, text)
+
+
+def _encoded_outside(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
 
 
 def load_model(

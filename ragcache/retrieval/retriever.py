@@ -29,6 +29,8 @@ SearchKind = Literal["hybrid", "sparse", "dense"]
 CANDIDATES = 50
 """Modules that each ranking passes to fusion and to `mmr`."""
 
+_EMBED_BATCH = 64
+
 
 @dataclass(frozen=True, slots=True)
 class SearchParams:
@@ -77,14 +79,6 @@ class SearchParams:
         return max(self.k, self.candidates)
 
 
-# MERGED ragcache.retrieval.retrievers: The retrievers of one catalog: one for each embedder.
-# MERGED ragcache.retrieval.mmr: Maximal marginal relevance (Carbonell and Goldstein,
-#   SIGIR 1998).
-
-
-_EMBED_BATCH = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A module that was found. score: on the scale of `SearchParams.threshold`."""
@@ -113,10 +107,7 @@ class Retriever:
     that need the same new index wait for one of them to build it."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        embedder: Embeddings | None = None,
-        vectors: Vectors | None = None,
+        self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None
     ) -> None:
         self.embedder = embedder
         self._catalog = catalog
@@ -289,7 +280,7 @@ def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Rank
         relevance = relevance / relevance.max()
     vectors = indexed.index.vectors([number for number, _ in ranking])
     if vectors is not None:
-        similarity = cosines(vectors)
+        similarity = vectors @ vectors.T  # cosines, since these are unit vectors
     else:
         similarity = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
     picked = select_by_mmr(relevance, similarity, params.k, params.mmr)
@@ -339,12 +330,6 @@ def select_by_mmr(relevance: np.ndarray, similarity: np.ndarray, k: int, mmr: fl
         picked.append(int(np.argmax(marginal)))
         closest = np.maximum(closest, similarity[picked[-1]])
     return picked
-
-
-def cosines(vectors: np.ndarray) -> np.ndarray:
-    """Similarity [N, N] of unit vectors [N, D]."""
-    products: np.ndarray = vectors @ vectors.T
-    return products
 
 
 def overlaps(texts: Sequence[Collection[str]]) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors_of(states).items()}
     table, end = {}, 0
     for name, tensor in tensors.items():
-        place = [end, end + tensor.nbytes]
-        table[name] = _row(tensor.dtype, tensor.shape, place)
-        end = place[1]
+        begin, end = end, end + tensor.nbytes
+        kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        table[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     facts = {
         "format": str(FORMAT_VERSION),
         "key": str(key),
@@ -191,25 +192,16 @@ def _read_header(stream: Stream, length: int, key: KVKey, where: str) -> _Header
     return header
 
 
-def _row(dtype: torch.dtype, shape: torch.Size, place: list[int]) -> dict[str, Any]:
-    return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": place}
-
-
 def _total(table: Mapping[str, Mapping[str, Any]]) -> int:
     """Bytes of all tensors. Raises `ValueError` unless they are four axes long, as large as they
     say, and stand one after another."""
-    if set(table) - {"key_scales", "value_scales"} != {"keys", "values"} or len(table) not in (
-        2,
-        4,
-    ):
+    scales = set(table) - {"keys", "values"}
+    if len(table) != 2 + len(scales) or scales not in (set(), {"key_scales", "value_scales"}):
         raise ValueError("it holds other tensors than states do")
     end = 0
     for row in table.values():
         begin, place = row["data_offsets"]
-        numbers = 1
-        for size in row["shape"]:
-            numbers *= size
-        nbytes = numbers * _DTYPES[row["dtype"]].itemsize
+        nbytes = math.prod(row["shape"]) * _DTYPES[row["dtype"]].itemsize
         if len(row["shape"]) != 4 or begin != end or place != begin + nbytes:
             raise ValueError("its tensors are not one after another")
         end = place

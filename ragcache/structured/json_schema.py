@@ -173,9 +173,9 @@ def schema_rules(schema: dict[str, Any]) -> str:
     # with free white space a model may write it without end
     rules = str(Grammar.from_json_schema(json.dumps(prepared), any_whitespace=False))
     for number, rule in enumerate(inner):
-        mark, name = _mark(number), f"ragcache_text_{number}"
-        rules = rules.replace(f'Regex("^{mark}$", json_string=true)', name)
-        rules = rules.replace(f'"{mark}"', name)
+        name = f"ragcache_text_{number}"
+        for placeholder in (f'Regex("^{_mark(number)}$", json_string=true)', f'"{_mark(number)}"'):
+            rules = rules.replace(placeholder, name)
         rules += f"\n{name} ::= {rule}"
     return rules + _CHARACTER if inner else rules
 
@@ -190,15 +190,12 @@ def _prepared(schema: Any, inner: list[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
-    for key in MAPS:
-        if key in made:
-            made[key] = {name: _prepared(each, inner) for name, each in made[key].items()}
-    for key in LISTS:
-        if key in made:
-            made[key] = [_prepared(each, inner) for each in made[key]]
-    for key in SINGLE:
-        if key in made:
-            made[key] = _prepared(made[key], inner)
+    for key in filter(made.__contains__, MAPS):
+        made[key] = {name: _prepared(each, inner) for name, each in made[key].items()}
+    for key in filter(made.__contains__, LISTS):
+        made[key] = [_prepared(each, inner) for each in made[key]]
+    for key in filter(made.__contains__, SINGLE):
+        made[key] = _prepared(made[key], inner)
     kinds = made.get("type")
     if kinds == "array" and not made.keys() & {"items", "prefixItems"}:
         made["items"] = True

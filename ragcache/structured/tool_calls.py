@@ -430,15 +430,8 @@ class MistralReader(ToolCallReader):
             self.begin_call()
             self._state = "open"
             return True
-        if self._state == "open":
-            return self._open()
-        if self._state == "list":
-            return self._list()
-        if self._state == "name":
-            return self._name()
-        if self._state == "junk":
-            return self._junk()
-        return self._call()
+        steps = {"open": self._open, "list": self._list, "name": self._name, "junk": self._junk}
+        return steps.get(self._state, self._call)()
 
     def _open(self) -> bool:
         body = self.rest.lstrip(SPACE)

@@ -27,7 +27,7 @@ from ragcache.retrieval import (
     Selection,
 )
 from ragcache.retrieval.embeddings import MiniLM, embedder_name
-from ragcache.retrieval.retriever import cosines, overlaps, select_by_mmr
+from ragcache.retrieval.retriever import overlaps, select_by_mmr
 from ragcache.states import KVKey
 
 
@@ -449,7 +449,7 @@ def test_mmr_equals_langchain(seed: int, k: int, mmr: float) -> None:
     vectors = np.random.default_rng(seed).standard_normal((7, 4))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     relevance = vectors[1:] @ vectors[0]
-    picked = select_by_mmr(relevance, cosines(vectors[1:]), k, mmr)
+    picked = select_by_mmr(relevance, vectors[1:] @ vectors[1:].T, k, mmr)
     expected = maximal_marginal_relevance(vectors[0], list(vectors[1:]), 1 - mmr, k)
     assert picked == expected
 
