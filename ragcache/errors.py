@@ -50,12 +50,6 @@ class RagCacheError(Exception):
     """The base class of all errors that ragcache raises deliberately."""
 
 
-class _PlainKeyError(KeyError):
-    """A `KeyError` that does not quote its message."""
-
-    __str__ = Exception.__str__
-
-
 class ConfigurationError(RagCacheError, ValueError):
     """A setting or an argument that cannot be used."""
 
@@ -94,6 +88,8 @@ class MissingExtra(ModelError, ImportError):
 
 class RequestError(RagCacheError):
     """A request cannot be answered."""
+
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class ConstraintFailed(RequestError):
@@ -136,23 +132,23 @@ class RequestCancelled(RequestError):
     """The caller cancelled the request."""
 
 
-class UnknownCollection(RequestError, _PlainKeyError):
+class UnknownCollection(RequestError, KeyError):
     """No collection has this name."""
 
 
-class UnknownJob(RequestError, _PlainKeyError):
+class UnknownJob(RequestError, KeyError):
     """No ingestion has this id."""
 
 
-class UnknownKey(RequestError, _PlainKeyError):
+class UnknownKey(RequestError, KeyError):
     """No API key has this id."""
 
 
-class UnknownModule(RequestError, _PlainKeyError):
+class UnknownModule(RequestError, KeyError):
     """No module has this id."""
 
 
-class UnknownSchema(RequestError, _PlainKeyError):
+class UnknownSchema(RequestError, KeyError):
     """No schema has this name."""
 
 
@@ -196,8 +192,10 @@ class StateCorrupt(StoreError):
     """A blob failed its checksum or cannot be parsed."""
 
 
-class StateMissing(StoreError, _PlainKeyError):
+class StateMissing(StoreError, KeyError):
     """A tier does not hold these states, or no longer does."""
+
+    __str__ = Exception.__str__
 
 
 class RemoteUnavailable(StoreError, OSError):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, cast
+from typing import Any, Literal
 
 from ragcache_schemas.errors import InvalidAttribute, InvalidName, UnknownName
 from ragcache_schemas.text import free_name, module_name, module_names, name_problem, sanitize_text
@@ -62,17 +62,9 @@ def collection_schema(
     """
     if slots < 1:
         raise InvalidAttribute(f"{slots} slots", expected="give 1 or more")
-    schema = Schema(
-        name,
-        (
-            Text(preamble),
-            *(Slot(str(number + 1), collection) for number in range(slots)),
-            Text(question_lead),
-            Parameter("question", question_length),
-            Text(epilogue),
-        ),
-    )
-    return validate_schema(schema)
+    between = (Slot(str(number + 1), collection) for number in range(slots))
+    question = (Text(question_lead), Parameter("question", question_length))
+    return validate_schema(Schema(name, (Text(preamble), *between, *question, Text(epilogue))))
 
 
 def document_module(
@@ -114,28 +106,22 @@ def expand_slots(schema: Schema, members: Mapping[str, Sequence[Module]]) -> Sch
     Raises:
         UnknownName: `members` lacks a collection.
     """
-    nodes = cast("tuple[SchemaNode, ...]", _expanded(schema.children, members))
-    return replace(schema, children=nodes)
 
+    def expanded(nodes: Sequence[Node]) -> tuple[Any, ...]:
+        return tuple(map(replaced, nodes))
 
-def _expanded(nodes: Sequence[Node], members: Mapping[str, Sequence[Module]]) -> tuple[Node, ...]:
-    return tuple(_expanded_node(node, members) for node in nodes)
+    def replaced(node: Node) -> Node:
+        match node:
+            case Slot():
+                return _filled(node, members)
+            case Module() | Chat():
+                return replace(node, children=expanded(node.children))
+            case Union():
+                return replace(node, members=expanded(node.members))
+            case _:
+                return node
 
-
-def _expanded_node(node: Node, members: Mapping[str, Sequence[Module]]) -> Node:
-    match node:
-        case Slot():
-            return _filled(node, members)
-        case Module():
-            inner = cast("tuple[SchemaNode, ...]", _expanded(node.children, members))
-            return replace(node, children=inner)
-        case Chat():
-            return replace(node, children=_expanded(node.children, members))
-        case Union():
-            options = cast("tuple[Module, ...]", _expanded(node.members, members))
-            return replace(node, members=options)
-        case _:
-            return node
+    return replace(schema, children=expanded(schema.children))
 
 
 def _filled(slot: Slot, members: Mapping[str, Sequence[Module]]) -> Module:
@@ -201,13 +187,10 @@ class TraitTable:
         """The schema. Raises PMLError for an invalid name."""
         nodes: list[SchemaNode] = [Text(sanitize_text(self.preamble))]
         for column, values in self.columns.items():
-            members = (
-                Module(self.names[column, value], (Text(sanitize_text(text)),))
-                for value, text in values.items()
-            )
+            named = ((self.names[column, value], text) for value, text in values.items())
+            members = (Module(name, (Text(sanitize_text(text)),)) for name, text in named)
             nodes.append(Union(tuple(members)))
-        schema = Schema(self.name, tuple(nodes))
-        return validate_schema(schema)
+        return validate_schema(Schema(self.name, tuple(nodes)))
 
     def prompt(self, traits: Mapping[str, str], text: str = "") -> Prompt:
         """Makes the prompt of one row of traits, with new text after them.
@@ -274,8 +257,7 @@ def code_schema(
         parts = _classes(path, lines) if by == "class" else [Text("".join(lines))]
         title = Text(sanitize_text(heading.replace("{path}", path)))
         modules.append(Module(names[path], (title, *parts)))
-    schema = Schema(name, (*modules, Text(epilogue)))
-    return validate_schema(schema)
+    return validate_schema(Schema(name, (*modules, Text(epilogue))))
 
 
 def _lines(text: str) -> list[str]:

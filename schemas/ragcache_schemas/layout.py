@@ -12,8 +12,9 @@ template first (`render_schema_turns`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal, TypeAlias
 
 from ragcache_schemas.errors import SpanTooLong
@@ -99,10 +100,7 @@ def lay_out(
 
 class _Walk:
     def __init__(
-        self,
-        count_tokens: CountTokens,
-        compact: bool,
-        slot_length: Callable[[Slot], int] | None,
+        self, count_tokens: CountTokens, compact: bool, slot_length: Callable[[Slot], int] | None
     ) -> None:
         self.count_tokens = count_tokens
         self.compact = compact
@@ -111,33 +109,30 @@ class _Walk:
 
     def scope(self, path: Path, children: Sequence[Node], start: int) -> int:
         """Lays out the content of one module or schema; returns where it ends."""
-        return self._content(path, children, start, {"#": 0, "|": 0})
+        return self._content(path, children, start, {"#": count(), "|": count()})
 
     def _content(
-        self, path: Path, children: Sequence[Node], start: int, numbers: dict[str, int]
+        self, path: Path, children: Sequence[Node], start: int, numbers: dict[str, Iterator[int]]
     ) -> int:
         for node in children:
             match node:
                 case Text():
                     length = self.count_tokens(node.text)
-                    start = self._span((*path, _numbered("#", numbers)), start, length)
+                    start = self._span((*path, f"#{next(numbers['#'])}"), start, length)
                 case Parameter():
                     start = self._span((*path, "@" + node.name), start, self._parameter(node))
                 case Chat():
                     start = self._content(path, node.children, start, numbers)
-                case Module():
-                    start = self._optional(start, self._module(path, node, start))
-                case Union():
-                    start = self._optional(start, self._union(path, node, start, numbers))
+                case Module() | Union():
+                    name = f"|{next(numbers['|'])}" if isinstance(node, Union) else node.name
+                    end = self._nested((*path, name), path, node, start)
+                    start = start if self.compact else end
                 case Slot():
                     length = 0
                     if self.slot_length is not None and not self.compact:
                         length = self.slot_length(node)
                     start = self._span((*path, node.scope), start, length)
         return start
-
-    def _optional(self, start: int, end: int) -> int:
-        return start if self.compact else end
 
     def _span(self, path: Path, start: int, length: int) -> int:
         self.spans.append(PositionSpan(path, start, length))
@@ -156,24 +151,14 @@ class _Walk:
                 )
         return node.length
 
-    def _module(self, path: Path, node: Module, start: int) -> int:
-        inner = (*path, node.name)
+    def _nested(self, own: Path, outer: Path, node: Module | Union, start: int) -> int:
+        """Lays out a module or, beginning together in the scope `outer`, the members of a union."""
         index = len(self.spans)
-        self.spans.append(PositionSpan(inner, start, 0))
-        end = self.scope(inner, node.children, start)
-        self.spans[index] = PositionSpan(inner, start, end - start)
-        return end
-
-    def _union(self, path: Path, node: Union, start: int, numbers: dict[str, int]) -> int:
-        own = (*path, _numbered("|", numbers))
-        index = len(self.spans)
-        self.spans.append(PositionSpan(own, start, 0))
-        end = max((self._module(path, member, start) for member in node.members), default=start)
+        self._span(own, start, 0)
+        if isinstance(node, Module):
+            end = self.scope(own, node.children, start)
+        else:
+            ends = (self._nested((*outer, m.name), outer, m, start) for m in node.members)
+            end = max(ends, default=start)
         self.spans[index] = PositionSpan(own, start, end - start)
         return end
-
-
-def _numbered(kind: str, numbers: dict[str, int]) -> str:
-    number = numbers[kind]
-    numbers[kind] += 1
-    return f"{kind}{number}"

@@ -85,8 +85,7 @@ class PromptProgram(Generic[P]):
     def schema(self) -> Schema:
         """The schema of the function; the same on every run."""
         where = self.source.at(self.source.tree)
-        schema = Schema(self.name, schema_children(self.steps), location=where)
-        return validate_schema(schema)
+        return validate_schema(Schema(self.name, schema_children(self.steps), location=where))
 
     @cached_property
     def source(self) -> FunctionSource:
@@ -156,13 +155,12 @@ _Fits: TypeAlias = Callable[[Any], bool]
 
 _LONGEST_NAME = 60
 _FORMS = "yield text, if, match, `with turn(...)` and calls of other prompt programs"
+_LOOP = ("a loop", "write its rounds out: a schema has a fixed number of modules")
+_ASSIGNMENT = ("an assignment", "compute it before the call, or inside the expression")
 _ADVICE: dict[type[ast.AST], tuple[str, str]] = {
-    ast.For: ("a loop", "write its rounds out: a schema has a fixed number of modules"),
-    ast.While: ("a loop", "write its rounds out: a schema has a fixed number of modules"),
+    **dict.fromkeys((ast.For, ast.While), _LOOP),
+    **dict.fromkeys((ast.Assign, ast.AnnAssign, ast.AugAssign), _ASSIGNMENT),
     ast.Return: ("return", "yield the text, and put what may be left out under `if`"),
-    ast.Assign: ("an assignment", "compute it before the call, or inside the expression"),
-    ast.AnnAssign: ("an assignment", "compute it before the call, or inside the expression"),
-    ast.AugAssign: ("an assignment", "compute it before the call, or inside the expression"),
     ast.Try: ("try", "do what may fail before the call"),
     ast.FunctionDef: ("a function", "define it outside, as a prompt program of its own"),
 }
