@@ -1,10 +1,4 @@
-"""`ragcache keys`."""
-
-# MERGED tests.api.cli.test_modules: `ragcache modules`.
-# MERGED tests.api.cli.test_stats: `ragcache stats` and `ragcache modules ls`.
-# MERGED tests.api.cli.test_verify: `ragcache verify`.
-# MERGED tests.api.cli.test_settings_of_commands: Commands read the same settings as the
-#   service: options, the environment, `ragcache.toml`.
+"""`ragcache keys`, `modules`, `stats`, `verify` and `doctor`, and their settings."""
 
 from __future__ import annotations
 
@@ -22,6 +16,7 @@ from ragcache.errors import ConfigurationError, NoState, UnknownKey
 from ragcache.models import LoadedModel
 from ragcache.store import KVStore, RemoteTier, admin
 from ragcache_api.cli.main import app
+from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.ragcache.conftest import make_key, make_states
 
 runner = CliRunner()
@@ -46,7 +41,7 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     database.close()
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_key_errors_are_named(tmp_path: Path) -> None:
     where = ["--state", str(tmp_path / "state")]
     assert isinstance(runner.invoke(app, ["keys", "ls", *where]).exception, NoState)
     wrong = runner.invoke(app, ["keys", "create", "page", "--role", "root", *where])
@@ -62,7 +57,7 @@ def state(tmp_path: Path, reader: LoadedModel) -> Path:
     return tmp_path / "state"
 
 
-def listed(state: Path) -> dict[str, Any]:
+def list_module(state: Path) -> dict[str, Any]:
     [row] = json.loads(
         runner.invoke(app, ["modules", "ls", "--state", str(state), "--json"]).stdout
     )
@@ -73,31 +68,31 @@ def expire(state: Path, *words: str) -> Any:
     return runner.invoke(app, ["modules", "expire", *words, "--state", str(state)])
 
 
-def test_a_limit_is_set_and_lifted(state: Path) -> None:
-    number = str(listed(state)["id"])
+def test_modules_expire_sets_and_lifts_a_limit(state: Path) -> None:
+    number = str(list_module(state)["id"])
     dry = expire(state, number, "--after", "60", "--dry-run")
     assert "1 states would be kept for 60 s, unless they are pinned" in dry.output
-    assert listed(state)["expires_at"] is None
+    assert list_module(state)["expires_at"] is None
     assert "1 states are kept for 60 s" in expire(state, number, "--after", "60").output
-    assert listed(state)["expires_at"] == pytest.approx(time.time() + 60, abs=30)
+    assert list_module(state)["expires_at"] == pytest.approx(time.time() + 60, abs=30)
     done = json.loads(expire(state, number, "--never", "--json").stdout)
     assert [(each["action"], each["tier"]) for each in done] == [("keep", "disk")]
-    assert listed(state)["expires_at"] is None
+    assert list_module(state)["expires_at"] is None
 
 
 @pytest.mark.parametrize("words", [["1"], ["1", "--after", "1", "--never"], ["--never"]])
-def test_what_is_wanted_must_be_said(state: Path, words: list[str]) -> None:
+def test_modules_expire_needs_modules_and_one_limit(state: Path, words: list[str]) -> None:
     assert expire(state, *words).exit_code == 2
 
 
-def test_an_unknown_module_is_named(state: Path) -> None:
+def test_modules_expire_names_an_unknown_module(state: Path) -> None:
     failed = expire(state, "999", "--never")
     assert failed.exit_code != 0
     assert "there is no module 999" in str(failed.exception)
 
 
 @pytest.fixture
-def state_stats(reader: LoadedModel, notes: Path, tmp_path: Path) -> Path:
+def pinned_and_evicted(reader: LoadedModel, notes: Path, tmp_path: Path) -> Path:
     """Three documents of which one is pinned, and another was evicted."""
     with RagCache.open(tmp_path / "state", reader) as rag:
         rag.ingest("notes", notes)
@@ -106,20 +101,24 @@ def state_stats(reader: LoadedModel, notes: Path, tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def test_stats_sum_up_collections_tiers_and_evictions(state_stats: Path) -> None:
-    shown = runner.invoke(app, ["stats", "--state", str(state_stats)]).output.splitlines()
+def test_stats_sum_up_collections_tiers_and_evictions(pinned_and_evicted: Path) -> None:
+    shown = runner.invoke(app, ["stats", "--state", str(pinned_and_evicted)]).output.splitlines()
     assert ["notes", "3"] in [line.split() for line in shown]
     tiers = [line.split() for line in shown if line.startswith("disk")]
     assert tiers[0][:2] == ["disk", "3"], "two modules and the preamble"
     assert tiers[1] == ["disk", "1", "0"], "evicted by hand, not fetched again"
-    plain = json.loads(runner.invoke(app, ["stats", "--state", str(state_stats), "--json"]).stdout)
+    plain = json.loads(
+        runner.invoke(app, ["stats", "--state", str(pinned_and_evicted), "--json"]).stdout
+    )
     assert plain["collections"] == {"notes": 3}
     assert plain["tiers"]["disk"]["states"] == 3
     assert plain["evictions"]["disk"]["manual"] == 1
 
 
-def test_modules_are_listed_with_their_pins(state_stats: Path) -> None:
-    lines = runner.invoke(app, ["modules", "ls", "--state", str(state_stats)]).output.splitlines()
+def test_modules_are_listed_with_their_pins(pinned_and_evicted: Path) -> None:
+    lines = runner.invoke(
+        app, ["modules", "ls", "--state", str(pinned_and_evicted)]
+    ).output.splitlines()
     rows = {line.split()[0]: line.split() for line in lines}
     assert rows["boats.md#1"][-1] == "pinned"
     assert rows["boats.md#1"][2] == "disk"
@@ -127,14 +126,14 @@ def test_modules_are_listed_with_their_pins(state_stats: Path) -> None:
     assert "pinned" not in rows["leave.md#1"]
 
 
-def test_an_empty_state_says_what_to_do(tmp_path: Path) -> None:
+def test_an_empty_state_says_how_to_ingest(tmp_path: Path) -> None:
     Database.open(tmp_path / "ledger.sqlite").close()
     for command in (["stats"], ["modules", "ls"]):
         assert "ragcache ingest" in runner.invoke(app, [*command, "--state", str(tmp_path)]).output
 
 
 @pytest.fixture
-def state_verify(tmp_path: Path) -> Path:
+def unowned(tmp_path: Path) -> Path:
     """A store with one state that nothing needs."""
     database = Database.open(tmp_path / "ledger.sqlite")
     store = KVStore.open(tmp_path, database, 1 << 20)
@@ -144,26 +143,26 @@ def state_verify(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_disagrees_is_printed_and_mended_on_request(state_verify: Path) -> None:
-    found = runner.invoke(app, ["verify", "--state", str(state_verify)])
+def test_verify_prints_disagreements_and_repairs_on_request(unowned: Path) -> None:
+    found = runner.invoke(app, ["verify", "--state", str(unowned)])
     assert found.exit_code == 1
     assert "unowned" in found.output
     assert "1 states, 0 modules: 1 disagreement, 0 mended" in found.output
     assert f"{str(make_key(1))[:12]}…" in found.output
     assert "--repair" in found.output
-    mended = runner.invoke(app, ["verify", "--state", str(state_verify), "--repair"])
+    mended = runner.invoke(app, ["verify", "--state", str(unowned), "--repair"])
     assert (mended.exit_code, "1 disagreement, 1 mended" in mended.output) == (0, True)
-    clean = runner.invoke(app, ["verify", "--state", str(state_verify)])
+    clean = runner.invoke(app, ["verify", "--state", str(unowned)])
     assert (clean.exit_code, "0 states, 0 modules: nothing disagrees" in clean.output) == (0, True)
 
 
-def test_a_program_reads_json(state_verify: Path) -> None:
-    result = runner.invoke(app, ["verify", "--state", str(state_verify), "--json"])
+def test_verify_prints_json(unowned: Path) -> None:
+    result = runner.invoke(app, ["verify", "--state", str(unowned), "--json"])
     report = json.loads(result.stdout)
     assert (report["clean"], report["states"], report["found"][0]["kind"]) == (False, 1, "unowned")
 
 
-def test_the_remote_and_a_ledger_elsewhere_are_verified(tmp_path: Path) -> None:
+def test_verify_reads_a_remote_and_a_ledger_elsewhere(tmp_path: Path) -> None:
     url, far = f"sqlite:///{tmp_path / 'elsewhere.sqlite'}", f"file://{tmp_path / 'far'}"
     database = Database.open(url)
     store = KVStore.open(tmp_path, database, 1 << 20, remote=RemoteTier.open(far))
@@ -184,7 +183,7 @@ def test_the_remote_and_a_ledger_elsewhere_are_verified(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder, with one state in `here` under a ledger that stands elsewhere."""
+    """A working folder, with one state in `here` under a ledger elsewhere."""
     database = Database.open(f"sqlite:///{tmp_path / 'elsewhere.sqlite'}")
     store = KVStore.open(tmp_path / "here", database, 1 << 20)
     store.put_states(make_key(1), make_states(1))
@@ -194,15 +193,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def states_told(*arguments: str) -> int:
+def count_verified_states(*arguments: str) -> int:
     result = runner.invoke(app, ["verify", "--json", *arguments])
     return int(json.loads(result.stdout)["states"])
 
 
-def test_the_file_says_where_state_and_ledger_are(folder: Path) -> None:
+def test_the_settings_file_names_state_and_ledger(folder: Path) -> None:
     url = f"sqlite:///{folder / 'elsewhere.sqlite'}"
     (folder / "ragcache.toml").write_text(f'state = "here"\nledger = "{url}"\n', encoding="utf-8")
-    assert states_told() == 1
+    assert count_verified_states() == 1
 
 
 def test_an_option_comes_before_the_environment_and_that_before_the_file(
@@ -211,13 +210,56 @@ def test_an_option_comes_before_the_environment_and_that_before_the_file(
     (folder / "ragcache.toml").write_text('ledger = "sqlite:///nowhere/a"\n', encoding="utf-8")
     monkeypatch.setenv("RAGCACHE_STATE", "here")
     monkeypatch.setenv("RAGCACHE_LEDGER", f"sqlite:///{folder / 'elsewhere.sqlite'}")
-    assert states_told() == 1
+    assert count_verified_states() == 1
     empty = f"sqlite:///{folder / 'empty.sqlite'}"
-    assert states_told("--ledger", empty) == 0
+    assert count_verified_states("--ledger", empty) == 0
 
 
-def test_a_setting_that_does_not_exist_is_named(folder: Path) -> None:
+def test_an_unknown_setting_is_named(folder: Path) -> None:
     (folder / "ragcache.toml").write_text("stat = 1\n", encoding="utf-8")
     result = runner.invoke(app, ["verify"])
     assert result.exit_code != 0
     assert "stat" in str(result.exception)
+
+
+def test_modules_ls_lists_sizes_and_tiers(run: Run, ingested: Path) -> None:
+    listed = json_of(run("modules", "ls", "--json"))
+    assert len(listed) == 3
+    for row in listed:
+        assert {"name", "collection", "tokens", "nbytes", "tiers", "hits"} <= set(row)
+        assert row["collection"] == "notes"
+        assert "disk" in row["tiers"]
+    error_of(run("modules", "ls", "elsewhere", "--json"), "UnknownCollection")
+    _, out, _ = run("modules", "ls", "notes")
+    tokens = sum(row["tokens"] for row in listed)
+    assert f"3 modules, {tokens} tokens" in out
+    assert all(row["name"] in out for row in listed)
+
+
+def test_modules_ls_counts_hits(run: Run, ingested: Path) -> None:
+    run("ask", QUESTION, "-c", "notes", "-k", 1)
+    hits = {row["name"]: row["hits"] for row in json_of(run("modules", "ls", "--json"))}
+    assert sorted(hits.values()) == [0, 0, 1]
+
+
+def test_modules_ls_makes_no_folder(run: Run, tmp_path: Path) -> None:
+    error_of(run("modules", "ls", "--json"), "NoState")
+    assert not (tmp_path / "state").exists()
+
+
+def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
+    checks = json_of(run("doctor", "--json"))
+    assert set(checks) == {"machine", "attention backend", "embedded reader", "state folder"}
+    assert all(check["ok"] for check in checks.values())
+    assert checks["state folder"]["detail"].startswith("3 modules in ")
+
+
+def test_doctor_reports_a_damaged_state_folder(run: Run, tmp_path: Path) -> None:
+    assert "does not exist yet" in json_of(run("doctor", "--json"))["state folder"]["detail"]
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "ledger.sqlite").write_bytes(b"not a database" * 100)
+    status, out, _ = run("doctor", "--json")
+    assert status == 1
+    checks = json.loads(out)
+    assert [name for name, check in checks.items() if not check["ok"]] == ["state folder"]
+    assert "failed state folder" in run("doctor")[1]

@@ -13,7 +13,7 @@ from ragcache_api.cli.main import app
 runner = CliRunner()
 
 
-def test_a_plan_of_files_reads_in_a_terminal(notes: Path, tmp_path: Path) -> None:
+def test_a_plan_of_files_is_printed(notes: Path, tmp_path: Path) -> None:
     where = ["--state", str(tmp_path / "state"), "--sample", "2", "--device-bytes", "1KiB"]
     shown = runner.invoke(app, ["plan", str(notes), *where])
     assert shown.exit_code == 0
@@ -22,7 +22,7 @@ def test_a_plan_of_files_reads_in_a_terminal(notes: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "state").exists(), "a plan changes nothing"
 
 
-def test_a_program_reads_the_plan_of_a_collection(notes: Path, tmp_path: Path) -> None:
+def test_a_plan_of_a_collection_as_json(notes: Path, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state")]
     runner.invoke(app, ["ingest", "notes", str(notes), *state])
     result = runner.invoke(app, ["plan", "-c", "notes", *state, "--json", "--sample", "1"])
@@ -33,7 +33,7 @@ def test_a_program_reads_the_plan_of_a_collection(notes: Path, tmp_path: Path) -
     assert {size["tier"] for size in plan["tiers"]} == {"host", "disk"}
 
 
-def test_what_is_to_be_planned_is_said_once(notes: Path, tmp_path: Path) -> None:
+def test_a_plan_needs_either_files_or_a_collection(notes: Path, tmp_path: Path) -> None:
     for arguments in ([], [str(notes), "-c", "notes"]):
         assert isinstance(runner.invoke(app, ["plan", *arguments]).exception, ConfigurationError)
     missing = runner.invoke(app, ["plan", "-c", "notes", "--state", str(tmp_path)])

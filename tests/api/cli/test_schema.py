@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ragcache_api.cli.main import app
 from ragcache_schemas import Schema, parse_schema
+from tests.api.cli.conftest import Run
 
 GOOD = """<schema name="trip">
   <system>Plan & trips.</system>
@@ -36,7 +37,7 @@ BAD = """<schema name="s">
 """
 
 
-def run(*arguments: str, status: int = 0) -> str:
+def run_schema(*arguments: str, status: int = 0) -> str:
     """The output of a command."""
     result = CliRunner().invoke(app, ["schema", *arguments])
     assert result.exit_code == status, result.output
@@ -58,12 +59,12 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def test_lint_is_silent_about_what_is_right(files: dict[str, str]) -> None:
-    assert run("lint", files["good"]) == "1 file: nothing to report\n"
-    assert json.loads(run("lint", files["good"], "--json")) == []
+    assert run_schema("lint", files["good"]) == "1 file: nothing to report\n"
+    assert json.loads(run_schema("lint", files["good"], "--json")) == []
 
 
 def test_lint_shows_every_finding_with_its_line(files: dict[str, str]) -> None:
-    out = run("lint", files["good"], files["bad"], status=1)
+    out = run_schema("lint", files["good"], files["bad"], status=1)
     assert f"{files['bad']}:4:5: error: text directly inside <union>" in out
     assert "\n     4 │     text\n             ^\n" in out
     assert f"{files['bad']}:8:3: error: a second module 'a'" in out
@@ -71,7 +72,7 @@ def test_lint_shows_every_finding_with_its_line(files: dict[str, str]) -> None:
 
 
 def test_lint_as_json(files: dict[str, str]) -> None:
-    found = json.loads(run("lint", files["bad"], "--json", status=1))
+    found = json.loads(run_schema("lint", files["bad"], "--json", status=1))
     assert [(one["line"], one["column"], one["kind"]) for one in found] == [
         (4, 5, "MisplacedText"),
         (5, 25, "InvalidAttribute"),
@@ -81,7 +82,7 @@ def test_lint_as_json(files: dict[str, str]) -> None:
 
 
 def test_lint_checks_a_prompt_against_the_schema_beside_it(files: dict[str, str]) -> None:
-    [found] = json.loads(run("lint", files["prompt"], files["good"], "--json", status=1))
+    [found] = json.loads(run_schema("lint", files["prompt"], files["good"], "--json", status=1))
     assert (found["line"], found["column"], found["kind"]) == (3, 1, "UnknownName")
     assert "did you mean 'sea'?" in found["message"]
     result = CliRunner().invoke(app, ["schema", "lint", files["alone"]])
@@ -90,7 +91,7 @@ def test_lint_checks_a_prompt_against_the_schema_beside_it(files: dict[str, str]
 
 
 def test_show_draws_a_file_as_a_tree_with_positions(files: dict[str, str]) -> None:
-    lines = run("show", files["good"]).splitlines()
+    lines = run_schema("show", files["good"]).splitlines()
     assert lines[0].split() == ["trip", "(3", "modules)", "positions", "tokens", "text"]
     assert "<|user|>" in "\n".join(lines)  # the turns, in the words of the model's template
     rows = {re.split("   *", line.lstrip("├─│└ "))[0]: line for line in lines}
@@ -115,15 +116,27 @@ def test_show_of_a_collection(notes: Path, tmp_path: Path) -> None:
     state = ["--state", str(tmp_path / "state")]
     done = CliRunner().invoke(app, ["ingest", "notes", str(notes), *state])
     assert done.exit_code == 0, done.output
-    schema = parse_schema(run("show", "notes", "-k", "2", *state))
+    schema = parse_schema(run_schema("show", "notes", "-k", "2", *state))
     assert schema.name == "notes"
-    whole: Schema = parse_schema(run("show", "notes", "--expand", *state))
+    whole: Schema = parse_schema(run_schema("show", "notes", "--expand", *state))
     assert len(whole.children) > len(schema.children)
-    tree = run("show", "notes", "--tree", "-k", "2", *state)
+    tree = run_schema("show", "notes", "--tree", "-k", "2", *state)
     assert "slot 2" in tree
     assert "of the collection notes" in tree
-    assert "module boats.md" in run("show", "notes", "--tree", "--expand", *state)
+    assert "module boats.md" in run_schema("show", "notes", "--tree", "--expand", *state)
 
 
 def test_the_xml_schema_is_printed_for_editors() -> None:
-    assert etree.XMLSchema(etree.fromstring(run("xsd").encode())) is not None
+    assert etree.XMLSchema(etree.fromstring(run_schema("xsd").encode())) is not None
+
+
+def test_schema_show_prints_pml(run: Run, ingested: Path) -> None:
+    status, out, _ = run("schema", "show", "notes", "-k", 2)
+    assert status == 0
+    parse_schema(out)
+    expanded = run("schema", "show", "notes", "-k", 2, "--expand")[1]
+    parse_schema(expanded)
+    for name in ("boats.md", "keys.md", "leave.md"):
+        assert name not in out, "the members are named by their collection"
+        assert expanded.count(f'<module name="{name}">') == 2, "once in either slot"
+    assert "hangs in the red cupboard" in expanded

@@ -1,0 +1,66 @@
+"""Runs of the command line, and a state folder to run it on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from ragcache_api.cli.main import main
+from tests.conftest import write_notes
+
+QUESTION = "Where does the spare key of the boathouse hang?"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `ragcache ARGUMENTS`; gives exit status, standard output and standard error."""
+    monkeypatch.setenv("RAGCACHE_STATE", str(tmp_path / "state"))
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ragcache", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return command
+
+
+def json_of(result: tuple[int, str, str]) -> Any:
+    """The JSON that a successful command printed."""
+    status, out, err = result
+    assert status == 0, err
+    return json.loads(out)
+
+
+def error_of(result: tuple[int, str, str], name: str) -> str:
+    """The message of a command that failed with this error and printed nothing else."""
+    status, out, err = result
+    assert (status, out) == (1, "")
+    assert err.startswith(f"{name}: ")
+    assert "Traceback" not in err
+    return err
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel) -> Path:
+    """A state folder into which the notes were ingested."""
+    folder = tmp_path_factory.mktemp("library")
+    with RagCache.open(folder / "state", reader) as rag:
+        rag.ingest("notes", [write_notes(folder / "notes")])
+    return folder / "state"
+
+
+@pytest.fixture
+def ingested(library: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(library, tmp_path / "state"))

@@ -1,0 +1,149 @@
+"""`ragcache ingest`, `ask`, `prompt` and `demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ragcache_api.cli import ask
+from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
+from tests.conftest import REPOSITORY
+
+ANSWER_KEYS = {
+    "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices"
+}  # fmt: skip
+
+
+def test_ingest_reports_what_it_stored(run: Run, notes: Path) -> None:
+    (notes / "plan.pdf").write_bytes(b"%PDF\0")
+    stored = json_of(run("ingest", "notes", notes, "--json"))
+    counts = ("added", "updated", "unchanged", "modules", "encoded")
+    assert [stored[name] for name in counts] == [3, 0, 0, 3, 4]
+    assert stored["collection"] == "notes"
+    assert stored["tokens"] > 50
+    assert [Path(path).name for path in stored["ignored"]] == ["plan.pdf"]
+    status, out, _ = run("ingest", "notes", notes)
+    assert status == 0
+    assert "0 documents added, 0 updated, 3 unchanged in notes: 0 modules" in out
+    assert "passed over (not text)" in out
+
+
+def test_ask_answers_with_sources_and_costs(run: Run, ingested: Path) -> None:
+    answer = json_of(run("ask", QUESTION, "-c", "notes", "-k", 2, "--json"))
+    assert set(answer) == ANSWER_KEYS | {"encoded"}
+    assert answer["encoded"] == 0, "a later process computes no module again"
+    assert answer["sources"][0]["document"] == "keys.md"
+    assert {source["tier"] for source in answer["sources"]} == {"disk"}
+    reuse = answer["reuse"]
+    assert reuse["cached_tokens"] + reuse["computed_tokens"] == reuse["prompt_tokens"]
+    assert reuse["bytes_moved"]["disk"] > 0
+
+
+def test_ask_prints_the_answer_for_people(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "--collection", "notes", "--mode", "exact")
+    text = json_of(run(*asked, "--json"))["text"]
+    status, out, _ = run(*asked)
+    assert status == 0
+    assert out.startswith(text)
+    assert "mode exact · prompt" in out
+    assert "= 0 cached" in out
+    assert "keys.md" in out
+
+
+def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 6)
+    answer = json_of(run(*asked, "--json"))
+    assert len(answer["choices"][0]["token_ids"]) <= 6
+    status, out, _ = run(*asked, "--stream")
+    assert status == 0
+    assert out.split("\n")[0].strip() == answer["text"]
+    assert "keys.md" in out
+    assert run("ask", "xylophone", "-c", "notes", "--stream")[1].startswith("nothing in this")
+
+
+def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes", "--temperature", 3.0, "--seed", 5, "--json")
+    assert json_of(run(*asked))["text"] == json_of(run(*asked))["text"]
+    greedy = json_of(run("ask", QUESTION, "-c", "notes", "--json"))["text"]
+    cut = json_of(run("ask", QUESTION, "-c", "notes", "--stop", greedy[2:4], "--json"))
+    assert (cut["text"], cut["finish_reason"]) == (greedy[:2].strip(), "stop")
+    bad = ("ask", QUESTION, "-c", "notes", "--temperature", -1, "--json")
+    assert "temperature is -1.0" in error_of(run(*bad), "InvalidRequest")
+
+
+def test_ask_reports_that_nothing_was_found(run: Run, ingested: Path) -> None:
+    status, out, _ = run("ask", "xylophone", "-c", "notes")
+    assert status == 0
+    assert out.startswith("nothing in this collection shares a word with the question")
+    answer = json_of(run("ask", "xylophone", "-c", "notes", "--json"))
+    assert (answer["finish_reason"], answer["text"]) == ("no_documents", "")
+
+
+def test_request_errors_are_named(run: Run, ingested: Path) -> None:
+    error_of(run("ask", "  ", "-c", "notes", "--json"), "EmptyQuestion")
+    message = error_of(run("ask", QUESTION, "-c", "notes", "--mode", "fast"), "ConfigurationError")
+    assert "unknown mode 'fast'" in message
+
+
+def test_commands_that_read_make_no_folder(run: Run, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    for command in (["ask", "?", "-c", "notes"], ["schema", "show", "notes"]):
+        error_of(run(*command, "--state", nowhere), "NoState")
+    assert not nowhere.exists()
+
+
+def test_names_with_brackets_are_shown_as_they_are(run: Run, notes: Path) -> None:
+    (notes / "[draft] plan.md").write_text("# Plan\n\nThe jetty gets a new handrail.")
+    (notes / "[red].bin").write_bytes(b"x")
+    assert "[red].bin" in run("ingest", "[b]", notes)[1]
+    assert "[draft] plan.md#1" in run("ask", "Which handrail?", "-c", "[b]")[1]
+    out = run("modules", "ls")[1]
+    assert "[draft] plan.md#1  [b]" in out
+    error_of(run("ask", QUESTION, "-c", "[b]", "-k", 0), "ConfigurationError")
+
+
+def test_a_schema_is_added_and_a_prompt_over_it_answered(run: Run, tmp_path: Path) -> None:
+    folder = REPOSITORY / "examples" / "pml" / "trip-plan"
+    status, out, err = run("schema", "add", folder / "schema.xml", "--placement", "compact")
+    assert (status, err) == (0, "")
+    assert "states encoded" in out
+    prompt = sorted(folder.glob("prompt-*.xml"))[0]
+    answer = json_of(run("prompt", prompt, "--json"))
+    reuse = answer["reuse"]
+    assert reuse["cached_tokens"] > reuse["computed_tokens"] > 0
+    assert (
+        json_of(run("prompt", prompt, "--mode", "exact", "--json"))["reuse"]["cached_tokens"] == 0
+    )
+    error_of(run("prompt", tmp_path / "absent.xml"), "UnreadableDocument")
+    error_of(run("schema", "add", folder / "schema.xml", "--placement", "x"), "ConfigurationError")
+    (tmp_path / "other.xml").write_text('<prompt schema="absent"><a/></prompt>')
+    error_of(run("prompt", tmp_path / "other.xml"), "UnknownSchema")
+
+
+@pytest.mark.parametrize("texts", [None, "zebra"], ids=["notes", "nothing in common"])
+def test_demo_compares_both_modes_for_every_question(
+    run: Run, notes: Path, texts: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "RUNS", 1)
+    monkeypatch.setattr(ask, "QUESTIONS", ask.QUESTIONS[:2])
+    for path in notes.iterdir() if texts else ():
+        path.write_text(texts or "", encoding="utf-8")
+    compared = json_of(run("demo", "--handbook", notes, "--json"))
+    assert [each["question"] for each in compared] == list(ask.QUESTIONS)
+    figures = {"first_token_cached", "first_token_exact", "ratio"}
+    for each in compared:
+        assert set(each) == ANSWER_KEYS | figures
+        assert each["mode"] == "rooted"
+        assert each["ratio"] == each["first_token_exact"] / each["first_token_cached"]
+
+
+def test_demo_prints_questions_and_ratios(
+    run: Run, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "RUNS", 1)
+    monkeypatch.setattr(ask, "QUESTIONS", ask.QUESTIONS[:2])
+    status, out, _ = run("demo", "--handbook", notes)
+    assert status == 0
+    assert "3 documents, 3 modules" in out
+    assert all(question in out for question in ask.QUESTIONS)
