@@ -1,6 +1,6 @@
 """What the commands share: consoles, options, opening a state folder, printing.
 
-Torch, transformers and the database are imported inside functions alone, so that `ragcache --help`
+Torch, transformers and the database are imported inside functions only, so that `ragcache --help`
 starts without them.
 """
 

@@ -140,7 +140,7 @@ class RagCacheVectorStore(VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """lambda_mult: 1 is relevance alone, 0 is diversity alone."""
+        """lambda_mult: 1 is relevance only, 0 is diversity only."""
         params = self._search_params(k, fetch_k, lambda_mult, **kwargs)
         return _without_scores(self._search(query, params))
 
