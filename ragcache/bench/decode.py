@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +209,6 @@ def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     return _Decoded(steps, core.stats, used * core.pool.bytes_per_block)
 
 
-class _Times:
-    """A logits processor that notes the time of every step."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        self.at.append(time.perf_counter())
-        return scores
-
-
 def generate_copies(
     model: Any, prompts: Sequence[Sequence[KVStates]], questions: Sequence[Sequence[int]], new: int
 ) -> list[float]:
@@ -240,7 +230,12 @@ def generate_copies(
             values = [torch.cat([s.values[layer] for s in states], dim=1) for states in prompts]
             cache.update(torch.stack(keys), torch.stack(values), layer)
     ids = torch.tensor([[0] * cached + list(question) for question in questions])
-    times = _Times()
+    times: list[float] = []
+
+    def note(_ids: Tensor, scores: Tensor) -> Tensor:
+        times.append(time.perf_counter())
+        return scores
+
     with torch.inference_mode():
         model.generate(
             ids.to(model.device),
@@ -249,10 +244,10 @@ def generate_copies(
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,
-            logits_processor=LogitsProcessorList([times]),
+            logits_processor=LogitsProcessorList([note]),
         )
     model.set_attn_implementation(implementation)
-    return [after - before for before, after in zip(times.at, times.at[1:], strict=False)]
+    return [after - before for before, after in pairwise(times)]
 
 
 def plot_decode(result: dict[str, Any], file: Path) -> None:

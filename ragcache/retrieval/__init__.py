@@ -3,14 +3,15 @@
 from ragcache.retrieval.filters import Filters, compile_filters
 from ragcache.retrieval.retriever import (
     CANDIDATES,
+    CollectionIndex,
     Hit,
     Retriever,
     Retrievers,
     SearchKind,
     SearchParams,
     Selection,
+    fuse,
 )
-from ragcache.retrieval.search import CollectionIndex, fuse
 
 __all__ = [
     "CANDIDATES",
