@@ -12,6 +12,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
@@ -21,6 +22,7 @@ from tests.api.http.server_process import Started, start_server
 from tests.conftest import write_notes
 
 SECONDS = 20
+VIEWS = ("overview", "modules", "reuse", "batch", "schemas", "ingestion", "ask")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
@@ -92,6 +94,32 @@ class Page:
         return [
             each["message"] for each in self.window.get_log("browser") if each["level"] == "SEVERE"
         ]
+
+
+def get(server: httpx.Client, path: str, **parameters: Any) -> Any:
+    response = server.get(path, params=parameters)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def tier(server: httpx.Client, name: str) -> dict[str, Any]:
+    [found] = [each for each in get(server, "/admin/tiers")["items"] if each["name"] == name]
+    return dict(found)
+
+
+def module(server: httpx.Client, document: str) -> dict[str, Any]:
+    [found] = get(server, "/admin/modules", document=document)["items"]
+    return dict(found)
+
+
+def asked(page: Page, question: str, collection: str) -> None:
+    """Asks through the form and waits until the answer has ended."""
+    page.open("ask")
+    page.find(f"[name=collection] option[value={collection}]").click()
+    page.find("[name=question]").send_keys(question, Keys.ENTER)
+    page.find(".question", question)
+    page.until(lambda: not page.all(".said .caret"))
+    page.find(".askform [type=submit]:enabled")
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
 
-from tests.api.page.conftest import FLAGS, Page
+from tests.api.page.conftest import FLAGS, VIEWS, Page
 
-VIEWS = ("overview", "modules", "reuse", "batch", "schemas", "ingestion", "ask")
 SETTLED = "return !document.querySelector('.loading')"
 
 

@@ -1,217 +1,279 @@
-"""The operator's page in headless Chromium, against a stand-in that remembers what it was told."""
+"""The operator's page in headless Chromium over the service in this process.
+
+Each test has its own copy of ten modules, or reads one ledger of ten thousand.
+"""
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.api.page.conftest import Page
-from tests.api.page.fake_server import ANSWER, FakeServer
+from ragcache import RagCache, SourceDocument
+from ragcache.models import LoadedModel
+from ragcache_api.http.service import Service
+from tests.api.page.conftest import VIEWS, Page, get
+from tests.api.page.seeding import (
+    SUBJECTS,
+    record_hour,
+    seed_handbook,
+    seed_modules,
+    serve_page,
+)
 
 pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
 Opened = Callable[[str], Page]
-VIEWS = ["overview", "modules", "reuse", "batch", "schemas", "ingestion", "ask"]
+MODULES = 10_000
+
+
+@pytest.fixture(scope="session")
+def handbook(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("handbook") / "state"
+    seed_handbook(folder, reader)
+    return folder
 
 
 @pytest.fixture
-def server() -> FakeServer:
-    return FakeServer(10, pause=0.01)
+def rag(handbook: Path, reader: LoadedModel, tmp_path: Path) -> Iterator[RagCache]:
+    """A copy of the handbook."""
+    shutil.copytree(handbook, tmp_path / "state")
+    with RagCache.open(tmp_path / "state", reader, module_tokens=64) as opened:
+        yield opened
 
 
 @pytest.fixture
-def page(server: FakeServer, opened: Opened) -> Iterator[Page]:
-    with server.running() as address:
-        yield opened(address)
+def service(rag: RagCache) -> Iterator[tuple[str, Service]]:
+    with serve_page(rag) as address_and_service:
+        yield address_and_service
 
 
-@pytest.mark.parametrize("modules", [0, 10])
-def test_every_view_opens_without_a_fault(opened: Opened, modules: int) -> None:
-    with FakeServer(modules).running() as address:
-        page = opened(address)
-        for view in VIEWS:
-            page.open(view)
-            shown = page.find(f".view.{view}")
-            page.until(
-                lambda shown=shown: (
-                    shown.text and not shown.find_elements(By.CSS_SELECTOR, ".loading")
-                )
-            )
-            assert page.find("nav a[aria-current=page]").get_attribute("data-view") == view
-            assert not shown.find_elements(By.CSS_SELECTOR, ".fault")
-        assert page.faults() == []
+@pytest.fixture
+def server(service: tuple[str, Service]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service[0], timeout=60) as client:
+        yield client
 
 
-def test_overview_shows_figures_tiers_and_series(page: Page) -> None:
+@pytest.fixture
+def page(service: tuple[str, Service], opened: Opened) -> Page:
+    return opened(f"{service[0]}/admin/")
+
+
+@pytest.fixture
+def empty(reader: LoadedModel, tmp_path: Path, opened: Opened) -> Iterator[Page]:
+    """The page of a service without documents."""
+    with RagCache.open(tmp_path / "empty", reader) as rag, serve_page(rag) as (address, _):
+        yield opened(f"{address}/admin/")
+
+
+@pytest.fixture(scope="module")
+def many(
+    reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:  # fmt: skip
+    """A service of ten thousand modules."""
+    folder = tmp_path_factory.mktemp("many") / "state"
+    seed_modules(folder, MODULES)
+    with (
+        RagCache.open(folder, reader) as rag,
+        serve_page(rag) as (address, _),
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        yield client
+
+
+def row(server: httpx.Client, name: str) -> dict[str, object]:
+    """A module as the service lists it."""
+    items = get(server, "/admin/modules", search=name)["items"]
+    [found] = [each for each in items if each["name"] == name]
+    return dict(found)
+
+
+@pytest.mark.parametrize("documents", ["empty", "page"])
+def test_every_view_opens_without_a_fault(
+    documents: str, request: pytest.FixtureRequest
+) -> None:  # fmt: skip
+    page: Page = request.getfixturevalue(documents)
+    for view in VIEWS:
+        page.open(view)
+        shown = page.find(f".view.{view}")
+        page.until(
+            lambda shown=shown: shown.text and not shown.find_elements(By.CSS_SELECTOR, ".loading")
+        )
+        assert page.find("nav a[aria-current=page]").get_attribute("data-view") == view
+        assert not shown.find_elements(By.CSS_SELECTOR, ".fault")
+    assert page.faults() == []
+
+
+def test_overview_shows_figures_tiers_and_series(page: Page, service: tuple[str, Service]) -> None:
+    record_hour(service[1])
     page.open("overview")
     assert page.find("[data-figure=finished] dd").text == "18,234"
-    assert [each.get_attribute("data-tier") for each in page.all(".tier")] == [
-        "device",
-        "host",
-        "disk",
-    ]
+    assert [each.get_attribute("data-tier") for each in page.all(".tier")] == ["host", "disk"]
     assert len(page.all(".plot rect")) > 60 * 5
     page.find(".plot").send_keys(Keys.ARROW_LEFT)
     assert "Computed" in page.find(".readout").text
 
 
-def test_an_empty_service_gives_advice(opened: Opened) -> None:
-    with FakeServer(0).running() as address:
-        page = opened(address)
-        page.open("modules")
-        page.click(".empty a", "Ingest documents")
-        assert page.find("h1").text == "Ingestion"
+def test_an_empty_service_gives_advice(empty: Page) -> None:
+    empty.open("modules")
+    empty.click(".empty a", "Ingest documents")
+    assert empty.find("h1").text == "Ingestion"
 
 
-def test_ingest(page: Page, server: FakeServer, tmp_path: Path) -> None:
+def test_picked_files_become_documents(page: Page, server: httpx.Client, tmp_path: Path) -> None:
     for name in ("a.md", "b.md"):
         (tmp_path / name).write_text(f"The text of {name}.")
     page.open("ingestion")
-    page.find("[name=collection]").send_keys("handbook")
+    page.find("[name=collection]").send_keys("letters")
     picker = page.window.find_element(By.CSS_SELECTOR, "input[type=file]")
     picker.send_keys(f"{tmp_path / 'a.md'}\n{tmp_path / 'b.md'}")
     page.click(".ingestform [type=submit]", "Ingest 2 files")
-    assert "2 of 2" in page.find(".job[data-status=done]").text
-    [call] = server.calls("POST", "/v1/collections/handbook/documents")
-    assert call["files"] == [("a.md", "The text of a.md."), ("b.md", "The text of b.md.")]
-    assert len(call["key"]) == 32
+    assert "2 of 2" in page.find(".job[data-status=done]", "letters").text
+    found = get(server, "/admin/modules", collection="letters")["items"]
+    assert {each["document"] for each in found} == {"a.md", "b.md"}
+    for each in found:
+        text = get(server, f"/admin/modules/{each['id']}")["text"]
+        assert text.strip() == f"The text of {each['document']}."
 
 
-def test_ask_streams_an_answer_and_accounts_for_it(page: Page, server: FakeServer) -> None:
+def test_a_question_reads_as_many_modules_as_the_form_says(
+    page: Page, server: httpx.Client
+) -> None:
     page.open("ask")
     page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
-    page.find("[name=question]").send_keys("How long is the grace period?", Keys.ENTER)
+    page.find("[name=question]").send_keys("Where do requests of leave go?", Keys.ENTER)
     assert page.find(".headline", "%").text.endswith("tokens not computed")
-    assert page.find(".said").text == ANSWER
-    assert len(page.all(".tokenbars rect")) == len(ANSWER.split()) - 1
     used = [each.text.split("\n")[0] for each in page.all("[aria-label='Modules used'] td a")]
-    [asked] = server.calls("POST", "/v1/answers")
-    assert len(used) == asked["k"] == 4
-    assert asked == {
-        "question": "How long is the grace period?", "collection": "handbook", "k": 4,
-        "mode": "rooted", "stream": True,
-    }  # fmt: skip
+    page.until(lambda: get(server, "/admin/requests")["recent"])
+    [asked] = get(server, "/admin/requests")["recent"]
+    assert len(used) == 4
+    assert used == [each["name"] for each in asked["modules"]]
+    assert (asked["kind"], asked["collection"]) == ("answer", "handbook")
 
 
-def test_pin_and_unpin_in_the_table(page: Page, server: FakeServer) -> None:
+def test_pin_and_unpin_in_the_table(page: Page, server: httpx.Client) -> None:
     page.open("modules")
-    row = page.find(".grid tr[data-id]").get_attribute("data-id")
-    box = f".grid tr[data-id='{row}'] .pinbox"
+    page.find(".grid tr[data-id]")
+    name = page.names()[0]
+    box = f".grid tr[data-id='{row(server, name)['id']}'] .pinbox"
     page.click(f"{box}[aria-pressed=false]")
     page.find(f"{box}[aria-pressed=true]")
+    assert row(server, name)["pinned"]
     page.click(f"{box}[aria-pressed=true]")
     page.find(f"{box}[aria-pressed=false]")
-    asked = [(method, path) for method, path, _ in server.received]
-    assert asked == [("POST", f"/admin/modules/{row}/pin"), ("DELETE", f"/admin/modules/{row}/pin")]
+    assert not row(server, name)["pinned"]
 
 
-def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: FakeServer) -> None:
-    page.open("modules?search=leave")
-    page.click(".grid tr[data-id='3'] .name")
+def test_a_limit_is_set_and_lifted_in_the_drawer(page: Page, server: httpx.Client) -> None:
+    page.open("modules?search=travel")
+    page.click(".grid tr[data-id] .name")
     facts = page.find(".drawer .facts")
     assert "Expires\nnever" in facts.text
     page.click(".drawer [data-act=expire]")
     page.click(".modal [type=submit]", "Set")
     page.find(".toast.ok", "Limit set")
     page.until(lambda: "Expires\nnever" not in page.find(".drawer .facts").text)
+    expires = row(server, "travel.md#1")["expires_at"]
+    assert isinstance(expires, float)
+    assert 3500 < expires - time.time() <= 3600
     page.click(".drawer [data-act=expire]")
     page.click(".modal .choice", "Never")
     page.click(".modal [type=submit]", "Set")
     page.find(".toast.ok", "Limit lifted")
     page.until(lambda: "Expires\nnever" in page.find(".drawer .facts").text)
-    asked = server.calls("POST", "/admin/modules/3/expire")
-    assert asked == [{"seconds": 3600}, {"seconds": None}]
+    assert row(server, "travel.md#1")["expires_at"] is None
 
 
-def test_many_are_warmed_at_once(page: Page, server: FakeServer) -> None:
+def test_many_are_warmed_at_once(page: Page, server: httpx.Client) -> None:
+    server.post("/admin/evict", json={})
     page.open("modules")
     page.find(".grid tr[data-id]")
     page.click(".grid thead input")
     page.click(".bulk [data-act=warm]")
     page.find(".toast.ok", "Warmed 10 modules")
-    assert {path for _, path, _ in server.received} == {
-        f"/admin/modules/{id}/warm" for id in range(1, 11)
-    }
+    for each in get(server, "/admin/modules")["items"]:
+        assert set(each["tiers"]) == {"host", "disk"}
 
 
-def test_evict_one_module_from_its_drawer(page: Page, server: FakeServer) -> None:
-    page.open("modules?search=leave")
-    page.click(".grid tr[data-id='3'] .name")
-    assert "grace period" in page.find(".drawer pre").text
+def test_evict_one_module_from_its_drawer(page: Page, server: httpx.Client) -> None:
+    page.open("modules?search=travel")
+    page.click(".grid tr[data-id] .name")
+    assert "north gate" in page.find(".drawer pre").text
     page.click(".drawer [data-act=evict]")
-    assert "disk" in page.find(".modal .preview table").text
+    assert "disk" in page.find(".modal .preview table").text.lower()
     page.click(".modal footer button", "Cancel")
-    assert server.calls("DELETE", "/admin/modules/3") == []
+    assert row(server, "travel.md#1")["tiers"] == ["disk"]
     page.click(".drawer [data-act=evict]")
     page.click(".modal [type=submit]", "Evict")
-    page.find(".grid tr[data-id='3'] .chips", "none")
-    assert server.calls("DELETE", "/admin/modules/3") == [None]
+    page.find(".grid tr[data-id] .chips", "none")
+    assert row(server, "travel.md#1")["tiers"] == []
 
 
-def test_evict_a_collection_after_a_dry_run(page: Page, server: FakeServer) -> None:
+def test_evict_a_collection_after_a_dry_run(page: Page, server: httpx.Client) -> None:
     page.open("modules?collection=handbook&tier=disk")
     page.find(".grid tr[data-id]")
     page.click("[data-act=evict-scope]")
     assert "10 states would go" in page.find(".modal .sum").text
-    scope = {"collection": "handbook", "tier": "disk"}
-    assert server.calls("POST", "/admin/evict?dry_run=true") == [scope]
-    assert server.calls("POST", "/admin/evict") == []
+    assert get(server, "/admin/modules", tier="disk")["total"] == 10
     page.click(".modal [type=submit]", "Evict")
     page.find(".toast.ok", "Evicted 10 states")
-    assert server.calls("POST", "/admin/evict") == [scope]
     page.find(".empty", "No module fits")
+    assert get(server, "/admin/modules", tier="disk")["total"] == 0
 
 
-def test_a_refusal_is_shown_in_the_servers_words(page: Page) -> None:
-    page.open("modules")
+def test_a_refusal_is_shown_in_the_servers_words(page: Page, server: httpx.Client) -> None:
+    page.open("modules?search=travel")
     page.click(".grid tr[data-id] .name")
     page.click(".drawer [data-act=move]")
+    server.delete("/v1/collections/handbook/documents/travel.md")
     page.click(".modal [type=submit]", "Move")
-    assert "device holds pinned states only" in page.find(".toast.error", "Tier full").text
+    assert "there is no module" in page.find(".toast.error", "Not found").text
 
 
-def test_ten_thousand_modules_are_searched_sorted_and_scrolled(opened: Opened) -> None:
-    server = FakeServer(10_000)
-    by_hits = sorted(server.modules.values(), key=lambda each: -each["hits"])
-    with server.running() as address:
-        page = opened(address)
-        page.open("modules")
-        page.until(lambda: page.names()[:3] == [each["name"] for each in by_hits[:3]])
-        assert len(page.all(".grid tbody tr")) < 60
-        page.click("[data-sort=nbytes] button")
-        largest = max(server.modules.values(), key=lambda each: each["nbytes"])
-        page.until(lambda: page.names()[0] == largest["name"])
-        assert page.find("[data-sort=nbytes]").get_attribute("aria-sort") == "descending"
-        page.window.execute_script("document.querySelector('.gridview').scrollTop = 300 * 38")
-        page.until(lambda: page.all(".grid tr[aria-rowindex='302'][data-id]"))
-        page.find("[type=search]").send_keys("travel-17")
-        found = sum("travel-17" in each["name"] for each in server.modules.values())
-        page.find(".gridbox footer", f"{found} in all")
-        assert all("travel-17" in name for name in page.names())
-        assert "search=travel-17" in page.window.current_url
-
-
-def test_the_last_of_ten_thousand_is_reached(opened: Opened) -> None:
-    server = FakeServer(10_000)
-    with server.running() as address:
-        page = opened(address)
-        page.open("modules?sort=id&descending=false")
-        page.find(".grid tr[data-id]")
-        page.window.execute_script("document.querySelector('.gridview').scrollTop = 1e9")
-        page.find(".grid tr[aria-rowindex='10001'][data-id='10000']")
-
-
-def test_the_modules_of_one_document(page: Page, server: FakeServer) -> None:
-    server.modules[7]["document"] = server.modules[3]["document"]
+def test_ten_thousand_modules_are_searched_sorted_and_scrolled(
+    many: httpx.Client, opened: Opened
+) -> None:
+    page = opened(f"{many.base_url}/admin/")
     page.open("modules")
-    page.click(".grid tr[data-id='3'] .name")
-    page.click(".drawer dd a", "leave-000.md")
+    by_hits = get(many, "/admin/modules", sort="hits", descending=True, limit=3)["items"]
+    page.until(lambda: page.names()[:3] == [each["name"] for each in by_hits])
+    assert by_hits[0]["hits"] == 9972
+    assert len(page.all(".grid tbody tr")) < 60
+    page.click("[data-sort=nbytes] button")
+    largest = get(many, "/admin/modules", sort="nbytes", descending=True, limit=1)["items"][0]
+    page.until(lambda: page.names()[0] == largest["name"])
+    assert largest["nbytes"] == 4096 + 10_006
+    assert page.find("[data-sort=nbytes]").get_attribute("aria-sort") == "descending"
+    page.window.execute_script("document.querySelector('.gridview').scrollTop = 300 * 38")
+    page.until(lambda: page.all(".grid tr[aria-rowindex='302'][data-id]"))
+    page.find("[type=search]").send_keys("m17")
+    found = sum("m17" in f"m{number}" for number in range(MODULES))
+    page.find(".gridbox footer", f"{found} in all")
+    assert all("m17" in name for name in page.names())
+    assert "search=m17" in page.window.current_url
+
+
+def test_the_last_of_ten_thousand_is_reached(many: httpx.Client, opened: Opened) -> None:
+    page = opened(f"{many.base_url}/admin/")
+    page.open("modules?sort=id&descending=false")
+    page.find(".grid tr[data-id]")
+    page.window.execute_script("document.querySelector('.gridview').scrollTop = 1e9")
+    last = row(many, f"m{MODULES - 1}")["id"]
+    page.find(f".grid tr[aria-rowindex='{MODULES + 1}'][data-id='{last}']")
+
+
+def test_the_modules_of_one_document(page: Page) -> None:
+    page.open("modules?search=leave")
+    page.click(".grid tr[data-id] .name")
+    page.click(".drawer dd a", "leave.md")
     page.find(".gridbox footer", "2 in all")
     page.click(".filters .only")
-    page.find(".gridbox footer", "10 in all")
+    page.find(".gridbox footer", f"{len(SUBJECTS) + 2} in all")
 
 
 def test_rows_are_walked_by_keyboard(page: Page) -> None:
@@ -223,23 +285,6 @@ def test_rows_are_walked_by_keyboard(page: Page) -> None:
     assert first not in focused.text
     focused.send_keys(Keys.ENTER)
     assert page.find(".drawer h2").text == second
-
-
-def test_the_key_is_asked_for_once_and_kept_in_the_tab(opened: Opened) -> None:
-    with FakeServer(10, key="rk-right").running() as address:
-        page = opened(address)
-        page.open("overview")
-        page.find("[name=key]").send_keys("rk-wrong", Keys.ENTER)
-        page.find(".modal .fault", "did not accept")
-        page.find("[name=key]").send_keys("rk-right", Keys.ENTER)
-        page.find("[data-figure=kept]")
-        page.open("modules")
-        page.find(".grid tr[data-id]")
-        assert page.all(".modal") == []
-        assert page.window.execute_script("return localStorage.length") == 0
-        page.click("[data-action=forget]")
-        page.click(".modal footer button", "Cancel")
-        assert "Unauthorized" in page.find(".fault strong").text
 
 
 def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
@@ -257,9 +302,13 @@ def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
     page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_names_from_outside_are_never_markup(page: Page, server: FakeServer) -> None:
+def test_names_from_outside_are_never_markup(
+    page: Page, rag: RagCache, server: httpx.Client
+) -> None:
     name = "<img src=x onerror=alert(1)>"
-    server.modules[1] |= {"name": name, "document": name, "hits": 10**6}
+    rag.ingest(name, [SourceDocument(name, "The zeppelin is moored in hall four.", name)])
+    question = {"question": "Where is the zeppelin moored?", "collection": name, "max_tokens": 1}
+    assert server.post("/v1/answers", json=question).json()["sources"][0]["document"] == name
     for view in ("modules", "reuse", "batch", "schemas"):
         page.open(view)
         page.until(lambda: name in page.window.execute_script("return document.body.textContent"))

@@ -132,7 +132,9 @@ async function fetchUntil(state, index) {
       state.begun = true;
       state.rows.push(...page.items);
       state.next = page.next ?? null;
-      state.total = page.total ?? state.rows.length + (state.next ? PAGE : 0);
+      // the first page counts the list, those after it do not
+      const known = state.next ? Math.max(state.total, state.rows.length + 1) : state.rows.length;
+      state.total = page.total ?? known;
       arrived(state);
     }
   } catch (error) {
