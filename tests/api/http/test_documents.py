@@ -1,11 +1,5 @@
 """Collections and pages of documents: made, listed along the index, and deleted."""
 
-# MERGED tests.api.http.test_ingestions: Ingestions that wait, end early, and are sent again.
-# MERGED tests.api.http.test_uploads: Documents over the wire: forms, JSON, and what is too
-#   large to be read.
-# MERGED tests.api.http.test_metadata: Metadata over the wire: what JSON cannot give back is
-#   refused before it is stored.
-
 from __future__ import annotations
 
 import socket

@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions`, but for what the clients of others show (test_openai_clients)."""
 
-# MERGED tests.api.http.test_completions: `POST /v1/completions`.
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,8 +1,5 @@
 """JSON as the service writes it."""
 
-# MERGED tests.api.http.test_malformed: A thousand malformed requests: each gets a 4xx and a
-#   body that says why.
-
 from __future__ import annotations
 
 import json

@@ -1,8 +1,5 @@
 """How the server listens: whose word counts, and how many it takes at once."""
 
-# MERGED tests.api.http.test_shutdown: SIGTERM in the middle of a load: everybody gets an end
-#   or an error, and all is written.
-
 from __future__ import annotations
 
 import asyncio

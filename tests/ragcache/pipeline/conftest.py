@@ -1,9 +1,14 @@
-"""A tiny model behind a real tokenizer, and what a context's last token leads to."""
+"""Fixtures of the pipeline's tests, and a tokenizer of the sentencepiece kind."""
 
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from ragcache.engine import Context
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
@@ -28,3 +33,34 @@ def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:
         for c in contexts
     ]
     return causal.forward(BatchBuilder(causal).build_batch(chunks))
+
+
+CORPUS = [
+    "The survey boat Pipit is moored at the north quay, where the spare key hangs.",
+    "Everybody has 26 days of leave a year.\n\nRequests go to Ines Marlow two weeks ahead.",
+    "Question: which boat is at the quay? Read the documents and answer the question.",
+]
+
+
+def spaced_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-pair encoding over words with `▁` for a space; one before the first word."""
+    tokenizer = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "<s>", "</s>"]
+    letters = sorted({letter for text in CORPUS for letter in text} | set("<>[]/|xyz"))
+    trainer = BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if bos:
+        tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+        )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    made.chat_template = (
+        "{% for m in messages %}{{ '<s>[' + m['role'] + '] ' + m['content'] + '</s>' }}{% endfor %}"
+    )
+    return made

@@ -26,7 +26,7 @@ from ragcache.pipeline.chat import MIN_READ_TOKENS, InContextTokenizer, Rendered
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.recognition import Fingerprints, FingerprintTable, find
 from tests.conftest import tiny_model
-from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
+from tests.ragcache.pipeline.conftest import spaced_tokenizer
 
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
 KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."

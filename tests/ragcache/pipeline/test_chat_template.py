@@ -20,7 +20,7 @@ from ragcache_schemas import (
     render_prompt_turns,
     render_schema_turns,
 )
-from tests.ragcache.pipeline.sentencepiece import spaced_tokenizer
+from tests.ragcache.pipeline.conftest import spaced_tokenizer
 
 TOOLS = (
     "{% if tools %}{{ '<|user|>tools: ' + (tools | tojson) + '<|end|>' }}{% endif %}"

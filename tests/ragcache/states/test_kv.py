@@ -1,15 +1,27 @@
-"""The key of states: a digest of everything that they depend on."""
+"""States and their keys, and states in eight bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.states import FORMAT_VERSION, KVKey, state_key
+from ragcache.errors import ConfigurationError
+from ragcache.states import FORMAT_VERSION, KVKey, KVStates, state_key
 from ragcache.states import kv as key_module
+from ragcache.states.quantization import (
+    KVDtype,
+    QuantizedStates,
+    check_kv_dtype,
+    kv_dtype_of,
+    quantize,
+    quantized_nbytes,
+    restored,
+    tensors_of,
+)
 
 INPUTS: dict[str, Any] = {
     "model": "m" * 64,
@@ -81,3 +93,107 @@ def test_digest_is_stable() -> None:
     pinned = "dfd8eb1f01a36aa71ea568ac28f1c10be9fc6b65a914f8c2637c1b8284219b8e"
     assert state_key(**INPUTS) == KVKey(pinned)
     assert str(KVKey(pinned)) == pinned
+
+
+ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
+DTYPES = list(ROUNDING)
+
+
+def draw(dtype: torch.dtype, seed: int = 0, tokens: int = 7, spread: float = 3.0) -> KVStates:
+    """Channels of very different sizes, as keys have them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randn(1, 1, 1, 6, generator=generator).mul(spread).exp()
+    drawn = torch.randn(2, 2, 3, tokens, 6, generator=generator) * sizes
+    keys, values = drawn.clamp(-6e4, 6e4)  # which float16 holds
+    return KVStates(keys.to(dtype), values.to(dtype), 5)
+
+
+def quantized(states: KVStates, kind: KVDtype) -> QuantizedStates:
+    kept = quantize(states, kind)
+    assert isinstance(kept, QuantizedStates)
+    return kept
+
+
+@given(seed=st.integers(0, 2**32), spread=st.floats(0, 4), tokens=st.integers(1, 40))
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_element_is_wrong_by_more_than_is_stated(
+    dtype: torch.dtype, kind: KVDtype, seed: int, spread: float, tokens: int
+) -> None:
+    states = draw(dtype, seed, tokens, spread)
+    kept = quantized(states, kind)
+    back = kept.restore()
+    sides = (
+        (states.keys, back.keys, kept.key_scales),
+        (states.values, back.values, kept.value_scales),
+    )
+    for exact, found, scales in sides:
+        size = exact.float().abs()
+        bound = scales / 2 if kind == "int8" else torch.maximum(size / 16, scales * 2**-10)
+        slack = ROUNDING[dtype] * (size + scales) + torch.finfo(dtype).tiny
+        assert ((exact.float() - found.float()).abs() <= bound + slack).all()
+
+
+def test_scales_stand_for_channels_of_keys_and_tokens_of_values() -> None:
+    kept = quantized(draw(torch.bfloat16, tokens=7), "int8")
+    assert kept.key_scales.shape == (2, 3, 1, 6)
+    assert kept.value_scales.shape == (2, 3, 7, 1)
+    assert kept.length == 7
+
+
+def test_model_is_the_same_object_and_so_exact_to_the_bit() -> None:
+    states = draw(torch.bfloat16)
+    assert quantize(states, "model") is states
+    assert restored(states) is states
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_states_are_not_quantized_again(kind: KVDtype) -> None:
+    kept = quantize(draw(torch.bfloat16), kind)
+    assert quantize(kept, kind) is kept
+    assert kv_dtype_of(kept) == kind
+    plain = quantize(kept, "model")
+    assert torch.equal(plain.keys, restored(kept).keys)
+    assert plain.keys.dtype == torch.bfloat16
+
+
+def test_bytes_are_those_of_all_tensors_and_about_half() -> None:
+    states = KVStates(*torch.randn(2, 8, 2, 300, 64).bfloat16(), 0)
+    kept = quantize(states, "int8")
+    assert kept.nbytes == sum(t.untyped_storage().nbytes() for t in tensors_of(kept).values())
+    assert kept.nbytes < 0.54 * states.nbytes
+
+
+def test_restoring_in_another_dtype() -> None:
+    kept = quantized(draw(torch.bfloat16), "int8")
+    assert kept.restore(torch.float32).keys.dtype == torch.float32
+    assert kept.restore().values.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_zeros_and_runs_without_tokens_survive(kind: KVDtype) -> None:
+    zeros = KVStates(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), 0)
+    assert not restored(quantize(zeros, kind)).keys.any()
+    empty = KVStates(torch.zeros(1, 1, 0, 4), torch.zeros(1, 1, 0, 4), 0)
+    assert restored(quantize(empty, kind)).length == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_are_not_quantized(value: float) -> None:
+    states = draw(torch.float32)
+    states.values[0, 0, 2, 1] = value
+    assert quantize(states, "int8") is states
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match="'int4'; kinds: model, fp8, int8"):
+        check_kv_dtype("int4")
+
+
+@given(tokens=st.integers(0, 20), layers=st.integers(1, 3), size=st.integers(1, 9))
+def test_quantized_bytes_are_known_from_shapes(tokens: int, layers: int, size: int) -> None:
+    states = KVStates(*torch.randn(2, layers, 2, tokens, size).bfloat16(), 0)
+    forms = [quantize(states, "int8"), quantize(states, "fp8"), states]
+    for form in forms:
+        for kind in ("int8", "fp8", "model"):
+            assert quantized_nbytes(form, kind) == quantize(form, kind).nbytes

@@ -1,14 +1,22 @@
-"""Processes that share a ledger and a disk."""
+"""Several processes on one folder, and processes that are killed at any moment."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from ragcache.db import Database
+from ragcache.db.tables import Base
 from ragcache.store.verify import verify
 from tests.ragcache.store.library import ROOT, Library, key_of, texts_of
 
@@ -90,3 +98,132 @@ def test_readers_see_a_whole_document_while_another_process_replaces_it(
     assert result(reading) == "done"
     assert 11 in seen
     library.close()
+
+
+TREES = ("ash", "elm", "fir", "oak")
+LONGEST = 0.25  # seconds until a process is killed
+
+
+def run_and_kill(
+    work: Callable[[Callable[[str], None]], None], seconds: float, lines: int = 0
+) -> list[str]:
+    """Runs work in a process of its own, which is killed when it has told so many lines and then so
+    many seconds have passed; returns the lines that it had told by then."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            work(lambda line: os.write(writing, f"{line}\n".encode()) and None)
+        except BaseException as error:
+            os.write(writing, f"failed {error!r}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    told = b""
+    while told.count(b"\n") < lines and (more := os.read(reading, 1 << 16)):
+        told += more
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reading, "rb") as rest:
+        return (told + rest.read()).decode().splitlines()
+
+
+def live(folder: Path, where: Path | str, seed: int, tell: Callable[[str], None]) -> None:
+    """Changes a library until killed. Every change is told before it begins and when it is done."""
+    rng = random.Random(seed)
+    library = Library(folder, where)
+    tell("opened")
+    for turn in range(10_000):
+        name, version = rng.choice(TREES), seed * 10_000 + turn
+        kind = rng.choice(("put", "put", "put", "delete", "evict", "read"))
+        if kind != "put" and name not in library.versions():
+            continue
+        if kind in ("put", "delete"):
+            tell(f"begin {name} {version if kind == 'put' else -1}")
+            library.put(name, version) if kind == "put" else library.delete(name)
+            tell("done")
+        elif kind == "evict":
+            library.store.evict(library.keys(name))
+        else:
+            library.read(name)
+
+
+def settle(expected: dict[str, int], lines: list[str]) -> dict[str, set[int]]:
+    """What each document may be: what was acknowledged last, or what was under way. -1 is gone."""
+    assert not [line for line in lines if line.startswith("failed")], lines
+    possible = {name: {version} for name, version in expected.items()}
+    for number, line in enumerate(lines):
+        if line.startswith("begin"):
+            _, name, version = line.split()
+            acknowledged = number + 1 < len(lines) and lines[number + 1] == "done"
+            before = set() if acknowledged else possible.get(name, {-1})
+            possible[name] = {int(version)} | before
+    return possible
+
+
+def check(folder: Path, where: Path | str, possible: dict[str, set[int]]) -> dict[str, int]:
+    """Restarts; returns what the documents are now."""
+    library = Library(folder, where)
+    try:
+        report = verify(library.store)
+        assert report.found == ()
+        assert set(library.store.disk.keys()) == library.store.ledger.keys("disk")
+        assert not list(folder.glob("states/??/*.part"))
+        now = library.versions()
+        for name, versions in possible.items():
+            assert now.get(name, -1) in versions, f"{name} is {now.get(name, -1)} of {versions}"
+        for name in now:
+            library.read(name)
+        return {name: now.get(name, -1) for name in possible}
+    finally:
+        library.close()
+
+
+def kill_often(folder: Path, where: Path | str, kills: int, seed: int) -> int:
+    """Returns how many changes were acknowledged."""
+    rng = random.Random(seed)
+    expected: dict[str, int] = {}
+    acknowledged = 0
+    for turn in range(kills):
+        work = lambda tell, turn=turn: live(folder, where, seed + turn, tell)  # noqa: E731
+        lines = run_and_kill(work, rng.uniform(0.0, LONGEST), rng.choice((0, 1, 2, 3, 5, 9)))
+        acknowledged += lines.count("done")
+        expected = check(folder, where, settle(expected, lines))
+    return acknowledged
+
+
+def test_a_few_kills(tmp_path: Path, where: Path | str) -> None:
+    assert kill_often(tmp_path, where, 5, 1) > 0
+
+
+@pytest.mark.slow
+def test_two_hundred_kills(tmp_path: Path, where: Path | str) -> None:
+    assert kill_often(tmp_path, where, 200, 1000) > 100
+
+
+def kill_migrations(tmp_path: Path, kills: int) -> set[bool]:
+    """Returns whether migrations were found done, or not, after the kills. Their moments close in
+    on the time that a migration takes, however busy the machine is."""
+    rng, seen, longest = random.Random(7), set(), 0.1
+    for turn in range(kills):
+        path = tmp_path / f"new{turn}.sqlite3"
+        opening = lambda tell, path=path: (Database.open(path), tell("done"))  # noqa: E731
+        done = "done" in run_and_kill(opening, rng.uniform(0.0, longest))
+        longest *= 0.8 if done else 1.25
+        seen.add(done)
+        database = Database.open(path)
+        with database.engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+        database.close()
+    return seen
+
+
+def test_a_few_kills_of_a_migration(tmp_path: Path) -> None:
+    assert kill_migrations(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_many_kills_of_a_migration(tmp_path: Path) -> None:
+    assert kill_migrations(tmp_path, 50) == {False, True}

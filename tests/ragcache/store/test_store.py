@@ -1,4 +1,4 @@
-"""The store: leases over the tiers."""
+"""The store: tiers, leases, claims, admission, options, and what an operator changes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import event
 
+from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
-from ragcache.errors import StoreBudgetExceeded, StoreFull
+from ragcache.errors import ConfigurationError, StoreBudgetExceeded, StoreFull
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.states import KVKey, KVStates
-from ragcache.store import HostTier, KVStore, LeaseRequest, RemoteTier, admin
-from tests.ragcache.conftest import encode_missing, full_lease, make_key, make_states, same
+from ragcache.store import (
+    HostTier,
+    KVStore,
+    LeaseRequest,
+    RemoteTier,
+    admin,
+    open_tiers,
+    tier_status,
+)
+from ragcache.store.leases import AdmissionFilter, admits
+from tests.conftest import tiny_model
+from tests.ragcache.conftest import (
+    TOKEN_BYTES,
+    encode_missing,
+    full_lease,
+    make_key,
+    make_states,
+    same,
+)
 
 STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
 BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved
@@ -720,3 +743,109 @@ def test_a_claim_of_a_process_that_died_does_not_count(
         mine = update(SessionTable).where(SessionTable.id == other.ledger.sessions.id)
         session.execute(mine.values(pid=pid))
     assert sources(store, 1, request=INGEST) == ["encoded"]
+
+
+CPU = torch.device("cpu")
+
+
+def test_sizes_and_kinds_are_parsed() -> None:
+    chosen = open_tiers({"disk_bytes": "8GiB", "kv_dtype": "int8", "policy": "gdsf"}, CPU)
+    assert (chosen["disk_bytes"], chosen["kv_dtype"], chosen["policy"]) == (8 << 30, "int8", "gdsf")
+    assert (chosen["device"], chosen["remote"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy": "fifo"}, "unknown policy 'fifo'; policies: lru"),
+        ({"kv_dtype": "int4"}, "unknown kv_dtype 'int4'"),
+        ({"disk_bytes": "much"}, "cannot read the size 'much'"),
+        ({"disk_size": 3}, "unknown option 'disk_size'; options of tiers: device_bytes"),
+    ],
+)
+def test_invalid_options_are_refused(options: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        open_tiers(options, CPU)
+
+
+def test_an_answer_from_every_tier_is_the_same(tmp_path: Path, reader: LoadedModel) -> None:
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    model = LoadedModel("tiny", causal, reader.tokenizer)
+    remote = f"file://{tmp_path / 'bucket'}"
+    options: Any = {"remote": remote, "device_bytes": "64MiB", "max_new_tokens": 4}
+    with RagCache.open(tmp_path / "state", model, **options) as rag:
+        rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
+        found = {}
+        for tier in ("device", "host", "disk", "remote"):
+            rag.modules.move("notes", tier)
+            if tier == "remote":
+                rag.modules.evict("notes", tier="disk")
+            answer = rag.ask("Where is the kiln?", collection="notes")
+            found[answer.sources[0].tier] = answer.text
+        assert set(found) == {"device", "host", "disk", "remote"}
+        assert len(set(found.values())) == 1
+        assert set(rag.stats().tiers) == {"device", "disk", "remote"}
+
+
+def test_tier_status_counts_states_bytes_and_hits(tmp_path: Path) -> None:
+    database = Database.open(tmp_path / "ledger.sqlite")
+    store = KVStore.open(tmp_path, database, 1 << 20, disk_bytes=1 << 24)
+    for number in range(3):
+        store.put_states(make_key(number), make_states(number))
+    store.pin([make_key(1)])
+    store.fetch([make_key(2)]).release()
+    statements: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
+    host, disk = tier_status(store)
+    assert statements == []
+    assert (host.name, host.states, host.hits, host.persistent) == ("host", 3, 1, False)
+    assert (disk.name, disk.states, disk.hits, disk.persistent) == ("disk", 3, 0, True)
+    assert (host.budget_bytes, disk.budget_bytes) == (1 << 20, 1 << 24)
+    for tier in (host, disk):
+        assert TOKEN_BYTES <= tier.pinned_bytes < tier.used_bytes
+    store.evict([make_key(1)])
+    assert [tier.pinned_bytes for tier in tier_status(store)] == [0, 0]
+    store.close()
+    database.close()
+
+
+def key(number: int) -> KVKey:
+    return KVKey(f"{number:064x}")
+
+
+def test_ingestion_and_warm_calls_always_admit() -> None:
+    assert admits("ingest", None, 1, 1)
+    assert admits("warm", None, 1, 1)
+
+
+def test_a_question_admits_at_the_second_use_within_the_window() -> None:
+    assert not admits("question", None, 5, 10)
+    assert admits("question", 0, 10, 10)
+    assert not admits("question", 0, 11, 10)
+
+
+def test_one_off_questions_admit_nothing_however_many() -> None:
+    uses_seen = AdmissionFilter(window=100)
+    assert not any(uses_seen.admits("question", key(n), n) for n in range(10_000))
+    assert len(uses_seen) <= 100
+
+
+def test_a_second_use_is_admitted_amid_one_off_questions() -> None:
+    uses_seen = AdmissionFilter(window=100)
+    uses_seen.admits("question", key(0), 0)
+    for tick in range(1, 50):
+        uses_seen.admits("question", key(tick), tick)
+    assert uses_seen.admits("question", key(0), 50)
+
+
+@given(uses=st.lists(st.integers(0, 9), max_size=60), window=st.integers(1, 20))
+def test_a_key_enters_exactly_when_it_was_used_at_most_a_window_ago(
+    uses: list[int], window: int
+) -> None:
+    uses_seen = AdmissionFilter(window)
+    last: dict[int, int] = {}
+    for tick, number in enumerate(uses):
+        expected = number in last and tick - last[number] <= window
+        assert uses_seen.admits("question", key(number), tick) == expected
+        assert len(uses_seen) <= window
+        last[number] = tick
