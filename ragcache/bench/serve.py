@@ -80,7 +80,10 @@ def bench_serve(
     room = 32 * (own + 64) * causal.bytes_per_token
     with LLMEngine(causal, EngineConfig(room, running=32)) as engine:
         prompts = _requests(setting, causal)
-        alone = {mode: _alone(engine, requests) for mode, requests in prompts.items()}
+        alone = {  # normalized latency of a single request, the median of three
+            mode: statistics.median(_normalized(engine.submit_request(r).result()) for r in three)
+            for mode, three in ((mode, requests[:3]) for mode, requests in prompts.items())
+        }
         limit = 2 * alone["exact"]
         loads: dict[str, list[LoadPoint]] = {}
         for mode, requests in prompts.items():
@@ -125,13 +128,6 @@ def _requests(setting: ServeSetting, causal: CausalLM) -> dict[str, list[Request
         requests["exact"].append(request([], whole))
         requests["cached"].append(request([root, *(states[each] for each in picked)], question))
     return requests
-
-
-def _alone(engine: LLMEngine, requests: Sequence[Request]) -> float:
-    """Normalized latency of a single request: the median of three."""
-    return statistics.median(
-        _normalized(engine.submit_request(request).result()) for request in requests[:3]
-    )
 
 
 def _offer(engine: LLMEngine, requests: Iterable[Request], rate: float) -> LoadPoint:

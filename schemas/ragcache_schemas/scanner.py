@@ -298,7 +298,10 @@ def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
         else:
             balancer.start(tag)
     if balancer.stack:
-        raise _never_closed(balancer.stack[-1].tag)
+        tag = balancer.stack[-1].tag
+        expected = f"add </{tag.name}>; in text, {CDATA_ADVICE}"
+        problem = f"<{tag.name}> is never closed"
+        raise PMLSyntaxError(problem, tag.location, tag.name, expected)
     return sorted(balancer.edits, key=lambda edit: edit.offset), balancer.warnings
 
 
@@ -371,8 +374,3 @@ def _mismatch(tag: Tag, stack: list[_Open]) -> PMLSyntaxError:
     problem = f"</{tag.name}> where </{opened.name}> is due, which was opened at {where}"
     expected = f"close <{opened.name}> first; in text, {CDATA_ADVICE}"
     return PMLSyntaxError(problem, tag.location, opened.name, expected)
-
-
-def _never_closed(tag: Tag) -> PMLSyntaxError:
-    expected = f"add </{tag.name}>; in text, {CDATA_ADVICE}"
-    return PMLSyntaxError(f"<{tag.name}> is never closed", tag.location, tag.name, expected)

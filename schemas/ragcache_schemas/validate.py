@@ -114,15 +114,12 @@ def _duplicate(what: str, name: str, node: Node, first: Node) -> DuplicateName:
 
 
 def _scaffold_problems(schema: Schema) -> Iterator[PMLError]:
-    if not schema.scaffolds:
-        return
     scopes: dict[Path, dict[str, tuple[Node, Union | None]]] = {}
     for scaffold in schema.scaffolds:
         if not scaffold.modules:
+            problem = "a scaffold of no modules"
             expected = 'name them from the schema down, as in modules="plan plan/miami"'
-            yield InvalidAttribute(
-                "a scaffold of no modules", scaffold.location, "scaffold", expected
-            )
+            yield InvalidAttribute(problem, scaffold.location, "scaffold", expected)
         yield from _one_scaffold(schema, scaffold, scopes)
 
 

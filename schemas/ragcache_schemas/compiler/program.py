@@ -154,6 +154,7 @@ def prompt_program(
 _Fits: TypeAlias = Callable[[Any], bool]
 
 _LONGEST_NAME = 60
+_GATHER = "@arguments"  # no name of Python, so that it hides none
 _FORMS = "yield text, if, match, `with turn(...)` and calls of other prompt programs"
 _LOOP = ("a loop", "write its rounds out: a schema has a fixed number of modules")
 _ASSIGNMENT = ("an assignment", "compute it before the call, or inside the expression")
@@ -317,27 +318,23 @@ class Translator:
             problem = f"{program.name!r} calls itself"
             raise self.error(problem, place, "a schema is finite: write each level out")
         assert program.steps is not None  # compiled here, so that its errors come first
-        args = [
-            self.source.code(arg.value if isinstance(arg, ast.Starred) else arg)
-            for arg in call.args
-        ]
-        spread = [isinstance(arg, ast.Starred) for arg in call.args]
-        kwargs = [(keyword.arg, self.source.code(keyword.value)) for keyword in call.keywords]
-        if not any(spread) and all(name for name, _ in kwargs):
+        spread = any(isinstance(arg, ast.Starred) for arg in call.args)
+        keywords = [keyword.arg for keyword in call.keywords]
+        if not spread and all(keywords):
             try:
-                program.signature.bind(*args, **{str(name): None for name, _ in kwargs})
+                program.signature.bind(*call.args, **{str(name): None for name in keywords})
             except TypeError as error:
                 expected = f"its signature is {program.signature}"
                 raise self.error(f"{program.name!r}: {error}", place, expected) from error
 
-        def arguments(names: Namespace) -> tuple[list[Any], dict[str, Any]]:
-            given: list[Any] = []
-            for code, starred in zip(args, spread, strict=True):
-                given += eval(code, names) if starred else [eval(code, names)]
-            named: dict[str, Any] = {}
-            for name, code in kwargs:
-                named.update({name: eval(code, names)} if name else eval(code, names))
-            return given, named
+        # Python itself gathers the arguments: the program's place is taken by a function for that.
+        gather = ast.Call(ast.Name(_GATHER, ast.Load()), call.args, call.keywords)
+        code = self.source.code(ast.copy_location(gather, call))
+
+        def arguments(names: Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            given: tuple[tuple[Any, ...], dict[str, Any]]
+            given = eval(code, names | {_GATHER: lambda *args, **kwargs: (args, kwargs)})
+            return given
 
         return CallStep(names.module(program.name), program, arguments, self.source.at(place))
 

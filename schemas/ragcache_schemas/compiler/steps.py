@@ -116,7 +116,7 @@ class CallStep:
 
     name: str
     program: Program
-    arguments: Callable[[Namespace], tuple[list[Any], dict[str, Any]]]
+    arguments: Callable[[Namespace], tuple[tuple[Any, ...], dict[str, Any]]]
     location: Location
 
 
