@@ -37,6 +37,11 @@ class LoadedModel:
     def tokenizer_fingerprint(self) -> str:
         return tokenizer_fingerprint(self.tokenizer)
 
+    @cached_property
+    def thread_safe(self) -> ThreadSafeTokenizer:
+        """The same model for any number of threads, made once."""
+        return ThreadSafeTokenizer.of(self)
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer, of the model and of the tokenizer."""

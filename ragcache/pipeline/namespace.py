@@ -11,7 +11,7 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
-from ragcache.models import LoadedModel, ThreadSafeTokenizer, prompt_frame
+from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
@@ -58,7 +58,7 @@ class SharedServices:
         embedder: Embeddings | None, config: RagCacheConfig,
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
-        model = ThreadSafeTokenizer.of(model)
+        model = model.thread_safe
         engine = LLMEngine(
             model.causal, EngineConfig(pool_bytes=config.private_bytes, queue=config.queue)
         )
