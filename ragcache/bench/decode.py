@@ -40,7 +40,6 @@ class DecodeSetting(PromptSetting):
     new_tokens: int = 64
     copies_tokens: int = 8
     unshared_tokens: int = 256
-    with_mha: bool = True
     device: str = "cpu"
 
 
@@ -78,15 +77,13 @@ def bench_decode(
     setting = setting or DecodeSetting()
     result = _shared(setting, setting.shape, progress)
     unshared = _unshared(setting, progress)
-    mha = None
-    if setting.with_mha:
-        whole = replace(setting.shape, num_kv_heads=setting.shape.num_heads)
-        mha = _shared(setting, whole, progress)
+    whole = replace(setting.shape, num_kv_heads=setting.shape.num_heads)
+    mha = _shared(setting, whole, progress)
+    names = ("ratio_to_copies", "share_of_ceiling", "kv_bytes_ratio", "scheduler_share")
     return {
-        **{key: result[key] for key in ("ratio_to_copies", "share_of_ceiling", "kv_bytes_ratio")},
-        "ratio_to_copies_mha": None if mha is None else mha["ratio_to_copies"],
+        **{key: result[key] for key in names},
+        "ratio_to_copies_mha": mha["ratio_to_copies"],
         "ratio_unshared": unshared["ratio_unshared"],
-        "scheduler_share": result["scheduler_share"],
         "shared": result,
         "shared_mha": mha,
         "unshared": unshared,
@@ -253,9 +250,7 @@ def generate_copies(
 def plot_decode(result: dict[str, Any], file: Path) -> None:
     """Seconds of a step, way by way. Raises `MissingExtra` without matplotlib."""
     figure, [axes] = new_figure(1)
-    sides = {"shared": "2 key heads" if result["shared_mha"] else "shared"}
-    if result["shared_mha"]:
-        sides["shared_mha"] = "as many key heads"
+    sides = {"shared": "2 key heads", "shared_mha": "as many key heads"}
     width = 0.8 / len(sides)
     for number, (side, label) in enumerate(sides.items()):
         steps = result[side]["step_s"]
