@@ -1,8 +1,9 @@
-"""Calls of the application without a client between, for those that stall or lie."""
+"""Calls of the application without a client between, and the events that it sends."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,3 +53,18 @@ class Caller:
             ],
         }  # fmt: skip
         await app(scope, self.receive, self.send)
+
+
+def events(text: str) -> list[tuple[str, Any]]:
+    """Names and values; the name of an event without one is `message`."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if not lines:
+            continue
+        names = [line[7:] for line in lines if line.startswith("event: ")]
+        told = "\n".join(line[6:] for line in lines if line.startswith("data: "))
+        found.append(
+            (names[0] if names else "message", told if told == "[DONE]" else json.loads(told))
+        )
+    return found

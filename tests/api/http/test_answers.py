@@ -7,8 +7,8 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.errors import QueueFull
+from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE, client_of
-from tests.api.http.events import events
 
 
 def test_an_answer_is_that_of_the_library(client: TestClient, rag: RagCache) -> None:

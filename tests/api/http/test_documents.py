@@ -1,4 +1,4 @@
-"""Collections and pages of documents: made, listed along the index, and deleted."""
+"""Collections, documents and their jobs: created, uploaded, listed in pages, and deleted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from ragcache import RagCache, SourceDocument
-from ragcache.errors import EngineClosed
+from ragcache.errors import EngineClosed, LedgerUnavailable, UnknownJob
 from ragcache.pipeline.module_states import ModuleEncoder
-from tests.api.http.conftest import LEAVE
-from tests.api.http.events import events
+from ragcache_api.http.protocol import JobResponse
+from ragcache_api.http.routes import jobs
+from tests.api.http.asgi import events
+from tests.api.http.conftest import LEAVE, client_of
 from tests.api.http.server_process import Started
 
 LONG = "質" * 330  # as many bytes as an id of a thousand letters
@@ -193,7 +195,7 @@ def test_a_large_body_is_parsed_off_the_loop(
     assert all("AnyIO worker" in name for name in seen), seen
 
 
-PATH_uploads = "/v1/collections/sent/documents"
+UPLOADS = "/v1/collections/sent/documents"
 
 
 def ended(client: TestClient, location: str) -> dict[str, Any]:
@@ -210,20 +212,20 @@ def test_files_become_documents(client: TestClient, rag: RagCache) -> None:
         ("files", ("sub/boat.md", b"# Boat\n\nThe boat is blue.", "text/markdown")),
         ("files", ("quay.txt", "\ufeffThe quay is long.".encode(), "text/plain")),
     ]
-    response = client.post(PATH_uploads, files=files)
+    response = client.post(UPLOADS, files=files)
     assert response.status_code == 202
     job = response.json()
     assert response.headers["location"] == f"/v1/jobs/{job['id']}"
     final = ended(client, response.headers["location"])
     assert final["status"] == "done"
     assert final["done"] == final["total"] == 2
-    told = client.get(PATH_uploads).json()
+    told = client.get(UPLOADS).json()
     assert [each["id"] for each in told["items"]] == ["quay.txt", "sub/boat.md"]
     assert told["total"] == 2
-    one = client.get(f"{PATH_uploads}/sub/boat.md").json()
+    one = client.get(f"{UPLOADS}/sub/boat.md").json()
     assert one["modules"] == 1
-    assert client.delete(f"{PATH_uploads}/sub/boat.md").json() == {"deleted": 1}
-    assert client.delete(f"{PATH_uploads}/sub/boat.md").status_code == 404
+    assert client.delete(f"{UPLOADS}/sub/boat.md").json() == {"deleted": 1}
+    assert client.delete(f"{UPLOADS}/sub/boat.md").status_code == 404
     names = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}
     assert names["sent"]["documents"] == names["sent"]["modules"] == 1
     assert client.delete("/v1/collections/sent").json() == {"deleted": 1}
@@ -293,14 +295,14 @@ def test_jobs_are_listed_the_newest_first(client: TestClient) -> None:
 def test_files_that_cannot_be_read_are_refused_at_once(
     client: TestClient, files: Any, status: int
 ) -> None:
-    assert client.post(PATH_uploads, files=files).status_code == status
+    assert client.post(UPLOADS, files=files).status_code == status
 
 
 @pytest.mark.enable_socket
 @pytest.mark.allow_hosts(["127.0.0.1"])
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_gigabyte_is_refused_before_it_is_read(server: Started, declared: bool) -> None:
-    head = f"POST {PATH_uploads} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
+    head = f"POST {UPLOADS} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
     length = "Content-Length: 1073741824" if declared else "Transfer-Encoding: chunked"
     head += f"Content-Type: application/json\r\n{length}\r\n\r\n"
     block = b"100000\r\n" + b" " * 2**20 + b"\r\n"
@@ -322,7 +324,7 @@ def test_a_gigabyte_is_refused_before_it_is_read(server: Started, declared: bool
 
 
 JSON = {"Content-Type": "application/json"}
-PATH_metadata = "/v1/collections/tagged/documents"
+TAGGED = "/v1/collections/tagged/documents"
 
 
 @pytest.mark.parametrize(
@@ -335,10 +337,10 @@ PATH_metadata = "/v1/collections/tagged/documents"
 )  # fmt: skip
 def test_what_json_cannot_give_back_is_not_stored(client: TestClient, metadata: str) -> None:
     body = f'{{"documents": [{{"id": "x", "text": "Words.", "metadata": {metadata}}}]}}'
-    refused = client.post(PATH_metadata, content=body, headers=JSON)
+    refused = client.post(TAGGED, content=body, headers=JSON)
     assert refused.status_code == 422, refused.text
     assert refused.json()["detail"]
-    assert client.get(PATH_metadata).status_code == 404
+    assert client.get(TAGGED).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -350,6 +352,63 @@ def test_what_json_cannot_give_back_is_not_stored(client: TestClient, metadata: 
     ],
 )  # fmt: skip
 def test_names_and_texts_are_utf_8(client: TestClient, document: str) -> None:
-    refused = client.post(PATH_metadata, content=f'{{"documents": [{document}]}}', headers=JSON)
+    refused = client.post(TAGGED, content=f'{{"documents": [{document}]}}', headers=JSON)
     assert refused.status_code == 422, refused.text
     assert refused.headers["content-type"] == "application/problem+json"
+
+
+EVENTS = {"Accept": "text/event-stream"}
+JOB = JobResponse(
+    public_id="a", target="notes", status="running", done=0, total=2, error="", started_at=1.0,
+    finished_at=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def quick_client(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    """A service of its own, which may be drained."""
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.01)
+    with client_of(rag) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(LedgerUnavailable("it does not answer"), "ledger-unavailable"),
+     (UnknownJob("there is no job 1"), "unknown-job"), (ZeroDivisionError(), "internal-error")],
+)  # fmt: skip
+def test_what_cannot_be_read_is_told(
+    quick_client: TestClient, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
+    answers = iter([JOB, JOB.model_copy(update={"done": 1})])
+
+    async def job(*_: object) -> JobResponse:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise error from None
+
+    monkeypatch.setattr(jobs, "_job", job)
+    told = events(quick_client.get("/v1/jobs/1", headers=EVENTS).text)
+    assert [name for name, _ in told] == ["progress", "progress", "error"]
+    assert told[1][1]["done"] == 1
+    assert told[-1][1]["type"] == f"urn:ragcache:problem:{code}"
+    assert told[-1][1]["instance"] == "/v1/jobs/1"
+
+
+def test_the_end_of_the_service_is_told(
+    quick_client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, asked = quick_client.app.state.service.requests, []  # type: ignore[attr-defined]
+
+    async def job(*_: object) -> JobResponse:
+        asked.append(1)
+        if len(asked) == 3:
+            running.drain()
+        return JOB
+
+    monkeypatch.setattr(jobs, "_job", job)
+    told = events(quick_client.get("/v1/jobs/1", headers=EVENTS).text)
+    assert [name for name, _ in told] == ["progress", "error"]
+    assert told[-1][1]["status"] == 503
+    assert told[-1][1]["type"].endswith("stopping")

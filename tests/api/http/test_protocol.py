@@ -1,7 +1,8 @@
-"""JSON as the service writes it."""
+"""Requests and responses as written: JSON, malformed requests, errors, the OpenAPI document."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
@@ -9,9 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 from starlette.testclient import TestClient
 
+from ragcache import errors
+from ragcache.errors import RagCacheError
+from ragcache_api.http.errors import STATUS, HTTPProblem, error_info, is_openai
 from ragcache_api.http.protocol import CompactResponse, compact
+from ragcache_schemas import PMLError
 from tests.api.http.conftest import LEAVE, client_of
 
 
@@ -166,3 +179,126 @@ def test_a_body_larger_than_allowed_is_refused_whatever_it_holds(client: TestCli
         for path in ("/v1/answers", "/v1/chat/completions"):
             refused = small.post(path, content=b"x" * 101)
             assert refused.status_code == 413
+
+
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+)
+# What takes seconds each time: the plan measures, and verify reads every blob.
+SLOW = r"/admin/(plan|verify)"
+
+
+def operations(client: TestClient) -> list[Any]:
+    """All of the service's own document."""
+    loaded = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    loaded.app = client.app
+    found = [result.ok() for result in loaded.exclude(path_regex=SLOW).get_all_operations()]
+    assert len(found) > 35
+    return found
+
+
+def check(client: TestClient, operation: Any, examples: int) -> None:
+    """Calls one operation with what its document allows, and with some that it does not."""
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=examples, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate], derandomize=True, database=None,
+    )  # fmt: skip
+    def run(case: Any) -> None:
+        _shorten(case.body)
+        case.call_and_validate(checks=CHECKS, headers={**(case.headers or {}), "Host": "localhost"})
+
+    run()
+
+
+def check_all(client: TestClient, examples: int) -> None:
+    failures = []
+    for operation in operations(client):
+        try:
+            check(client, operation, examples)
+        except Exception as error:
+            failures.append(f"{operation.label}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+def test_every_answer_is_documented(client: TestClient) -> None:
+    check_all(client, 4)
+
+
+@pytest.mark.slow
+def test_every_answer_is_documented_at_length(client: TestClient) -> None:
+    check_all(client, 60)
+
+
+def test_openais_interface_tells_400_of_what_cannot_be_read(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        told = set(paths[path]["post"]["responses"])
+        assert {"400", "500", "501", "504", "507"} <= told
+        assert "422" not in told
+    assert "422" in paths["/v1/answers"]["post"]["responses"]
+
+
+def _shorten(body: Any) -> None:
+    """Long answers test the model, not the document."""
+    if isinstance(body, dict):
+        for name in ("max_tokens", "max_completion_tokens", "n"):
+            if isinstance(body.get(name), int) and body[name] > 4:
+                body[name] = 4
+        if "messages" in body and not body.get("max_tokens"):
+            body["max_tokens"] = 4
+
+
+def test_operations_are_named_by_tag_and_function(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    names = [each["operationId"] for operations in paths.values() for each in operations.values()]
+    assert len(set(names)) == len(names)
+    assert {"admin.list_modules", "openai.complete_chat", "documents.get_job"} <= set(names)
+
+
+NAMED = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, RagCacheError) and kind is not RagCacheError
+]
+
+
+@pytest.mark.parametrize("kind", NAMED, ids=lambda kind: kind.__name__)
+def test_every_named_error_is_told(kind: type[RagCacheError]) -> None:
+    info = error_info(kind("what was wrong"))
+    assert info is not None
+    assert 400 <= info.status < 600
+    assert info.detail == "what was wrong"
+    assert ("Retry-After" in info.headers) is (info.status in (429, 503))
+    problem = info.problem("/v1/x")
+    assert problem["status"] == info.status
+    assert problem["type"].startswith("urn:ragcache:problem:")
+    assert info.openai()["error"]["message"] == "what was wrong"
+
+
+def test_the_table_names_errors_that_there_are() -> None:
+    assert set(STATUS) <= {kind.__name__ for kind in NAMED} | {PMLError.__name__}
+
+
+def test_what_nobody_named_is_not_told() -> None:
+    assert error_info(RuntimeError("a secret")) is None
+
+
+def test_a_refusal_carries_its_headers() -> None:
+    info = error_info(HTTPProblem(429, "rate-limited", "too many", {"Retry-After": "7"}))
+    assert info is not None
+    assert info.headers == {"Retry-After": "7"}
+    assert info.openai()["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "openai"),
+    [("/v1/chat/completions", True), ("/v1/completions", True), ("/v1/models/a/b", True),
+     ("/v1/answers", False), ("/v1/chatter", False), ("/admin/stats", False)],
+)  # fmt: skip
+def test_shapes_go_by_the_path(path: str, openai: bool) -> None:
+    assert is_openai(path) is openai
