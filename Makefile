@@ -14,9 +14,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# With what `make test` runs a little of: kills, state machines, loads, requests by schema.
+# With what `make test` runs a little of: kills, state machines, loads, requests by schema, second
+# processes, scripts; and with every example of a property.
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow or not slow" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile full -n auto --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -43,9 +44,17 @@ from ragcache.models.loader import READER
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test is timed: what an example takes says more of the machine.
-settings.register_profile("ragcache", deadline=None)
-settings.load_profile("ragcache")
+# No test is timed: what an example takes says more of the machine. `make test-all` runs every
+# example (`--hypothesis-profile full`).
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.load_profile("quick")
+
+
+def scaled(examples: int) -> int:
+    """The share of a test's own number of examples that the profile runs: a quarter, or all."""
+    return ceil(examples * settings().max_examples / 100)
+
 
 # RAGCACHE_TEST_DEVICE=cuda runs the tests of attention, models and engine on a GPU.
 DEVICE = os.environ.get("RAGCACHE_TEST_DEVICE", "cpu")

@@ -98,6 +98,7 @@ def test_it_measures_what_it_says() -> None:
     assert "machine" in result
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "pml.json"
     command = [sys.executable, "benchmarks/pml.py", "--modules", "200", "--json", str(file)]
@@ -109,6 +110,7 @@ def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
 HANDBOOK = REPOSITORY / "examples" / "handbook"
 
 
+@pytest.mark.slow
 def test_eight_bits_hardly_change_how_the_reader_begins(reader: LoadedModel) -> None:
     """The bounds that docs and model card state: 95 % for int8, 90 % for fp8."""
     result = bench_quantization(reader, HANDBOOK, 20)

@@ -31,6 +31,7 @@ from tests.conftest import REPOSITORY, write_notes
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_readme_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

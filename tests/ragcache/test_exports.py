@@ -84,6 +84,7 @@ def test_every_error_is_drawn_in_the_tree() -> None:
         assert f" {error.__name__}" in tree
 
 
+@pytest.mark.slow
 def test_a_package_loads_no_library_that_it_does_not_use() -> None:
     """Each line is imported after those before it: what is missing then, none of them loads."""
     top, engine, pipeline, whole = loaded_by(
@@ -109,6 +110,7 @@ def test_a_package_loads_no_library_that_it_does_not_use() -> None:
     assert "torch" in whole
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_torch_and_transformers() -> None:
     [loaded] = loaded_by("import ragcache_api.cli.main")
     assert loaded & {"torch", "transformers", "typer"} == {"typer"}

@@ -48,6 +48,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")],

@@ -414,6 +414,7 @@ class TestBadInput:
         assert rag.stats().collections == {"notes": 3}
         assert rag.ask(QUESTION, collection="notes").sources
 
+    @pytest.mark.slow
     def test_more_modules_than_the_window_holds(self, tmp_path: Path, reader: LoadedModel) -> None:
         long = [SourceDocument(f"d{i}", f"the bell number {i} rings " * 70) for i in range(16)]
         with RagCache.open(tmp_path / "state", reader) as rag:

@@ -29,6 +29,7 @@ from ragcache_schemas import (
     parse_prompt,
     parse_schema,
 )
+from tests.conftest import scaled
 
 # Where the problem is, is marked with "¦" in the text.
 SCHEMAS = [
@@ -248,7 +249,7 @@ FRAGMENTS = (
 SOUP = st.lists(st.sampled_from([*FRAGMENTS, "\n", "\r", "\0", "\ufffe"]), max_size=25)
 
 
-@settings(max_examples=400)
+@settings(max_examples=scaled(400))
 @given(SOUP.map("".join) | st.text() | st.binary())
 def test_any_input_raises_only_named_errors(text: str | bytes) -> None:
     with warnings.catch_warnings():

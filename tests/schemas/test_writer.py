@@ -31,6 +31,7 @@ from ragcache_schemas import (
     write_prompt,
     write_schema,
 )
+from tests.conftest import scaled
 from tests.schemas.pml_trees import prompts, schemas
 
 
@@ -126,13 +127,13 @@ def problem(text: str) -> str | None:
     return None if XSD.validate(tree) else str(XSD.error_log.last_error)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(schemas())
 def test_written_schemas_fit_the_xsd(schema: Schema) -> None:
     assert problem(write_schema(schema)) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(prompts())
 def test_written_prompts_fit_the_xsd(prompt: Prompt) -> None:
     assert problem(write_prompt(prompt)) is None

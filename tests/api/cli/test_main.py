@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.api.cli.conftest import QUESTION, Run, error_of
 
 
@@ -27,6 +29,7 @@ def test_a_folder_with_brackets_is_shown_as_it_is(run: Run, tmp_path: Path) -> N
     assert "[red]x[bold]" in error_of(run("modules", "ls", "--state", folder), "NoState")
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ragcache_api.cli.main", "modules", "ls"]
     done = subprocess.run(

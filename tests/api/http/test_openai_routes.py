@@ -177,6 +177,7 @@ def test_a_refusal_that_a_client_sends_back_is_text(client: TestClient) -> None:
     assert asked({"type": "refusal", "text": "No."}).status_code == 400
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_chat_may_take_what_the_window_leaves(
     client: TestClient, rag: RagCache
 ) -> None:

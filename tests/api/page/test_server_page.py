@@ -81,6 +81,7 @@ def test_an_answer_streams_and_is_accounted_for(page: Page, server: httpx.Client
     assert page.find(".said").text
 
 
+@pytest.mark.slow
 def test_a_pin_is_marked_and_shades_its_tier(page: Page, server: httpx.Client) -> None:
     number = module(server, "boats.md")["id"]
     page.open("modules?search=boats")
@@ -100,6 +101,7 @@ def test_a_pin_is_marked_and_shades_its_tier(page: Page, server: httpx.Client) -
     assert tier(server, "disk")["pinned_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client) -> None:
     row = module(server, "keys.md")
     page.open("modules?search=keys")
@@ -120,6 +122,7 @@ def test_an_eviction_is_shown_before_and_after(page: Page, server: httpx.Client)
     assert row["name"] in latest.text
 
 
+@pytest.mark.slow
 def test_every_view_opens_without_a_fault(page: Page) -> None:
     for view in VIEWS:
         page.open(view)
@@ -179,6 +182,7 @@ def test_the_address_of_the_page_is_told_at_the_start(served: tuple[Started, str
     assert f"operator's page: {address}" in "".join(started.log)
 
 
+@pytest.mark.slow
 def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
     before = get(server, "/admin/stats")["ttft"]
     asked(page, "zzqx wvvk", "notes")
@@ -187,6 +191,7 @@ def test_what_nothing_fits_is_no_miss(page: Page, server: httpx.Client) -> None:
     assert get(server, "/admin/requests")["recent"][0]["ttft"] is None
 
 
+@pytest.mark.slow
 def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> None:
     number = module(server, "keys.md")["id"]
     assert server.delete(f"/admin/modules/{number}").status_code == 200
@@ -197,6 +202,7 @@ def test_what_was_evicted_is_encoded_anew(page: Page, server: httpx.Client) -> N
     assert module(server, "keys.md")["tiers"]
 
 
+@pytest.mark.slow
 def test_reuse_and_schema_tell_of_the_same_modules(page: Page, server: httpx.Client) -> None:
     server.post("/v1/answers", json={"question": QUESTION, "collection": "notes", "max_tokens": 1})
     name = module(server, "leave.md")["name"]
@@ -233,6 +239,7 @@ def load(server: httpx.Client, clients: int) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_requests_are_seen_to_share_what_they_read(page: Page, server: httpx.Client) -> None:
     name = module(server, "leave.md")["name"]
     page.open("batch")
@@ -258,6 +265,7 @@ def shared(batch: dict[str, Any], name: str) -> bool:
     return any(each["module"] == name and each["requests"] > 1 for each in batch["segments"])
 
 
+@pytest.mark.slow
 def test_tokens_by_source_add_up_to_the_prompts(page: Page, server: httpx.Client) -> None:
     page.open("overview")
     page.find("[data-figure=finished]")

@@ -200,6 +200,7 @@ def test_a_call_without_a_name_is_invalid_in_a_stream_too(rag: RagCache) -> None
         assert [call["name"] for call in message.invalid_tool_calls] == [None]
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_cut_off_anywhere_calls_what_an_answer_calls(rag: RagCache) -> None:
     bound = ChatRagCache(rag=rag).bind_tools([weather], tool_choice="any")
     length = bound.invoke("x", max_tokens=200).usage_metadata["output_tokens"]

@@ -21,6 +21,7 @@ from ragcache.attention import (
     cpu,
 )
 from ragcache.attention.cpu import SAMPLE_STRIDE, CpuAttentionBackend
+from tests.conftest import scaled
 from tests.ragcache.attention.scenes import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
 
 MIXED = Shape(
@@ -63,7 +64,7 @@ def test_without_the_fused_kernel_the_definition_serves(monkeypatch: pytest.Monk
 
 
 @given(shapes())
-@settings(max_examples=80)
+@settings(max_examples=scaled(80))
 def test_every_row_equals_the_definition(shape: Shape) -> None:
     scene = make_scene(shape, torch.float32)
     out = attend(scene)
@@ -74,7 +75,7 @@ def test_every_row_equals_the_definition(shape: Shape) -> None:
 
 
 @given(shapes())
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_bfloat16_is_exact_to_a_few_roundings(shape: Shape) -> None:
     """Queries turn, scores, weights and numerators round once each, relative to values of 3."""
     scene = make_scene(shape, torch.bfloat16)

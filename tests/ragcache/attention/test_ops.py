@@ -27,6 +27,7 @@ from ragcache.attention.ops import (
     alibi_segment_bias,
     alibi_shift,
 )
+from tests.conftest import scaled
 from tests.ragcache.attention.scenes import Shape, make_scene, shapes
 
 SCALE, KV_HEADS, DIM = 0.25, 2, 16
@@ -54,7 +55,7 @@ def full_softmax(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     seed=st.integers(0, 10_000),
     group=st.sampled_from([1, 2, 7]),
 )
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_merging_any_split_equals_full_softmax_in_float64(
     cuts: list[int], seed: int, group: int
 ) -> None:
@@ -78,7 +79,7 @@ def test_merging_any_split_equals_full_softmax_in_float64(
     readers=st.lists(st.lists(st.integers(0, 4), min_size=1, unique=True), max_size=5),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 def test_merge_states_with_empty_slots(readers: list[list[int]], seed: int) -> None:
     """readers: of each run of three keys, the rows that ask it. The last four are their own."""
     rows = 5
@@ -208,7 +209,7 @@ def rotation(delta: int, *, interleaved: bool = False) -> Rotation:
 
 
 @given(st.integers(-300, 300), st.integers(0, 10_000), st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=scaled(50))
 def test_turning_the_query_back_equals_moving_the_key(
     delta: int, seed: int, interleaved: bool
 ) -> None:
@@ -289,7 +290,7 @@ def absolute(query: Tensor, at: Tensor, key: Tensor, where: Tensor, value: Tenso
     gaps=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_moved_segment_and_own_tokens_equal_full_alibi(
     start: int, gaps: list[int], seed: int
 ) -> None:
@@ -338,7 +339,7 @@ def test_paged_alibi_bias_equals_the_definition() -> None:
 
 
 @given(shapes())
-@settings(max_examples=80)
+@settings(max_examples=scaled(80))
 def test_every_row_equals_the_definition(shape: Shape) -> None:
     scene = make_scene(shape)
     out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)
@@ -346,7 +347,7 @@ def test_every_row_equals_the_definition(shape: Shape) -> None:
 
 
 @given(shapes())
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_every_row_equals_the_definition_under_alibi(shape: Shape) -> None:
     scene = make_scene(shape, alibi=True)
     out = ReferenceAttentionBackend().attend(*scene.inputs, scale=scene.scale)

@@ -80,6 +80,7 @@ def test_a_migration_that_fails_leaves_the_folder_as_it_was(
     assert _tables(path) >= set(Base.metadata.tables)
 
 
+@pytest.mark.slow
 def test_processes_that_open_an_empty_folder_at_once_migrate_it_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(3) as pool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ragcache.documents import split_text
 from ragcache.documents.split import MIN_TOKENS
 from ragcache.errors import ConfigurationError
+from tests.conftest import scaled
 
 Count = Callable[[str], int]
 
@@ -54,13 +55,13 @@ def in_order(wanted: list[str], found: list[str]) -> bool:
 
 
 @given(text=documents(), limit=limits, counter=counters)
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 def test_no_part_exceeds_the_limit(text: str, limit: int, counter: Count) -> None:
     assert max(counter(piece) for piece in split_text(text, limit, counter)) <= limit
 
 
 @given(text=documents(), limit=limits, counter=counters)
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 def test_every_word_appears_in_order(text: str, limit: int, counter: Count) -> None:
     pieces = split_text(text, limit, counter)
     number = r"w\d+"
@@ -68,7 +69,7 @@ def test_every_word_appears_in_order(text: str, limit: int, counter: Count) -> N
 
 
 @given(text=st.text(max_size=400), limit=limits, counter=counters)
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 def test_any_text_keeps_its_characters_and_the_limit(text: str, limit: int, counter: Count) -> None:
     pieces = split_text(text, limit, counter)
     assert all(counter(piece) <= limit for piece in pieces)

@@ -19,7 +19,7 @@ from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.conftest import DEVICE, random_tokens
+from tests.conftest import DEVICE, random_tokens, scaled
 from tests.ragcache.attention.scenes import Seen, definition, frequencies, moved
 from tests.ragcache.engine.portioned_requests import (
     BLOCK_SIZE,
@@ -329,7 +329,7 @@ def placed(segment: Segment, scheme: Exact | Alibi) -> Seen:
 
 @pytest.mark.parametrize("scheme", [Exact(), Alibi()], ids=["rotary", "alibi"])
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=scaled(40))
 def test_rows_of_random_histories_equal_the_definition(
     scheme: Exact | Alibi, data: st.DataObject
 ) -> None:

@@ -18,7 +18,7 @@ from ragcache.engine.handle import RequestHandle
 from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
-from tests.conftest import random_tokens, tiny_model
+from tests.conftest import random_tokens, scaled, tiny_model
 from tests.ragcache.engine.portioned_requests import encoded_module
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
@@ -212,7 +212,7 @@ class Run:
         self.states.append((job, RequestHandle(channel)))
 
 
-@settings(max_examples=50, derandomize=True)
+@settings(max_examples=scaled(50), derandomize=True)
 @given(DAYS)
 def test_batched_answers_equal_single_answers(world: World, day: Day) -> None:
     engine = Run(world, day)

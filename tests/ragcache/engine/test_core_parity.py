@@ -300,6 +300,7 @@ def held(core: EngineCore) -> tuple[int, int, int, int]:
     return len(gc.get_objects()), len(cache), cache.queue_length, traced
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_leave_nothing_behind(
     smallest_model: CausalLM, tracing: None
 ) -> None:

@@ -24,6 +24,7 @@ from ragcache.engine.kv_cache import (
 )
 from ragcache.errors import ConfigurationError
 from ragcache.models import CausalLM
+from tests.conftest import scaled
 
 
 def make_pool(total: int, block_size: int = 2) -> BlockPool:
@@ -424,7 +425,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=100, stateful_step_count=30)
+TestTree.settings = settings(max_examples=scaled(100), stateful_step_count=30)
 
 
 def test_blocks_under_an_ephemeral_root_are_freed_with_their_last_user() -> None:

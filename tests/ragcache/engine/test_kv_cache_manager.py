@@ -16,6 +16,7 @@ from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request
 from ragcache.engine.sequence import Sequence, SequenceGroup
+from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import BLOCK_SIZE, plain_context
 
 
@@ -326,4 +327,4 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=60, stateful_step_count=40)
+TestRequests.settings = settings(max_examples=scaled(60), stateful_step_count=40)

@@ -28,6 +28,7 @@ from ragcache.engine.sampler import (
 )
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, RequestError, UnusableLogits
+from tests.conftest import scaled
 
 V = 40
 RANDOM = SamplingParams(temperature=1.0, seed=3)
@@ -88,7 +89,7 @@ def test_no_rows_give_no_tokens() -> None:
     assert sample_tokens(torch.empty(0, V), [], []) == []
 
 
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 @given(
     st.lists(st.sampled_from(MIXED), min_size=1, max_size=2 * CPU_ROWS + 1),
     st.integers(0, 100),

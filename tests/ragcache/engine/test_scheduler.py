@@ -17,6 +17,7 @@ from ragcache.engine.scheduler import (
     SchedulerOutput,
     schedule,
 )
+from tests.conftest import scaled
 
 BLOCK_SIZE = 4
 WIDE = SchedulerConfig(BLOCK_SIZE, step_tokens=8, prefill_tokens=32, running=16)
@@ -260,7 +261,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine(jobs, limits, total, tick=0.1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=scaled(200))
 @given(machines())
 def test_all_requests_end_and_all_blocks_come_back(machine: Machine) -> None:
     work = sum(job.prompt + job.answer for job in machine.jobs.values())

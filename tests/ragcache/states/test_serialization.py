@@ -16,6 +16,7 @@ from ragcache.errors import StateCorrupt, StateMissing, StoreUnreadable
 from ragcache.states import KVKey, KVStates, serialization
 from ragcache.states.quantization import QuantizedStates, StoredStates, quantize, tensors_of
 from ragcache.states.serialization import load_blob, map_blob, read_blob, to_blob
+from tests.conftest import scaled
 
 KEY = KVKey("ab" * 32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -175,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_flipped_bit_anywhere_is_noticed(
     dtype: torch.dtype, where: float, bit: int, folder: Path

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from ragcache.states import KVKey
 from ragcache.store import Lease, store
 from ragcache.store.verify import verify
+from tests.conftest import scaled
 from tests.ragcache.conftest import postgres_schema, same
 from tests.ragcache.store.library import Library, key_of, states_of, texts_of
 
@@ -191,11 +192,11 @@ def on_postgres(request: pytest.FixtureRequest) -> type[StoreMachine]:
 
 
 def test_hundreds_of_operations() -> None:
-    run(StoreMachine, 10)
+    run(StoreMachine, scaled(10))
 
 
 def test_hundreds_of_operations_on_postgresql(request: pytest.FixtureRequest) -> None:
-    run(on_postgres(request), 4)
+    run(on_postgres(request), scaled(4))
 
 
 @pytest.mark.slow

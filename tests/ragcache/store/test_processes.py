@@ -71,6 +71,7 @@ def test_processes_that_ingest_the_same_encode_it_once(tmp_path: Path, where: Pa
     library.close()
 
 
+@pytest.mark.slow
 def test_readers_see_a_whole_document_while_another_process_replaces_it(
     tmp_path: Path, where: Path | str
 ) -> None:
@@ -194,6 +195,7 @@ def kill_often(folder: Path, where: Path | str, kills: int, seed: int) -> int:
     return acknowledged
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path, where: Path | str) -> None:
     assert kill_often(tmp_path, where, 5, 1) > 0
 

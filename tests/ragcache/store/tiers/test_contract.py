@@ -21,6 +21,7 @@ from ragcache.states.quantization import (
     restored,
 )
 from ragcache.store.tiers import DeviceTier, HostTier
+from tests.conftest import scaled
 from tests.ragcache.conftest import make_key, make_states, same
 from tests.ragcache.store.tiers.conftest import Make
 
@@ -175,7 +176,7 @@ steps = st.lists(
 
 
 @given(steps=steps)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scaled(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_tier_agrees_with_a_dictionary(make: Make, steps: list[tuple[str, int, int]]) -> None:
     tier = make(budget=40_000)
     for key in list(tier.keys()):  # the folder outlives an example
