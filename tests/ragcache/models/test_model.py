@@ -1,8 +1,10 @@
-"""The contiguous model against Hugging Face's masks, positions and rotary modules."""
+"""Models that read a contiguous buffer, and forwards that are replaced."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,16 +27,20 @@ from ragcache.models import (
 from ragcache.states import KVStates
 from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import (
+    CLOSE,
     FULL,
     ROPE,
     SLIDING,
     WINDOW,
     Module,
+    last_logits,
+    prompt,
+    reference,
     reference_logits,
     tiny_gemma,
 )
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(params=["gemma2", "gemma3"])
@@ -69,8 +75,8 @@ def test_states_are_those_of_the_models_own_cache(gemma: ContiguousLM) -> None:
         cache = gemma.model(torch.tensor([tokens])).past_key_values
     for index, layer in enumerate(cache.layers):
         kept = layer.keys.shape[2]  # a sliding layer forgets what no later token sees
-        torch.testing.assert_close(states.keys[index, :, -kept:], layer.keys[0], **CLOSE)
-        torch.testing.assert_close(states.values[index, :, -kept:], layer.values[0], **CLOSE)
+        torch.testing.assert_close(states.keys[index, :, -kept:], layer.keys[0], **NEAR)
+        torch.testing.assert_close(states.values[index, :, -kept:], layer.values[0], **NEAR)
 
 
 def test_moved_modules_equal_modules_computed_in_place(gemma: ContiguousLM) -> None:
@@ -78,7 +84,7 @@ def test_moved_modules_equal_modules_computed_in_place(gemma: ContiguousLM) -> N
     own = random_tokens(6, seed=3)
     buffer = with_modules(gemma, modules, at=40)
     expected = reference_logits(gemma.model, modules, (own, 16))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 16), expected, **CLOSE)
+    torch.testing.assert_close(go_on(gemma, buffer, own, 16), expected, **NEAR)
 
 
 def test_gaps_count_for_the_sliding_window(gemma: ContiguousLM) -> None:
@@ -86,9 +92,9 @@ def test_gaps_count_for_the_sliding_window(gemma: ContiguousLM) -> None:
     own = random_tokens(4, seed=3)
     buffer = with_modules(gemma, modules)
     expected = reference_logits(gemma.model, modules, (own, 24))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 24), expected, **CLOSE)
+    torch.testing.assert_close(go_on(gemma, buffer, own, 24), expected, **NEAR)
     near = reference_logits(gemma.model, modules, (own, 21))
-    assert not torch.allclose(expected, near, **CLOSE)
+    assert not torch.allclose(expected, near, **NEAR)
 
 
 def test_segments_may_come_out_of_order(gemma: ContiguousLM) -> None:
@@ -96,7 +102,7 @@ def test_segments_may_come_out_of_order(gemma: ContiguousLM) -> None:
     own = random_tokens(4, seed=3)
     buffer = with_modules(gemma, modules)
     expected = reference_logits(gemma.model, modules, (own, 17))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 17), expected, **CLOSE)
+    torch.testing.assert_close(go_on(gemma, buffer, own, 17), expected, **NEAR)
 
 
 def test_text_between_segments_does_not_see_the_later_one(gemma: ContiguousLM) -> None:
@@ -105,10 +111,10 @@ def test_text_between_segments_does_not_see_the_later_one(gemma: ContiguousLM) -
     buffer = with_modules(gemma, modules)
     first = go_on(gemma, buffer, between, 9)
     torch.testing.assert_close(
-        first, reference_logits(gemma.model, modules[:1], (between, 9)), **CLOSE
+        first, reference_logits(gemma.model, modules[:1], (between, 9)), **NEAR
     )
     expected = reference_logits(gemma.model, modules, [(between, 9), (after, 20)])
-    torch.testing.assert_close(go_on(gemma, buffer, after, 20), expected, **CLOSE)
+    torch.testing.assert_close(go_on(gemma, buffer, after, 20), expected, **NEAR)
 
 
 def test_a_token_within_a_segment_sees_all_of_it(gemma: ContiguousLM) -> None:
@@ -116,7 +122,7 @@ def test_a_token_within_a_segment_sees_all_of_it(gemma: ContiguousLM) -> None:
     own = random_tokens(3, seed=3)
     buffer = with_modules(gemma, modules)
     expected = reference_logits(gemma.model, modules, (own, 6))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 6), expected, **CLOSE)
+    torch.testing.assert_close(go_on(gemma, buffer, own, 6), expected, **NEAR)
 
 
 def test_portions_equal_one_pass(gemma: ContiguousLM) -> None:
@@ -126,7 +132,7 @@ def test_portions_equal_one_pass(gemma: ContiguousLM) -> None:
     buffer = with_modules(gemma, modules)
     for at in range(0, 12, 4):
         last = go_on(gemma, buffer, own[at : at + 4], 9 + at)
-    torch.testing.assert_close(last, whole, **CLOSE)
+    torch.testing.assert_close(last, whole, **NEAR)
 
 
 def test_the_layers_turn_by_their_own_frequencies() -> None:
@@ -146,14 +152,14 @@ def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
     positions = (31, 32, 32, 33, 35)  # a position that is taken twice is seen by the later token
     [states] = encode(causal, [EncodeJob(tokens, 4)])
     mine = encoded(contiguous, tokens, 4)
-    torch.testing.assert_close(mine.keys, states.keys, **CLOSE)
-    torch.testing.assert_close(mine.values, states.values, **CLOSE)
+    torch.testing.assert_close(mine.keys, states.keys, **NEAR)
+    torch.testing.assert_close(mine.values, states.values, **NEAR)
     room = ContiguousKV.allocate(causal, len(own))
     chunk = ScheduledChunk((Segment(states, 20),), room, own, positions)
     [expected] = causal.forward(BatchBuilder(causal).build_batch([chunk]))
     buffer = with_modules(contiguous, [(tokens, 20)], at=4)
     logits = contiguous.forward(buffer, torch.tensor(own), torch.tensor(positions))
-    torch.testing.assert_close(logits, expected, **CLOSE)
+    torch.testing.assert_close(logits, expected, **NEAR)
 
 
 def test_a_short_window_in_every_layer_is_served() -> None:
@@ -163,7 +169,7 @@ def test_a_short_window_in_every_layer_is_served() -> None:
     buffer = BufferPool(model, 0).take(len(tokens))
     with torch.inference_mode():
         expected = model.model(torch.tensor([tokens])).logits[0, -1]
-    torch.testing.assert_close(go_on(model, buffer, tokens, 0), expected, **CLOSE)
+    torch.testing.assert_close(go_on(model, buffer, tokens, 0), expected, **NEAR)
 
 
 def test_the_model_chooses_how_it_is_served() -> None:
@@ -249,3 +255,55 @@ def test_windows_and_caps_change_the_tiny_models() -> None:
             usual = tiny_gemma(family)(tokens).logits
             changed = tiny_gemma(family, **change)(tokens).logits
         assert (usual - changed).abs().max() > 0.01
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon, one norm": ("falcon-40b", {"num_ln_in_parallel_attn": 1}),
+    "falcon, sequential": ("falcon-7b", {"parallel_attn": False}),
+    "falcon, many key heads": ("falcon-7b", {"multi_query": False}),
+    "falcon, alibi over one key head": ("falcon-rw", {"multi_query": True}),
+    "falcon, alibi over groups": (
+        "falcon-rw",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True},
+    ),
+    "mpt, clipped": ("mpt", {"attn_config": {"clip_qkv": 0.05}}),
+    "mpt, scaled": ("mpt", {"attn_config": {"softmax_scale": 0.5}}),
+    "mpt, another bias range": ("mpt", {"attn_config": {"alibi_bias_max": 16}}),
+    "bloom, residual after the norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "gpt2, scaled by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "opt, norm after attention": ("opt", {"do_layer_norm_before": False}),
+    "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_segments_equal_the_reference(setting: str) -> None:
+    family, changes = SETTINGS[setting]
+    causal = wrap_causal(tiny_model(family, **changes))
+    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
+    [logits] = last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(logits, reference(causal.model, pieces), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "heads"), [("falcon-7b", 1), ("falcon-40b", 2), ("falcon-rw", 4), ("mpt", 4)]
+)
+def test_states_hold_no_repeated_heads(family: str, heads: int) -> None:
+    causal = wrap_causal(tiny_model(family))
+    assert causal.num_kv_heads == heads
+    assert causal.new_states(3)[0].shape == (2, heads, 3, 16)
+    assert causal.bytes_per_token == 2 * 2 * heads * 16 * 4
+
+
+@pytest.mark.parametrize("family", ["falcon-7b", "mpt", "bloom"])
+def test_a_copy_of_a_patched_model_runs_on_its_own_weights(family: str) -> None:
+    model = tiny_model(family)
+    wrap_causal(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.zero_()
+        ids = torch.tensor([random_tokens(8)])
+        logits: Tensor = copied(ids).logits
+        assert not logits.any()
+        assert model(ids).logits.any()
