@@ -1,43 +1,14 @@
 """Named errors. Each message says what is wrong, where, and what to do.
 
     RagCacheError
-    ├── ConfigurationError          a setting or an argument that cannot be used
-    ├── DocumentError
-    │   ├── NoDocuments             nothing to ingest
-    │   ├── UnreadableDocument      a file that is missing, binary or not UTF-8
-    │   └── UnstorableMetadata      metadata that JSON cannot hold
-    ├── ModelError
-    │   ├── ModelNotFound           no such model folder or hub name
-    │   ├── UnsupportedModel        an architecture, position scheme or window that is not supported
-    │   └── MissingExtra            an optional dependency is not installed
-    ├── RequestError
-    │   ├── ConstraintFailed        the grammar that constrains the tokens failed
-    │   ├── DeadlineExceeded        the request did not end in time
-    │   ├── EmptyQuestion
-    │   ├── EngineClosed            the engine is closed
-    │   ├── EngineFailed            a step failed under the request
-    │   ├── IdempotencyConflict     the key was used for another request
-    │   ├── InvalidRequest          a request whose parameters cannot be used
-    │   ├── PromptTooLong           prompt and answer exceed the model's window
-    │   ├── QueueFull               the queue of waiting requests is full
-    │   ├── RequestCancelled        the caller cancelled the request
-    │   ├── UnknownCollection
-    │   ├── UnknownJob
-    │   ├── UnknownKey              no API key has this id
-    │   ├── UnknownModule
-    │   ├── UnknownSchema
-    │   └── UnusableLogits          all tokens are forbidden, or logits are not finite
-    └── StoreError
-        ├── NoState                 a folder that holds no ragcache state
-        ├── LedgerTooNew            the ledger was written by a later version
-        ├── LedgerUnavailable       the database is locked or does not answer
-        ├── StoreBudgetExceeded     leases exceed the budget of a tier
-        ├── StoreFull               no space left on the device
-        ├── StoreUnwritable         the state folder cannot be written
-        ├── StoreUnreadable         a blob cannot be read (permission, I/O error)
-        ├── StateCorrupt            a blob failed its checksum (it is encoded again)
-        ├── StateMissing            a tier does not hold a key, or its blob is gone
-        └── RemoteUnavailable       a remote tier did not answer in time, or not at all
+    ├── ConfigurationError
+    ├── DocumentError: NoDocuments, UnreadableDocument, UnstorableMetadata
+    ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
+    ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EngineClosed, EngineFailed,
+    │   IdempotencyConflict, InvalidRequest, PromptTooLong, QueueFull, RequestCancelled,
+    │   UnknownCollection, UnknownJob, UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
+    └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
+        StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable
 
 Errors of the markup language derive from `ragcache_schemas.PMLError`: the language does not depend
 on ragcache.
@@ -79,7 +50,7 @@ class ModelNotFound(ModelError, ValueError):
 
 
 class UnsupportedModel(ModelError, ValueError):
-    """The model has a property that ragcache does not support."""
+    """The model has an architecture, position scheme or window that is not supported."""
 
 
 class MissingExtra(ModelError, ImportError):
@@ -185,11 +156,11 @@ class StoreUnwritable(StoreError, OSError):
 
 
 class StoreUnreadable(StoreError, OSError):
-    """The operating system cannot read a blob."""
+    """The operating system cannot read a blob (permission, I/O error)."""
 
 
 class StateCorrupt(StoreError):
-    """A blob failed its checksum or cannot be parsed."""
+    """A blob failed its checksum or cannot be parsed; it is encoded again."""
 
 
 class StateMissing(StoreError, KeyError):

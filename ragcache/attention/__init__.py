@@ -24,23 +24,8 @@ from ragcache.attention.ops import (
 from ragcache.attention.reference import ReferenceAttentionBackend
 
 __all__ = [
-    "AttentionBackend",
-    "AttentionMetadata",
-    "CausalBlock",
-    "ContiguousWrite",
-    "KVWrite",
-    "PagedQueries",
-    "PagedWrite",
-    "Partial",
-    "ReferenceAttentionBackend",
-    "Rotation",
-    "SharedKV",
-    "SharedQueries",
-    "backend_for",
-    "causal_bias",
-    "grouped",
-    "merge_state",
-    "merge_states",
-    "partial_attention",
-    "rotate",
-]
+    "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
+    "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend", "Rotation", "SharedKV",
+    "SharedQueries", "backend_for", "causal_bias", "grouped", "merge_state", "merge_states",
+    "partial_attention", "rotate",
+]  # fmt: skip

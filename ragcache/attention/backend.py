@@ -16,29 +16,14 @@ class AttentionBackend(Protocol):
     """Computes attention from its metadata. The code above it is the same on every device."""
 
     def attend(
-        self,
-        metadata: AttentionMetadata,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-    ) -> Tensor:
+        self, metadata: AttentionMetadata, layer: int,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float,
+    ) -> Tensor:  # fmt: skip
         """Attention of one layer over shared states, blocks and the step's own tokens.
 
-        Args:
-            metadata: What each row attends to.
-            layer: Which layer's states to read.
-            query: [Hq, T, D], rotated to the rows' positions.
-            key: [Hkv, T, D], the step's own, already written where the metadata wants them.
-            value: Like `key`.
-            scale: Of the scores.
-
-        Returns:
-            [T, Hq, D].
+        query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's own,
+        already written where the metadata wants them; scale: of the scores. Returns [T, Hq, D].
         """
-        ...
 
 
 def backend_for(device: torch.device) -> AttentionBackend:

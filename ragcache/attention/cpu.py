@@ -48,20 +48,14 @@ class CpuAttentionBackend:
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
     def attend(
-        self,
-        metadata: AttentionMetadata,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-    ) -> Tensor:
+        self, metadata: AttentionMetadata, layer: int,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float,
+    ) -> Tensor:  # fmt: skip
         """See `AttentionBackend.attend`."""
         if metadata.slopes is not None or query.dtype == torch.float16:
             return self._reference.attend(metadata, layer, query, key, value, scale=scale)
         rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
-        own = self._own(metadata, layer, rows, key, value, scale)
+        own = _own(metadata, layer, rows, key, value, scale)
         if metadata.shared_queries is None:
             return _rows_first(own.out, query.dtype)
         turned = _turned(metadata.shared_queries, rows)
@@ -77,34 +71,11 @@ class CpuAttentionBackend:
             return self._reference.attend(metadata, layer, query, key, value, scale=scale)
         return _rows_first(joined / weight[..., None], query.dtype)
 
-    def _own(
-        self,
-        metadata: AttentionMetadata,
-        layer: int,
-        rows: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-    ) -> _OwnTokens:
-        parts = [_causal(block, rows, key, value, scale) for block in metadata.causal_blocks]
-        if metadata.paged_queries is not None:
-            parts.append(_paged(metadata.paged_queries, layer, rows, scale))
-        if len(parts) == 1:
-            return parts[0]
-        out, lse = torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1)
-        index = metadata.own_index
-        if index is None:
-            return _OwnTokens(out, lse)
-        return _OwnTokens(out.index_select(1, index), lse.index_select(1, index))
-
     def _shared(
         self, metadata: AttentionMetadata, layer: int, turned: Tensor, taken: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Numerators [Hkv, M + 1, G, D] and denominators [Hkv, M + 1, G] of the M shared
-        queries, times exp(taken); the last of each is zero.
-
-        turned: [Hkv, M, G, D]; taken: [Hkv, M, G].
-        """
+        """Numerators [Hkv, M + 1, G, D] and denominators [Hkv, M + 1, G] of the M shared queries
+        `turned` [Hkv, M, G, D], times exp(taken) [Hkv, M, G]; the last of each is zero."""
         kv_heads, count, group, dim = turned.shape
         exact = torch.promote_types(turned.dtype, torch.float32)
         out = turned.new_empty(kv_heads, (count + 1) * group, dim)
@@ -140,6 +111,20 @@ class CpuAttentionBackend:
         if scores is None or scores.dtype != dtype:
             scores = self._local.scores = torch.empty(WORKSPACE, dtype=dtype)
         return scores
+
+
+def _own(
+    metadata: AttentionMetadata, layer: int, rows: Tensor, key: Tensor, value: Tensor, scale: float
+) -> _OwnTokens:
+    parts = [_causal(block, rows, key, value, scale) for block in metadata.causal_blocks]
+    if metadata.paged_queries is not None:
+        parts.append(_paged(metadata.paged_queries, layer, rows, scale))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = torch.cat([p.out for p in parts], 1), torch.cat([p.lse for p in parts], 1)
+    if (index := metadata.own_index) is None:
+        return _OwnTokens(out, lse)
+    return _OwnTokens(out.index_select(1, index), lse.index_select(1, index))
 
 
 def _turned(queries: SharedQueries, rows: Tensor) -> Tensor:

@@ -83,7 +83,6 @@ class KVWrite(Protocol):
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         """key, value: [Hkv, T, D], of all rows of the step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

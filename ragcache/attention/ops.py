@@ -91,9 +91,7 @@ def merge_states(own: Partial, shared: Sequence[Partial], shared_index: Tensor) 
     lse = torch.cat([*(part.lse for part in shared), empty])  # [M + 1, Hkv, G]
     every = torch.cat([own.lse[None], lse[shared_index]])  # [1 + slots, T, Hkv, G]
     weights = every.softmax(dim=0)[..., None]
-    rows = shared_index.clamp(
-        max=len(out) - 1
-    )  # an empty slot weighs nothing, whatever it points to
+    rows = shared_index.clamp(max=len(out) - 1)  # an empty slot weighs nothing
     joined = own.out * weights[0]
     for row, weight in zip(rows, weights[1:], strict=True):
         joined.addcmul_(out[row].to(weight.dtype), weight)
@@ -120,11 +118,8 @@ class Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turns the rows of x: [..., D] by `rotation`.
-
-    Returns the shape of x, contiguous. Dimensions beyond the rotated width pass through. Computed
-    in float32, or wider if x is.
-    """
+    """Turns the rows of x, [..., D], by `rotation`, in float32 or wider if x is. Returns the shape
+    of x, contiguous. Dimensions beyond the rotated width pass through."""
     cos, sin = rotation.cos, rotation.sin
     half = cos.shape[-1]
     if rotation.interleaved:

@@ -33,16 +33,13 @@ class Constraint(Protocol):
         t at bit t % 32 of word t // 32, or bool [V]; None where all may. Tokens beyond its end may
         not. A stop token may come only where the answer may end. It is read before
         this constraint is called again, so that one buffer may serve for every mask."""
-        ...
 
     def accept(self, token: int) -> None:
         """Takes the token that was chosen; never a stop token."""
-        ...
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and nothing but an end may follow."""
-        ...
 
 
 MakeConstraint = Callable[[], Constraint]

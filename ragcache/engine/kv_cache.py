@@ -397,24 +397,19 @@ class RequestKV(Protocol):
     @property
     def length(self) -> int:
         """Tokens filled."""
-        ...
 
     @property
     def positions(self) -> Sequence[int]:
         """The positions of the filled tokens."""
-        ...
 
     def spans(self) -> list[KVSpan]:
         """The filled tokens, block by block, in order."""
-        ...
 
     def write_rows(self, begin: int, end: int) -> KVWrite:
         """Writes the step's rows begin:end behind the filled tokens."""
-        ...
 
     def advance(self, positions: Sequence[int]) -> None:
         """Counts tokens that a step has written, at these positions."""
-        ...
 
 
 class ContiguousKV:

@@ -26,29 +26,23 @@ class ModelRunner(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether requests can use each other's private states, block by block."""
-        ...
 
     @property
     def window(self) -> int:
         """The most positions of prompt and answer."""
-        ...
 
     def create_pool(self, nbytes: int) -> BlockPool:
         """The pool of private states, of at most `nbytes`."""
-        ...
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         """Plans a step; the result computes it and returns the logits of the last row of each chunk
         that wants them, [R, vocabulary]."""
-        ...
 
     def release_states(self, private: RequestKV) -> None:
         """A request has released its states."""
-        ...
 
     def release_batch(self) -> None:
         """Releases what is kept between steps; called when nothing runs."""
-        ...
 
 
 class RaggedModelRunner:

@@ -55,24 +55,15 @@ class KVKey:
 
 
 def state_key(
-    *,
-    model: str,
-    tokenizer: str,
-    scheme: str,
-    mode: str,
-    token_ids: Sequence[int],
-    start: int,
-    root: KVKey | None,
-    offsets: Sequence[int] | None = None,
-    salt: str = "",
-) -> KVKey:
+    *, model: str, tokenizer: str, scheme: str, mode: str, token_ids: Sequence[int], start: int,
+    root: KVKey | None, offsets: Sequence[int] | None = None, salt: str = "",
+) -> KVKey:  # fmt: skip
     """The key of the states of `token_ids` encoded from position `start`.
 
     model: the fingerprint of weights, configuration and dtype; tokenizer: that of the tokenizer;
     scheme: that of the position scheme; mode: `rooted` or `isolated`; root: the key of the states
-    that preceded these while they were encoded (the preamble), if any; offsets: of the
-    tokens' positions from `start`, if they have gaps; salt: of the namespace, so that no other one
-    finds the states.
+    that preceded these while they were encoded (the preamble), if any; offsets: of the tokens'
+    positions from `start`, if they have gaps; salt: of the namespace, so that no other finds them.
     """
     digest = hashlib.sha256()
     if salt:  # everything else begins with a digit

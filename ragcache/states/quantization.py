@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -65,9 +65,9 @@ class QuantizedStates:
         (int8), or by the larger of 1/16 of itself and 2^-10 of its scale (fp8), and by the rounding
         of `dtype`.
         """
-        wanted = self.dtype if dtype is None else dtype
-        keys = self.keys.float().mul_(self.key_scales).to(wanted)
-        values = self.values.float().mul_(self.value_scales).to(wanted)
+        dtype = dtype or self.dtype
+        keys = self.keys.float().mul_(self.key_scales).to(dtype)
+        values = self.values.float().mul_(self.value_scales).to(dtype)
         return KVStates(keys, values, self.start)
 
 
@@ -126,11 +126,9 @@ def model_dtype(states: StoredStates) -> torch.dtype:
 
 def check_kv_dtype(kv_dtype: str) -> KVDtype:
     """Raises `ConfigurationError` for an unknown kind."""
-    for known in get_args(KVDtype):
-        if kv_dtype == known:
-            checked: KVDtype = known
-            return checked
-    raise ConfigurationError(f"unknown kv_dtype {kv_dtype!r}; kinds: {', '.join(KV_DTYPES)}")
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigurationError(f"unknown kv_dtype {kv_dtype!r}; kinds: {', '.join(KV_DTYPES)}")
+    return cast("KVDtype", kv_dtype)
 
 
 def tensors_of(states: StoredStates) -> dict[str, Tensor]:

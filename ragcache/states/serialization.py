@@ -50,11 +50,9 @@ def blob_parts(key: KVKey, states: StoredStates) -> list[memoryview]:
         kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
         table[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     facts = {
-        "format": str(FORMAT_VERSION),
-        "key": str(key),
-        "start": str(states.start),
+        "format": str(FORMAT_VERSION), "key": str(key), "start": str(states.start),
         "dtype": _NAMES[model_dtype(states)],
-    }
+    }  # fmt: skip
     contents = [_bytes(tensor) for tensor in tensors.values()]
     digest = _described(table, facts)
     for content in contents:
@@ -69,11 +67,9 @@ def to_blob(key: KVKey, states: StoredStates) -> bytes:
 
 
 def map_blob(path: Path, key: KVKey) -> StoredStates:
-    """Maps a file and verifies it where it is: no byte is copied.
-
-    The states stay on disk and in the page cache, which all processes share, and outlive the file's
-    name. Raises `StateCorrupt`, `StateMissing`, or `StoreUnreadable` where the system refuses.
-    """
+    """Maps a file and verifies it where it is: the states stay in the page cache, which all
+    processes share, and outlive the file's name. Raises `StateCorrupt`, `StateMissing`, or
+    `StoreUnreadable` where the system refuses."""
     with _open(path) as file:
         try:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -85,7 +81,7 @@ def map_blob(path: Path, key: KVKey) -> StoredStates:
     payload = torch.empty(0, dtype=torch.uint8)
     if header.size:
         payload = torch.frombuffer(content, dtype=torch.uint8, offset=len(content) - header.size)
-    digest = header.digest()
+    digest = _described(header.table, header.facts)
     digest.update(_bytes(payload))
     return header.states(payload, digest)
 
@@ -104,15 +100,12 @@ def load_blob(path: Path, key: KVKey, allocate: Allocate) -> StoredStates:
 
 def read_blob(stream: Stream, key: KVKey, where: str, allocate: Allocate) -> StoredStates:
     """Reads a stream into memory from `allocate` and verifies it there. where: a name, for errors.
-
-    Every part is summed as soon as it was read, while the processor still has it at hand. Raises
-    `StateCorrupt`, and what the stream and `allocate` raise.
-    """
+    Raises `StateCorrupt`, and what the stream and `allocate` raise."""
     length = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     header = _read_header(stream, length, key, where)
     payload = allocate(header.size)
-    digest, content, done = header.digest(), _bytes(payload), 0
+    digest, content, done = _described(header.table, header.facts), _bytes(payload), 0
     while done < header.size:
         count = stream.readinto(content[done : done + _CHUNK])
         if not count:
@@ -139,10 +132,6 @@ class _Header:
     checksum: str
     size: int
     where: str
-
-    def digest(self) -> xxhash.xxh3_128:
-        """The checksum so far, before the tensors."""
-        return _described(self.table, self.facts)
 
     def states(self, payload: Tensor, digest: xxhash.xxh3_128) -> StoredStates:
         """Views of the payload, uint8 [size]. Raises `StateCorrupt`."""
@@ -216,6 +205,7 @@ def _framed(header: Mapping[str, Any]) -> bytes:
 
 
 def _described(table: Mapping[str, Any], facts: Mapping[str, str]) -> xxhash.xxh3_128:
+    """The checksum so far, before the tensors."""
     return xxhash.xxh3_128(json.dumps([facts, table], sort_keys=True).encode())
 
 
