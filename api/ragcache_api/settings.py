@@ -31,9 +31,8 @@ FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
 def _split(value: Any) -> Any:
     """Splits lists such as `a, b`, the form of options and variables."""
-    if not isinstance(value, str):
-        return value
-    return [part for part in (each.strip() for each in value.split(",")) if part]
+    parts = value.split(",") if isinstance(value, str) else None
+    return value if parts is None else [part.strip() for part in parts if part.strip()]
 
 
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
@@ -43,17 +42,15 @@ class ServiceSettings(BaseSettings):
     """All settings. Sizes are bytes, or texts such as `8GiB`; times are seconds."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, toml_file=FILE, extra="forbid", frozen=True,
-        protected_namespaces=(),
-    )  # fmt: skip
+        env_prefix=PREFIX, toml_file=FILE, extra="forbid", frozen=True, protected_namespaces=()
+    )
 
     state: Path = Field(Path("ragcache-state"), description="The state folder.")
     model: str | None = Field(None, description="A model folder or hub name; else the reader.")
     embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
     module_tokens: Positive = Field(384, description="The most tokens of a module.")
     max_new_tokens: Positive = Field(
-        64,
-        description="Tokens of an answer unless a request says; chats may fill the window.",
+        64, description="Tokens of an answer unless a request says; chats may fill the window."
     )
     scaffold_after: Positive | None = Field(
         None, description="Retrievals until a scaffold is made."
@@ -113,14 +110,8 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def read(cls, **given: Any) -> ServiceSettings:
-        """The settings from options, the environment and the file.
-
-        Args:
-            given: Options by name; None leaves one to the environment and the file.
-
-        Raises:
-            ConfigurationError: a value cannot be used, or the file cannot be read.
-        """
+        """The settings from options (None is not one), the environment and the file. Raises
+        `ConfigurationError`."""
         given = {name: value for name, value in given.items() if value is not None}
         try:
             return cls(**given)
@@ -138,25 +129,20 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource, *_: Any, **__: Any,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:  # fmt: skip
         """Options come before the environment, and that before the file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     def opening(self) -> dict[str, Any]:
         """The arguments of `RagCache.open` besides state and model."""
-        names = (
+        names = {
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "disk_bytes", "remote", "remote_bytes", "kv_dtype",
             "policy", "ledger", "ingestion_bytes",
-        )  # fmt: skip
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        }  # fmt: skip
+        return self.model_dump(include=names, exclude_none=True)
 
 
 def _place(name: str, options: Collection[str]) -> str:

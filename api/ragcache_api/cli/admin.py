@@ -56,9 +56,8 @@ def create_key(
         print_json({**asdict(row), "secret": secret})
         return
     typer.echo(secret)
-    errors.print(
-        f"key {row.id} ({row.role}, namespace {row.namespace}); the secret is not shown again"
-    )
+    holder = f"{row.role}, namespace {row.namespace}"
+    errors.print(f"key {row.id} ({holder}); the secret is not shown again")
 
 
 @keys_app.command("ls")
@@ -73,9 +72,8 @@ def list_keys(
     elif not rows:
         console.print("no keys yet; `ragcache keys create` makes one")
     else:
-        table = plain_table(
-            "id", "name", "role", "namespace", "secret", "made", "last used", "", left=8
-        )
+        columns = ("id", "name", "role", "namespace", "secret", "made", "last used", "")
+        table = plain_table(*columns, left=8)
         for row in rows:
             table.add_row(
                 str(row.id), escape(row.name), row.role, row.namespace, f"{row.prefix}…",
@@ -105,9 +103,8 @@ def _keys(state: Path, ledger: str | None) -> Iterator[ApiKeys]:
 
 
 def _date(seconds: float | None) -> str:
-    if seconds is None:
-        return "never"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    moment = None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return "never" if moment is None else f"{moment:%Y-%m-%d %H:%M}"
 
 
 modules_app = typer.Typer(help="The modules and their states.", no_args_is_help=True)

@@ -174,10 +174,7 @@ def demo(
         )
     with errors.status("loading the model"):
         from ragcache import RagCache
-    with (
-        tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
-        RagCache.open(state) as rag,
-    ):
+    with tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state, RagCache.open(state) as rag:
         with progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)
         with progress_bar("asking") as progress:
@@ -220,10 +217,8 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
 def _print_demo_answer(measured: DemoAnswer) -> None:
     answer = measured.answer
     console.print(answer.question, style="cyan", markup=False)
-    times = (
-        f"{format_milliseconds(measured.cached_seconds)} cached, "
-        f"{format_milliseconds(measured.exact_seconds)} exact: [green]{measured.ratio:.1f}x[/]"
-    )
+    cached, exact = map(format_milliseconds, (measured.cached_seconds, measured.exact_seconds))
+    times = f"{cached} cached, {exact} exact: [green]{measured.ratio:.1f}x[/]"
     rows = (
         ("answer", f"[bold]{escape(answer.text)}[/]"),
         ("sources", ", ".join(escape(source.module) for source in answer.sources)),

@@ -10,13 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcache_api.cli.console import (
-    console,
-    errors,
-    format_break_even,
-    format_bytes,
-    plain_table,
-)
+from ragcache_api.cli.console import console, errors, format_break_even, format_bytes, plain_table
 
 app = typer.Typer(
     help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
@@ -122,11 +116,8 @@ def serve(
                 f"{load['ttft_p50']:.3f} s", f"{load['ttft_p99']:.3f} s",
                 f"{load['normalized']:.4f}",
             )  # fmt: skip
-    knee = result["knee"]
-    said = (
-        f"knee: {knee['cached']:.2f} requests a second, {result['knee_ratio_to_exact']:.1f}x of "
-        f"exact's {knee['exact']:.2f}"
-    )
+    knee, ratio = result["knee"], f"{result['knee_ratio_to_exact']:.1f}x"
+    said = f"knee: {knee['cached']:.2f} requests a second, {ratio} of exact's {knee['exact']:.2f}"
     print_figures([table, said], result, json_file)
     if plot is not None:
         plot_serve(result, plot)
@@ -183,8 +174,7 @@ def _break_even_table(result: dict[str, Any]) -> Table:
 
     details = result["by_tier"]
     even = details["break_even_tokens"]
-    columns = ("a module of", "bytes", "computed", *even, "break-even")
-    table = plain_table(*columns)
+    table = plain_table("a module of", "bytes", "computed", *even, "break-even")
     for row in details["lengths"]:
         times = [format_seconds(row[way]) for way in ("computed", *even)]
         speed = format_bandwidth(row["break_even_bandwidth"])

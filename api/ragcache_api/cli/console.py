@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from ragcache.errors import UnreadableDocument
@@ -50,44 +50,21 @@ def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: A
     return value if given else getattr(ServiceSettings.read(), name)
 
 
-StateOption = Annotated[
-    Path,
-    typer.Option(
-        "--state", envvar="RAGCACHE_STATE", callback=_or_setting, help="The state folder."
-    ),
-]
-LedgerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ledger", envvar="RAGCACHE_LEDGER", callback=_or_setting,
-        help="The URL of a database, where the ledger is not in the state folder.",
-    ),
-]  # fmt: skip
-RemoteOption = Annotated[
-    str | None,
-    typer.Option(
-        "--remote", envvar="RAGCACHE_REMOTE", callback=_or_setting,
-        help="The fsspec URL of the remote tier, such as s3://BUCKET/PATH.",
-    ),
-]  # fmt: skip
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        envvar="RAGCACHE_MODEL",
-        callback=_or_setting,
-        help="A model folder or hub name; without it, the embedded reader.",
-    ),
-]
-EmbeddingOption = Annotated[
-    str | None,
-    typer.Option(
-        "--embedding",
-        envvar="RAGCACHE_EMBEDDING",
-        callback=_or_setting,
-        help="`minilm` adds retrieval by meaning to retrieval by words.",
-    ),
-]
+def _setting(name: str, text: str) -> Any:
+    """An option whose default is the service setting of its name."""
+    variable = f"RAGCACHE_{name.upper()}"
+    return typer.Option(f"--{name}", envvar=variable, callback=_or_setting, help=text)
+
+
+_LEDGER = "The URL of a database, where the ledger is not in the state folder."
+_REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
+_MODEL = "A model folder or hub name; without it, the embedded reader."
+_EMBEDDING = "`minilm` adds retrieval by meaning to retrieval by words."
+StateOption = Annotated[Path, _setting("state", "The state folder.")]
+LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
+RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
+ModelOption = Annotated[str | None, _setting("model", _MODEL)]
+EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KOption = Annotated[int, typer.Option("-k", "--k", help="How many modules to retrieve.")]
 ModeOption = Annotated[str, typer.Option("--mode", help="rooted, linked:N, isolated or exact.")]
@@ -104,11 +81,10 @@ StopOption = Annotated[
 StreamOption = Annotated[
     bool | None,
     typer.Option(
-        "--stream/--no-stream",
+        "--stream/--no-stream", show_default=False,
         help="Print the answer as it comes; without either, on a terminal only.",
-        show_default=False,
     ),
-]
+]  # fmt: skip
 
 
 def open_rag(state: Path, model: str | None, embedding: str | None, **options: Any) -> RagCache:
@@ -165,12 +141,7 @@ def _json_value(value: Any) -> Any:
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, if that is a terminal; yields `report(done, total)`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not errors.is_terminal  # rich would leave an empty line in a log
     with Progress(*columns, console=errors, transient=True, disable=hidden) as progress:
         task = progress.add_task(label, total=None)
@@ -209,10 +180,8 @@ def plain_table(*columns: str, rows: Iterable[Sequence[str]] = (), left: int = 1
 
 
 def print_answer(stream: AnswerStream, *, pieces: bool | None) -> None:
-    """Prints an answer's text, sources, mode, tokens and times.
-
-    pieces: whether the text is printed piece by piece; None does so on a terminal only.
-    """
+    """Prints an answer's text (by pieces; None does so on a terminal only), sources, mode, tokens
+    and times."""
     if console.is_terminal if pieces is None else pieces:
         _print_pieces(stream)
     else:

@@ -62,11 +62,9 @@ def evaluate_command(
     _print_reports(reports)
     for marked in reports[0].marked if wrong else ():
         if not marked.exact_match:
-            console.print(
-                f"{marked.question.id} {marked.question.question} -> {marked.given!r}, "
-                f"right: {marked.question.answers[0]!r}",
-                markup=False,
-            )
+            asked, right = marked.question, marked.question.answers[0]
+            line = f"{asked.id} {asked.question} -> {marked.given!r}, right: {right!r}"
+            console.print(line, markup=False)
 
 
 def _print_reports(reports: list[EvaluationReport]) -> None:
@@ -76,12 +74,9 @@ def _print_reports(reports: list[EvaluationReport]) -> None:
     for report in reports:
         shares = (report.exact_match, report.f1, report.retrieved)
         table.add_row(
-            report.mode,
-            str(report.questions),
-            *(f"{100 * share:.1f}%" for share in shares),
-            f"{report.computed_tokens:,.1f} tokens",
-            _agreement(report, reports),
-        )
+            report.mode, str(report.questions), *(f"{100 * share:.1f}%" for share in shares),
+            f"{report.computed_tokens:,.1f} tokens", _agreement(report, reports),
+        )  # fmt: skip
     console.print(table)
 
 

@@ -118,8 +118,7 @@ def _print_sizes(plan: CachePlan) -> None:
 def _print_times(plan: CachePlan) -> None:
     from ragcache.planning import format_bandwidth, format_seconds
 
-    columns = ("measured", "computed in", *(f"loaded, {kind}" for kind in _KV_DTYPES))
-    table = plain_table(*columns)
+    table = plain_table("measured", "computed in", *(f"loaded, {kind}" for kind in _KV_DTYPES))
     for cut in plan.measured.cuts:
         loads = [format_seconds(cut.load_s[kind]) for kind in _KV_DTYPES]
         table.add_row(f"{cut.tokens} tokens", format_seconds(cut.compute_s), *loads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -133,9 +133,7 @@ def lint(
         for file, finding in found:
             console.print(format_finding(finding, file), soft_wrap=True)
         what = "file" if len(files) == 1 else "files"
-        verdict = (
-            f"{count} findings" if count > 1 else "1 finding" if count else "nothing to report"
-        )
+        verdict = f"{count} finding{'s' * (count > 1)}" if count else "nothing to report"
         console.print(f"{len(files)} {what}: {verdict}", style="bold" if count else "green")
     raise typer.Exit(1 if count else 0)
 
@@ -157,9 +155,7 @@ def _read_schema(file: Path) -> Schema:
     return parsed
 
 
-def _print_tree(
-    schema: Schema, layout: Layout, readable: Callable[[str], str] = lambda text: text
-) -> None:
+def _print_tree(schema: Schema, layout: Layout, readable: Callable[[str], str] = str) -> None:
     for line in outline_lines(schema, layout, readable, width=max(console.width, 100)):
         console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
 
@@ -178,33 +174,26 @@ def lint_files(
             findings[file] = lint_schema(
                 text, source=str(file), count_tokens=template.count, render=template.render
             )
-            if index := _index(text, template):
+            index = _read_quietly(
+                lambda text: SchemaIndex.build(parse_schema(text), template.count), text
+            )
+            if index is not None:
                 indexes[index.schema.name] = index
     for file in prompts:
-        name = _schema_name(texts[file])
+        prompt = _read_quietly(parse_prompt, texts[file])
+        name = None if prompt is None else prompt.schema
         findings[file] = lint_prompt(texts[file], indexes.get(name or ""), source=str(file))
         if name is not None and name not in indexes:
             notes.append(f"{file}: name the file of the schema {name!r} too, to check against it")
     return {file: findings[file] for file in texts}, notes
 
 
-def _index(text: bytes, template: ChatTemplate) -> SchemaIndex | None:
-    with suppress(PMLError), _without_warnings():
-        return SchemaIndex.build(parse_schema(text), template.count)
-    return None
-
-
-def _schema_name(text: bytes) -> str | None:
-    with suppress(PMLError), _without_warnings():
-        return parse_prompt(text).schema
-    return None
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
+def _read_quietly(read: Callable[[bytes], Any], text: bytes) -> Any:
+    """None where the text is invalid: its findings say why."""
+    with suppress(PMLError), warnings.catch_warnings():
         warnings.simplefilter("ignore", PMLWarning)
-        yield
+        return read(text)
+    return None
 
 
 def format_finding(finding: Finding, file: Path) -> StyledText:
@@ -230,26 +219,22 @@ def format_finding(finding: Finding, file: Path) -> StyledText:
 
 def _finding_values(finding: Finding, file: Path) -> dict[str, object]:
     where = finding.location
+    line, column = (where.line, where.column) if where else (None, None)
     return {
-        "file": str(file),
-        "line": where.line if where else None,
-        "column": where.column if where else None,
-        "severity": finding.severity,
-        "kind": finding.kind,
-        "message": finding.message,
-    }
+        "file": str(file), "line": line, "column": column, "severity": finding.severity,
+        "kind": finding.kind, "message": finding.message,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class OutlineRow:
-    """A node in one line: the guides of the tree before it, its kind, name and positions, and how
-    its text begins."""
+    """A node in one line behind the guides of the tree."""
 
     guide: str
     kind: str
     name: str
     span: PositionSpan
-    preview: str = ""
+    preview: str
 
     @property
     def label(self) -> StyledText:
@@ -264,16 +249,10 @@ class OutlineRow:
 
 
 def outline_lines(
-    schema: Schema,
-    layout: Layout,
-    readable: Callable[[str], str] = lambda text: text,
-    *,
-    width: int = 100,
+    schema: Schema, layout: Layout, readable: Callable[[str], str] = str, *, width: int = 100
 ) -> Iterator[StyledText]:
-    """The tree of a schema as lines of about `width`, with the positions and tokens of every node.
-
-    layout: of the same schema. readable: makes the text of a preview readable.
-    """
+    """The tree of a schema as lines of about `width`, with the positions and tokens of every node;
+    `readable` is applied to the text of a preview."""
     rows = list(_outline_rows(schema_nodes(schema, layout), ""))
     modules = sum(row.kind == "module" for row in rows)
     title = f"{schema.name} ({modules} modules)"
@@ -366,7 +345,5 @@ class TemplateTokenizer:
         """`text` with the template's control tokens spelled out."""
         from ragcache.pipeline.chat_template import MARK
 
-        def spell(mark: re.Match[str]) -> str:
-            return str(self.model.tokenizer.decode(self.template.encode(mark[0])))
-
-        return MARK.sub(spell, text)
+        decode, encode = self.model.tokenizer.decode, self.template.encode
+        return MARK.sub(lambda mark: str(decode(encode(mark[0]))), text)

@@ -34,13 +34,9 @@ def serve(
     from ragcache_api.http.server import serve as serve_app
     from ragcache_api.settings import ServiceSettings
 
+    others = _parse_settings(setting or [])
     settings = ServiceSettings.read(
-        state=state,
-        host=host,
-        port=port,
-        model=model,
-        embedding=embedding,
-        **_parse_settings(setting or []),
+        state=state, host=host, port=port, model=model, embedding=embedding, **others
     )
     with errors.status("loading the model"):
         from ragcache import RagCache

@@ -108,10 +108,7 @@ class BatchingChatModel(BaseChatModel):
     ) -> LLMResult:  # fmt: skip
         if len(messages) < 2 or self._decides_by_run:
             return super().generate(messages, stop, callbacks, **kwargs)
-        options = {name: value for name, value in kwargs.items() if name not in _RUN_OPTIONS}
-        submitted = self.submit_chats(
-            [self._conversation(each) for each in messages], options, stop
-        )
+        submitted = self.submit_chats(messages, kwargs, stop)
         with closing(submitted), submitted.offered():
             return super().generate(messages, stop, callbacks, **kwargs)
 
@@ -121,9 +118,7 @@ class BatchingChatModel(BaseChatModel):
     ) -> LLMResult:  # fmt: skip
         if len(messages) < 2 or self._decides_by_run:
             return await super().agenerate(messages, stop, callbacks, **kwargs)
-        options = {name: value for name, value in kwargs.items() if name not in _RUN_OPTIONS}
-        chats = [self._conversation(each) for each in messages]
-        submitted = await self.asubmit_chats(chats, options, stop)
+        submitted = await self.asubmit_chats(messages, kwargs, stop)
         with closing(submitted), submitted.offered():
             return await super().agenerate(messages, stop, callbacks, **kwargs)
 
@@ -139,7 +134,7 @@ class BatchingChatModel(BaseChatModel):
         """Indexes of inputs and their answers, as they end."""
         configs = get_config_list(config, len(inputs))
         for part in _parts(configs):
-            submitted = self.submit_chats([self._conversation(inputs[n]) for n in part], kwargs)
+            submitted = self.submit_chats([inputs[n] for n in part], kwargs)
             run = partial(self._run, submitted, return_exceptions, kwargs)
             threads: RunnableConfig = {"max_concurrency": min(len(part), _MAX_THREADS)}
             with get_executor_for_config(threads) as executor, closing(submitted):
@@ -170,8 +165,7 @@ class BatchingChatModel(BaseChatModel):
         """As `_completed`, for asyncio."""
         configs = get_config_list(config, len(inputs))
         for part in _parts(configs):
-            chats = [self._conversation(inputs[n]) for n in part]
-            submitted = await self.asubmit_chats(chats, kwargs)
+            submitted = await self.asubmit_chats([inputs[n] for n in part], kwargs)
             run = partial(self._arun, submitted, return_exceptions, kwargs)
             with closing(submitted):
                 runs = [asyncio.create_task(run(n, inputs[n], configs[n])) for n in part]
@@ -196,16 +190,16 @@ class BatchingChatModel(BaseChatModel):
                 return number, error
 
     def submit_chats(
-        self, chats: Sequence[Conversation | None], given: Mapping[str, Any],
+        self, inputs: Sequence[LanguageModelInput], given: Mapping[str, Any],
         stop: list[str] | None = None,
     ) -> SubmittedChats:  # fmt: skip
-        """Submits conversations at once; where one is invalid, those that are not.
+        """Submits the inputs' conversations at once; where one is invalid, those that are not.
 
         Nothing is raised here: the run of an invalid conversation, or each run where the options
         are invalid, raises the error so that its callbacks learn of it.
         """
         with suppress(Exception):
-            rag, valid = self.open_rag(), [chat for chat in chats if chat is not None]
+            rag, valid = self.open_rag(), self._conversations(inputs)
             options = self._chat_arguments(rag, given, stop, asynchronous=False)
             with suppress(RagCacheError):
                 streams = rag.stream_chat_batch(valid, **options)
@@ -218,12 +212,12 @@ class BatchingChatModel(BaseChatModel):
         return SubmittedChats(self, {}, ())
 
     async def asubmit_chats(
-        self, chats: Sequence[Conversation | None], given: Mapping[str, Any],
+        self, inputs: Sequence[LanguageModelInput], given: Mapping[str, Any],
         stop: list[str] | None = None,
     ) -> SubmittedChats:  # fmt: skip
         """As `submit_chats`, for asyncio."""
         with suppress(Exception):
-            rag, valid = await self.aopen_rag(), [chat for chat in chats if chat is not None]
+            rag, valid = await self.aopen_rag(), self._conversations(inputs)
             options = self._chat_arguments(rag, given, stop, asynchronous=True)
             with suppress(RagCacheError):
                 streams = await rag.astream_chat_batch(valid, **options)
@@ -238,16 +232,18 @@ class BatchingChatModel(BaseChatModel):
     def _chat_arguments(
         self, rag: RagCache, given: Mapping[str, Any], stop: list[str] | None, *, asynchronous: bool
     ) -> dict[str, Any]:
-        options = dict(given)
+        options = {name: value for name, value in given.items() if name not in _RUN_OPTIONS}
         if self._should_stream(async_api=asynchronous, **given):
             options["n"] = 1  # as the runs will ask
         return self._call_options(rag, options.pop("stop", stop), options).chat_arguments
 
-    def _conversation(self, given: LanguageModelInput) -> Conversation | None:
-        """The conversation of an input; None for one that is invalid."""
-        with suppress(Exception):
-            return conversation(self._convert_input(given).to_messages())
-        return None
+    def _conversations(self, inputs: Iterable[LanguageModelInput]) -> list[Conversation]:
+        """The conversations of the inputs that are valid."""
+        valid = []
+        for each in inputs:
+            with suppress(Exception):
+                valid.append(conversation(self._convert_input(each).to_messages()))
+        return valid
 
 
 def _parts(configs: Sequence[RunnableConfig]) -> Iterator[range]:

@@ -27,10 +27,8 @@ _IGNORED = ("stream", "ls_structured_output_format", "structured_output_format")
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Everything that a call says besides its messages.
-
-    style: how tool calls are read; None where none may come. logprobs: whether they are returned.
-    """
+    """Everything that a call says besides its messages. style: how tool calls are read; None where
+    none may come."""
 
     generation: Generation
     mode: str
@@ -50,12 +48,8 @@ class CallOptions:
         cls, defaults: Mapping[str, Any], stop: Sequence[str] | None, given: Mapping[str, Any],
         info: ModelInfo,
     ) -> CallOptions:  # fmt: skip
-        """Options of a call, which come before the model's own defaults.
-
-        Raises:
-            InvalidRequest: for an option that is unknown or wrong.
-            UnsupportedModel: for tools where the model's template takes none.
-        """
+        """Options of a call, which come before the model's own defaults. Raises `InvalidRequest`,
+        and `UnsupportedModel` for tools where the model's template takes none."""
         from ragcache.structured import Grammar
 
         options = _renamed(defaults) | _renamed(given)
@@ -72,11 +66,8 @@ class CallOptions:
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options by the engine's names, without those that are None."""
-    return {
-        _NAMES.get(name, name): value
-        for name, value in options.items()
-        if value is not None and name not in _IGNORED
-    }
+    given = {k: v for k, v in options.items() if v is not None and k not in _IGNORED}
+    return {_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _check_model(wanted: object, name: str) -> None:

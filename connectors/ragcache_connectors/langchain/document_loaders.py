@@ -38,17 +38,11 @@ class RagCacheLoader:
     """
 
     def __init__(
-        self,
-        documents: BaseLoader | Iterable[Document],
-        *,
-        collection: str,
-        splitter: BaseDocumentTransformer | None = None,
-        rag: RagCache | None = None,
+        self, documents: BaseLoader | Iterable[Document], *, collection: str,
+        splitter: BaseDocumentTransformer | None = None, rag: RagCache | None = None,
         state: str | Path | None = None,
-    ) -> None:
-        self._documents = documents
-        self._splitter = splitter
-        self._collection = collection
+    ) -> None:  # fmt: skip
+        self._documents, self._splitter, self._collection = documents, splitter, collection
         self._rag, self._state = rag, state
 
     def load(self) -> Ingestion:
@@ -68,10 +62,8 @@ class RagCacheLoader:
 
     def sources(self) -> list[SourceDocument]:
         """The documents that `load` stores."""
-        documents = self._documents
-        return self._grouped(
-            documents.lazy_load() if isinstance(documents, BaseLoader) else documents
-        )
+        given = self._documents
+        return self._grouped(given.lazy_load() if isinstance(given, BaseLoader) else given)
 
     def _store(self, sources: Sequence[SourceDocument]) -> Ingestion:
         return shared_rag(self._rag, self._state).ingest(self._collection, sources)
@@ -108,11 +100,8 @@ def _source(name: str, parts: Sequence[Document]) -> SourceDocument:
 
 def _common(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first, *others = every
-    return {
-        key: value
-        for key, value in first.items()
-        if all(other.get(key, _ABSENT) == value for other in others)
-    }
+    agreed = (k for k, v in first.items() if all(each.get(k, _ABSENT) == v for each in others))
+    return {key: first[key] for key in agreed}
 
 
 def storable_metadata(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -131,29 +120,20 @@ def module_metadata(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
     still be encoded), its tokens and its score."""
     placed = rag.modules.placed([hit.module for hit in hits])
     return [
-        {
-            "module": hit.module.name,
-            "document": hit.module.document,
-            "tier": place.tier,
-            "tokens": place.tokens,
-            "score": hit.score,
-        }
+        {"module": hit.module.name, "document": hit.module.document, "tier": place.tier,
+         "tokens": place.tokens, "score": hit.score}
         for hit, place in zip(hits, placed, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def hits_to_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
     """Modules as documents: the text that ragcache recognizes in a prompt, the document's metadata
     with a `source`, and `metadata["ragcache"]`."""
-    return [
-        Document(
-            id=hit.module.name,
-            page_content=hit.module.text.strip(),
-            metadata={
-                "source": hit.module.uri or hit.module.document,
-                **hit.module.attributes,
-                METADATA_KEY: details,
-            },
-        )
-        for hit, details in zip(hits, module_metadata(rag, hits), strict=True)
-    ]
+    documents = []
+    for hit, details in zip(hits, module_metadata(rag, hits), strict=True):
+        module = hit.module
+        source = {"source": module.uri or module.document}
+        metadata = {**source, **module.attributes, METADATA_KEY: details}
+        text = module.text.strip()
+        documents.append(Document(id=module.name, page_content=text, metadata=metadata))
+    return documents

@@ -36,12 +36,9 @@ _OMITTED_BLOCKS = frozenset(
     "thinking redacted_thinking reasoning tool_use tool_call tool_call_chunk invalid_tool_call "
     "function_call input_json_delta".split()
 )
-_ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
-    (HumanMessage, "user"),
-    (AIMessage, "assistant"),
-    (SystemMessage, "system"),
-    (ToolMessage, "tool"),
-)
+_ROLES: dict[type[BaseMessage], str] = {
+    HumanMessage: "user", AIMessage: "assistant", SystemMessage: "system", ToolMessage: "tool",
+}  # fmt: skip
 _TEXT_BLOCKS = ("text", "text-plain")
 
 
@@ -63,20 +60,17 @@ def _message(message: BaseMessage, number: int) -> dict[str, Any]:
         values["tool_call_id"] = message.tool_call_id
     if isinstance(message, AIMessage) and message.tool_calls:
         values["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call["id"],
-                "function": {"name": call["name"], "arguments": call["args"]},
-            }
+            {"type": "function", "id": call["id"],
+             "function": {"name": call["name"], "arguments": call["args"]}}
             for call in message.tool_calls
-        ]
+        ]  # fmt: skip
     return values
 
 
 def _role(message: BaseMessage, number: int) -> str:
     if isinstance(message, ChatMessage):
         return message.role  # an unknown one is refused with the others
-    for kind, role in _ROLES:
+    for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
     raise InvalidRequest(
@@ -116,8 +110,8 @@ def chat_result(answer: Answer, options: CallOptions, info: ModelInfo) -> ChatRe
         message = _ai_message(choice, options)
         if number == 0:
             message.usage_metadata = usage_metadata(answer)
-        reason = _finish_reason(choice.finish_reason, bool(message.tool_calls))
-        message.response_metadata = _response_metadata(answer, reason, info)
+        called, reason = bool(message.tool_calls), choice.finish_reason
+        message.response_metadata = _response_metadata(answer, reason, called, info)
         if options.logprobs:
             message.response_metadata["logprobs"] = info.logprobs(choice.chosen)
         generations.append(ChatGeneration(message=message))
@@ -155,20 +149,17 @@ def _ai_message(choice: Choice, options: CallOptions) -> AIMessage:
         if isinstance(each, ParsedCall):
             valid.append(tool_call(name=each.name, args=dict(each.arguments), id=_call_id()))
         else:
-            name, arguments = each.name, each.text
-            invalid.append(
-                invalid_tool_call(name=name, args=arguments, id=_call_id(), error=each.error)
-            )
+            given = {"name": each.name, "args": each.text, "error": each.error}
+            invalid.append(invalid_tool_call(**given, id=_call_id()))
     return AIMessage(content=text.strip(), tool_calls=valid, invalid_tool_calls=invalid)
 
 
-def _finish_reason(reason: str, called: bool) -> str:
-    """An answer that a limit cut off did not end with its calls."""
-    return "tool_calls" if called and reason == "stop" else reason
-
-
-def _response_metadata(answer: Answer, reason: str, info: ModelInfo) -> dict[str, Any]:
+def _response_metadata(
+    answer: Answer, reason: str, called: bool, info: ModelInfo
+) -> dict[str, Any]:
     """Plain values; `ragcache` holds what was recognized and what it saved."""
+    if called and reason == "stop":  # an answer that a limit cut off did not end with its calls
+        reason = "tool_calls"
     details = {
         "mode": answer.mode,
         "sources": [asdict(source) for source in answer.sources],
@@ -188,10 +179,8 @@ class ChunkBuilder:
     in LangChain's version 1 has no place for both in one."""
 
     def __init__(self, options: CallOptions, info: ModelInfo) -> None:
-        self._options, self._info = options, info
-        self._trimmer = WhitespaceTrimmer()
-        self._has_text = False
-        self._first_place = 0
+        self._options, self._info, self._trimmer = options, info, WhitespaceTrimmer()
+        self._has_text, self._first_place = False, 0
         self._arguments: dict[int, str] = {}  # of each call, as far as they were given out
         self._calls = None
         if options.style is not None:
@@ -222,13 +211,11 @@ class ChunkBuilder:
             yield from self._text_and_calls(self._calls.finish())
             yield from self._invalidate_calls()
             called = any(isinstance(each, ParsedCall) for each in self._calls.calls)
-        reason = _finish_reason(answer.finish_reason, called)
+        metadata = _response_metadata(answer, answer.finish_reason, called, self._info)
         last = AIMessageChunk(
-            content="",
-            usage_metadata=usage_metadata(answer),
-            response_metadata=_response_metadata(answer, reason, self._info),
+            content="", usage_metadata=usage_metadata(answer), response_metadata=metadata,
             chunk_position="last",
-        )
+        )  # fmt: skip
         yield ChatGenerationChunk(message=last)
 
     def _text(self, text: str) -> Iterator[ChatGenerationChunk]:
@@ -267,12 +254,11 @@ class ChunkBuilder:
         assert self._calls is not None
         for index, call in enumerate(self._calls.calls):
             if isinstance(call, InvalidCall):
-                given = self._arguments.get(index)
-                if given is None:
+                if (given := self._arguments.get(index)) is not None:
+                    yield self._call_chunk(index, None, invalidating_suffix(given))
+                else:
                     arguments = call.text + invalidating_suffix(call.text)
                     yield self._call_chunk(index, call.name, arguments)
-                else:
-                    yield self._call_chunk(index, None, invalidating_suffix(given))
 
 
 def invalidating_suffix(arguments: str) -> str:

@@ -76,7 +76,8 @@ class TemplateSchema:
             ConfigurationError: for a value that is missing or unknown.
         """
         known = {use.variable for use in self.placeholders}
-        given = {name: _current(value) for name, value in {**self.defaults, **values}.items()}
+        current = {**self.defaults, **values}
+        given = {name: value() if callable(value) else value for name, value in current.items()}
         if unknown := sorted(values.keys() - known):
             raise ConfigurationError(f"the template has no variable {unknown[0]!r} to give")
         if missing := sorted(known - given.keys()):
@@ -211,7 +212,3 @@ def _check_format(template_format: str) -> None:
         raise ConfigurationError(
             f"a template in {template_format} format can compute its text; write it as an f-string"
         )
-
-
-def _current(value: Any) -> Any:
-    return value() if callable(value) else value

@@ -58,23 +58,17 @@ class RagCacheRetriever(BaseRetriever):
     candidates: int = 50
 
     def _get_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: Run,  # noqa: ARG002
+        self, query: str, *, run_manager: Run,  # noqa: ARG002
         **arguments: Any,
-    ) -> list[Document]:
+    ) -> list[Document]:  # fmt: skip
         params = self._search_params(arguments)
         rag, retriever = self._open_retriever()
         return hits_to_documents(rag, retriever.retrieve(query, self.collection, params).hits)
 
     async def _aget_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: AsyncRun,  # noqa: ARG002
+        self, query: str, *, run_manager: AsyncRun,  # noqa: ARG002
         **arguments: Any,
-    ) -> list[Document]:
+    ) -> list[Document]:  # fmt: skip
         params = await asyncio.to_thread(self._search_params, arguments)
         rag, retriever = await asyncio.to_thread(self._open_retriever)
         selection = await retriever.aretrieve(query, self.collection, params)

@@ -66,10 +66,7 @@ def _response_format(schema: Any, method: str) -> dict[str, Any]:
         if method == "json_mode":
             return any_object
         raise
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": converted["title"], "schema": converted},
-    }
+    return {"type": "json_schema", "json_schema": {"name": converted["title"], "schema": converted}}
 
 
 def _with_raw(
@@ -98,20 +95,16 @@ class _CompleteAnswers:
         return super().parse_result(result, partial=partial)  # type: ignore[misc]  # a mixin
 
 
-class _DictParser(_CompleteAnswers, JsonOutputParser):
-    """Objects as dicts."""
+class _DictParser(_CompleteAnswers, JsonOutputParser): ...
 
 
-class _ObjectParser(_CompleteAnswers, PydanticOutputParser[Any]):
-    """Objects of a class."""
+class _ObjectParser(_CompleteAnswers, PydanticOutputParser[Any]): ...
 
 
-class _ToolDictParser(_CompleteAnswers, JsonOutputKeyToolsParser):
-    """Arguments of a call as dicts."""
+class _ToolDictParser(_CompleteAnswers, JsonOutputKeyToolsParser): ...
 
 
-class _ToolObjectParser(_CompleteAnswers, PydanticToolsParser):
-    """Arguments of a call as objects of a class."""
+class _ToolObjectParser(_CompleteAnswers, PydanticToolsParser): ...
 
 
 def convert_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -127,16 +120,11 @@ def call_grammar(
     tools: Sequence[Tool], choice: str, style: ToolStyle | None, parallel: bool,
     strict: bool = False, form: Grammar | None = None,
 ) -> Grammar | None:  # fmt: skip
-    """The grammar of an answer's calls to tools.
+    """The grammar of an answer's calls to tools. Raises `InvalidRequest`, `UnsupportedModel`.
 
-    Returns:
-        None where the model may choose and the extra `structured` is missing or no grammar can
-        express the arguments of a tool: then it calls as it was trained to, unless `strict` or
-        `form`, the grammar of an answer without calls, is given.
-
-    Raises:
-        InvalidRequest: for tools or a choice that no grammar can express.
-        UnsupportedModel: for a template without tools.
+    None where the model may choose and the extra `structured` is missing or no grammar can express
+    the arguments of a tool: then it calls as it was trained to, unless `strict` or `form`, the
+    grammar of an answer without calls, is given.
     """
     from ragcache.structured import tool_call_grammar
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,18 +52,11 @@ class RagCacheVectorStore(VectorStore):
     """
 
     def __init__(
-        self,
-        embedding: Embeddings | None = None,
-        *,
-        collection: str,
-        rag: RagCache | None = None,
-        state: str | Path | None = None,
-        annotated: bool = False,
-    ) -> None:
-        self.collection = collection
-        self.annotated = annotated
-        self._embedding = embedding
-        self._rag, self._state = rag, state
+        self, embedding: Embeddings | None = None, *, collection: str,
+        rag: RagCache | None = None, state: str | Path | None = None, annotated: bool = False,
+    ) -> None:  # fmt: skip
+        self.collection, self.annotated = collection, annotated
+        self._rag, self._state, self._embedding = rag, state, embedding
         self._last_embedder: Embeddings | None = None
 
     @property
@@ -104,12 +98,10 @@ class RagCacheVectorStore(VectorStore):
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool | None:
         """Deletes documents; None is all of them. Ids that are unknown do no harm."""
-        try:
+        with suppress(UnknownCollection):
             if ids is None:
                 ids = [row.source_id for row in self.rag.documents(self.collection)]
             self.rag.delete(self.collection, ids)
-        except UnknownCollection:
-            pass
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -126,7 +118,7 @@ class RagCacheVectorStore(VectorStore):
         ]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
+        return _without_scores(self.similarity_search_with_score(query, k, **kwargs))
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> Scored:
         """Documents with their cosines in [-1, 1], the best first; by words, BM25 scores."""
@@ -195,12 +187,10 @@ class RagCacheVectorStore(VectorStore):
         if kwargs:
             raise InvalidRequest(f"unknown argument {next(iter(kwargs))!r}; there is `filter`")
         return SearchParams(
-            k,
-            "sparse" if self._retriever().embedder is None else "dense",
-            filters,
+            k, "sparse" if self._retriever().embedder is None else "dense", filters,
             mmr=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,
-        )
+        )  # fmt: skip
 
     def _search(self, query: str | Sequence[float], params: SearchParams) -> Scored:
         retriever = self._retriever()
@@ -227,28 +217,21 @@ class RagCacheVectorStore(VectorStore):
         for number, hit in enumerate(hits):
             name, part = hit.module.document, hit.module.text.strip()
             text = whole.get(name, "")
-            metadata = {**hit.module.attributes}
-            if self.annotated:
-                metadata[METADATA_KEY] = details[number]
+            annotation = {METADATA_KEY: details[number]} if self.annotated else {}
+            metadata = {**hit.module.attributes, **annotation}
             text = text if text.strip() == part else part
             found.append((Document(id=name, page_content=text, metadata=metadata), hit.score))
         return found
 
     def _retriever(self) -> Retriever:
         rag = self.rag
-        chosen = (
-            unwrap_embedder(self._embedding) or rag.retriever().embedder or _minilm_if_installed()
-        )
+        chosen = unwrap_embedder(self._embedding) or rag.retriever().embedder
+        if chosen is None:
+            with suppress(MissingExtra):
+                chosen = minilm()
         self._last_embedder = chosen
         return rag.retriever(chosen)
 
 
 def _without_scores(scored: Scored) -> list[Document]:
     return [document for document, _ in scored]
-
-
-def _minilm_if_installed() -> Embeddings | None:
-    try:
-        return minilm()
-    except MissingExtra:
-        return None
