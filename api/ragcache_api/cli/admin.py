@@ -14,20 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from ragcache_api.cli.console import (
-    DEFAULT_STATE,
-    JsonOption,
-    LedgerOption,
-    RemoteOption,
-    StateOption,
-    console,
-    errors,
-    format_bytes,
-    open_ledger,
-    plain_table,
-    print_json,
-    progress_bar,
-)
+from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
     from ragcache.db import ApiKeys, Database
@@ -43,9 +30,9 @@ def create_key(
     name: Annotated[str, typer.Argument(help="The name of its holder.")],
     role: Annotated[str, typer.Option(help="user or admin.")] = "user",
     namespace: Annotated[str, typer.Option(help="The namespace that it opens.")] = "default",
-    state: StateOption = DEFAULT_STATE,
-    ledger: LedgerOption = None,
-    as_json: JsonOption = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Make a key and print its secret, which is kept nowhere."""
     if ledger is None:
@@ -53,52 +40,54 @@ def create_key(
     with _keys(state, ledger or f"sqlite:///{state / 'ledger.sqlite'}") as keys:
         row, secret = keys.create(name, role, namespace)
     if as_json:
-        print_json({**asdict(row), "secret": secret})
+        ui.print_json({**asdict(row), "secret": secret})
         return
     typer.echo(secret)
     holder = f"{row.role}, namespace {row.namespace}"
-    errors.print(f"key {row.id} ({holder}); the secret is not shown again")
+    ui.errors.print(f"key {row.id} ({holder}); the secret is not shown again")
 
 
 @keys_app.command("ls")
 def list_keys(
-    state: StateOption = DEFAULT_STATE, ledger: LedgerOption = None, as_json: JsonOption = False
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """List keys, of each secret the first characters."""
     with _keys(state, ledger) as keys:
         rows = keys.list()
     if as_json:
-        print_json(rows)
+        ui.print_json(rows)
     elif not rows:
-        console.print("no keys yet; `ragcache keys create` makes one")
+        ui.console.print("no keys yet; `ragcache keys create` makes one")
     else:
         columns = ("id", "name", "role", "namespace", "secret", "made", "last used", "")
-        table = plain_table(*columns, left=8)
+        table = ui.plain_table(*columns, left=8)
         for row in rows:
             table.add_row(
                 str(row.id), escape(row.name), row.role, row.namespace, f"{row.prefix}…",
                 _date(row.created_at), _date(row.last_used), "revoked" if row.revoked_at else "",
             )  # fmt: skip
-        console.print(table)
+        ui.console.print(table)
 
 
 @keys_app.command("revoke")
 def revoke_key(
     key: Annotated[int, typer.Argument(help="The id of the key, as `ragcache keys ls` shows it.")],
-    state: StateOption = DEFAULT_STATE,
-    ledger: LedgerOption = None,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
 ) -> None:
     """Refuse a key from now on; a running service follows within ten seconds."""
     with _keys(state, ledger) as keys:
         keys.revoke(key)
-    console.print(f"key {key} is revoked")
+    ui.console.print(f"key {key} is revoked")
 
 
 @contextmanager
 def _keys(state: Path, ledger: str | None) -> Iterator[ApiKeys]:
     from ragcache.db import ApiKeys
 
-    with open_ledger(state, ledger) as database:
+    with ui.open_ledger(state, ledger) as database:
         yield ApiKeys(database)
 
 
@@ -113,33 +102,33 @@ modules_app = typer.Typer(help="The modules and their states.", no_args_is_help=
 @modules_app.command("ls")
 def list_all_modules(
     collection: Annotated[str | None, typer.Argument(help="Only this collection.")] = None,
-    state: StateOption = DEFAULT_STATE,
-    ledger: LedgerOption = None,
-    as_json: JsonOption = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """List modules with the size, tiers and hits of their states."""
     from ragcache.db import list_modules
 
-    with open_ledger(state, ledger) as database:
+    with ui.open_ledger(state, ledger) as database:
         rows = list_modules(database, collection)
     if as_json:
-        print_json(rows)
+        ui.print_json(rows)
     elif not rows:
-        console.print("no modules yet; `ragcache ingest` makes them")
+        ui.console.print("no modules yet; `ragcache ingest` makes them")
     else:
-        table = plain_table("module", "collection", "tiers", "tokens", "states", "hits", left=3)
+        table = ui.plain_table("module", "collection", "tiers", "tokens", "states", "hits", left=3)
         if any(row.pinned for row in rows):
             table.add_column("")
         for row in rows:
             table.add_row(
                 escape(row.name), escape(row.collection), ", ".join(row.tiers) or "none",
-                f"{row.tokens:,}", format_bytes(row.nbytes), f"{row.hits:,}",
+                f"{row.tokens:,}", ui.format_bytes(row.nbytes), f"{row.hits:,}",
                 *(["pinned"] if row.pinned else []),
             )  # fmt: skip
-        console.print(table)
-        console.print(
+        ui.console.print(table)
+        ui.console.print(
             f"{len(rows):,} modules, {sum(row.tokens for row in rows):,} tokens, "
-            f"{format_bytes(sum(row.nbytes for row in rows))}"
+            f"{ui.format_bytes(sum(row.nbytes for row in rows))}"
         )
 
 
@@ -151,10 +140,10 @@ def expire_modules(
     ] = None,
     never: Annotated[bool, typer.Option("--never", help="Lift the limit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change.")] = False,
-    state: StateOption = DEFAULT_STATE,
-    ledger: LedgerOption = None,
-    remote: RemoteOption = None,
-    as_json: JsonOption = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    remote: ui.RemoteOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Limit how long the states of modules are kept; the documents stay."""
     from ragcache.db import held_keys
@@ -167,11 +156,11 @@ def expire_modules(
         keys = held_keys(database, modules, DEFAULT_NAMESPACE)
         done = admin.expire(store, keys, after, dry_run=dry_run)
     if as_json:
-        print_json([{**asdict(change), "key": str(change.key)} for change in done])
+        ui.print_json([{**asdict(change), "key": str(change.key)} for change in done])
         return
     would = "would be" if dry_run else "are"
     until = "without a limit" if after is None else f"for {after:,g} s, unless they are pinned"
-    console.print(f"{len(done):,} states {would} kept {until}")
+    ui.console.print(f"{len(done):,} states {would} kept {until}")
 
 
 @contextmanager
@@ -181,7 +170,7 @@ def _inspect_store(
     """The ledger and the store of a state folder, without background work."""
     from ragcache.store import KVStore, RemoteTier
 
-    with open_ledger(state, ledger) as database:
+    with ui.open_ledger(state, ledger) as database:
         far = RemoteTier.open(remote) if remote else None
         with closing(KVStore.inspect(state, database, far)) as store:
             yield database, store
@@ -191,53 +180,56 @@ _EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt", "fetc
 
 
 def stats(
-    state: StateOption = DEFAULT_STATE, ledger: LedgerOption = None, as_json: JsonOption = False
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
     from ragcache.db import Catalog, Ledger
 
-    with open_ledger(state, ledger) as database:
+    with ui.open_ledger(state, ledger) as database:
         states = Ledger(database)
         collections = Catalog(database, "", None).collections()
         tiers, evictions = states.totals(), states.evictions()
     if as_json:
-        print_json({"collections": collections, "tiers": tiers, "evictions": evictions})
+        ui.print_json({"collections": collections, "tiers": tiers, "evictions": evictions})
         return
     sizes = [(escape(name), f"{documents:,}") for name, documents in collections.items()]
-    table = plain_table("collection", "documents", rows=sizes)
-    console.print(table if collections else "no collections yet; `ragcache ingest` makes one")
+    table = ui.plain_table("collection", "documents", rows=sizes)
+    ui.console.print(table if collections else "no collections yet; `ragcache ingest` makes one")
     if tiers:
-        table = plain_table("tier", "states", "size", "tokens", "hits")
+        table = ui.plain_table("tier", "states", "size", "tokens", "hits")
         for tier, sums in tiers.items():
-            size, counts = format_bytes(sums.nbytes), (f"{sums.tokens:,}", f"{sums.hits:,}")
+            size, counts = ui.format_bytes(sums.nbytes), (f"{sums.tokens:,}", f"{sums.hits:,}")
             table.add_row(tier, f"{sums.states:,}", size, *counts)
-        console.print("", table, sep="\n")
+        ui.console.print("", table, sep="\n")
     if evictions:
         reasons = [reason.replace("_", " ") for reason in _EVICTION_REASONS]
-        table = plain_table("evicted from", *reasons)
+        table = ui.plain_table("evicted from", *reasons)
         for tier, numbers in evictions.items():
             cells = [f"{numbers[r]:,}" if r in numbers else "" for r in _EVICTION_REASONS]
             table.add_row(tier, *cells)
-        console.print("", table, sep="\n")
+        ui.console.print("", table, sep="\n")
 
 
 _KEY = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")  # whole only in JSON
 
 
 def verify(
-    state: StateOption = DEFAULT_STATE,
+    state: ui.StateOption = ui.DEFAULT_STATE,
     repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended.")] = False,
-    ledger: LedgerOption = None,
-    remote: RemoteOption = None,
-    as_json: JsonOption = False,
+    ledger: ui.LedgerOption = None,
+    remote: ui.RemoteOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Check every row of the ledger against every blob; print what disagrees."""
     from ragcache.store.verify import verify as verify_store
 
-    with progress_bar("verifying") as progress, _inspect_store(state, ledger, remote) as (_, store):
+    opened, bar = _inspect_store(state, ledger, remote), ui.progress_bar("verifying")
+    with bar as progress, opened as (_, store):
         report = verify_store(store, repair=repair, progress=progress)
     if as_json:
-        print_json({**asdict(report), "clean": report.clean})
+        ui.print_json({**asdict(report), "clean": report.clean})
     else:
         _print_verification(report, repair)
     if not report.clean:
@@ -246,14 +238,14 @@ def verify(
 
 def _print_verification(report: VerifyReport, repair: bool) -> None:
     found = report.found
-    table = plain_table("kind", "subject", "what is wrong", "", left=4)
+    table = ui.plain_table("kind", "subject", "what is wrong", "", left=4)
     for each in found:
         subject = escape(_KEY.sub(r"\1…", each.subject))
         table.add_row(each.kind, subject, escape(each.detail), "mended" if each.mended else "")
     if found:
-        console.print(table)
+        ui.console.print(table)
     for target, states in report.interrupted.items():
-        console.print(
+        ui.console.print(
             f"an ingestion was interrupted: {escape(target)} keeps {states} states for the next "
             "one; --repair forgets them"
         )
@@ -261,12 +253,12 @@ def _print_verification(report: VerifyReport, repair: bool) -> None:
     if found:
         mended = sum(each.mended for each in found)
         verdict = f"{len(found):,} disagreement{'s' if len(found) > 1 else ''}, {mended:,} mended"
-    console.print(f"{report.states:,} states, {report.modules:,} modules: {verdict}")
+    ui.console.print(f"{report.states:,} states, {report.modules:,} modules: {verdict}")
     if found and not repair:
-        console.print("`ragcache verify --repair` mends what can be mended")
+        ui.console.print("`ragcache verify --repair` mends what can be mended")
 
 
-def doctor(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
+def doctor(state: ui.StateOption = ui.DEFAULT_STATE, as_json: ui.JsonOption = False) -> None:
     """Check the installation, the embedded reader and the state folder."""
     checks = {
         "machine": _check_machine,
@@ -276,12 +268,13 @@ def doctor(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> N
     }
     results = {name: _run_check(check) for name, check in checks.items()}
     if as_json:
-        print_json({name: {"ok": ok, "detail": detail} for name, (ok, detail) in results.items()})
+        found = {name: {"ok": ok, "detail": detail} for name, (ok, detail) in results.items()}
+        ui.print_json(found)
     else:
-        console.print(f"ragcache {version('ragcache')}")
+        ui.console.print(f"ragcache {version('ragcache')}")
         for name, (ok, detail) in results.items():
             mark = "[green]ok[/]" if ok else "[red]failed[/]"
-            console.print(f"{mark} {name}: {escape(detail)}")
+            ui.console.print(f"{mark} {name}: {escape(detail)}")
     if not all(ok for ok, _ in results.values()):
         raise typer.Exit(1)
 
@@ -326,5 +319,5 @@ def _check_state(state: Path) -> str:
 
     if not (state / "ledger.sqlite").exists():
         return f"{state} does not exist yet; `ragcache ingest` makes it"
-    with open_ledger(state) as database:
+    with ui.open_ledger(state) as database:
         return f"{len(list_modules(database))} modules in {state}"

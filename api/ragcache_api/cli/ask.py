@@ -14,31 +14,7 @@ from rich.markup import escape
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import NoDocuments
-from ragcache_api.cli.console import (
-    DEFAULT_STATE,
-    EmbeddingOption,
-    JsonOption,
-    KOption,
-    MaxTokensOption,
-    ModelOption,
-    ModeOption,
-    SeedOption,
-    StateOption,
-    StopOption,
-    StreamOption,
-    TemperatureOption,
-    console,
-    errors,
-    format_milliseconds,
-    format_reuse,
-    open_existing_rag,
-    open_rag,
-    plain_table,
-    print_answer,
-    print_json,
-    progress_bar,
-    read_text,
-)
+from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
     from ragcache import Answer, RagCache
@@ -47,20 +23,20 @@ if TYPE_CHECKING:
 def ask(
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
-    state: StateOption = DEFAULT_STATE,
-    k: KOption = DEFAULT_K,
-    mode: ModeOption = "rooted",
-    max_new_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    stream: StreamOption = None,
-    model: ModelOption = None,
-    embedding: EmbeddingOption = None,
-    as_json: JsonOption = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    k: ui.KOption = DEFAULT_K,
+    mode: ui.ModeOption = "rooted",
+    max_new_tokens: ui.MaxTokensOption = None,
+    temperature: ui.TemperatureOption = None,
+    seed: ui.SeedOption = None,
+    stop: ui.StopOption = None,
+    stream: ui.StreamOption = None,
+    model: ui.ModelOption = None,
+    embedding: ui.EmbeddingOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Answer a question from the documents of a collection."""
-    with open_existing_rag(state, model, embedding) as rag:
+    with ui.open_existing_rag(state, model, embedding) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
@@ -68,55 +44,55 @@ def ask(
         )
         answer = rag.stream(question, collection=collection, k=k, mode=mode, generation=generation)
         if as_json:
-            print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
+            ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
-            print_answer(answer, pieces=stream)
+            ui.print_answer(answer, pieces=stream)
 
 
 def ingest(
     collection: Annotated[str, typer.Argument(help="The collection to put the documents in.")],
     paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
-    state: StateOption = DEFAULT_STATE,
-    model: ModelOption = None,
-    embedding: EmbeddingOption = None,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    model: ui.ModelOption = None,
+    embedding: ui.EmbeddingOption = None,
     module_tokens: Annotated[
         int | None, typer.Option(help="The most tokens of a module; 384 unless set otherwise.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Store documents and encode their attention states, once."""
     with (
-        open_rag(state, model, embedding, module_tokens=module_tokens) as rag,
-        progress_bar("encoding modules") as progress,
+        ui.open_rag(state, model, embedding, module_tokens=module_tokens) as rag,
+        ui.progress_bar("encoding modules") as progress,
     ):
         done = rag.ingest(collection, list(paths), progress=progress)
     if as_json:
-        print_json(done)
+        ui.print_json(done)
         return
-    console.print(
+    ui.console.print(
         f"{done.added} documents added, {done.updated} updated, {done.unchanged} unchanged in "
         f"[bold]{escape(done.collection)}[/]: {done.modules} modules of {done.tokens:,} tokens, "
         f"{done.encoded} states encoded"
     )
     if done.ignored:
-        console.print(f"[dim]passed over (not text): {escape(', '.join(done.ignored))}[/]")
+        ui.console.print(f"[dim]passed over (not text): {escape(', '.join(done.ignored))}[/]")
 
 
 def prompt(
     file: Annotated[Path, typer.Argument(help="A PML prompt.")],
-    state: StateOption = DEFAULT_STATE,
+    state: ui.StateOption = ui.DEFAULT_STATE,
     mode: Annotated[str, typer.Option("--mode", help="isolated or exact.")] = "isolated",
-    max_new_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    seed: SeedOption = None,
-    stop: StopOption = None,
-    stream: StreamOption = None,
-    model: ModelOption = None,
-    as_json: JsonOption = False,
+    max_new_tokens: ui.MaxTokensOption = None,
+    temperature: ui.TemperatureOption = None,
+    seed: ui.SeedOption = None,
+    stop: ui.StopOption = None,
+    stream: ui.StreamOption = None,
+    model: ui.ModelOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Answer a PML prompt over a schema that was added before."""
-    text = read_text(file)
-    with open_existing_rag(state, model) as rag:
+    text = ui.read_text(file)
+    with ui.open_existing_rag(state, model) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
@@ -124,9 +100,9 @@ def prompt(
         )
         answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
         if as_json:
-            print_json(answer.result().to_dict())
+            ui.print_json(answer.result().to_dict())
         else:
-            print_answer(answer, pieces=stream)
+            ui.print_answer(answer, pieces=stream)
 
 
 QUESTIONS = (
@@ -164,7 +140,7 @@ def demo(
     handbook: Annotated[
         Path, typer.Option(help="The folder of documents.", show_default=True)
     ] = Path("examples/handbook"),
-    as_json: JsonOption = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Ingest the example handbook and answer five questions, cached and ordinary side by side."""
     if not handbook.is_dir():
@@ -172,12 +148,12 @@ def demo(
             f"there is no folder {handbook}; run the demo where ragcache was cloned, or give one "
             "with --handbook"
         )
-    with errors.status("loading the model"):
+    with ui.errors.status("loading the model"):
         from ragcache import RagCache
     with tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state, RagCache.open(state) as rag:
-        with progress_bar("encoding modules") as progress:
+        with ui.progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)
-        with progress_bar("asking") as progress:
+        with ui.progress_bar("asking") as progress:
             answers = []
             for number, question in enumerate(QUESTIONS, start=1):
                 answers.append(_measure(rag, question))
@@ -186,17 +162,17 @@ def demo(
         rag.ask_batch(QUESTIONS, collection="handbook")
         batch_seconds = time.perf_counter() - begin
     if as_json:
-        print_json([each.to_dict() for each in answers])
+        ui.print_json([each.to_dict() for each in answers])
         return
-    console.print(
+    ui.console.print(
         f"{done.added} documents, {done.modules} modules, {done.tokens:,} tokens encoded once\n"
     )
     for each in answers:
         _print_demo_answer(each)
     single_seconds = sum(each.answer.timings.total for each in answers)
-    console.print(
-        f"all {len(QUESTIONS)} questions together: {format_milliseconds(batch_seconds)} to the "
-        f"last answer; one after another: {format_milliseconds(single_seconds)}"
+    ui.console.print(
+        f"all {len(QUESTIONS)} questions together: {ui.format_milliseconds(batch_seconds)} to the "
+        f"last answer; one after another: {ui.format_milliseconds(single_seconds)}"
     )
 
 
@@ -216,15 +192,15 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
 
 def _print_demo_answer(measured: DemoAnswer) -> None:
     answer = measured.answer
-    console.print(answer.question, style="cyan", markup=False)
-    cached, exact = map(format_milliseconds, (measured.cached_seconds, measured.exact_seconds))
+    ui.console.print(answer.question, style="cyan", markup=False)
+    cached, exact = map(ui.format_milliseconds, (measured.cached_seconds, measured.exact_seconds))
     times = f"{cached} cached, {exact} exact: [green]{measured.ratio:.1f}x[/]"
     rows = (
         ("answer", f"[bold]{escape(answer.text)}[/]"),
         ("sources", ", ".join(escape(source.module) for source in answer.sources)),
         ("mode", answer.mode),
-        ("prompt", format_reuse(answer)),
+        ("prompt", ui.format_reuse(answer)),
         ("first token", times),
     )
-    console.print(plain_table(rows=rows))
-    console.print()
+    ui.console.print(ui.plain_table(rows=rows))
+    ui.console.print()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ragcache_api.cli.console import console, errors, format_break_even, format_bytes, plain_table
+from ragcache_api.cli import console as ui
 
 app = typer.Typer(
     help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
@@ -29,7 +29,7 @@ Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
 
 def run_benchmark(run: Benchmark) -> dict[str, Any]:
     """Runs a benchmark with its progress on standard error."""
-    with errors.status("starting") as status:
+    with ui.errors.status("starting") as status:
         return run(status.update)
 
 
@@ -39,8 +39,8 @@ def print_figures(
     """Prints tables and sentences, and writes the figures if a file is given."""
     for number, each in enumerate(parts):
         if number:
-            console.print()
-        console.print(each)
+            ui.console.print()
+        ui.console.print(each)
     if json_file is not None:
         text = json.dumps(result, indent=2, default=str) + "\n"
         json_file.write_text(text, encoding="utf-8")
@@ -65,7 +65,7 @@ def ttft(
         ("arithmetic limit", "limit", f"at {100 * result['share_of_limit']:.0f}% of it"),
     )
     rows = [(way, f"{seconds[key]:.3f}", comparison) for way, key, comparison in ways]
-    table = plain_table("way", "seconds to first token", "segments are", rows=rows)
+    table = ui.plain_table("way", "seconds to first token", "segments are", rows=rows)
     print_figures([table], result, json_file)
 
 
@@ -90,7 +90,7 @@ def decode(
         ("scheduling, of a step", f"{100 * result['scheduler_share']:.1f}%"),
     ]
     rate = result["shared"]["tokens_per_second"]
-    table = plain_table(f"{requests} requests, {rate:.0f} tokens a second", "", rows=rows)
+    table = ui.plain_table(f"{requests} requests, {rate:.0f} tokens a second", "", rows=rows)
     print_figures([table], result, json_file)
     if plot is not None:
         plot_decode(result, plot)
@@ -108,7 +108,7 @@ def serve(
 
     setting = ServeSetting(requests=requests, device=device)
     result = run_benchmark(lambda progress: bench_serve(setting, progress))
-    table = plain_table("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
+    table = ui.plain_table("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
     for mode, loads in result["loads"].items():
         for load in loads:
             table.add_row(
@@ -139,14 +139,14 @@ def tiers(
     parts = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
     print_figures([part(result) for part in parts], result, json_file)
     if not result["disk"]["dropped"]:
-        console.print("[dim]the system did not drop its page cache: cold is warm here[/]")
+        ui.console.print("[dim]the system did not drop its page cache: cold is warm here[/]")
     if plot is not None:
         plot_tiers(result, plot)
 
 
 def _disk_table(result: dict[str, Any]) -> Table:
     disk = result["disk"]
-    table = plain_table("from disk", "page cache cold", "of plain", "warm", "of plain")
+    table = ui.plain_table("from disk", "page cache cold", "of plain", "warm", "of plain")
     for way in ("plain", "mapped", "host"):
         cells = []
         for state in ("cold", "warm"):
@@ -161,7 +161,7 @@ def _first_token_table(result: dict[str, Any]) -> Table:
     from ragcache.planning import format_seconds
 
     ttft, ready = result["ttft_by_tier"], result["by_tier"]["ready_s"]
-    table = plain_table("modules in", "ready in", "first token in", "sooner than computed")
+    table = ui.plain_table("modules in", "ready in", "first token in", "sooner than computed")
     for tier, seconds in ttft.items():
         states = format_seconds(ready[tier]) if tier in ready else ""
         sooner = f"{ttft['computed'] / seconds:.1f}x" if tier in ready else ""
@@ -174,13 +174,13 @@ def _break_even_table(result: dict[str, Any]) -> Table:
 
     details = result["by_tier"]
     even = details["break_even_tokens"]
-    table = plain_table("a module of", "bytes", "computed", *even, "break-even")
+    table = ui.plain_table("a module of", "bytes", "computed", *even, "break-even")
     for row in details["lengths"]:
         times = [format_seconds(row[way]) for way in ("computed", *even)]
         speed = format_bandwidth(row["break_even_bandwidth"])
-        table.add_row(f"{row['tokens']} tokens", format_bytes(row["nbytes"]), *times, speed)
+        table.add_row(f"{row['tokens']} tokens", ui.format_bytes(row["nbytes"]), *times, speed)
     shortest = details["lengths"][0]["tokens"]
-    lengths = [format_break_even(tokens, shortest) for tokens in even.values()]
+    lengths = [ui.format_break_even(tokens, shortest) for tokens in even.values()]
     table.add_row("quicker", "", "", *lengths, "", style="dim")
     return table
 

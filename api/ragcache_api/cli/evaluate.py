@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragcache.config import DEFAULT_K
-from ragcache_api.cli.console import (
-    DEFAULT_STATE,
-    EmbeddingOption,
-    JsonOption,
-    KOption,
-    ModelOption,
-    StateOption,
-    console,
-    open_existing_rag,
-    plain_table,
-    print_json,
-    progress_bar,
-)
+from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
     from ragcache.evaluation import EvaluationReport
@@ -29,18 +17,18 @@ if TYPE_CHECKING:
 def evaluate_command(
     collection: Annotated[str, typer.Argument(help="The collection to ask.")],
     questions: Annotated[Path, typer.Argument(help="Questions with answers, JSON lines.")],
-    state: StateOption = DEFAULT_STATE,
+    state: ui.StateOption = ui.DEFAULT_STATE,
     modes: Annotated[
         str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
     ] = "rooted,exact",
-    k: KOption = DEFAULT_K,
-    model: ModelOption = None,
-    embedding: EmbeddingOption = None,
+    k: ui.KOption = DEFAULT_K,
+    model: ui.ModelOption = None,
+    embedding: ui.EmbeddingOption = None,
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
     ] = "ask",
     wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
-    as_json: JsonOption = False,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Mark the answers to known questions, mode by mode."""
     from ragcache.errors import ConfigurationError
@@ -50,25 +38,25 @@ def evaluate_command(
         raise ConfigurationError(f"--through is {through!r}; give ask or chat")
     expected = load_questions(questions)
     reports = []
-    with open_existing_rag(state, model, embedding) as rag:
+    with ui.open_existing_rag(state, model, embedding) as rag:
         for mode in modes.split(","):
             options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
-            with progress_bar(f"asking, {mode}") as progress:
+            with ui.progress_bar(f"asking, {mode}") as progress:
                 report = evaluate(rag, collection, expected, progress=progress, **options)
             reports.append(report)
     if as_json:
-        print_json(reports)
+        ui.print_json(reports)
         return
     _print_reports(reports)
     for marked in reports[0].marked if wrong else ():
         if not marked.exact_match:
             asked, right = marked.question, marked.question.answers[0]
             line = f"{asked.id} {asked.question} -> {marked.given!r}, right: {right!r}"
-            console.print(line, markup=False)
+            ui.console.print(line, markup=False)
 
 
 def _print_reports(reports: list[EvaluationReport]) -> None:
-    table = plain_table(
+    table = ui.plain_table(
         "mode", "questions", "exact match", "F1", "document retrieved", "computed", "agree"
     )
     for report in reports:
@@ -77,7 +65,7 @@ def _print_reports(reports: list[EvaluationReport]) -> None:
             report.mode, str(report.questions), *(f"{100 * share:.1f}%" for share in shares),
             f"{report.computed_tokens:,.1f} tokens", _agreement(report, reports),
         )  # fmt: skip
-    console.print(table)
+    ui.console.print(table)
 
 
 def _agreement(report: EvaluationReport, reports: list[EvaluationReport]) -> str:

@@ -16,19 +16,7 @@ from rich.text import Text as StyledText
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import ModelNotFound
-from ragcache_api.cli.console import (
-    DEFAULT_STATE,
-    JsonOption,
-    KOption,
-    ModelOption,
-    StateOption,
-    console,
-    errors,
-    open_existing_rag,
-    open_rag,
-    print_json,
-    read_text,
-)
+from ragcache_api.cli import console as ui
 from ragcache_api.schema_tree import SchemaNode, schema_nodes
 from ragcache_schemas import (
     Finding,
@@ -71,30 +59,30 @@ _SHORTEST_PREVIEW = 24
 @app.command("add")
 def add(
     file: Annotated[Path, typer.Argument(help="A PML schema.")],
-    state: StateOption = DEFAULT_STATE,
+    state: ui.StateOption = ui.DEFAULT_STATE,
     placement: Annotated[
         str, typer.Option(help="schema (fixed positions) or compact (no gaps).")
     ] = "schema",
-    model: ModelOption = None,
+    model: ui.ModelOption = None,
 ) -> None:
     """Store a schema and encode its modules, so that prompts can import them."""
-    text = read_text(file)
-    with open_rag(state, model, None) as rag:
+    text = ui.read_text(file)
+    with ui.open_rag(state, model, None) as rag:
         added = rag.add_schema(text, placement=cast("Placement", placement), source=str(file))
         encoded = rag.stats().encoded
-    console.print(f"schema {added.name} added, {encoded} states encoded", markup=False)
+    ui.console.print(f"schema {added.name} added, {encoded} states encoded", markup=False)
 
 
 @app.command("show")
 def show(
     target: Annotated[str, typer.Argument(help="A collection, or an .xml or .pml file.")],
-    state: StateOption = DEFAULT_STATE,
-    k: KOption = DEFAULT_K,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    k: ui.KOption = DEFAULT_K,
     expand: Annotated[bool, typer.Option("--expand", help="Write the members out.")] = False,
     tree: Annotated[
         bool, typer.Option("--tree", help="Print a tree with positions; files always are.")
     ] = False,
-    model: ModelOption = None,
+    model: ui.ModelOption = None,
 ) -> None:
     """Print the generated schema of a collection, or a tree with token counts and positions."""
     if target.endswith(_FILE_SUFFIXES):
@@ -103,7 +91,7 @@ def show(
         layout = lay_out(rendered, tokenizer.template.count)
         _print_tree(rendered, layout, tokenizer.show_control_tokens)
         return
-    with open_existing_rag(state, model) as rag:
+    with ui.open_existing_rag(state, model) as rag:
         generated = rag.schema(target, k=k, expanded=expand)
     if tree:
         layout = lay_out(generated, TemplateTokenizer.load(model).count_trusted, "compact")
@@ -118,23 +106,23 @@ def lint(
         list[Path],
         typer.Argument(exists=True, dir_okay=False, help="Schemas, and prompts for them."),
     ],
-    model: ModelOption = None,
-    as_json: JsonOption = False,
+    model: ui.ModelOption = None,
+    as_json: ui.JsonOption = False,
 ) -> None:
     """Find what is wrong, doubtful or wasteful in files. Exit status 1 if anything is."""
     findings, notes = lint_files(files, TemplateTokenizer.load(model).template)
     found = [(file, finding) for file, each in findings.items() for finding in each]
     count = len(found)
     for note in notes:
-        errors.print(StyledText(note, "dim"), soft_wrap=True)
+        ui.errors.print(StyledText(note, "dim"), soft_wrap=True)
     if as_json:
-        print_json([_finding_values(finding, file) for file, finding in found])
+        ui.print_json([_finding_values(finding, file) for file, finding in found])
     else:
         for file, finding in found:
-            console.print(format_finding(finding, file), soft_wrap=True)
+            ui.console.print(format_finding(finding, file), soft_wrap=True)
         what = "file" if len(files) == 1 else "files"
         verdict = f"{count} finding{'s' * (count > 1)}" if count else "nothing to report"
-        console.print(f"{len(files)} {what}: {verdict}", style="bold" if count else "green")
+        ui.console.print(f"{len(files)} {what}: {verdict}", style="bold" if count else "green")
     raise typer.Exit(1 if count else 0)
 
 
@@ -151,13 +139,13 @@ def _read_schema(file: Path) -> Schema:
         warnings.simplefilter("always", PMLWarning)
         parsed = parse_schema(file.read_bytes(), source=str(file))
     for warning in caught:
-        errors.print(StyledText(str(warning.message), "yellow"), soft_wrap=True)
+        ui.errors.print(StyledText(str(warning.message), "yellow"), soft_wrap=True)
     return parsed
 
 
 def _print_tree(schema: Schema, layout: Layout, readable: Callable[[str], str] = str) -> None:
-    for line in outline_lines(schema, layout, readable, width=max(console.width, 100)):
-        console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
+    for line in outline_lines(schema, layout, readable, width=max(ui.console.width, 100)):
+        ui.console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
 
 
 def lint_files(

@@ -16,30 +16,18 @@ if TYPE_CHECKING:
     from ragcache_connectors.langchain.vectorstores import RagCacheVectorStore
 
 __all__ = [
-    "ChatRagCache",
-    "RagCacheEmbeddings",
-    "RagCacheLoader",
-    "RagCacheRecordManager",
-    "RagCacheRetriever",
-    "RagCacheVectorStore",
-    "TemplateSchema",
-    "close_shared",
-    "shared_rag",
+    "ChatRagCache", "RagCacheEmbeddings", "RagCacheLoader", "RagCacheRecordManager",
+    "RagCacheRetriever", "RagCacheVectorStore", "TemplateSchema", "close_shared", "shared_rag",
     "template_schema",
-]
+]  # fmt: skip
 
 _HOMES = {
-    "ChatRagCache": "chat_models",
-    "RagCacheEmbeddings": "embeddings",
-    "RagCacheLoader": "document_loaders",
-    "RagCacheRecordManager": "record_manager",
-    "RagCacheRetriever": "retrievers",
-    "RagCacheVectorStore": "vectorstores",
-    "TemplateSchema": "prompts",
-    "close_shared": "shared",
-    "shared_rag": "shared",
-    "template_schema": "prompts",
-}
+    "ChatRagCache": "chat_models", "RagCacheEmbeddings": "embeddings",
+    "RagCacheLoader": "document_loaders", "RagCacheRecordManager": "record_manager",
+    "RagCacheRetriever": "retrievers", "RagCacheVectorStore": "vectorstores",
+    "TemplateSchema": "prompts", "template_schema": "prompts",
+    "close_shared": "shared", "shared_rag": "shared",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -25,18 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _SharedFolder:
-    """A state folder and the `RagCache` that is open over it.
+    """A state folder and the `RagCache` that is open over it."""
 
-    path: None is a temporary folder of the process, removed at its end. options: as declared; they
-    are fixed once opening has begun. lock: held while it is opened or closed, which may take
-    minutes.
-    """
-
-    path: Path | None
-    options: dict[str, Any]
+    path: Path | None  # None is a temporary folder of the process, removed at its end
+    options: dict[str, Any]  # as declared; fixed once opening has begun
     begun: bool = False
     rag: RagCache | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held for minutes while opening
 
 
 _folders: dict[Path, _SharedFolder] = {}
