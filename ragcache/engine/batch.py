@@ -45,9 +45,7 @@ LONG_SPAN = 4
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledChunk:
     """One request's share of a step: its next tokens, which follow its private states.
-
-    position_ids ascend; a token sees the segments that start at or before it.
-    """
+    position_ids ascend; a token sees the segments that start at or before it."""
 
     segments: tuple[Segment, ...]
     private: RequestKV
@@ -76,8 +74,7 @@ class SharedPrefixGroup:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTail:
-    """The last blocks of a request that decodes: its row, its private states, and the index of
-    each of the blocks among the request's."""
+    """A request that decodes: its row, its states, and the index of each of its last blocks."""
 
     row: int
     private: BlockTable
@@ -102,7 +99,7 @@ def lay_out_batch(chunks: Sequence[ScheduledChunk], *, gapless: bool = False) ->
         rows.append((begin, begin + len(chunk.token_ids)))
         begin = rows[-1][1]
     groups = _segment_groups(chunks, rows)
-    tails = []
+    tails, causal = [], []
     readers_of = _span_readers(chunks)
     for index, chunk in enumerate(chunks):
         decodes = len(chunk.token_ids) == 1 and isinstance(chunk.private, BlockTable)
@@ -119,13 +116,10 @@ def lay_out_batch(chunks: Sequence[ScheduledChunk], *, gapless: bool = False) ->
             last = chunk.private.length // chunk.private.pool.block_size
             blocks = tuple(dict.fromkeys((*short, last)))
             tails.append(DecodeTail(rows[index][0], chunk.private, blocks))
-    causal = tuple(
-        rows[index]
-        for index, chunk in enumerate(chunks)
-        if len(chunk.token_ids) > 1 or not isinstance(chunk.private, BlockTable)
-    )
+        else:
+            causal.append(rows[index])
     kept = tuple(group for group in groups if group.readers)
-    return BatchLayout(tuple(rows), kept, causal, tuple(tails))
+    return BatchLayout(tuple(rows), kept, tuple(causal), tuple(tails))
 
 
 def _segment_groups(
@@ -170,12 +164,9 @@ class _JoinedSpan:
 
 
 def _joined_spans(
-    private: RequestKV,
-    readers_of: dict[tuple[int, int, int], list[int]],
-    gapless: bool,
-    *,
+    private: RequestKV, readers_of: dict[tuple[int, int, int], list[int]], gapless: bool, *,
     full_only: bool,
-) -> Iterator[_JoinedSpan]:
+) -> Iterator[_JoinedSpan]:  # fmt: skip
     """full_only: without the last block, while it still fills."""
     current: _JoinedSpan | None = None
     at = 0  # tokens before the span
@@ -219,9 +210,7 @@ def _private_group(joined: _JoinedSpan, readers: Sequence[Rows]) -> SharedPrefix
 
 class BatchBuilder:
     """Builds forward batches, and keeps what does not change while the same requests decode.
-
-    rebuilt: how often the layout was made anew.
-    """
+    rebuilt: how often the layout was made anew."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
@@ -256,11 +245,8 @@ def _signature(chunk: ScheduledChunk) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Frame:
-    """The part of a batch that stays while its requests decode.
-
-    metadata: with the mask and writes of the first step. starts: [M], where the states that each
-    shared query reads begin.
-    """
+    """The part of a batch that stays while its requests decode; its metadata lack writes and mask.
+    starts: [M], where the states that each shared query reads begin."""
 
     model: CausalLM
     layout: BatchLayout
@@ -355,17 +341,14 @@ def _shared_queries(model: CausalLM, layout: BatchLayout) -> tuple[SharedQueries
     deltas: list[int] = []
     starts: list[int] = []
     for group in layout.groups:
-        for (first, end), delta, start in zip(
-            group.readers, group.deltas, group.starts, strict=True
-        ):
+        reads = zip(group.readers, group.deltas, group.starts, strict=True)
+        for (first, end), delta, start in reads:
             rows += range(first, end)
             deltas += [delta] * (end - first)
             starts += [start] * (end - first)
     if not rows:
         return None, _ints([])
-    rotation = None
-    if any(deltas):
-        rotation = model.scheme.relocation(_device(model, _ints(deltas)))
+    rotation = model.scheme.relocation(_device(model, _ints(deltas))) if any(deltas) else None
     if rotation is not None:
         cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [M, 1, R/2]
         rotation = replace(rotation, cos=cos, sin=sin)
@@ -414,9 +397,7 @@ def _own_index(layout: BatchLayout) -> Ints | None:
     """See `AttentionMetadata.own_index`."""
     order = [row for begin, end in layout.causal_blocks for row in range(begin, end)]
     order += [tail.row for tail in layout.tails]
-    if order == sorted(order):
-        return None
-    return np.argsort(_ints(order))
+    return None if order == sorted(order) else np.argsort(_ints(order))
 
 
 def _ints(values: Sequence[int]) -> Ints:

@@ -88,20 +88,16 @@ class EngineCore:
                 "than where they were encoded; place schemas with placement='schema'"
             )
         self.check_sizes(
-            own=len(context.token_ids),
-            documents=context.cached_tokens,
-            end=context.next_position,
-            max_new_tokens=request.max_new_tokens,
-        )
+            own=len(context.token_ids), documents=context.cached_tokens,
+            end=context.next_position, max_new_tokens=request.max_new_tokens,
+        )  # fmt: skip
 
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
     ) -> None:
-        """Raises `PromptTooLong` for a prompt and answer of sizes that could never run.
-
-        own, documents: tokens of question and template, and of what it reads. recomputed: how many
-        of the documents' tokens are computed nevertheless. end: the position after the prompt.
-        """
+        """Raises `PromptTooLong` for a prompt and answer of sizes that could never run. own: tokens
+        of question and template; documents: of what it reads, of which so many are `recomputed`;
+        end: the position after the prompt."""
         window = self.runner.window
         if documents:
             check_window(documents, own, window=window, max_new_tokens=max_new_tokens)
@@ -127,10 +123,9 @@ class EngineCore:
         """Queues a checked request, unless it was cancelled meanwhile."""
         if channel.cancelled:
             return
+        shares = self.runner.shares_prefixes
         try:
-            group = SequenceGroup(
-                request, channel, submitted_at, shares_prefixes=self.runner.shares_prefixes
-            )
+            group = SequenceGroup(request, channel, submitted_at, shares_prefixes=shares)
             sequence = self._sequence(group, 0)
         except Exception as error:  # its `text` cannot be made: the others go on
             channel.fail(error)
@@ -156,7 +151,10 @@ class EngineCore:
 
     def _run(self, shares: list[_Share], begin: float) -> None:
         step = self.runner.prepare_batch([share.chunk for share in shares])
-        self._publish(shares)
+        seen = [(id(share.owner), share.count) for share in shares]
+        if seen != self._seen:  # else the step is like the last one
+            chunks = ((share.chunk, isinstance(share.owner, Encoding)) for share in shares)
+            self.snapshot, self._seen = BatchSnapshot.of(chunks), seen
         planned = self.clock()
         logits = step()
         computed = self.clock()
@@ -168,13 +166,6 @@ class EngineCore:
         stats.planning += planned - begin
         stats.forward += computed - planned
         stats.sampling += self.clock() - computed
-
-    def _publish(self, shares: list[_Share]) -> None:
-        """Replaces the snapshot, unless the step is like the last one."""
-        seen = [(id(share.owner), share.count) for share in shares]
-        if seen != self._seen:
-            chunks = ((share.chunk, isinstance(share.owner, Encoding)) for share in shares)
-            self.snapshot, self._seen = BatchSnapshot.of(chunks), seen
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with `error`, and frees all memory."""
@@ -205,11 +196,7 @@ class EngineCore:
                 self.kv_manager.allocate_slots(sequence, count)
                 shares.append(_Share(sequence, count, sequence.next_chunk(count)))
         decoding = any(share.count == 1 for share in shares)
-        most = (
-            self._scheduler_config.step_tokens
-            if decoding
-            else self._scheduler_config.prefill_tokens
-        )
+        most = self.config.step_tokens if decoding else self.config.prefill_tokens
         left = most - sum(share.count for share in shares)
         for encoding, count in self._encode_queue.portions(left):
             shares.append(_Share(encoding, count, encoding.next_chunk(count)))
@@ -267,9 +254,8 @@ class EngineCore:
             return
         forbidden = [sequence.forbidden() for sequence in sampling]
         masks = [sequence.mask() for sequence in sampling]
-        sampled = sample_tokens(
-            logits, [sequence.sampler for sequence in sampling], forbidden, masks
-        )
+        samplers = [sequence.sampler for sequence in sampling]
+        sampled = sample_tokens(logits, samplers, forbidden, masks)
         for sequence, token in zip(sampling, sampled, strict=True):
             if isinstance(token, UnusableLogits):
                 self._fail(sequence.group, sequence.failure or token)
@@ -351,11 +337,8 @@ class SegmentUse:
 
 @dataclass(frozen=True, slots=True)
 class BatchSnapshot:
-    """What one step computes.
-
-    rows: new tokens; requests: those that they belong to; encodings: modules that are encoded
-    beside them; segments: those that answers read, the most read first.
-    """
+    """What one step computes: rows of new tokens, the requests that they belong to, modules that
+    are encoded beside them, and the segments that answers read, the most read first."""
 
     rows: int = 0
     requests: int = 0

@@ -11,13 +11,15 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from ragcache.errors import InvalidRequest
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 REPLACEMENT = "\ufffd"
+Decode = Callable[[list[int]], str]
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -125,35 +127,20 @@ def check_stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stop))
 
 
-class IncrementalDetokenizer(Protocol):
-    """Holds back what later ids could still change."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
-
-
-def create_detokenizer(tokenizer: Any, skip_special_tokens: bool) -> IncrementalDetokenizer:
-    """The detokenizer that suits a Hugging Face tokenizer.
-
-    Clean-up of spaces before punctuation, which `decode` can do for WordPiece, is not applied: it
-    alters what a language model wrote, across pieces.
-    """
+def create_detokenizer(
+    tokenizer: Any, skip_special_tokens: bool
+) -> ByteLevelDetokenizer | WindowDetokenizer:
+    """The detokenizer that suits a Hugging Face tokenizer; it holds back what later ids could still
+    change. Clean-up of spaces before punctuation, which `decode` can do for WordPiece, is not
+    applied: it alters what a language model wrote, across pieces."""
+    skip = skip_special_tokens
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-
-        def decode_slowly(ids: list[int]) -> str:
-            text: str = tokenizer.decode(
-                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-            return text
-
-        return WindowDetokenizer(decode_slowly, tokenizer.convert_ids_to_tokens)
-
-    def decode(ids: list[int]) -> str:
-        text: str = backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
-
+        slow = partial(
+            tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+        return WindowDetokenizer(slow, tokenizer.convert_ids_to_tokens)
+    decode = partial(backend.decode, skip_special_tokens=skip)
     if type(backend.decoder).__name__ == "ByteLevel":
         return ByteLevelDetokenizer(decode, backend.id_to_token)
     return WindowDetokenizer(decode, backend.id_to_token)
@@ -162,11 +149,8 @@ def create_detokenizer(tokenizer: Any, skip_special_tokens: bool) -> Incremental
 class ByteLevelDetokenizer:
     """For byte-level BPE, where a text's bytes are those of its tokens, one after another."""
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], token_of: Callable[[int], str | None]
-    ) -> None:
-        self._decode = decode
-        self._token_of = token_of
+    def __init__(self, decode: Decode, token_of: Callable[[int], str | None]) -> None:
+        self._decode, self._token_of = decode, token_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -194,11 +178,8 @@ class WindowDetokenizer:
     is invalid, all its characters become replacement characters.
     """
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], token_of: Callable[[int], str | None]
-    ) -> None:
-        self._decode = decode
-        self._token_of = token_of
+    def __init__(self, decode: Decode, token_of: Callable[[int], str | None]) -> None:
+        self._decode, self._token_of = decode, token_of
         self._ids: list[int] = []  # the window
         self._read = 0  # ids of the window whose text was given out
         self._shown = 0  # characters of the window's text that were given out

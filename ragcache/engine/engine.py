@@ -48,9 +48,8 @@ class LLMEngine:
         self._core = EngineCore(runner_for(model), self.config)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
-        self._queue: WeakSet[AnswerChannel] = (
-            WeakSet()
-        )  # waiting requests, and some that no longer wait
+        # waiting requests, and some that no longer wait
+        self._queue: WeakSet[AnswerChannel] = WeakSet()
         self._open = True
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
@@ -78,13 +77,7 @@ class LLMEngine:
         return self._core
 
     def submit_request(self, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
-        """Queues a request.
-
-        Args:
-            request: What to compute.
-
-        Returns:
-            A handle to iterate, wait for or await.
+        """Queues a request. Returns a handle to iterate, wait for or await.
 
         Raises:
             PromptTooLong: It could never run.
@@ -103,17 +96,8 @@ class LLMEngine:
         return RequestHandle(channel)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
-        """Queues modules to encode beside the requests.
-
-        Args:
-            jobs: What to encode.
-
-        Returns:
-            A handle whose events are the jobs' states, in order.
-
-        Raises:
-            EngineClosed: The engine was closed.
-        """
+        """Queues modules to encode beside the requests. Returns a handle whose events are the jobs'
+        states, in order. Raises `EngineClosed`."""
         channel = StatesChannel(self._wake)
         with self._lock:
             self._check_open()
@@ -122,11 +106,8 @@ class LLMEngine:
         return RequestHandle(channel)
 
     def close(self, *, drain: bool = False) -> None:
-        """Stops the thread. Requests that still run fail with `EngineClosed`.
-
-        Args:
-            drain: Let them end first, and refuse only later ones.
-        """
+        """Stops the thread. Requests that still run fail with `EngineClosed`, or with `drain` end
+        first."""
         with self._lock:
             if not self._open:
                 return
@@ -199,10 +180,8 @@ MAX_TOKENS_PER_PASS = 2048
 def complete(
     model: LanguageModel, requests: Sequence[Request], config: EngineConfig | None = None
 ) -> list[RequestOutput]:
-    """Runs requests in one batch, in the calling thread. Returns their outputs, in order.
-
-    Raises what `LLMEngine.submit_request` raises.
-    """
+    """Runs requests in one batch, in the calling thread. Returns their outputs, in order. Raises
+    what `LLMEngine.submit_request` raises."""
     core = EngineCore(runner_for(model), config or EngineConfig())
     handles = []
     for request in requests:

@@ -17,29 +17,13 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from ragcache.errors import RequestCancelled
 
 EventT = TypeVar("EventT")
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True)
-class _Success(Generic[ResultT]):
-    result: ResultT
-
-    def get(self) -> ResultT:
-        return self.result
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    exception: BaseException
-
-    def get(self) -> NoReturn:
-        raise self.exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +47,7 @@ class RequestChannel(Generic[EventT, ResultT]):
         self.started = False  # the engine has begun to compute it
         self._wake = wake
         self._events: list[EventT] = []  # only grows, so that every reader sees all
-        self._outcome: _Success[ResultT] | _Failure | None = None
+        self._outcome: tuple[ResultT] | BaseException | None = None  # the result may be None
         self._waiters: list[Waiter] = []
         self._lock = threading.RLock()  # reentrant: an iteration may be collected inside of `put`
 
@@ -92,10 +76,7 @@ class RequestChannel(Generic[EventT, ResultT]):
     @property
     def outcome(self) -> ResultT | BaseException | None:
         """The result, or what the caller sees raised; None while the request is under way."""
-        ended = self._outcome
-        if ended is None:
-            return None
-        return ended.exception if isinstance(ended, _Failure) else ended.result
+        return self._outcome[0] if isinstance(self._outcome, tuple) else self._outcome
 
     def call_when_done(self, call: Callable[[], None]) -> None:
         """Calls once the request has ended, or at once: in the thread that ends it, at any line of
@@ -119,19 +100,19 @@ class RequestChannel(Generic[EventT, ResultT]):
 
     def finish(self, result: ResultT) -> None:
         """Ends the request with its result. The first end counts, later ones are dropped."""
-        self._end(_Success(result))
+        self._end((result,))
 
     def fail(self, exception: BaseException) -> None:
         """Ends the request with what its caller will see raised."""
-        self._end(_Failure(exception))
+        self._end(exception)
 
     def cancel(self) -> None:
         """Ends the request with `RequestCancelled`, and wakes the engine, unless it has ended."""
-        if self._end(_Failure(RequestCancelled("the request was cancelled before it ended"))):
+        if self._end(RequestCancelled("the request was cancelled before it ended")):
             self.cancelled = True
             self._wake()
 
-    def _end(self, outcome: _Success[ResultT] | _Failure) -> bool:
+    def _end(self, outcome: tuple[ResultT] | BaseException) -> bool:
         with self._lock:
             if self._outcome is not None:
                 return False
@@ -191,13 +172,7 @@ class RequestHandle(Generic[EventT, ResultT]):
         self._channel.cancel()
 
     def result(self, timeout: float | None = None) -> ResultT:
-        """Waits for the end of the request.
-
-        Args:
-            timeout: Seconds to wait at most; None without limit.
-
-        Returns:
-            The result.
+        """Waits for the end of the request, at most `timeout` seconds. Returns the result.
 
         Raises:
             TimeoutError: The request has not ended by then; it goes on.
@@ -240,7 +215,9 @@ class RequestHandle(Generic[EventT, ResultT]):
     def _get(self) -> ResultT:
         outcome = self._channel._outcome
         assert outcome is not None
-        return outcome.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome[0]
 
     def _wait(self, seen: float, timeout: float | None = None) -> bool:
         """Blocks until there are more than `seen` events or the end, or until the timeout."""

@@ -13,12 +13,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from ragcache.attention import ContiguousWrite, KVWrite, PagedWrite
+from ragcache.attention import ContiguousWrite
 from ragcache.errors import ConfigurationError
 from ragcache.models import LanguageModel
 from ragcache.states import KVStates
@@ -43,18 +43,11 @@ class BlockPool:
 
     @classmethod
     def create(
-        cls,
-        model: LanguageModel,
-        nbytes: int,
-        block_size: int = BLOCK_SIZE,
+        cls, model: LanguageModel, nbytes: int, block_size: int = BLOCK_SIZE,
         device: torch.device | None = None,
-    ) -> BlockPool:
-        """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype.
-
-        device: None is the model's; on `meta` the blocks are only counted.
-
-        Raises `ConfigurationError` where that is not even one.
-        """
+    ) -> BlockPool:  # fmt: skip
+        """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype; on the device
+        `meta` they are only counted. Raises `ConfigurationError` where that is not even one."""
         bytes_per_block = block_size * model.bytes_per_token
         num_blocks = nbytes // bytes_per_block
         if num_blocks < 1:
@@ -91,8 +84,10 @@ class BlockPool:
         taken = [] if after is None else self._free.take_at(after + 1, count)
         taken += self._free.take_run(count - len(taken))
         taken += self._free.take_lowest(count - len(taken))
-        for block_id in taken:
-            self._clear(block_id)
+        for block_id in taken:  # slots beyond a block's tokens are masked, but must be finite
+            here = slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+            self.keys[:, :, here] = 0
+            self.values[:, :, here] = 0
         return taken
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
@@ -100,12 +95,6 @@ class BlockPool:
         for block_id in block_ids:
             assert 0 <= block_id < self.num_blocks, f"the pool has no block {block_id}"
             self._free.give_back(block_id)
-
-    def _clear(self, block_id: int) -> None:
-        """Slots beyond a block's tokens are masked, but must be finite for that."""
-        here = slice(block_id * self.block_size, (block_id + 1) * self.block_size)
-        self.keys[:, :, here] = 0
-        self.values[:, :, here] = 0
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies the states of block `source` to block `target`, in all layers."""
@@ -116,10 +105,8 @@ class BlockPool:
 
 
 class _FreeRuns:
-    """Free numbers as maximal runs begin:end, sorted by begin and by length.
-
-    Finding a run is a binary search; the lists that shift hold one entry a run, not a block.
-    """
+    """Free numbers as maximal runs begin:end, sorted by begin and by length. Finding a run is a
+    binary search; the lists that shift hold one entry a run, not a block."""
 
     def __init__(self, total: int) -> None:
         self.count = 0
@@ -261,11 +248,8 @@ class RadixCache:
     def match_prefix(
         self, root: Hashable, token_ids: Sequence[int], position_ids: Sequence[int]
     ) -> NodePath:
-        """The longest path of blocks that hold the first of these tokens, acquired.
-
-        It may hold all of the tokens. A request that needs the logits of its last token leaves
-        that one out of `token_ids`. The path of root None is empty.
-        """
+        """The longest path of blocks that hold the first of these tokens, acquired. A request that
+        needs the logits of its last token leaves it out. The path of root None is empty."""
         assert len(token_ids) == len(position_ids)
         path = NodePath(root)
         if root is None:
@@ -283,10 +267,8 @@ class RadixCache:
         self, path: NodePath, token_ids: Sequence[int], position_ids: Sequence[int], block_id: int
     ) -> bool:
         """Appends the block that a running request has just filled to its path; acquires it.
-
         Returns whether the cache took over `block_id`. Where it has an equal block already, the
-        path takes that one, and the caller frees `block_id`.
-        """
+        path takes that one, and the caller frees `block_id`."""
         assert len(token_ids) == len(position_ids) == self.block_size
         key = path.child_key(token_ids, position_ids)
         node = None if path.root is None else self._nodes.get(key)
@@ -303,11 +285,9 @@ class RadixCache:
         return True
 
     def release_path(self, path: NodePath) -> list[int]:
-        """Ends a request's use of its path, which is empty then.
-
-        Blocks that no other request uses are retained. Returns the block ids to free: those of a
-        path of root None or of an ephemeral root, which are not retained.
-        """
+        """Ends a request's use of its path, which is empty then. Blocks that no other request uses
+        are retained. Returns the block ids to free: those of a path of root None or of an ephemeral
+        root, which are not retained."""
         nodes, path.nodes = path.nodes, []
         if path.root is None:
             return [node.block_id for node in nodes]
@@ -324,10 +304,8 @@ class RadixCache:
         return []
 
     def evict_blocks(self, count: int) -> list[int]:
-        """Evicts up to `count` retained blocks; returns their ids, to be freed.
-
-        Least recently used first, of those that no other block continues.
-        """
+        """Evicts up to `count` retained blocks, least recently used first, of those that no other
+        block continues. Returns their ids, to be freed."""
         evicted: list[int] = []
         while self._queue and len(evicted) < count:
             last_use, _, node = heappop(self._queue)
@@ -391,29 +369,9 @@ class KVSpan:
         return (self.keys.data_ptr(), self.begin, self.end)
 
 
-class RequestKV(Protocol):
-    """Memory for the states of a request's own tokens, filled step by step."""
-
-    @property
-    def length(self) -> int:
-        """Tokens filled."""
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """The positions of the filled tokens."""
-
-    def spans(self) -> list[KVSpan]:
-        """The filled tokens, block by block, in order."""
-
-    def write_rows(self, begin: int, end: int) -> KVWrite:
-        """Writes the step's rows begin:end behind the filled tokens."""
-
-    def advance(self, positions: Sequence[int]) -> None:
-        """Counts tokens that a step has written, at these positions."""
-
-
 class ContiguousKV:
-    """Contiguous memory. keys, values: [L, Hkv, capacity, D]."""
+    """Contiguous memory for the states of a request's own tokens, filled step by step. positions:
+    of the filled tokens. keys, values: [L, Hkv, capacity, D]."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -428,13 +386,16 @@ class ContiguousKV:
         return len(self.positions)
 
     def spans(self) -> list[KVSpan]:
+        """The filled tokens, block by block, in order."""
         return [KVSpan(self.keys, self.values, 0, self.length)] if self.length else []
 
     def write_rows(self, begin: int, end: int) -> ContiguousWrite:
+        """Writes the step's rows begin:end behind the filled tokens."""
         assert self.length + end - begin <= self.keys.shape[2]
         return ContiguousWrite(self.keys, self.values, self.length, begin, end)
 
     def advance(self, positions: Sequence[int]) -> None:
+        """Counts tokens that a step has written, at these positions."""
         self.positions.extend(positions)
 
     def as_states(self, start: int) -> KVStates:
@@ -477,11 +438,9 @@ class BlockTable:
             for at in range(self.length, self.length + tokens)
         ]
 
-    def write_rows(self, begin: int, end: int) -> PagedWrite:
-        device = self.pool.keys.device
-        slots = torch.tensor(self.slots(end - begin), device=device)
-        rows = torch.arange(begin, end, device=device)
-        return PagedWrite(self.pool.keys, self.pool.values, slots, rows)
-
     def advance(self, positions: Sequence[int]) -> None:
         self.positions.extend(positions)
+
+
+RequestKV: TypeAlias = ContiguousKV | BlockTable
+"""Memory for the states of a request's own tokens."""

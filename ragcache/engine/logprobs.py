@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ragcache.engine.sampler import SampledToken
@@ -19,22 +20,16 @@ class LogprobFormat:
 
     def chat(self, chosen: Sequence[SampledToken]) -> dict[str, Any]:
         """`logprobs` of a chat's choice."""
-        content = [
-            {
-                **self._entry(each.token, each.logprob or 0.0),
-                "top_logprobs": [self._entry(*pair) for pair in each.alternatives],
-            }
-            for each in chosen
-        ]
+        content = []
+        for each in chosen:
+            top = [self._entry(*pair) for pair in each.alternatives]
+            content.append({**self._entry(each.token, each.logprob or 0.0), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def text(self, chosen: Sequence[SampledToken], offset: int = 0) -> dict[str, Any]:
         """`logprobs` of a text completion's choice. offset: of its first token, in characters."""
         tokens = [self._token(each.token) for each in chosen]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+        offsets = list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else []
         top = [
             {self._token(token): _finite(value) for token, value in each.alternatives}
             for each in chosen

@@ -20,11 +20,9 @@ MakeText = Callable[[Sequence[str]], TextStream]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """States placed at position `start` of a prompt, without a copy.
-
-    name: identifies the states for all time, or None. Requests over segments of equal names at
-    equal places can share the private states after them.
-    """
+    """States placed at position `start` of a prompt, without a copy. name: identifies the states
+    for all time, or None. Requests over segments of equal names at equal places can share the
+    private states after them."""
 
     states: KVStates
     start: int
@@ -141,11 +139,8 @@ def check_options(
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A new token of an answer, and the text that is now safe to show.
-
-    choice: index of the answer, below `n`. chosen: None where the last delta of an answer has only
-    text that was held back.
-    """
+    """A new token of an answer, and the text that is now safe to show. choice: index of the answer,
+    below `n`. chosen: None where the last delta has only text that was held back."""
 
     choice: int
     chosen: SampledToken | None
@@ -196,28 +191,12 @@ class RequestOutput:
 
 
 def assemble_context(
-    states: Sequence[KVStates],
-    token_ids: Sequence[int],
-    *,
-    window: int,
-    max_new_tokens: int,
+    states: Sequence[KVStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int,
     names: Sequence[str | None] | None = None,
-) -> Context:
-    """Places states one after another without gaps, then a prompt's own tokens.
-
-    Args:
-        states: The states of the segments, in order.
-        token_ids: The prompt's own tokens.
-        window: The most positions of prompt and answer.
-        max_new_tokens: How many of them the answer may take.
-        names: The names of the segments, where they have any.
-
-    Returns:
-        The context of a `Request`.
-
-    Raises:
-        PromptTooLong: Prompt and answer exceed `window` positions.
-    """
+) -> Context:  # fmt: skip
+    """Places states one after another without gaps, then a prompt's own tokens. names: of the
+    segments, where they have any. Raises `PromptTooLong` where prompt and answer, of at most
+    `max_new_tokens`, exceed `window` positions."""
     position, segments = 0, []
     for each, name in zip(states, names or [None] * len(states), strict=True):
         segments.append(Segment(each, position, name))

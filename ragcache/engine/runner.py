@@ -20,16 +20,13 @@ from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM, Language
 class ModelRunner(Protocol):
     """Computes the scheduled chunks of a step."""
 
+    shares_prefixes: bool
+    """Whether requests can use each other's private states, block by block."""
+    window: int
+    """The most positions of prompt and answer."""
+
     @property
     def model(self) -> LanguageModel: ...
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether requests can use each other's private states, block by block."""
-
-    @property
-    def window(self) -> int:
-        """The most positions of prompt and answer."""
 
     def create_pool(self, nbytes: int) -> BlockPool:
         """The pool of private states, of at most `nbytes`."""
@@ -51,12 +48,8 @@ class RaggedModelRunner:
     shares_prefixes = True
 
     def __init__(self, model: CausalLM) -> None:
-        self.model = model
+        self.model, self.window = model, model.window
         self.builder = BatchBuilder(model)
-
-    @property
-    def window(self) -> int:
-        return self.model.window
 
     def create_pool(self, nbytes: int) -> BlockPool:
         return BlockPool.create(self.model, nbytes)
@@ -81,13 +74,9 @@ class BufferedModelRunner:
     shares_prefixes = False
 
     def __init__(self, model: ContiguousLM) -> None:
-        self.model = model
+        self.model, self.window = model, model.window
         self.buffers = BufferPool(model, keep_bytes=0)
         self._held: dict[RequestKV, Buffer] = {}
-
-    @property
-    def window(self) -> int:
-        return self.model.window
 
     @property
     def held(self) -> int:

@@ -99,27 +99,20 @@ def sample_tokens(
     ]
     reported: dict[int, SampledToken] = {}
     for rows in _portions(reporting, logits):
-        chosen = _with_logprobs(
-            logits[rows],
-            [tokens[i] for i in rows],
-            [states[i].sampling.logprobs or 0 for i in rows],
-        )
+        counts = [states[i].sampling.logprobs or 0 for i in rows]
+        chosen = _with_logprobs(logits[rows], [tokens[i] for i in rows], counts)
         reported.update(zip(rows, chosen, strict=True))
     results: list[SampledToken | UnusableLogits] = []
     for row, (token, state) in enumerate(zip(tokens, states, strict=True)):
         if token < 0:
-            results.append(_unusable(state))
+            results.append(UnusableLogits(
+                f"after {state.drawn} tokens every next one is forbidden, or the model's logits "
+                "are not finite; check the stop tokens, the model's weights and its dtype"
+            ))  # fmt: skip
             continue
         state.record(token)
         results.append(reported.get(row) or SampledToken(token))
     return results
-
-
-def _unusable(state: SamplerState) -> UnusableLogits:
-    return UnusableLogits(
-        f"after {state.drawn} tokens every next one is forbidden, or the model's logits are not "
-        "finite; check the stop tokens, the model's weights and its dtype"
-    )
 
 
 def _tokens(
@@ -173,12 +166,8 @@ def _adjusted(
         rows = [row for row, _, _ in penalized]
         samplings = [s.sampling for _, s, _ in penalized]
         logits[rows] = penalize(logits[rows], samplings, [counts for _, _, counts in penalized])
-    places = [
-        (row, token)
-        for row, banned in enumerate(forbidden)
-        for token in banned
-        if 0 <= token < logits.shape[-1]
-    ]
+    size = logits.shape[-1]
+    places = [(row, t) for row, banned in enumerate(forbidden) for t in banned if 0 <= t < size]
     if places:
         where = torch.tensor(places, device=logits.device)
         logits[where[:, 0], where[:, 1]] = -torch.inf
@@ -223,10 +212,8 @@ HEAD = 1024
 
 
 def shares_of(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """softmax(logits / temperature) in units of 2**-40.
-
-    logits: float32 [R, V], the largest of each row finite. Returns int64 [R, V].
-    """
+    """softmax(logits / temperature) in units of 2**-40, int64 [R, V]. logits: float32 [R, V], the
+    largest of each row finite."""
     divisors = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
     # The largest logit becomes 0 first, so that a small temperature cannot make it infinite.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(divisors)
@@ -250,10 +237,8 @@ def keep_likeliest(shares: Tensor, samplings: Sequence[SamplingParams], head: in
 
 
 def draw(shares: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Inverts each row's distribution function at its uniform number in [0, 1 - 2**-48].
-
-    shares: int64 [R, V], no row all zero. Returns token ids [R].
-    """
+    """Token ids [R]: each row's distribution function inverted at its uniform number in
+    [0, 1 - 2**-48]. shares: int64 [R, V], no row all zero."""
     cumulative = shares.cumsum(dim=-1)
     at = (_column(uniforms, shares) * cumulative[:, -1:]).to(torch.int64)  # [R, 1], below the total
     tokens = torch.searchsorted(cumulative, at, right=True)
@@ -290,11 +275,8 @@ def _last_before(descending: Tensor, mass: Tensor) -> Tensor:
 
 
 class TokenCounts:
-    """The tokens that one sequence has seen.
-
-    Tables over the vocabulary, made on the logits' device at first use: a step then costs the same
-    however long the prompt and the answer are.
-    """
+    """The tokens that one sequence has seen, as tables over the vocabulary on the logits' device: a
+    step costs the same however long the prompt and the answer are."""
 
     __slots__ = ("_counts", "_prompt", "_prompt_tokens")
 
@@ -323,10 +305,8 @@ class TokenCounts:
 def penalize(
     logits: Tensor, samplings: Sequence[SamplingParams], counted: Sequence[TokenCounts]
 ) -> Tensor:
-    """Applies each row's penalties: repetition first, then frequency and presence.
-
-    logits: float32 [R, V]. Returns a new tensor.
-    """
+    """Applies each row's penalties to float32 [R, V], as a new tensor: repetition first, then
+    frequency and presence."""
     tables = [each.tables(logits) for each in counted]
     counts = torch.stack([counts for _, counts in tables])  # [R, V]
     generated = counts > 0

@@ -83,12 +83,7 @@ def schedule(
                 budget -= count
     admitted = []
     if not preempted:
-        room = config.running - len(kept)
-        # every running request may need another block soon
-        spare = free - len(kept)
-        for each in _entering(
-            waiting, config.block_size, room, spare, idle=not kept, free=free, now=now
-        ):
+        for each in _entering(waiting, config, len(kept), free, now):
             if budget <= 0:
                 break
             admitted.append(each.number)
@@ -115,27 +110,20 @@ def _keep(
 
 
 def _entering(
-    waiting: Iterable[SchedulableRequest],
-    block_size: int,
-    room: int,
-    spare: int,
-    *,
-    idle: bool,
-    free: int,
+    waiting: Iterable[SchedulableRequest], config: SchedulerConfig, running: int, free: int,
     now: float,
-) -> Iterable[SchedulableRequest]:
+) -> Iterable[SchedulableRequest]:  # fmt: skip
     """The waiting requests that fit, in order. One that does not is passed by younger ones, but
     not for longer than `MAX_BYPASS_SECONDS`."""
+    spare = free - running  # every running request may need another block soon
     for each in waiting:
-        if room <= 0:
+        if running >= config.running:
             return
-        needed = each.blocks_for(each.pending + 1, block_size)
+        needed = each.blocks_for(each.pending + 1, config.block_size)
         # with nothing else running it may take everything: its needs were checked at submission
-        if needed <= spare or (idle and needed <= free):
+        if needed <= spare or (not running and needed <= free):
             yield each
             spare -= needed + 1
-            free -= needed
-            room -= 1
-            idle = False
+            running += 1
         elif now - each.seniority > MAX_BYPASS_SECONDS:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -22,18 +22,17 @@ class SequenceGroup:
     """A request and the answers that are sampled for it."""
 
     def __init__(
-        self,
-        request: Request,
-        channel: RequestChannel[TokenDelta, RequestOutput],
-        submitted_at: float,
-        *,
-        shares_prefixes: bool = True,
-    ) -> None:
+        self, request: Request, channel: RequestChannel[TokenDelta, RequestOutput],
+        submitted_at: float, *, shares_prefixes: bool = True,
+    ) -> None:  # fmt: skip
         self.request, self.channel, self.submitted_at = request, channel, submitted_at
         self.choices: dict[int, Choice] = {}
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
-        self.root = _root(request) if shares_prefixes else None
+        root = request.root
+        if root is None and request.n > 1:  # its answers share the prompt nevertheless
+            root = EphemeralRoot()
+        self.root = root if shares_prefixes else None
 
     @property
     def seniority(self) -> float:
@@ -49,21 +48,8 @@ class SequenceGroup:
         self.choices[index] = choice
         if len(self.choices) == self.request.n:
             choices = tuple(self.choices[i] for i in range(self.request.n))
-            self.channel.finish(
-                RequestOutput(
-                    choices,
-                    self.shared_tokens,
-                    self.submitted_at,
-                    self.admitted_at,
-                    self.first_token_at,
-                    now,
-                )
-            )
-
-
-def _root(request: Request) -> Hashable:
-    """The answers to one request share its prompt even where no other request does."""
-    return EphemeralRoot() if request.root is None and request.n > 1 else request.root
+            times = self.submitted_at, self.admitted_at, self.first_token_at, now
+            self.channel.finish(RequestOutput(choices, self.shared_tokens, *times))
 
 
 class Sequence:
@@ -110,7 +96,11 @@ class Sequence:
         if private is None:
             return SchedulableRequest(self.number, seniority, pending)
         room = private.capacity - private.length
-        return SchedulableRequest(self.number, seniority, pending, room, self._held())
+        assert self.path is not None
+        # what preempting it would free: the blocks that no other request uses
+        shared = sum(node.references > 1 for node in self.path.nodes)
+        held = len(private.block_ids) - shared
+        return SchedulableRequest(self.number, seniority, pending, room, held)
 
     def next_chunk(self, count: int) -> ScheduledChunk:
         """Its next `count` tokens; logits are wanted with the last pending one."""
@@ -178,10 +168,3 @@ class Sequence:
         answer = tuple(self.tokens[self.prompt_length :])
         choice = Choice(answer, "".join(self.shown), reason, stopped_by, tuple(self.chosen))
         self.group.close_choice(self.index, choice, now)
-
-    def _held(self) -> int:
-        """Blocks that preempting it would free: those that no other request uses."""
-        assert self.private is not None
-        assert self.path is not None
-        shared = sum(node.references > 1 for node in self.path.nodes)
-        return len(self.private.block_ids) - shared

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from ragcache.attention import PagedWrite
 from ragcache.engine.kv_cache import (
     BLOCK_SIZE,
     BlockPool,
@@ -552,8 +553,9 @@ def test_block_table_capacity_counts_whole_blocks() -> None:
 def test_block_table_writes_rows_to_their_slots() -> None:
     table = make_block_table([5, 2, 3], filled=3)
     key, value = step(6)
-    table.write_rows(1, 4).write_states(1, key, value)
     keys, values = table.pool.keys, table.pool.values
+    slots = torch.tensor(table.slots(3))
+    PagedWrite(keys, values, slots, torch.arange(1, 4)).write_states(1, key, value)
     assert torch.equal(keys[1][:, [23, 8, 9]], key[:, 1:4])
     assert torch.equal(values[1][:, [23, 8, 9]], value[:, 1:4])
     keys[1][:, [23, 8, 9]], values[1][:, [23, 8, 9]] = 0, 0
