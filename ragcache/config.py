@@ -28,18 +28,7 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class RagCacheConfig:
-    """The options of `RagCache.open` that are numbers.
-
-    Attributes:
-        module_tokens: The maximum number of tokens of a module.
-        host_bytes: The budget of the host tier.
-        max_new_tokens: The maximum number of tokens of an answer, unless a request sets its own.
-        private_bytes: Memory for the states of questions and answers.
-        queue: The maximum number of waiting requests.
-        scaffold_after: Retrievals of a selection after which its modules are encoded in one context
-            (a scaffold); None for never.
-        ingestion_bytes: Memory for documents that wait for ingestion.
-    """
+    """The options of `RagCache.open` that are numbers, described there."""
 
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
@@ -57,16 +46,8 @@ class RagCacheConfig:
 
 
 def check_options(given: Mapping[str, object], known: type, subject: str) -> None:
-    """Compares the names of keyword options with the `TypedDict` that declares them.
-
-    Args:
-        given: The options of a call.
-        known: The `TypedDict`.
-        subject: What the options are for, for the message.
-
-    Raises:
-        ConfigurationError: A name is unknown, or a required option is missing.
-    """
+    """Compares the names of keyword options with the `TypedDict` that declares them. Raises
+    `ConfigurationError` where a name is unknown or a required option is missing."""
     names = ", ".join(known.__annotations__)
     if unknown := sorted(given.keys() - known.__annotations__.keys()):
         raise ConfigurationError(f"unknown option {unknown[0]!r}; options of {subject}: {names}")

@@ -120,30 +120,15 @@ def _question(row: Any, number: int) -> Question:
 
 
 def evaluate(
-    rag: RagCache,
-    collection: str,
-    questions: Sequence[Question],
-    *,
-    mode: str,
-    k: int = DEFAULT_K,
-    through: Through = "ask",
-    batch: int = 8,
+    rag: RagCache, collection: str, questions: Sequence[Question], *,
+    mode: str, k: int = DEFAULT_K, through: Through = "ask", batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
-) -> EvaluationReport:
-    """Asks questions and marks the answers.
+) -> EvaluationReport:  # fmt: skip
+    """Asks questions, `batch` at once, and marks the answers. Raises `ConfigurationError` where
+    there are no questions.
 
-    Args:
-        rag: An open `RagCache`.
-        collection: The collection to ask.
-        questions: The questions, one or more.
-        mode: The mode of answering; the report of a chat has the mode `chat:MODE`.
-        k: The number of modules to retrieve.
-        through: `ask`, or `chat`, which puts the retrieved modules into a message.
-        batch: Questions that are sent at once.
-        progress: Called with the numbers of marked and of all questions.
-
-    Raises:
-        ConfigurationError: There are no questions.
+    through: `chat` puts the `k` retrieved modules into a message, and its report has the mode
+    `chat:MODE`. progress: called with the numbers of marked and of all questions.
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
@@ -159,16 +144,10 @@ def evaluate(
         for question, answer in zip(part, answers, strict=True):
             computed += answer.reuse.computed_tokens
             found = any(source.document == question.document for source in answer.sources)
-            marked.append(
-                MarkedAnswer(
-                    question,
-                    answer.text,
-                    exact_match(answer.text, question.answers),
-                    f1(answer.text, question.answers),
-                    found,
-                    next(iter(answer.choices[0].token_ids), None),
-                )
-            )
+            text, accepted = answer.text, question.answers
+            first = next(iter(answer.choices[0].token_ids), None)
+            marks = exact_match(text, accepted), f1(text, accepted)
+            marked.append(MarkedAnswer(question, text, *marks, found, first))
         if progress is not None:
             progress(len(marked), len(questions))
     count = len(marked)

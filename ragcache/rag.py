@@ -115,14 +115,9 @@ class RagCache:
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
         """
         config = RagCacheConfig(
-            module_tokens,
-            parse_bytes(host_bytes),
-            max_new_tokens,
-            parse_bytes(private_bytes),
-            queue,
-            scaffold_after,
-            parse_bytes(ingestion_bytes),
-        )
+            module_tokens, parse_bytes(host_bytes), max_new_tokens, parse_bytes(private_bytes),
+            queue, scaffold_after, parse_bytes(ingestion_bytes),
+        )  # fmt: skip
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(model)

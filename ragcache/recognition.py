@@ -70,10 +70,8 @@ class Recognizer:
         with self._building:  # concurrent threads wait for one index
             stamps, old = self._catalog.stamps(), self._index
             if old.stamps != stamps:
-                parts = {name: self._part(name, stamp, old) for name, stamp in stamps.items()}
-                table = FingerprintTable(
-                    Fingerprints.joined([parts[name] for name in sorted(parts)])
-                )
+                parts = {name: self._part(name, stamps[name], old) for name in sorted(stamps)}
+                table = FingerprintTable(Fingerprints.joined(list(parts.values())))
                 self._index = _Index(stamps, parts, table)
             return self._index
 
@@ -101,8 +99,7 @@ def find(text: str, table: FingerprintTable) -> list[Found]:
     """
     found: list[Found] = []
     for begin, end, module in _apart(text, table):
-        floor = found[-1].end if found else 0
-        found.append(_widened(text, module, begin, end, floor))
+        found.append(_widened(text, module, begin, end, found[-1].end if found else 0))
     return found
 
 
@@ -175,8 +172,7 @@ class FingerprintTable:
         """Sorts a group. Concurrent threads may both do it, with equal results."""
         begin, end = self._edges[number : number + 2]
         group = PrefixGroup.of([self._modules[n] for n in self._order[begin:end]])
-        self._groups[number] = group
-        return group
+        return self._groups.setdefault(number, group)
 
 
 def _filtered(hashes: Hashes) -> Hashes:

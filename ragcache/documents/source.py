@@ -18,9 +18,7 @@ from langchain_core.documents import Document
 from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument, UnstorableMetadata
 from ragcache_schemas import sanitize_text
 
-TEXT_SUFFIXES = frozenset(
-    (".md", ".markdown", ".txt", ".text", ".rst", ".adoc", ".org", ".tex", ".html", ".htm")
-)
+TEXT_SUFFIXES = frozenset(".md .markdown .txt .text .rst .adoc .org .tex .html .htm".split())
 """Files of a folder that are loaded. A file given by its own path may have any suffix."""
 
 
@@ -67,9 +65,6 @@ def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> LoadedSo
     Control characters that PML cannot carry are removed (`sanitize_text`), so that the schema of a
     collection holds exactly the text that its states were computed from.
 
-    Args:
-        sources: Files, folders, LangChain documents or `SourceDocument`s.
-
     Raises:
         NoDocuments: There are no sources, or a folder contains no text files.
         UnreadableDocument: Files are missing or not UTF-8 text; the message lists all of them.
@@ -79,8 +74,7 @@ def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> LoadedSo
     documents: list[SourceDocument] = []
     unreadable: list[str] = []
     ignored: list[Path] = []
-    listed = [sources] if isinstance(sources, DocumentSource) else list(sources)
-    for source in listed:
+    for source in [sources] if isinstance(sources, DocumentSource) else sources:
         for item in _expand(source, ignored):
             try:
                 documents.append(_sanitized(_load(item)))
@@ -194,22 +188,15 @@ _BITS = 8192  # of an integer; Python refuses to print much longer ones
 
 def check_metadata(metadata: Mapping[str, Any], name: str, *, exact: bool = False) -> None:
     """Checks that JSON can hold the metadata of a document. Other values (dates, paths) are stored
-    as text.
-
-    Args:
-        metadata: The metadata.
-        name: The document, for the message.
-        exact: Refuses values that would not be returned as they were given.
+    as text; `exact` refuses them, since they would not be returned as they were given.
 
     Raises:
         UnstorableMetadata: A number is not finite or too long, a text is not UTF-8, a key is
             neither text nor number, or values are nested too deep.
     """
-    problem = _problem(dict(metadata), "metadata", DEPTH, exact)
-    if problem is not None:
-        raise UnstorableMetadata(
-            f"document {name!r}: {problem}; write it otherwise, or leave it out"
-        )
+    if problem := _problem(dict(metadata), "metadata", DEPTH, exact):
+        message = f"document {name!r}: {problem}; write it otherwise, or leave it out"
+        raise UnstorableMetadata(message)
 
 
 def is_text(value: str) -> bool:
@@ -231,13 +218,11 @@ def _problem(value: Any, where: str, depth: int, exact: bool) -> str | None:
             kinds = str if exact else str | int | float | None
             if not (isinstance(key, kinds) and is_text(str(key))):
                 return f"the key {key!r:.80} of {where} is no text"
-        return _first(
-            ((each, f"{where}[{key!r:.80}]") for key, each in value.items()), depth, exact
-        )
+        items = ((each, f"{where}[{key!r:.80}]") for key, each in value.items())
+        return _first(items, depth, exact)
     if isinstance(value, list if exact else list | tuple):
-        return _first(
-            ((each, f"{where}[{number}]") for number, each in enumerate(value)), depth, exact
-        )
+        items = ((each, f"{where}[{number}]") for number, each in enumerate(value))
+        return _first(items, depth, exact)
     if exact:
         return f"{where} is a {type(value).__name__}, which JSON cannot hold"
     return _problem(str(value), where, depth, exact)

@@ -14,16 +14,9 @@ SPLIT_VERSION = 2
 """Raised when the same text would split differently, so that documents are ingested again."""
 
 _SEPARATORS = [
-    r"\n(?=# )",
-    r"\n(?=## )",
-    r"\n(?=#{3,6} )",
-    r"\n\n+",
-    r"\n",
-    r"(?<=[.!?])\s+",
-    r"(?<=[。！？])",
-    r"\s",
-    r"",
-]
+    r"\n(?=# )", r"\n(?=## )", r"\n(?=#{3,6} )", r"\n\n+", r"\n",
+    r"(?<=[.!?])\s+", r"(?<=[。！？])", r"\s", r"",
+]  # fmt: skip
 _HEADING = re.compile(r"^(#{1,6}) +(.+?)\s*$", re.MULTILINE)
 _END = "\n\n"  # ends every text, so that modules can follow one another
 _SPARE = 2  # a first word may take more tokens without the space before it
@@ -34,15 +27,8 @@ def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> lis
     """Splits a text at headings, paragraphs, sentences, then words.
 
     Every part after the first begins with the headings above it, so that it can be understood,
-    retrieved and encoded independently.
-
-    Args:
-        text: The text.
-        limit: The maximum number of tokens of a part.
-        count_tokens: Counts the tokens of a text.
-
-    Raises:
-        ConfigurationError: `limit` is below `MIN_TOKENS`.
+    retrieved and encoded independently. limit: the most tokens of a part. Raises
+    `ConfigurationError` where it is below `MIN_TOKENS`.
     """
     if limit < MIN_TOKENS:
         raise ConfigurationError(f"module_tokens is {limit}; it must be {MIN_TOKENS} or more")

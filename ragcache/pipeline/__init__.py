@@ -13,44 +13,18 @@ from ragcache.pipeline.answer import (
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatCall, ChatPipeline, Conversation
 from ragcache.pipeline.chat_template import ChatTemplate, Message
-from ragcache.pipeline.ingest import Ingestion, Ingestor
-from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, ScopeEncoder
-from ragcache.pipeline.modules import Modules, Placed
+from ragcache.pipeline.ingest import Ingestion
+from ragcache.pipeline.module_states import ModuleEncoder, ScopeEncoder
+from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.namespace import Namespace, SharedServices, Stats
 from ragcache.pipeline.pml import PmlPipeline, generated_schema, members
 from ragcache.pipeline.prompt import BuiltPrompt
 from ragcache.pipeline.submit import GREEDY, Generation, Submitter
 
 __all__ = [
-    "GREEDY",
-    "Answer",
-    "AnswerStream",
-    "AskPipeline",
-    "AsyncAnswerStream",
-    "BuiltPrompt",
-    "ChatCall",
-    "ChatPipeline",
-    "ChatTemplate",
-    "Citation",
-    "Conversation",
-    "DeferredReleases",
-    "Generation",
-    "Ingestion",
-    "Ingestor",
-    "Message",
-    "ModuleEncoder",
-    "ModuleTokens",
-    "Modules",
-    "Namespace",
-    "PendingAnswer",
-    "Placed",
-    "PmlPipeline",
-    "Reuse",
-    "ScopeEncoder",
-    "SharedServices",
-    "Stats",
-    "Submitter",
-    "Timings",
-    "generated_schema",
-    "members",
-]
+    "GREEDY", "Answer", "AnswerStream", "AskPipeline", "AsyncAnswerStream", "BuiltPrompt",
+    "ChatCall", "ChatPipeline", "ChatTemplate", "Citation", "Conversation", "DeferredReleases",
+    "Generation", "Ingestion", "Message", "ModuleEncoder", "Modules", "Namespace",
+    "PendingAnswer", "PmlPipeline", "Reuse", "ScopeEncoder", "SharedServices", "Stats",
+    "Submitter", "Timings", "generated_schema", "members",
+]  # fmt: skip

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
@@ -121,11 +114,9 @@ class Timestamps:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAnswer:
-    """Everything in an answer but what is generated; known when its request is submitted.
-
-    kind: `question`, `prompt` or `chat`; collection: or the schema. tokens: of the prompt, by the
-    tier that their states came from, or `encoded`.
-    """
+    """Everything in an answer but what is generated; known when its request is submitted. kind:
+    `question`, `prompt` or `chat`; collection: or the schema; tokens: of the prompt, by the tier
+    that their states came from, or `encoded`."""
 
     question: str
     sources: tuple[Citation, ...]
@@ -143,29 +134,21 @@ class PreparedAnswer:
         """The whole answer."""
         times = self.timestamps
         kept = self.cached_tokens + completion.shared_tokens
-        return Answer(
-            question=self.question,
-            text=completion.choices[0].text.strip(),
-            sources=self.sources,
-            mode=self.mode,
-            finish_reason=completion.finish_reason,
-            reuse=Reuse(
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached_tokens,
-                computed_tokens=self.prompt_tokens - kept,
-                shared_tokens=completion.shared_tokens,
-                bytes_moved=self.bytes_moved,
-                created_tokens=self.created_tokens,
-            ),
-            timings=Timings(
-                retrieve=times.retrieved - times.called,
-                assemble=times.assembled - times.retrieved,
-                first_token=completion.first_token_at - times.called,
-                total=completion.finished_at - times.called,
-                queued=completion.admitted_at - completion.submitted_at,
-            ),
-            choices=completion.choices,
+        reuse = Reuse(
+            self.prompt_tokens, self.cached_tokens, self.prompt_tokens - kept,
+            completion.shared_tokens, self.bytes_moved, self.created_tokens,
+        )  # fmt: skip
+        timings = Timings(
+            retrieve=times.retrieved - times.called,
+            assemble=times.assembled - times.retrieved,
+            first_token=completion.first_token_at - times.called,
+            total=completion.finished_at - times.called,
+            queued=completion.admitted_at - completion.submitted_at,
         )
+        return Answer(
+            self.question, completion.choices[0].text.strip(), self.sources, self.mode,
+            completion.finish_reason, reuse, timings, completion.choices,
+        )  # fmt: skip
 
 
 class DeferredReleases:
@@ -187,18 +170,13 @@ class DeferredReleases:
 
 
 class PendingAnswer:
-    """A submitted request with the lease of what it reads, which ends with the request.
-
-    Losing the last reference gives the request up.
-    """
+    """A submitted request with the lease of what it reads, which ends with the request. Losing the
+    last reference gives the request up."""
 
     def __init__(
-        self,
-        prepared: PreparedAnswer,
-        handle: RequestHandle[TokenDelta, RequestOutput],
-        lease: Lease | None,
-        deferred: DeferredReleases,
-    ) -> None:
+        self, prepared: PreparedAnswer, handle: RequestHandle[TokenDelta, RequestOutput],
+        lease: Lease | None, deferred: DeferredReleases,
+    ) -> None:  # fmt: skip
         self.prepared, self.handle = prepared, handle
         self._lease_end = weakref.finalize(self, _put, deferred, lease)
         self._lease_end.atexit = False

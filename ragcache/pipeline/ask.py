@@ -50,7 +50,10 @@ class AskPipeline:
         layout = PromptLayout(self.encoder.preamble_ids)
         question = self._question(selection.query)
         recomputed = lay_out(layout, groups, question, linked_tokens(mode), exact=exact)
-        reads = bool(selection.hits) and not exact
+        states = ModuleStates(
+            self.encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
+            self.scaffolds, collection,
+        )  # fmt: skip
         return BuiltPrompt(
             question=selection.query,
             mode=mode,
@@ -58,7 +61,7 @@ class AskPipeline:
             end=layout.length,
             spans=tuple(layout.spans),
             recomputed=recomputed,
-            states=self._states(layout, collection, mode) if reads else None,
+            states=states if selection.hits and not exact else None,
             sources=_sources(selection, groups, exact=exact),
             collection=collection,
             shares=not exact,
@@ -83,21 +86,11 @@ class AskPipeline:
         asked = self.encoder.model.encode_untrusted(query.strip())
         return [*encode(frame.question), *asked, *encode(frame.epilogue)]
 
-    def _states(self, layout: PromptLayout, collection: str, mode: str) -> ModuleStates:
-        return ModuleStates(
-            self.encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
-            self.scaffolds, collection,
-        )  # fmt: skip
-
 
 def lay_out(
-    layout: PromptLayout,
-    groups: Sequence[ModuleGroup],
-    question: Sequence[int],
-    linked: int,
-    *,
+    layout: PromptLayout, groups: Sequence[ModuleGroup], question: Sequence[int], linked: int, *,
     exact: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Lays out the preamble, the groups and the question; returns how many tokens of documents are
     computed.
 

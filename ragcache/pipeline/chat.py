@@ -42,9 +42,7 @@ class ChatCall:
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
     """A conversation as one text with marks for control tokens, and the modules found in it.
-
-    question: what the user said last. lead: tokens before the text.
-    """
+    question: what the user said last. lead: tokens before the text."""
 
     question: str
     text: str
@@ -85,14 +83,12 @@ class ChatPipeline:
         read = [] if exact else chat.found
         layout = PromptLayout(self.encoder.preamble_ids)
         groups = lay_out_chat(
-            layout,
-            replace(chat, found=read),
-            self.tokens.of([each.module for each in read]),
-            self.tokenizer,
-            linked=linked_tokens(options.mode),
+            layout, replace(chat, found=read), self.tokens.of([each.module for each in read]),
+            self.tokenizer, linked=linked_tokens(options.mode),
             fits_at=lambda start, length: self.encoder.fits_at(start, length, encoded),
-        )
-        cited = [_citation(each) for each in chat.found]
+        )  # fmt: skip
+        found = [each.module for each in chat.found]
+        cited = [Citation(module.document, module.name, module.uri, 1.0) for module in found]
         states = None
         if layout.spans:
             states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoded)
@@ -125,19 +121,10 @@ class ChatPipeline:
         return [each for each in found if not MARK.search(text, each.begin, each.end)]
 
 
-def _citation(found: Found) -> Citation:
-    return Citation(found.module.document, found.module.name, found.module.uri, 1.0)
-
-
 def lay_out_chat(
-    layout: PromptLayout,
-    chat: RenderedChat,
-    tokens: Sequence[tuple[int, ...]],
-    tokenizer: InContextTokenizer,
-    *,
-    linked: int = 0,
-    fits_at: FitsAt,
-) -> list[int | None]:
+    layout: PromptLayout, chat: RenderedChat, tokens: Sequence[tuple[int, ...]],
+    tokenizer: InContextTokenizer, *, linked: int = 0, fits_at: FitsAt,
+) -> list[int | None]:  # fmt: skip
     """Lays a conversation out; returns the group of each module, None where all is computed.
 
     tokens: of each module. linked: first tokens of each module that are computed in context. The
@@ -158,13 +145,9 @@ def lay_out_chat(
 
 
 def _place(
-    layout: PromptLayout,
-    module: int,
-    token_ids: tuple[int, ...],
-    agreed: Agreement,
-    linked: int,
-    fits_at: FitsAt,
-) -> int | None:
+    layout: PromptLayout, module: int, token_ids: tuple[int, ...], agreed: Agreement,
+    linked: int, fits_at: FitsAt,
+) -> int | None:  # fmt: skip
     """Continues with a module. One whose states cannot be read from here on is computed whole."""
     layout.compute(agreed.before)
     start = layout.length - agreed.begin

@@ -53,10 +53,8 @@ class ChatTemplate:
         if getattr(tokenizer, "chat_template", None) is None:
             return "".join(UNKNOWN_TEMPLATE.format(content=content) for _, content in messages)
         chat = [{"role": role, "content": content} for role, content in messages]
-        text: str = tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=generate
-        )
-        return self.mark(text)
+        spell = tokenizer.apply_chat_template
+        return self.mark(spell(chat, tokenize=False, add_generation_prompt=generate))
 
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -77,9 +75,7 @@ class ChatTemplate:
                 "this model's chat template has no place for tools; ask without `tools`, or use a "
                 "model that was trained with them"
             )
-        without_calls = [
-            {k: v for k, v in message.items() if k != "tool_calls"} for message in chat
-        ]
+        without_calls = [{k: v for k, v in each.items() if k != "tool_calls"} for each in chat]
         if without_calls != chat and text == self._apply(without_calls, offered):
             raise UnsupportedModel("this model's chat template has no place for tool calls")
         return self._escaper.reveal(self.mark(text))
@@ -104,20 +100,15 @@ class ChatTemplate:
         return self._special.sub(lambda m: self._marks[m[0]], rendered)
 
     def encode(self, text: str, tokenize: Tokenize | None = None) -> list[int]:
-        """Token ids: marks are control tokens, everything else is ordinary text.
-
-        tokenize: how, of a piece without marks that begins at a place in the text; None is as a
-        text of its own.
-        """
+        """Token ids: marks are control tokens, everything else is ordinary text. tokenize: how, of
+        a piece without marks that begins at a place in the text; None is as a text of its own."""
         ids: list[int] = []
         place = 0
         for piece in MARK.split(text):
             if MARK.fullmatch(piece):
                 ids.append(self._ids[ord(piece) - _FIRST])
-            elif piece and tokenize is not None:
-                ids += tokenize(piece, place)
             elif piece:
-                ids += self.model.encode_untrusted(piece)
+                ids += tokenize(piece, place) if tokenize else self.model.encode_untrusted(piece)
             place += len(piece)
         return ids
 

@@ -89,12 +89,9 @@ class Ingestor:
     config: RagCacheConfig
 
     def ingest(
-        self,
-        collection: str,
-        sources: Iterable[DocumentSource] | DocumentSource,
-        progress: Progress | None = None,
-        job: int | None = None,
-    ) -> Ingestion:
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
+        progress: Progress | None = None, job: int | None = None,
+    ) -> Ingestion:  # fmt: skip
         """Upserts documents by id. States are on disk before a row refers to them, and all rows
         change in one transaction: no answer mixes old and new. job: the queued job that this call
         runs; its caller ends it."""
@@ -134,12 +131,9 @@ class Ingestor:
         return documents
 
     def _store(
-        self,
-        collection: str,
-        prepared: Sequence[Prepared],
-        progress: Progress | None,
+        self, collection: str, prepared: Sequence[Prepared], progress: Progress | None,
         queued: int | None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. New states belong to the job until then; if it is interrupted, the next job of the
         collection finds them."""
@@ -184,24 +178,15 @@ class Ingestor:
 
     def _row(self, document: SourceDocument, modules: list[tuple[str, list[int]]]) -> NewDocument:
         vectors = self.retriever.embed_texts([text for text, _ in modules])
-        rows = [
-            NewModule(
-                name=f"{document.id}#{number + 1}",
-                text=text,
-                token_ids=ids,
-                key=self.encoder.key(ids, "rooted"),
-                vector=None if vectors is None else vectors[number],
-            )
-            for number, (text, ids) in enumerate(modules)
-        ]
+        rows = []
+        for number, (text, ids) in enumerate(modules):
+            name, key = f"{document.id}#{number + 1}", self.encoder.key(ids, "rooted")
+            vector = None if vectors is None else vectors[number]
+            rows.append(NewModule(name=name, text=text, token_ids=ids, key=key, vector=vector))
         return NewDocument(
-            document.id,
-            document.uri,
-            self._digest(document),
-            rows,
-            document.metadata,
+            document.id, document.uri, self._digest(document), rows, document.metadata,
             document.text,
-        )
+        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +236,8 @@ class IngestionWorker:
             yield slot
         finally:
             if not slot.taken:
-                self._free(slot)
+                with self._changed:
+                    self._slots.remove(slot)
 
     def put_job(self, job: int, run: Callable[[], None], slot: QueueSlot) -> None:
         """Queues a job. If the folder is closed before the job starts, the end of the session marks
@@ -265,9 +251,8 @@ class IngestionWorker:
             self._turns.setdefault(slot.namespace, deque()).append(task)
             self._changed.notify()
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="ragcache-ingestion", daemon=True
-                )
+                name = "ragcache-ingestion"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._thread.start()
 
     def wait_for(self, job: int, seconds: float | None) -> None:
@@ -306,10 +291,6 @@ class IngestionWorker:
                 f"would exceed the {self._budget:,} that may; try again later"
             )
 
-    def _free(self, slot: QueueSlot) -> None:
-        with self._changed:
-            self._slots.remove(slot)
-
     def _work(self) -> None:
         while (task := self._next()) is not None:
             try:
@@ -342,11 +323,9 @@ class IngestionWorker:
 
 @dataclass(frozen=True, slots=True)
 class IngestionJobs:
-    """The ingestion jobs of one namespace: those that `submit` queued, and those of `ingest`.
-
-    The ledger keeps them. The documents of a queued job are only in memory: a job that was
-    interrupted continues when the same documents are submitted again.
-    """
+    """The ingestion jobs of one namespace, which the ledger keeps: those that `submit` queued, and
+    those of `ingest`. The documents of a queued job are only in memory: a job that was interrupted
+    continues when the same documents are submitted again."""
 
     rows: Jobs
     ingestor: Ingestor
@@ -354,12 +333,9 @@ class IngestionJobs:
     worker: IngestionWorker
 
     def submit(
-        self,
-        collection: str,
-        sources: Iterable[DocumentSource] | DocumentSource,
-        *,
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
         idempotency_key: str | None = None,
-    ) -> JobRow:
+    ) -> JobRow:  # fmt: skip
         """Reads documents, queues their ingestion and returns.
 
         Args:
@@ -426,12 +402,10 @@ class IngestionJobs:
         """Runs a queued job in the worker's thread and ends it, once: as soon as it has ended, it
         may be queued again."""
 
-        def check_open(_: int, __: int) -> None:
-            self.worker.check_open()
-
         try:
             self.rows.start(job)
             self.deferred.release()
+            check_open = lambda *_: self.worker.check_open()  # noqa: E731
             self.ingestor.ingest(collection, documents, check_open, job)
             self.rows.finish(job)
         except RagCacheError as error:  # expected; the job's row holds the reason

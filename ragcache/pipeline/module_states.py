@@ -48,24 +48,15 @@ class StateEncoder:
         self.model, self.store, self.encode, self.salt = model, store, encode, salt
 
     def _state_key(
-        self,
-        token_ids: Sequence[int],
-        mode: str,
-        start: int,
-        root: KVKey | None = None,
+        self, token_ids: Sequence[int], mode: str, start: int, root: KVKey | None = None,
         offsets: Sequence[int] | None = None,
-    ) -> KVKey:
+    ) -> KVKey:  # fmt: skip
+        causal = self.model.causal
         return state_key(
-            model=self.model.causal.fingerprint,
-            tokenizer=self.model.tokenizer_fingerprint,
-            scheme=self.model.causal.scheme.name,
-            mode=mode,
-            token_ids=token_ids,
-            start=start,
-            root=root,
-            offsets=offsets,
-            salt=self.salt,
-        )
+            model=causal.fingerprint, tokenizer=self.model.tokenizer_fingerprint,
+            scheme=causal.scheme.name, mode=mode, token_ids=token_ids, start=start,
+            root=root, offsets=offsets, salt=self.salt,
+        )  # fmt: skip
 
     def _request(self, origin: Origin, mode: str, root: KVKey | None = None) -> LeaseRequest:
         return LeaseRequest(origin, mode, root, self.model.causal.fingerprint)
@@ -84,7 +75,6 @@ class ModuleEncoder(StateEncoder):
     def __init__(
         self, model: LoadedModel, frame: PromptFrame, store: KVStore, encode: Encode, salt: str = ""
     ) -> None:
-        """salt: of all keys; see `state_key`."""
         super().__init__(model, store, encode, salt)
         self.frame = frame
 
@@ -103,23 +93,14 @@ class ModuleEncoder(StateEncoder):
         return self._state_key(token_ids, mode, self._first if start is None else start, root)
 
     def lease(
-        self,
-        modules: Sequence[Sequence[int]],
-        mode: str,
-        origin: Origin = "question",
+        self, modules: Sequence[Sequence[int]], mode: str, origin: Origin = "question",
         starts: Sequence[int] | None = None,
-    ) -> Lease:
-        """The states of the preamble and then of each module, encoded if need be.
+    ) -> Lease:  # fmt: skip
+        """The states of the preamble and then of each module (its token ids), encoded if need be.
+        Raises `StoreError` where they cannot be kept, and are not for a question.
 
-        Args:
-            modules: the token ids of each.
-            mode: `rooted` or `isolated`.
-            origin: what they are leased for.
-            starts: where each begins in the prompt, for positions that cannot move; None is one
-                after the other, after the preamble.
-
-        Raises:
-            StoreError: the states cannot be kept, and are not for a question.
+        starts: where each begins in the prompt, for positions that cannot move; None is one after
+        the other, after the preamble.
         """
         starts = self._starts(modules, starts)
         keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
@@ -160,10 +141,7 @@ class ModuleEncoder(StateEncoder):
         where this prompt wants it."""
         if self.model.causal.scheme.movable:
             return [self._first] * len(modules)
-        if wanted is not None:
-            return wanted
-        lengths = [self._first, *map(len, modules)]
-        return list(accumulate(lengths))[:-1]
+        return wanted or list(accumulate([self._first, *map(len, modules)]))[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +181,6 @@ class ScopeEncoder(StateEncoder):
     def __init__(
         self, model: LoadedModel, text: ChatTemplate, store: KVStore, encode: Encode, salt: str = ""
     ) -> None:
-        """salt: of all keys; see `state_key`."""
         super().__init__(model, store, encode, salt)
         self.text = text
 
@@ -274,8 +251,7 @@ class Scaffolds:
     """
 
     def __init__(self, rows: ScaffoldRows, after: int | None = None) -> None:
-        self._rows = rows
-        self._after = after
+        self._rows, self._after = rows, after
         self._known: dict[str, set[Members]] = {}
         self._kept: set[tuple[Members, KVKey]] = set()
         self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()

@@ -74,12 +74,19 @@ class Modules:
         dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
         """Brings states to the first tier, encoding those that no tier has, and keeps them."""
-        rows = self._rows(collection, documents, names)
+        rows = [
+            row
+            for row in self.catalog.modules(collection)
+            if (documents is None or row.document in documents)
+            and (names is None or row.name in names)
+        ]
         tokens = self.tokens.of(rows)
         wanted = {self.encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
-        done = admin.move(self.store, list(wanted), self._first, dry_run=True)
-        missing = [key for key in wanted if not self._is_held(key)]
-        done += [StateChange(key, "encode", self._first, "", 0) for key in missing]
+        first = self.store.memory.top.name
+        done = admin.move(self.store, list(wanted), first, dry_run=True)
+        indexes = self.store.memory.every
+        missing = [key for key in wanted if not any(key in each.entries for each in indexes)]
+        done += [StateChange(key, "encode", first, "", 0) for key in missing]
         if dry_run:
             return done
         for key in missing:
@@ -101,29 +108,19 @@ class Modules:
         names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
         """Lets states be evicted again."""
-        return admin.pin(
-            self.store, self._keys(collection, documents, names), False, dry_run=dry_run
-        )
+        keys = self._keys(collection, documents, names)
+        return admin.pin(self.store, keys, False, dry_run=dry_run)
 
     def expire(
         self, ids: Sequence[int], seconds: float | None, *, dry_run: bool = False
     ) -> list[StateChange]:
-        """Evicts the states of modules when a time has passed.
+        """Evicts the states of modules `seconds` from now; None lifts the limit. Returns a change
+        per state and tier: `expire`, or `keep` where the limit is lifted.
 
         The documents stay: what a question needs afterwards is encoded again, without a limit.
-        Pinned states and those in use stay beyond it, until they are neither.
-
-        Args:
-            ids: Of modules, as listings give them (`id`).
-            seconds: From now, 0 or more; None lifts the limit.
-            dry_run: Only returns the changes.
-
-        Returns:
-            A change per state and tier: `expire`, or `keep` where the limit is lifted.
-
-        Raises:
-            UnknownModule: There is no module of an id.
-            ConfigurationError: `seconds` is negative or not finite.
+        Pinned states and those in use stay beyond it, until they are neither. ids: as listings give
+        them (`id`). Raises `UnknownModule`, or `ConfigurationError` where `seconds` is negative or
+        not finite.
         """
         self.store.ledger.flush()
         keys = held_keys(self._database, ids, self.catalog.namespace)
@@ -134,9 +131,8 @@ class Modules:
         dry_run: bool = False, names: Sequence[str] | None = None,
     ) -> list[StateChange]:  # fmt: skip
         """Brings states to a tier, and takes them from those above it."""
-        return admin.move(
-            self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
-        )
+        keys = self._keys(collection, documents, names)
+        return admin.move(self.store, keys, tier, dry_run=dry_run)
 
     def evict(
         self, collection: str, documents: Sequence[str] | None = None, *, tier: str | None = None,
@@ -144,9 +140,8 @@ class Modules:
     ) -> list[StateChange]:  # fmt: skip
         """Removes states from a tier, or from all; the documents stay, and are encoded again when
         a question needs them."""
-        return admin.evict(
-            self.store, self._keys(collection, documents, names), tier, dry_run=dry_run
-        )
+        keys = self._keys(collection, documents, names)
+        return admin.evict(self.store, keys, tier, dry_run=dry_run)
 
     @property
     def _database(self) -> Database:
@@ -161,23 +156,6 @@ class Modules:
             holding = (index.name for index in indexes if key in index.entries)
             found.append(Placed(len(ids), next(holding, None)))
         return found
-
-    @property
-    def _first(self) -> str:
-        return self.store.memory.top.name
-
-    def _is_held(self, key: KVKey) -> bool:
-        return any(key in index.entries for index in self.store.memory.every)
-
-    def _rows(
-        self, collection: str, documents: Sequence[str] | None, names: Sequence[str] | None
-    ) -> list[ModuleRow]:
-        return [
-            row
-            for row in self.catalog.modules(collection)
-            if (documents is None or row.document in documents)
-            and (names is None or row.name in names)
-        ]
 
     def _keys(
         self, collection: str, documents: Sequence[str] | None, names: Sequence[str] | None

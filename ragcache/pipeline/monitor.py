@@ -32,15 +32,9 @@ logger = logging.getLogger(__name__)
 class RunningRequest:
     """A request that has not ended.
 
-    Attributes:
-        id: Number of the request in this process.
-        namespace: Its namespace.
-        kind: `question`, `prompt` or `chat`.
-        collection: The collection, or the schema of a prompt.
-        age: Seconds since the call.
-        prompt_tokens: Tokens of the whole prompt.
-        generated: Pieces of text so far.
-        state: `waiting` in the queue, `computing` its prompt, or `generating`.
+    id: counts the requests of this process. kind: `question`, `prompt` or `chat`; collection: or
+    the schema of a prompt. age: in seconds since the call. generated: pieces of text so far.
+    state: `waiting` in the queue, `computing` its prompt, or `generating`.
     """
 
     id: int
@@ -57,16 +51,11 @@ class RunningRequest:
 class RequestRecord:
     """A request that has ended.
 
-    Attributes:
-        started: Time of the call, in Unix seconds.
-        ttft: Seconds to the first token; None if there was none.
-        total: Seconds to the end.
-        queued: Seconds in the engine's queue; None if it was not admitted.
-        tokens: Tokens of the prompt by the source of their states: a tier, `encoded`, `shared` or
-            `computed`.
-        modules: Names of the modules that were read, each with its tier.
-        outcome: `done`, `cancelled` or `failed`.
-        error: Class name of the error of a failed request, else empty.
+    started: time of the call, in Unix seconds. ttft: seconds to the first token; None if there was
+    none. total: seconds to the end. queued: seconds in the engine's queue; None if it was not
+    admitted. tokens: of the prompt, by the source of their states: a tier, `encoded`, `shared` or
+    `computed`. modules: names of those that were read, each with its tier. outcome: `done`,
+    `cancelled` or `failed`. error: class name of the error of a failed request, else empty.
     """
 
     id: int
@@ -111,11 +100,9 @@ class RequestMonitor:
         self._lock = threading.Lock()
 
     def begin(
-        self,
-        namespace: str,
-        prepared: PreparedAnswer,
+        self, namespace: str, prepared: PreparedAnswer,
         channel: RequestChannel[TokenDelta, RequestOutput],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Follows a request to its end. Holds the channel and not the handle, so that a request
         that nobody waits for is still cancelled."""
         number = next(self._numbers)
@@ -128,9 +115,8 @@ class RequestMonitor:
         with self._lock:
             self._observers = (*self._observers, observer)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._notify, name="ragcache-monitor", daemon=True
-                )
+                name = "ragcache-monitor"
+                self._thread = threading.Thread(target=self._notify, name=name, daemon=True)
                 self._thread.start()
         return partial(self._remove, observer)
 
@@ -185,9 +171,8 @@ def _record(request: _MonitoredRequest, at: float, now: float) -> RequestRecord:
         computed = prepared.prompt_tokens - prepared.cached_tokens - shared
         tokens["shared"] = shared
         tokens["computed"] = computed - tokens.get("encoded", 0)
-    failed = (
-        "" if isinstance(outcome, (RequestOutput, RequestCancelled)) else type(outcome).__name__
-    )
+    expected = isinstance(outcome, (RequestOutput, RequestCancelled))
+    failed = "" if expected else type(outcome).__name__
     return RequestRecord(
         request.id, request.namespace, prepared.kind, prepared.collection,
         started=at - total,
@@ -208,14 +193,10 @@ def _record(request: _MonitoredRequest, at: float, now: float) -> RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class BatchSegment:
-    """A segment that several rows of a batch read at once.
+    """A segment that several rows of a batch read at once, and how many rows and requests do.
 
-    Attributes:
-        name: Key of its states, with the range if only a part is read.
-        module: Name of the module; None for a preamble, a scaffold or a schema's module.
-        tokens: Length of the segment.
-        requests: Requests that read it.
-        rows: Rows that read it.
+    name: key of its states, with the range if only a part is read. module: its name; None for a
+    preamble, a scaffold or a schema's module.
     """
 
     name: str
@@ -227,14 +208,8 @@ class BatchSegment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The step that the engine computes now.
-
-    Attributes:
-        rows: New tokens of the step.
-        requests: Requests that they belong to.
-        encodings: Modules that are encoded in the same step.
-        segments: Segments that are read, the most read first.
-    """
+    """The step that the engine computes now. rows: its new tokens; requests: those that they belong
+    to; encodings: modules that are encoded in the same step; segments: the most read first."""
 
     rows: int
     requests: int

@@ -59,22 +59,12 @@ class SharedServices:
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
         model = model.thread_safe
-        engine = LLMEngine(
-            model.causal, EngineConfig(pool_bytes=config.private_bytes, queue=config.queue)
-        )
+        limits = EngineConfig(pool_bytes=config.private_bytes, queue=config.queue)
         return cls(
-            database,
-            model,
-            engine,
-            store,
-            DeferredReleases(),
-            embedder,
-            config,
-            ChatTemplate(model),
-            ApiKeys(database),
-            IngestionWorker(config.ingestion_bytes),
-            RequestMonitor(),
-        )
+            database, model, LLMEngine(model.causal, limits), store, DeferredReleases(), embedder,
+            config, ChatTemplate(model), ApiKeys(database),
+            IngestionWorker(config.ingestion_bytes), RequestMonitor(),
+        )  # fmt: skip
 
     def namespace(self, name: str = NAMESPACE) -> Namespace:
         """The components of a namespace, built at the first call. Raises `ConfigurationError`."""
@@ -124,34 +114,23 @@ class Namespace:
         vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
         catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name)
         retrievers = Retrievers(catalog, database, shared.embedder)
+        retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
         encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
-        scopes = ScopeEncoder(model, shared.template, store, encode, salt)
-        submitter = Submitter(
-            model, shared.engine, shared.deferred, shared.config, name, shared.monitor
-        )
+        scopes = ScopeEncoder(model, template, store, encode, salt)
         tokens = ModuleTokens(catalog, model)
-        ingestor = Ingestor(catalog, store, encoder, retrievers.retriever_for(), shared.config)
-        scaffolds = Scaffolds(ScaffoldRows(database, name), shared.config.scaffold_after)
+        ingestor = Ingestor(catalog, store, encoder, retriever, config)
+        scaffolds = Scaffolds(ScaffoldRows(database, name), config.scaffold_after)
+        in_context = InContextTokenizer(model, template)
         return cls(
-            name,
-            shared,
-            catalog,
-            ingestor,
-            AskPipeline(catalog, encoder, tokens, retrievers.retriever_for(), scaffolds),
-            PmlPipeline(SchemaTexts(database, name), scopes, shared.template),
-            ChatPipeline(
-                shared.template,
-                InContextTokenizer(model, shared.template),
-                Recognizer(catalog),
-                catalog,
-                encoder,
-                tokens,
-            ),
-            submitter,
+            name, shared, catalog, ingestor,
+            AskPipeline(catalog, encoder, tokens, retriever, scaffolds),
+            PmlPipeline(SchemaTexts(database, name), scopes, template),
+            ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
+            Submitter(model, shared.engine, shared.deferred, config, name, shared.monitor),
             Modules(catalog, store, encoder, tokens),
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),
-        )
+        )  # fmt: skip
 
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Declares a scaffold and encodes it; returns the names of its modules. Raises
@@ -171,11 +150,9 @@ class Stats:
     """Contents of the state folder, and what happened since this process opened it.
 
     Attributes:
-        model: Name of the model.
         collections: Number of documents of each collection of the namespace.
         tiers: For each tier: states, bytes, tokens and hits of all time.
         evictions: For each tier and reason: evictions, and how many were fetched again.
-        host_budget_bytes: Budget of the host tier.
         encoded: Modules that were encoded.
         corrupt: Blobs that failed their checksum or vanished, and were encoded again.
         unreadable: Failed reads and writes of tiers and ledger.
@@ -198,15 +175,13 @@ class Stats:
     def of(cls, namespace: Namespace) -> Stats:
         store = namespace.shared.store
         store.ledger.flush()
+        counted = store.counters
         return cls(
             model=namespace.shared.model.name,
             collections=namespace.catalog.collections(),
             tiers={tier: asdict(sums) for tier, sums in store.ledger.totals().items()},
             evictions=store.ledger.evictions(),
             host_budget_bytes=store.host.budget_bytes or 0,
-            encoded=store.counters.encoded,
-            corrupt=store.counters.corrupt,
-            unreadable=store.counters.unreadable,
-            unclaimed=store.counters.unclaimed,
-            host_evictions=store.counters.evictions["host", "pressure"],
-        )
+            encoded=counted.encoded, corrupt=counted.corrupt, unreadable=counted.unreadable,
+            unclaimed=counted.unclaimed, host_evictions=counted.evictions["host", "pressure"],
+        )  # fmt: skip

@@ -145,19 +145,19 @@ class PmlPipeline:
         """The prompt of a resolved plan."""
         exact = mode == "exact"
         if exact:
-            computed = tuple(replace(piece, cached=False) for piece in plan.pieces)
-            plan = replace(plan, pieces=computed)
+            plan = replace(plan, pieces=tuple(replace(p, cached=False) for p in plan.pieces))
         groups = self.groups(index, plan)
         group_of = {path: n for n, group in enumerate(groups) for path in group.paths}
         spans, own = place(plan.pieces, groups, group_of, self.template)
         citations = [Citation(plan.schema, "/".join(path), "", 0.0) for path in plan.modules]
+        states = SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))
         return BuiltPrompt(
             question="".join(p.text for p in plan.pieces if p.kind == "new").strip(),
             mode=mode,
             own=tuple(own),
             end=max(plan.length, own[-1][0] + 1),
             spans=tuple(spans),
-            states=None if exact else self._states(plan, groups),
+            states=None if exact else states,
             sources=tuple(zip(citations, map(group_of.get, plan.modules), strict=True)),
             kind="prompt",
             collection=plan.schema,
@@ -187,16 +187,11 @@ class PmlPipeline:
         index = SchemaIndex.build(rendered, self.template.count, placement)
         return LoadedSchema(stored, schema, index)
 
-    def _states(self, plan: Plan, groups: Sequence[ScopeGroup]) -> SchemaStates:
-        return SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))
-
 
 def place(
-    pieces: Sequence[Piece],
-    groups: Sequence[ScopeGroup],
-    group_of: Mapping[Path, int],
+    pieces: Sequence[Piece], groups: Sequence[ScopeGroup], group_of: Mapping[Path, int],
     template: ChatTemplate,
-) -> tuple[list[CachedSpan], list[tuple[int, int]]]:
+) -> tuple[list[CachedSpan], list[tuple[int, int]]]:  # fmt: skip
     """What is read, and what is computed as (position, token) in the order of positions.
 
     A piece that is cached becomes a span: a run of its module's states. All others are computed
@@ -210,7 +205,10 @@ def place(
             own += enumerate(template.encode(piece.text), piece.start)
         elif piece.length:
             number = group_of[piece.path[:-1]]
-            spans.append(_span(piece, number, groups[number].tokens))
+            tokens = groups[number].tokens
+            begin, end = tokens.runs[piece.path]
+            offset = tokens.position_ids[begin] - tokens.start
+            spans.append(CachedSpan(number, begin, end, piece.start, offset))
     if not own:
         if not spans:
             raise InvalidRequest("the prompt has no text; import a module or write a question")
@@ -219,12 +217,6 @@ def place(
         token = groups[last.group].tokens.token_ids[last.end - 1]
         own.append((last.start + last.length - 1, token))
     return [span for span in spans if span.length], sorted(own, key=lambda item: item[0])
-
-
-def _span(piece: Piece, group: int, tokens: ScopeTokens) -> CachedSpan:
-    begin, end = tokens.runs[piece.path]
-    offset = tokens.position_ids[begin] - tokens.start
-    return CachedSpan(group, begin, end, piece.start, offset)
 
 
 def scope_at(index: SchemaIndex, path: Path) -> Scope:
@@ -244,13 +236,9 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
 def generated_schema(collection: str, frame: PromptFrame, slots: int) -> Schema:
     """The union schema of a collection. Its slots draw on the catalog; see `members`."""
     return collection_schema(
-        module_name(collection),
-        frame.preamble,
-        slots,
-        collection,
-        question_lead=frame.question,
-        epilogue=frame.epilogue,
-    )
+        module_name(collection), frame.preamble, slots, collection,
+        question_lead=frame.question, epilogue=frame.epilogue,
+    )  # fmt: skip
 
 
 def members(modules: Sequence[ModuleRow]) -> list[Module]:

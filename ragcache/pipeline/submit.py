@@ -106,19 +106,13 @@ class Generation:
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
         return partial(
             Request,
-            max_new_tokens=most,
-            stop_ids=model.stop_ids,
-            sampling=self.sampling,
-            n=self.n,
-            stop=check_stop_strings(self.stop),
+            max_new_tokens=most, min_new_tokens=self.min_new_tokens,
+            stop=check_stop_strings(self.stop), stop_ids=model.stop_ids,
+            sampling=self.sampling, n=self.n, ignore_eos=self.ignore_eos,
             text=lambda stop: TextStream(model.tokenizer, stop, self.skip_special_tokens),
-            min_new_tokens=self.min_new_tokens,
-            ignore_eos=self.ignore_eos,
-            tenant=tenant if self.share else None,
-            priority=self.priority,
-            timeout=self.timeout,
+            tenant=tenant if self.share else None, priority=self.priority, timeout=self.timeout,
             constraint=None if self.grammar is None else compile_constraint(self.grammar, model),
-        )
+        )  # fmt: skip
 
 
 _GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
@@ -173,19 +167,16 @@ class Submitter:
 
     def _check(self, prompt: BuiltPrompt, generation: Generation) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
-        core, computed = self.engine.core, len(prompt.own)
+        core, computed, recomputed = self.engine.core, len(prompt.own), prompt.recomputed
         default = self.config.max_new_tokens
         if generation.unbounded:
             default = core.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
         request = generation.request_maker(self.model, default, tenant)
         core.check_sizes(
-            own=computed - prompt.recomputed,
-            documents=prompt.read_tokens + prompt.recomputed,
-            recomputed=prompt.recomputed,
-            end=prompt.end,
-            max_new_tokens=generation.max_tokens(default),
-        )
+            own=computed - recomputed, documents=prompt.read_tokens + recomputed,
+            recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),
+        )  # fmt: skip
         return request
 
     def _lease_and_submit(self, prompt: BuiltPrompt, request: MakeRequest) -> PendingAnswer:
@@ -233,18 +224,15 @@ def prepare_answer(prompt: BuiltPrompt, lease: Lease | None, assembled: float) -
     for span in prompt.spans:
         tokens[tiers[span.group]] += span.length
     return PreparedAnswer(
-        question=prompt.question,
+        prompt.question,
         sources=tuple(
             cited if group is None else replace(cited, tier=tiers[group])
             for cited, group in prompt.sources
         ),
-        mode=prompt.mode,
+        mode=prompt.mode, kind=prompt.kind, collection=prompt.collection,
         prompt_tokens=len(prompt.own) + prompt.read_tokens,
         cached_tokens=tokens.total() - tokens["encoded"],
+        created_tokens=tokens["encoded"], tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
         timestamps=replace(prompt.timestamps, assembled=assembled),
-        created_tokens=tokens["encoded"],
-        kind=prompt.kind,
-        collection=prompt.collection,
-        tokens=tokens,
-    )
+    )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from ragcache.retrieval.filters import Filters, compile_filters
 from ragcache.retrieval.retriever import (
-    CANDIDATES,
     CollectionIndex,
     Hit,
     Retriever,
@@ -14,15 +13,6 @@ from ragcache.retrieval.retriever import (
 )
 
 __all__ = [
-    "CANDIDATES",
-    "CollectionIndex",
-    "Filters",
-    "Hit",
-    "Retriever",
-    "Retrievers",
-    "SearchKind",
-    "SearchParams",
-    "Selection",
-    "compile_filters",
-    "fuse",
-]
+    "CollectionIndex", "Filters", "Hit", "Retriever", "Retrievers", "SearchKind", "SearchParams",
+    "Selection", "compile_filters", "fuse",
+]  # fmt: skip

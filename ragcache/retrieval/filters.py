@@ -24,11 +24,8 @@ Test = Callable[[Attributes], bool]
 _DEPTH = 32  # of nesting
 _ABSENT = object()
 _ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "$gt": operator.gt,
-    "$gte": operator.ge,
-    "$lt": operator.lt,
-    "$lte": operator.le,
-}
+    "$gt": operator.gt, "$gte": operator.ge, "$lt": operator.lt, "$lte": operator.le,
+}  # fmt: skip
 _OPERATORS = ("$eq", "$ne", "$in", "$nin", *_ORDERS, "$exists", "$not")
 _JUNCTIONS = ("$and", "$or", "$not")
 
@@ -38,10 +35,8 @@ def compile_filters(filters: Filters | None) -> Test | None:
 
     A list in the attributes equals each value that it contains. An absent key equals nothing, so
     `$ne` and `$nin` hold for it. Values of different kinds (text, number, boolean) are neither
-    equal nor ordered; dates compare as ISO 8601 text.
-
-    Raises:
-        InvalidRequest: An operator is unknown, or its operand cannot be used.
+    equal nor ordered; dates compare as ISO 8601 text. Raises `InvalidRequest` where an operator is
+    unknown, or its operand cannot be used.
 
     Example:
         >>> recent = compile_filters({"year": {"$gte": 2020}})

@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import bm25s
@@ -41,21 +41,11 @@ _EMBED_BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class SearchParams:
-    """What a search returns.
+    """What a search returns; the values are described at `ragcache.options.SearchOptions`.
 
-    Attributes:
-        k: The number of modules, at most.
-        search: `sparse`, `dense` or `hybrid`, which is sparse where there is no embedder.
-        filters: Conditions on the documents' metadata, applied before anything is counted; see
-            `ragcache.retrieval.filters`.
-        threshold: The lowest score of a hit: the cosine in [-1, 1] for `dense`, the BM25 score for
-            `sparse`, the fused score for `hybrid`, whose maximum is 1/61 for each ranking.
-        mmr: The weight of diversity in maximal marginal relevance, 0 to 1; see `select_by_mmr`.
-        candidates: Modules that each ranking passes to fusion and to `mmr`, at least `k`.
-
-    Raises:
-        ConfigurationError: `k` is below 1.
-        InvalidRequest: Another value cannot be used.
+    A `hybrid` search is sparse where there is no embedder. Filters apply before anything is
+    counted. Each ranking passes at least `k` candidates. Raises `ConfigurationError` for `k`, and
+    `InvalidRequest` where another value cannot be used.
     """
 
     k: int
@@ -117,8 +107,7 @@ class Retriever:
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None
     ) -> None:
         self.embedder = embedder
-        self._catalog = catalog
-        self._vectors = vectors
+        self._catalog, self._vectors = catalog, vectors
         self._indexed: dict[str, _Indexed] = {}
         self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()  # of `_building` alone
@@ -130,13 +119,8 @@ class Retriever:
         return other
 
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
-        """Searches a collection.
-
-        Raises:
-            UnknownCollection: There is no such collection.
-            InvalidRequest: A `dense` search without an embedder.
-            ConfigurationError: The embedder gives vectors of several lengths.
-        """
+        """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
+        without an embedder, or `ConfigurationError` where its vectors differ in length."""
         self._catalog.stamp(collection)  # a collection that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
@@ -211,8 +195,7 @@ class Retriever:
             if not _serves(indexed, stamp, dimension):
                 assert dimension is not None
                 vectors = self._vectors_of(collection, indexed.modules, dimension)
-                index = indexed.index.with_vectors(vectors)
-                indexed = _Indexed(stamp, index, indexed.modules)
+                indexed = replace(indexed, index=indexed.index.with_vectors(vectors))
             self._indexed[collection] = indexed
             return indexed
 
@@ -299,8 +282,7 @@ class Retrievers:
     share vectors and index."""
 
     def __init__(self, catalog: Catalog, database: Database, embedder: Embeddings | None) -> None:
-        self._catalog = catalog
-        self._database = database
+        self._catalog, self._database = catalog, database
         self._known: dict[str, Retriever] = {}
         self._finding = threading.Lock()
         self._first = Retriever(catalog) if embedder is None else self.retriever_for(embedder)
@@ -373,10 +355,8 @@ class CollectionIndex:
         return None if self._dense is None else int(self._dense.d)
 
     def search_sparse(self, query: str, limit: int, allowed: np.ndarray | None = None) -> Ranking:
-        """Modules that share a word with the query, with their BM25 scores.
-
-        allowed: [N] bool, the modules that may be found; None for all.
-        """
+        """Modules that share a word with the query, with their BM25 scores. allowed: [N] bool, the
+        modules that may be found; None for all."""
         scores = self._words.scores(query)
         if allowed is not None:
             scores[~allowed] = 0.0
@@ -386,10 +366,7 @@ class CollectionIndex:
     def search_dense(
         self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None
     ) -> Ranking:
-        """Modules by cosine similarity to a query vector [D]; empty without vectors.
-
-        allowed: as in `search_sparse`.
-        """
+        """Modules by cosine similarity to a query vector [D]; empty without vectors."""
         if self._dense is None:
             return []
         parameters = None
@@ -397,9 +374,8 @@ class CollectionIndex:
             selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
             parameters = faiss.SearchParameters()
             parameters.sel = selector  # holds no reference: the local name keeps it alive
-        scores, found = self._dense.search(
-            _unit(vector[None]), min(limit, len(self.ids)), params=parameters
-        )
+        limit = min(limit, len(self.ids))
+        scores, found = self._dense.search(_unit(vector[None]), limit, params=parameters)
         cosines = np.clip(scores[0], -1.0, 1.0)  # rounding may exceed the range
         pairs = zip(found[0].tolist(), cosines.tolist(), strict=True)
         return [(number, score) for number, score in pairs if number >= 0]
@@ -480,7 +456,7 @@ def terms(text: str) -> list[str]:
     found: list[str] = []
     for word in _WORD.findall(text.lower()):
         if _IDEOGRAPHS.search(word):
-            found.extend(_pairs(word))
+            found += [word[i : i + 2] for i in range(max(1, len(word) - 1))]
         elif word not in STOP_WORDS:
             found.append(word)
     stemmed: list[str] = _local.stemmer.stemWords(found)
@@ -495,10 +471,6 @@ def characters(text: str) -> list[str]:
 def lone_characters(text: str) -> list[str]:
     """Such characters that form a word of their own, which no pair of characters can match."""
     return [w for w in _WORD.findall(text) if len(w) == 1 and _IDEOGRAPHS.match(w)]
-
-
-def _pairs(word: str) -> list[str]:
-    return [word[i : i + 2] for i in range(max(1, len(word) - 1))]
 
 
 RANK_CONSTANT = 60
