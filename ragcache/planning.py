@@ -60,11 +60,9 @@ class Corpus:
 
 
 def corpus_of_sources(
-    model: LoadedModel,
-    sources: Iterable[DocumentSource] | DocumentSource,
-    module_tokens: int,
+    model: LoadedModel, sources: Iterable[DocumentSource] | DocumentSource, module_tokens: int,
     progress: Progress = lambda *_: None,
-) -> Corpus:
+) -> Corpus:  # fmt: skip
     """The corpus of documents, split as ingestion splits them. Raises `DocumentError`."""
     documents = load_sources(sources).documents
     modules: list[array[int]] = []
@@ -146,16 +144,11 @@ def tier_sizes(
 def break_even_tokens(
     tokens: Sequence[int], compute_s: Sequence[float], load_s: Sequence[float]
 ) -> float | None:
-    """The length in tokens from which on a module is loaded faster than computed.
+    """The length in tokens from which on a module is loaded faster than computed: the shortest one
+    if loading is faster at every length, None if it is slower at the longest.
 
-    Args:
-        tokens: Measured lengths, ascending; the gain of loading is linear between two of them.
-        compute_s: Seconds to compute a module of each length.
-        load_s: Seconds to load a module of each length.
-
-    Returns:
-        The length; the shortest one if loading is faster at every length, None if it is slower at
-        the longest.
+    tokens: measured lengths, ascending; the gain of loading is linear between two of them.
+    compute_s, load_s: seconds to compute and to load a module of each length.
 
     Example:
         >>> break_even_tokens([10, 20], compute_s=[1.0, 2.0], load_s=[1.5, 1.5])
@@ -261,21 +254,11 @@ def make_plan(
     model: LoadedModel, corpus: Corpus, budgets: Budgets, folder: Path, *, sample: int = SAMPLE,
     progress: Callable[[str], None] = lambda _: None,
 ) -> CachePlan:  # fmt: skip
-    """Plans the caching of a corpus.
+    """Plans the caching of a corpus. folder: the future state folder, which decides the disk to
+    measure; it need not exist. sample: the number of modules to measure.
 
-    Args:
-        model: The model whose states are cached.
-        corpus: Its modules.
-        budgets: Bytes of the tiers.
-        folder: The future state folder, which decides the disk to measure; it need not exist.
-        sample: The number of modules to measure.
-        progress: Called with the name of each step.
-
-    Raises:
-        NoDocuments: The corpus contains no text.
-        ConfigurationError: A module does not fit the model's window.
-        StoreFull: The disk has no space for the measurement.
-        StoreUnwritable: The disk cannot be written.
+    Raises `NoDocuments` for a corpus without text, `ConfigurationError` for a module that does not
+    fit the model's window, `StoreFull` or `StoreUnwritable` if the disk cannot take the sample.
     """
     lengths = [len(ids) for ids in corpus.modules]
     if not any(lengths):

@@ -160,8 +160,7 @@ def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
 def _states(setting: DecodeSetting, causal: CausalLM) -> list[KVStates]:
     """Random states, since the time of a step does not depend on their values."""
     torch.manual_seed(1)
-    found = []
-    start = 0
+    found, start = list[KVStates](), 0
     for length in (setting.preamble_tokens, *[setting.module_tokens] * setting.modules):
         keys, values = causal.new_states(length)
         found.append(KVStates(keys.normal_(), values.normal_(), start))

@@ -20,25 +20,8 @@ from ragcache.models.model import (
 from ragcache.models.positions import Alibi, Learned, PositionScheme, Rotary
 
 __all__ = [
-    "Alibi",
-    "Buffer",
-    "BufferPool",
-    "CausalLM",
-    "ContiguousLM",
-    "Dimensions",
-    "Family",
-    "ForwardBatch",
-    "LanguageModel",
-    "Learned",
-    "LoadedModel",
-    "PositionScheme",
-    "PromptFrame",
-    "Rotary",
-    "ThreadSafeTokenizer",
-    "load_model",
-    "prompt_frame",
-    "register",
-    "wrap",
-    "wrap_causal",
-    "wrap_contiguous",
-]
+    "Alibi", "Buffer", "BufferPool", "CausalLM", "ContiguousLM", "Dimensions", "Family",
+    "ForwardBatch", "LanguageModel", "Learned", "LoadedModel", "PositionScheme", "PromptFrame",
+    "Rotary", "ThreadSafeTokenizer", "load_model", "prompt_frame", "register", "wrap",
+    "wrap_causal", "wrap_contiguous",
+]  # fmt: skip

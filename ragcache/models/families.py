@@ -47,27 +47,15 @@ MPT_BIAS_MAX = 8.0
 
 
 def wrap(model: Any) -> LanguageModel:
-    """Prepares a Hugging Face model for the engine, in place: it reads segments where it can, else
-    one buffer.
-
-    Args:
-        model: A loaded `transformers` causal language model.
-
-    Raises:
-        UnsupportedModel: before anything is changed.
-    """
+    """Prepares a loaded Hugging Face model for the engine, in place: it reads segments if it can,
+    else one buffer. Raises `UnsupportedModel` before anything is changed."""
     family_of(model.config)  # a model that no family serves is refused for that
-    if whole_context(model.config) is None:
-        return wrap_causal(model)
-    return wrap_contiguous(model)
+    return wrap_causal(model) if whole_context(model.config) is None else wrap_contiguous(model)
 
 
 def wrap_causal(model: Any) -> CausalLM:
-    """Patches a Hugging Face model in place so that it reads segments.
-
-    Raises:
-        UnsupportedModel: before anything is changed.
-    """
+    """Patches a Hugging Face model in place so that it reads segments. Raises `UnsupportedModel`
+    before anything is changed."""
     config = model.config
     family = family_of(config)
     family.check(config)
@@ -81,11 +69,8 @@ def wrap_causal(model: Any) -> CausalLM:
 
 
 def wrap_contiguous(model: Any) -> ContiguousLM:
-    """Prepares a Hugging Face model in place to read one buffer, for families that can.
-
-    Raises:
-        UnsupportedModel: before anything is changed.
-    """
+    """Prepares a Hugging Face model in place to read one buffer, for families that can. Raises
+    `UnsupportedModel` before anything is changed."""
     config = model.config
     family = family_of(config)
     family.check(config)

@@ -45,10 +45,8 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
     ) -> Tensor:
-        """Writes a layer's new states, then attends to all that the metadata lists.
-
-        query: [Hq, T, D]; key, value: [Hkv, T, D]. Returns [1, T, Hq * D].
-        """
+        """Writes a layer's new states, then attends to all that the metadata lists. query:
+        [Hq, T, D]; key, value: [Hkv, T, D]. Returns [1, T, Hq * D]."""
         self.metadata.write_states(layer, key, value)
         out = self.backend.attend(self.metadata, layer, query, key, value, scale=scale)
         return out.flatten(1)[None]
@@ -61,17 +59,10 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 def ragged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    attention_metadata: AttentionMetadata | None = None,
-    backend: AttentionBackend | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *, scaling: float | None = None, attention_metadata: AttentionMetadata | None = None,
+    backend: AttentionBackend | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`."""
     if attention_metadata is None or backend is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(
@@ -139,9 +130,7 @@ def falcon_stack(
 ) -> Any:
     """`FalconModel.forward`."""
     hidden = module.word_embeddings(token_ids)
-    turning = None
-    if not module.use_alibi:
-        turning = module.rotary_emb(hidden, position_ids=position_ids)
+    turning = None if module.use_alibi else module.rotary_emb(hidden, position_ids=position_ids)
     for block in module.h:
         states = {"layer_past": past_key_values, "position_embeddings": turning}
         hidden = block(hidden, None, None, **states)[0]  # no ALiBi, no mask
@@ -152,10 +141,8 @@ def falcon_attention(
     module: Any, hidden: Tensor, *_args: Any, layer_past: SegmentCache,
     position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
 ) -> Any:  # fmt: skip
-    """`FalconAttention.forward`. hidden: [1, T, hidden size].
-
-    In every form of Falcon the heads stand in groups: G queries, then their key and value.
-    """
+    """`FalconAttention.forward`. hidden: [1, T, hidden size]. In every form of Falcon the heads are
+    in groups: G queries, then their key and value."""
     tokens, groups, dim = hidden.shape[1], module.num_kv_heads, module.head_dim
     fused = module.query_key_value(hidden).view(tokens, groups, -1, dim).permute(1, 2, 0, 3)
     query = fused[:, :-2].reshape(-1, tokens, dim)  # [Hq, T, D]

@@ -93,11 +93,9 @@ def _encoded_outside(tokenizer: Any, text: str) -> list[int]:
 
 
 def load_model(
-    name: str | Path | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-) -> LoadedModel:
+    name: str | Path | None = None, *,
+    device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
+) -> LoadedModel:  # fmt: skip
     """Loads and patches a model.
 
     name: a folder or a hub name; None is the embedded reader. dtype: None keeps the checkpoint's.
@@ -123,11 +121,9 @@ def load_model(
 
 @dataclass(frozen=True, slots=True)
 class PromptFrame:
-    """Texts around the modules of a prompt: the model's own chat template.
-
-    preamble: everything up to the first module (template, then instruction); question: goes
-    before the question's text; epilogue: the rest of the template, up to where the answer starts.
-    """
+    """Texts of the model's chat template around the modules of a prompt. preamble: all up to the
+    first module (template, then instruction); question: goes before the question's text; epilogue:
+    the rest of the template, up to where the answer starts."""
 
     preamble: str
     question: str
@@ -137,13 +133,10 @@ class PromptFrame:
 def prompt_frame(tokenizer: Any, instruction: str = INSTRUCTION) -> PromptFrame:
     """Splits the tokenizer's chat template at the inside of the user turn."""
     if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": _MARK}]
-        rendered = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
+        turns = [{"role": "user", "content": _MARK}]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     else:
-        bos = tokenizer.bos_token or ""
-        rendered = f"{bos}{_MARK}\nAnswer:"
+        rendered = f"{tokenizer.bos_token or ''}{_MARK}\nAnswer:"
     if rendered.count(_MARK) != 1:
         raise UnsupportedModel(
             "this model's chat template does not repeat the user's text exactly once, so modules "

@@ -34,10 +34,8 @@ SMALLEST = 64
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The sizes of a model, under one name each.
-
-    window: the positions that prompt and answer may take together.
-    """
+    """The sizes of a model, under one name each. window: the positions that prompt and answer may
+    take together."""
 
     num_layers: int
     num_heads: int
@@ -49,10 +47,8 @@ class Dimensions:
     def of(
         cls, config: Any, *, num_kv_heads: int | None = None, window: int | None = None
     ) -> Dimensions:
-        """From a configuration's usual names, which most of them offer, whatever their own.
-
-        num_kv_heads, window: given where the configuration has them under a name of its own.
-        """
+        """From a configuration's usual names, which most of them offer, whatever their own;
+        num_kv_heads and window are given where it has them under a name of its own."""
         heads = int(config.num_attention_heads)
         kv_heads = num_kv_heads or getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -108,10 +104,8 @@ class LanguageModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """One ragged forward pass: the new tokens of all requests, flattened.
-
-    token_ids, position_ids: [T] int64; logit_rows: [R] int64, the rows whose logits are wanted.
-    """
+    """One ragged forward pass: the new tokens of all requests, flattened. token_ids, position_ids:
+    [T] int64; logit_rows: [R] int64, the rows whose logits are wanted."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -157,10 +151,9 @@ class Buffer:
     Prompt Cache §4.2: concatenating cached modules allocates memory for every prompt, so the states
     are written into a buffer that is allocated once and taken again for the next prompt.
 
-    keys, values: [L, Hkv, capacity, D], of which the first `length` tokens are filled.
-
-    positions: [capacity] int64, of the filled tokens. seen_from: [capacity] int64, the
-    first position that may see it: its own, or where its segment starts.
+    keys, values: [L, Hkv, capacity, D], of which the first `length` tokens are filled. positions:
+    [capacity] int64, of the filled tokens. seen_from: [capacity] int64, the first position that may
+    see it: its own, or where its segment starts.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -197,10 +190,8 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers of powers of two, reused by capacity. Not thread-safe.
-
-    keep_bytes: memory that unused buffers may take in all; those unused for longest go first.
-    """
+    """Buffers of powers of two, reused by capacity. Not thread-safe. keep_bytes: memory that unused
+    buffers may take in all; those unused for longest go first."""
 
     def __init__(self, model: LanguageModel, keep_bytes: int) -> None:
         self.model, self.keep_bytes = model, keep_bytes
@@ -273,13 +264,9 @@ class ContiguousLM(LanguageModel):
     scheme: LayeredRotary
 
     def __init__(
-        self,
-        model: Any,
-        scheme: LayeredRotary,
-        dimensions: Dimensions,
-        layer_types: tuple[str, ...],
-        sliding_window: int | None,
-    ) -> None:
+        self, model: Any, scheme: LayeredRotary, dimensions: Dimensions,
+        layer_types: tuple[str, ...], sliding_window: int | None,
+    ) -> None:  # fmt: skip
         super().__init__(model, scheme, dimensions)
         self.layer_types = layer_types
         # layers that see everything have no use for it

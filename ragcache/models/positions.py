@@ -66,18 +66,12 @@ class Rotary:
 
     @classmethod
     def of(
-        cls,
-        config: Any,
-        rotary_embedding: nn.Module,
-        *,
-        interleaved: bool = False,
-        layer_type: str | None = None,
-    ) -> Rotary:
-        """The scheme of a loaded model, from its configuration and rotary module.
-
-        layer_type: whose frequencies, where those of the layers differ. Raises `UnsupportedModel`
-        where the frequencies are not fixed.
-        """
+        cls, config: Any, rotary_embedding: nn.Module,
+        *, interleaved: bool = False, layer_type: str | None = None,
+    ) -> Rotary:  # fmt: skip
+        """The scheme of a loaded model, from its configuration and rotary module. layer_type: whose
+        frequencies, where those of the layers differ. Raises `UnsupportedModel` where the
+        frequencies are not fixed."""
         scaling = rotary_scaling(config, layer_type)
         check_scaling(scaling)
         prefix = f"{layer_type}_" if hasattr(rotary_embedding, f"{layer_type}_inv_freq") else ""
@@ -105,13 +99,9 @@ class LayeredRotary:
 
     @classmethod
     def of(
-        cls,
-        config: Any,
-        rotary_embedding: nn.Module,
-        layer_types: Sequence[str],
-        *,
-        interleaved: bool = False,
-    ) -> LayeredRotary:
+        cls, config: Any, rotary_embedding: nn.Module, layer_types: Sequence[str],
+        *, interleaved: bool = False,
+    ) -> LayeredRotary:  # fmt: skip
         """From a configuration and the model's rotary module. Raises `UnsupportedModel`."""
         rotaries = {
             each: Rotary.of(config, rotary_embedding, interleaved=interleaved, layer_type=each)
@@ -159,11 +149,9 @@ class Alibi:
 
 
 class Learned:
-    """Learned absolute positions (GPT-2, OPT): a vector for each position, added to the token's.
-
-    It is mixed into all that follows, so nothing moves: a module is encoded at the schema position
-    that the prompt needs.
-    """
+    """Learned absolute positions (GPT-2, OPT): a vector for each position, added to the token's. It
+    is mixed into all that follows, so nothing moves: a module is encoded at the schema position
+    that the prompt needs."""
 
     movable = False
     slopes = None

@@ -12,16 +12,7 @@ from ragcache.structured.tool_calls import (
 from ragcache.structured.tools import ToolStyle, resolve_tool_choice, tool_call_grammar, tool_style
 
 __all__ = [
-    "Grammar",
-    "InvalidToolCall",
-    "TextDelta",
-    "ToolCall",
-    "ToolCallDelta",
-    "ToolCallStream",
-    "ToolStyle",
-    "compile_constraint",
-    "parse_tool_calls",
-    "resolve_tool_choice",
-    "tool_call_grammar",
-    "tool_style",
-]
+    "Grammar", "InvalidToolCall", "TextDelta", "ToolCall", "ToolCallDelta", "ToolCallStream",
+    "ToolStyle", "compile_constraint", "parse_tool_calls", "resolve_tool_choice",
+    "tool_call_grammar", "tool_style",
+]  # fmt: skip

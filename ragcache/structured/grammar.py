@@ -37,14 +37,7 @@ class Grammar:
     """The form of an answer's text, from its first character to its last.
 
     Making one needs no extra; using one needs `structured`. Equal grammars are compiled once for
-    each model.
-
-    Args:
-        kind: The language of `text`.
-        text: A JSON schema, a regular expression, GBNF, or a structural tag as JSON.
-
-    Raises:
-        InvalidRequest: The text is empty.
+    each model. Raises `InvalidRequest` for an empty text.
     """
 
     kind: Kind
@@ -78,11 +71,8 @@ class Grammar:
 
     @classmethod
     def response_format(cls, wanted: Mapping[str, Any] | None) -> Grammar | None:
-        """The grammar of OpenAI's `response_format`; None if any text is allowed.
-
-        Raises:
-            InvalidRequest: It is of an unknown type, or without a schema.
-        """
+        """The grammar of OpenAI's `response_format`; None if any text is allowed. Raises
+        `InvalidRequest` for an unknown type or a missing schema."""
         if wanted is None:
             return None
         kind = wanted.get("type") if isinstance(wanted, Mapping) else None
@@ -102,11 +92,8 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """A text that the whole pattern matches.
-
-        Patterns have classes, groups, alternatives and repetition, but no look-around and no back
-        references.
-        """
+        """A text that the whole pattern matches. Patterns have classes, groups, alternatives and
+        repetition, but no look-around and no back references."""
         return cls("regex", pattern)
 
     @classmethod
@@ -135,10 +122,8 @@ _ORIGIN = re.compile(
 
 
 class ModelGrammarCompiler:
-    """Compiles grammars for one model; thread-safe.
-
-    A grammar allows the tokens `stop_ids`, which end an answer, where it is complete.
-    """
+    """Compiles grammars for one model; thread-safe. A grammar allows the tokens `stop_ids`, which
+    end an answer, where it is complete."""
 
     def __init__(self, model: LoadedModel) -> None:
         xgrammar = _library()
@@ -146,10 +131,7 @@ class ModelGrammarCompiler:
         self.width = len(vocabulary)
         self.stop_ids = sorted(each for each in model.stop_ids if each < self.width)
         info = xgrammar.TokenizerInfo(
-            vocabulary,
-            xgrammar.VocabType.RAW,
-            vocab_size=self.width,
-            stop_token_ids=self.stop_ids,
+            vocabulary, xgrammar.VocabType.RAW, vocab_size=self.width, stop_token_ids=self.stop_ids
         )
         self._compiler: GrammarCompiler = xgrammar.GrammarCompiler(
             info, max_threads=THREADS, cache_limit_bytes=KEPT_BYTES
@@ -190,10 +172,7 @@ _lock = threading.Lock()
 
 
 def grammar_compiler(model: LoadedModel) -> ModelGrammarCompiler:
-    """The model's compiler, made at the first call and dropped with the model.
-
-    Raises `MissingExtra`.
-    """
+    """The model's compiler, made at first use and dropped with it. Raises `MissingExtra`."""
     with _lock:
         compiler = _compilers.get(model)
         if compiler is None:
@@ -212,15 +191,8 @@ def _library() -> Any:
 
 
 def compile_constraint(grammar: Grammar, model: LoadedModel) -> MakeConstraint:
-    """Compiles a grammar for a model's vocabulary.
-
-    Returns:
-        Makes a constraint for each answer; see `engine.Request.constraint`.
-
-    Raises:
-        InvalidRequest: The grammar cannot be compiled.
-        MissingExtra: The extra `structured` is not installed.
-    """
+    """Compiles a grammar for a model's vocabulary; the result makes a constraint for each answer
+    (`engine.Request.constraint`). Raises `InvalidRequest` or `MissingExtra`."""
     compiler = grammar_compiler(model)
     compiled = compiler.compile_grammar(grammar)
     stops = torch.zeros(1, compiler.width, dtype=torch.bool, device="cpu")
@@ -266,11 +238,8 @@ TOOL_MARKERS = frozenset(("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|pyth
 
 
 def token_bytes(model: LoadedModel) -> list[bytes]:
-    """The bytes of every row of the model's logits.
-
-    They are b"" for control tokens and for rows beyond the tokenizer, which no grammar may use.
-    Raises `InvalidRequest` for an unknown kind of tokenizer.
-    """
+    """The bytes of every row of the model's logits: b"" for control tokens and for rows beyond the
+    tokenizer, which no grammar may use. Raises `InvalidRequest` for an unknown tokenizer."""
     from xgrammar import TokenizerInfo
 
     tokenizer, width = model.tokenizer, logits_width(model)

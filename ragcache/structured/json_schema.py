@@ -40,11 +40,7 @@ SINGLE = ("items", "additionalProperties")
 
 
 def check_json_schema(schema: object) -> None:
-    """Checks that `schema` is a JSON schema that decoding can enforce.
-
-    Raises:
-        InvalidRequest: It is none, or has a keyword that decoding cannot enforce.
-    """
+    """Raises `InvalidRequest` unless `schema` is a JSON schema that decoding can enforce."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"a JSON schema is an object, not {type(schema).__name__}")
     _check(schema, "#", 0)
@@ -162,10 +158,7 @@ _MEMBERS = frozenset("properties patternProperties additionalProperties property
 
 
 def schema_rules(schema: dict[str, Any]) -> str:
-    """The GBNF rules of the JSON that a schema allows, on one line.
-
-    Errors are those of the compiler.
-    """
+    """The GBNF rules of the JSON that a schema allows, on one line. Errors are the compiler's."""
     from xgrammar import Grammar
 
     inner: list[str] = []

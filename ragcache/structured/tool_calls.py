@@ -26,13 +26,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """A call that cannot be read.
-
-    Args:
-        name: The tool's name, if it could be read.
-        text: The call as the model wrote it, without the markers around it.
-        error: The reason.
-    """
+    """A call that cannot be read. name: None if it could not be read either. text: the call as the
+    model wrote it, without the markers around it. error: the reason."""
 
     name: str | None
     text: str
@@ -40,10 +35,8 @@ class InvalidToolCall:
 
 
 class CallScanner:
-    """Scans `{"name": ..., "arguments": {...}}` up to its closing brace.
-
-    It follows strings and brackets only; `parse_call` checks at the end that the text is JSON.
-    """
+    """Scans `{"name": ..., "arguments": {...}}` up to its closing brace. It follows strings and
+    brackets only; `parse_call` checks at the end that the text is JSON."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -163,13 +156,8 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a call.
-
-    Args:
-        index: The call's number, from 0.
-        name: The tool's name in the first delta of a call, then None.
-        arguments: More of the JSON text of the arguments.
-    """
+    """A part of the call number `index`, from 0. name: the tool's name in the first delta of a
+    call, then None. arguments: more of the JSON text of the arguments."""
 
     index: int
     name: str | None
@@ -524,10 +512,7 @@ class ToolCallStream:
 
     A part of a marker is held back until it is complete or refuted. Deltas of a call begin once its
     name is known; whether the call is valid shows in `calls` when it has ended. The result does not
-    depend on how the text is cut.
-
-    Raises:
-        InvalidRequest: The style is unknown.
+    depend on how the text is cut. Raises `InvalidRequest` for an unknown style.
     """
 
     def __init__(self, style: ToolStyle | str) -> None:
@@ -556,14 +541,8 @@ class ToolCallStream:
 
 
 def parse_tool_calls(text: str, style: ToolStyle | str) -> tuple[str, list[AnyToolCall]]:
-    """Separates a text from its tool calls.
-
-    Returns:
-        The text without calls and the white space around them, and the calls in order. A call that
-        cannot be read is an `InvalidToolCall`.
-
-    Raises:
-        InvalidRequest: The style is unknown.
+    """Separates a text from its tool calls: the text without calls and the white space around them,
+    and the calls in order. Raises `InvalidRequest` for an unknown style.
 
     Example:
         >>> parse_tool_calls('Wait. <tool_call>{"name": "now"}</tool_call>', "hermes")

@@ -29,19 +29,14 @@ class ToolStyle(StrEnum):
 
     @property
     def special(self) -> bool:
-        """Whether its markers may be control tokens.
-
-        Answers then need `Generation(skip_special_tokens=False)`.
-        """
+        """Whether its markers may be control tokens. Answers then need
+        `Generation(skip_special_tokens=False)`."""
         return self is not ToolStyle.HERMES
 
 
 def tool_style(tokenizer: Any) -> ToolStyle | None:
-    """The style of a tokenizer's chat template.
-
-    Returns:
-        None if the template takes no tools, or writes calls in an unknown notation.
-    """
+    """The style of a tokenizer's chat template; None if it takes no tools, or writes calls in an
+    unknown notation."""
     templates = getattr(tokenizer, "chat_template", None)
     if isinstance(templates, Mapping):
         templates = templates.get("tool_use", templates.get("default"))
@@ -58,18 +53,11 @@ def tool_style(tokenizer: Any) -> ToolStyle | None:
 
 
 def resolve_tool_choice(wanted: object, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Normalizes a `tool_choice` of OpenAI or LangChain.
+    """Normalizes a `tool_choice` of OpenAI or LangChain to `auto`, `none`, `required` or the name
+    of a tool; `none` without tools.
 
-    Args:
-        wanted: `auto`, `none`, `required`, `any`, a boolean, None, a tool's name, or
-            `{"type": "function", "function": {"name": ...}}`.
-        tools: The tools of the request.
-
-    Returns:
-        `auto`, `none`, `required` or the name of a tool; `none` without tools.
-
-    Raises:
-        InvalidRequest: It is none of these, names no tool, or requires a call without tools.
+    wanted: one of these words, `any`, a boolean, None, a tool's name, or `{"type": "function",
+    "function": {"name": ...}}`. Raises `InvalidRequest` for others, and for a call without tools.
     """
     words: dict[object, str] = {None: "auto", False: "auto", True: "required", "any": "required"}
     words |= {word: word for word in ("auto", "none", "required")}
@@ -105,26 +93,15 @@ def _name_of(tool: object) -> object:
 
 
 def tool_call_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    choice: str = "auto",
-    *,
-    style: ToolStyle | str = ToolStyle.HERMES,
-    parallel: bool = True,
-    form: Grammar | None = None,
-) -> Grammar:
+    tools: Sequence[Mapping[str, Any]], choice: str = "auto", *,
+    style: ToolStyle | str = ToolStyle.HERMES, parallel: bool = True, form: Grammar | None = None,
+) -> Grammar:  # fmt: skip
     """Makes a grammar in which every call names a tool and its arguments fit the tool's schema.
 
-    Args:
-        tools: `{"type": "function", "function": {"name", "parameters", ...}}`, or only the inner
-            function.
-        choice: "auto" allows text, calls, or both (llama: one of them); "required" only calls; a
-            tool's name only one call of it.
-        style: The notation of the calls.
-        parallel: Whether several calls are allowed.
-        form: A JSON schema's grammar; with "auto" the answer is then calls or such JSON.
-
-    Raises:
-        InvalidRequest: A tool, the choice, the style or the form is invalid.
+    tools: `{"type": "function", "function": {"name", "parameters", ...}}`, or the inner function.
+    choice: "auto" allows text, calls, or both (llama: one of them); "required" only calls; a tool's
+    name only one call of it. parallel: whether several calls are allowed. form: a JSON schema's
+    grammar; with "auto" the answer is then calls or such JSON. Raises `InvalidRequest`.
     """
     style, functions = known_style(style), _functions(tools)
     if choice not in ("auto", "required"):
@@ -146,12 +123,10 @@ def tool_call_grammar(
         "stop_after_first": not parallel,
     }
     described = _only_calls(style, calls)
-    if choice == "auto":
-        described = (
-            _calls_with_text(style, tags, calls)
-            if form is None
-            else _calls_or_form(described, form)
-        )
+    if choice == "auto" and form is not None:
+        described = _calls_or_form(described, form)
+    elif choice == "auto":
+        described = _calls_with_text(style, tags, calls)
     text = json.dumps({"type": "structural_tag", "format": described}, ensure_ascii=False)
     return Grammar("structural_tag", text)
 
@@ -188,12 +163,7 @@ def _calls_with_text(style: ToolStyle, tags: list[Format], calls: Format) -> For
         trigger = "[TOOL_CALLS]"
         tags = [{"begin": "[TOOL_CALLS][", "content": calls, "end": "]"}]
     once = calls["stop_after_first"] or style is ToolStyle.MISTRAL
-    return {
-        "type": "triggered_tags",
-        "triggers": [trigger],
-        "tags": tags,
-        "stop_after_first": once,
-    }
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": once}
 
 
 def known_style(style: str) -> ToolStyle:
@@ -205,6 +175,9 @@ def known_style(style: str) -> ToolStyle:
         raise InvalidRequest(f"{style!r:.80} is no style of tool calls; styles: {known}") from None
 
 
+_NO_ARGUMENTS: Format = {"type": "object", "properties": {}}
+
+
 def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The schema of the arguments of every tool, by its name."""
     functions: dict[str, Any] = {}
@@ -214,10 +187,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise InvalidRequest(f"tool {number} has no name")
         if name in functions:
             raise InvalidRequest(f"two tools are named {name!r}")
-        schema = tool.get("function", tool).get("parameters") or {
-            "type": "object",
-            "properties": {},
-        }
+        schema = tool.get("function", tool).get("parameters") or _NO_ARGUMENTS
         try:
             check_json_schema(schema)
         except InvalidRequest as error:

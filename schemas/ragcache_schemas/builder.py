@@ -35,15 +35,9 @@ from ragcache_schemas.validate import validate_schema
 
 
 def collection_schema(
-    name: str,
-    preamble: str,
-    slots: int,
-    collection: str,
-    *,
-    question_lead: str = "",
-    question_length: int = 512,
-    epilogue: str = "",
-) -> Schema:
+    name: str, preamble: str, slots: int, collection: str,
+    *, question_lead: str = "", question_length: int = 512, epilogue: str = "",
+) -> Schema:  # fmt: skip
     """Makes a schema of preamble, slots, question_lead, the parameter `question`, and epilogue.
 
     The texts are usually the model's chat template, cut inside the user turn.
@@ -151,13 +145,9 @@ class TraitTable:
 
     @classmethod
     def from_rows(
-        cls,
-        name: str,
-        rows: Iterable[Mapping[str, str]],
-        *,
-        preamble: str = "",
-        text: str = "{column}: {value}\n",
-    ) -> TraitTable:
+        cls, name: str, rows: Iterable[Mapping[str, str]],
+        *, preamble: str = "", text: str = "{column}: {value}\n",
+    ) -> TraitTable:  # fmt: skip
         """Makes the table of all values in `rows`, as csv.DictReader gives them.
 
         Blank values are left out. `text` is the text of a value's module, with {column} and {value}
@@ -224,14 +214,10 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> UnknownName:
 
 
 def code_schema(
-    name: str,
-    files: Mapping[str, str] | Iterable[tuple[str, str]],
-    *,
-    by: Literal["file", "class"] = "file",
-    preamble: str = "",
-    heading: str = "# {path}\n",
-    epilogue: str = "",
-) -> Schema:
+    name: str, files: Mapping[str, str] | Iterable[tuple[str, str]],
+    *, by: Literal["file", "class"] = "file",
+    preamble: str = "", heading: str = "# {path}\n", epilogue: str = "",
+) -> Schema:  # fmt: skip
     """Makes a schema of preamble, a module for each file, and epilogue.
 
     Args:

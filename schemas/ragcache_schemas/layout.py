@@ -70,12 +70,9 @@ class Layout:
 
 
 def lay_out(
-    schema: Schema,
-    count_tokens: CountTokens,
-    placement: Placement = "schema",
-    *,
-    slot_length: Callable[[Slot], int] | None = None,
-) -> Layout:
+    schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
+    *, slot_length: Callable[[Slot], int] | None = None,
+) -> Layout:  # fmt: skip
     """Lays a schema out, in time linear in its size.
 
     Args:

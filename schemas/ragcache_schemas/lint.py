@@ -36,10 +36,8 @@ Severity: TypeAlias = Literal["error", "warning", "advice"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error (refused), a warning (accepted with PMLWarning), or advice (allowed but doubtful).
-
-    `kind` is the name of the error's class or of the rule.
-    """
+    """An error (refused), a warning (accepted with PMLWarning), or advice (allowed but doubtful);
+    `kind` is the name of the error's class or of the rule."""
 
     severity: Severity
     kind: str
@@ -58,13 +56,9 @@ def is_prompt(text: str | bytes) -> bool:
 
 
 def lint_schema(
-    text: str | bytes,
-    *,
-    source: str = "<string>",
-    limits: ScanLimits | None = None,
-    count_tokens: CountTokens | None = None,
-    render: Render | None = None,
-) -> list[Finding]:
+    text: str | bytes, *, source: str = "<string>", limits: ScanLimits | None = None,
+    count_tokens: CountTokens | None = None, render: Render | None = None,
+) -> list[Finding]:  # fmt: skip
     """Lists the findings in a schema; goes on after errors, unless it is not well-formed.
 
     Args:
@@ -92,12 +86,9 @@ def lint_schema(
 
 
 def lint_prompt(
-    text: str | bytes,
-    index: SchemaIndex | None = None,
-    *,
-    source: str = "<string>",
-    limits: ScanLimits | None = None,
-) -> list[Finding]:
+    text: str | bytes, index: SchemaIndex | None = None,
+    *, source: str = "<string>", limits: ScanLimits | None = None,
+) -> list[Finding]:  # fmt: skip
     """Lists the findings in a prompt; with `index`, also those against its schema."""
     findings: list[Finding] = []
 

@@ -129,10 +129,8 @@ class XMLDocument:
 
 
 def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> XMLDocument:
-    """Parses `text` as XML with entities, DTD and network off.
-
-    Raises PMLSyntaxError, ForbiddenMarkup or LimitExceeded.
-    """
+    """Parses `text` as XML with entities, DTD and network off. Raises PMLSyntaxError,
+    ForbiddenMarkup or LimitExceeded."""
     text = decode_text(text, source, limits)
     tags = scan_tags(text, source, limits)
     edits, warnings = balance_turns(tags)
@@ -148,15 +146,9 @@ def load(text: str | bytes, source: str, limits: ScanLimits, warn: Warn) -> XMLD
 def _parse(text: str, source: str, tags: list[Tag]) -> Element:
     # huge_tree lifts libxml2's own limits: `scan_tags` has already applied stricter ones.
     parser = etree.XMLParser(
-        encoding="utf-8",
-        resolve_entities=False,
-        no_network=True,
-        load_dtd=False,
-        dtd_validation=False,
-        huge_tree=True,
-        remove_comments=True,
-        recover=False,
-    )
+        encoding="utf-8", resolve_entities=False, no_network=True, load_dtd=False,
+        dtd_validation=False, huge_tree=True, remove_comments=True, recover=False,
+    )  # fmt: skip
     try:
         return etree.fromstring(text.encode(), parser)
     except etree.XMLSyntaxError as error:

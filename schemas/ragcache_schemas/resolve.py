@@ -150,14 +150,9 @@ class SchemaIndex:
 
     @classmethod
     def build(
-        cls,
-        schema: Schema,
-        count_tokens: CountTokens,
-        placement: Placement = "schema",
-        *,
-        lookup: ModuleLookup | None = None,
-        slot_length: Callable[[Slot], int] | None = None,
-    ) -> SchemaIndex:
+        cls, schema: Schema, count_tokens: CountTokens, placement: Placement = "schema",
+        *, lookup: ModuleLookup | None = None, slot_length: Callable[[Slot], int] | None = None,
+    ) -> SchemaIndex:  # fmt: skip
         """Validates, lays out and indexes a schema, in time linear in its size.
 
         Args:

@@ -208,9 +208,8 @@ def _tag(token: re.Match[str], cursor: _Cursor) -> Tag:
 def _check_limits(tag: Tag, depth: int, count: int, limits: ScanLimits) -> None:
     if depth > limits.depth:
         problem = f"<{tag.name}> is nested {depth} deep, where {limits.depth} are allowed"
-        raise LimitExceeded(
-            problem, tag.location, tag.name, "flatten it, or raise ScanLimits.depth"
-        )
+        expected = "flatten it, or raise ScanLimits.depth"
+        raise LimitExceeded(problem, tag.location, tag.name, expected)
     if count > limits.elements:
         problem = f"more than {limits.elements:,} elements"
         expected = "split the schema, or raise ScanLimits.elements"
@@ -283,10 +282,8 @@ class _Open:
 
 
 def balance_turns(tags: list[Tag]) -> tuple[list[TextEdit], list[PMLWarning]]:
-    """The edits that complete unbalanced turns, in order, with a warning for each.
-
-    Raises PMLSyntaxError for any other tag that does not match.
-    """
+    """The edits that complete unbalanced turns, in order, with a warning for each. Raises
+    PMLSyntaxError for any other tag that does not match."""
     balancer = _TurnBalancer()
     for tag in tags:
         if not balancer.stack and tag is not tags[0] and tag.kind != "end":

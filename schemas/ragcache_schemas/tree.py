@@ -185,7 +185,7 @@ class Prompt:
 
 SchemaNode: TypeAlias = Text | Parameter | Module | Union | Slot | Chat
 PromptNode: TypeAlias = Text | Import | Chat
-Node: TypeAlias = Text | Parameter | Module | Union | Slot | Chat | Import
+Node: TypeAlias = SchemaNode | Import
 
 _N = TypeVar("_N")
 
