@@ -141,8 +141,7 @@ class ApiKeys:
         if known is None or self._age(known) > _AGE:
             return None
         found = self._find(known, secret)
-        young = self._age(known) <= _UNKNOWN_AGE
-        if found is None and secret.startswith(_MARK) and not young:
+        if found is None and secret.startswith(_MARK) and self._age(known) > _UNKNOWN_AGE:
             return None
         return KeyCheck(known.exist, found)
 
@@ -174,7 +173,11 @@ class ApiKeys:
         return self._clock() - known.read_at
 
     def _find(self, known: _Known, secret: str) -> ApiKeyRow | None:
-        found = _find(known, _digest(secret))
+        """Compares all digests, each as a whole, so that the time reveals nothing of either."""
+        digest, found = _digest(secret), None
+        for each, row in known.active.items():
+            if hmac.compare_digest(each, digest):
+                found = row
         if found is not None:
             self._used[found.id] = time.time()
         return found
@@ -194,15 +197,6 @@ class ApiKeys:
 def _digest(secret: str) -> str:
     """Secrets are random numbers of 256 bits, which need no slow hash."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
-
-
-def _find(known: _Known, digest: str) -> ApiKeyRow | None:
-    """Compares all digests, each as a whole, so that the time reveals nothing of either."""
-    found = None
-    for each, row in known.active.items():
-        if hmac.compare_digest(each, digest):
-            found = row
-    return found
 
 
 def _select() -> Any:

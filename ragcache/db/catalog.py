@@ -73,8 +73,7 @@ class Catalog:
     def documents(
         self, collection: str, source_ids: Sequence[str] | None = None
     ) -> dict[str, DocumentRow]:
-        """The documents of a collection by source id, or those of the ids that there are; empty
-        where it does not exist yet."""
+        """The documents of a collection, or those of the ids, by source id; empty without it."""
         modules = func.count(ModuleTable.id)
         rows = select(DocumentTable, modules).join(CollectionTable).outerjoin(ModuleTable)
         every = self._within(rows, collection).group_by(DocumentTable.id).order_by(DocumentTable.id)
@@ -92,11 +91,8 @@ class Catalog:
     def replace_documents(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None
     ) -> list[KVKey]:
-        """Stores documents, each in place of an earlier one of its name, with all that belongs to
-        them, and ends their job, in one transaction.
-
-        Returns the keys of states without an owner; their rows are gone already.
-        """
+        """Stores documents, each in place of an earlier one of its name, and ends their job.
+        Returns the keys of states without an owner; their rows are gone already."""
         with self._database.transaction() as session:
             owner = self._change(session, collection)
             freed = _delete_rows(session, owner, [d.source_id for d in documents])
@@ -147,19 +143,15 @@ class Catalog:
         """Token ids under this catalog's tokenizer, of the modules that have them."""
         known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
         missing = [number for number in module_ids if number not in known]
-        if missing:
-            known |= self._read_tokens(missing)
-        return known
+        return known | self._read_tokens(missing) if missing else known
 
     def _read_tokens(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
         statement = select(TokenTable.module_id, TokenTable.token_ids).where(
             TokenTable.tokenizer == self._tokenizer, TokenTable.module_id.in_(module_ids)
         )
         with self._database.reading() as session:
-            found = {
-                number: tuple(np.frombuffer(blob, dtype="<i4").tolist())
-                for number, blob in session.execute(statement)
-            }
+            rows = session.execute(statement)
+            found = {n: tuple(np.frombuffer(blob, dtype="<i4").tolist()) for n, blob in rows}
         if len(self._token_ids) + len(found) > _REMEMBERED:
             self._token_ids.clear()
         self._token_ids.update(found)
@@ -169,9 +161,8 @@ class Catalog:
         """Changes whenever anything of the collection does: its id and revision. Raises
         `UnknownCollection`."""
         columns = select(CollectionTable.id, CollectionTable.revision)
-        statement = self._within(columns, collection)
         with self._database.reading() as session:
-            found = session.execute(statement).one_or_none()
+            found = session.execute(self._within(columns, collection)).one_or_none()
             if found is None:
                 collection_id(session, collection, self.namespace)
                 raise AssertionError("the collection appeared within one snapshot")
@@ -197,11 +188,9 @@ class Catalog:
             insert_for_module(session, EncodingTable, module_id, key=str(key))
 
     def keys(
-        self,
-        collection: str,
-        source_ids: Sequence[str] | None = None,
+        self, collection: str, source_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
-    ) -> dict[KVKey, int]:
+    ) -> dict[KVKey, int]:  # fmt: skip
         """The keys of all states of a collection's modules, or of some documents', or of those of
         some names, with a module each. Raises `UnknownCollection`."""
         columns = from_modules(EncodingTable.key, ModuleTable.id)
@@ -256,10 +245,8 @@ class Catalog:
                 module.name = f"{to}#{module.ordinal + 1}"
 
     def _within(self, statement: Any, collection: str) -> Any:
-        joined = statement.join(NamespaceTable)
-        return joined.where(
-            NamespaceTable.name == self.namespace, CollectionTable.name == collection
-        )
+        named = (NamespaceTable.name == self.namespace) & (CollectionTable.name == collection)
+        return statement.join(NamespaceTable).where(named)
 
     def _change(self, session: Session, name: str) -> int:
         """The id of a collection, made if need be, whose revision is raised: writers of one
@@ -342,10 +329,9 @@ def _insert_rows(
     session.add(row)
     session.flush()
     session.add(DocumentTextTable(document_id=row.id, text=document.text))
-    modules = [
-        ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
-        for i, m in enumerate(document.modules)
-    ]
+    numbered = enumerate(document.modules)
+    modules = [ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
+               for i, m in numbered]  # fmt: skip
     session.add_all(modules)
     session.flush()
     for stored, module in zip(modules, document.modules, strict=True):
@@ -388,16 +374,13 @@ class Vectors:
     def read_vectors(self, collection: str) -> dict[int, np.ndarray]:
         """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
         D is one number unless the embedder has changed under its name."""
-        statement = (
-            from_modules(VectorTable.module_id, VectorTable.vector)
-            .join(NamespaceTable)
-            .join(VectorTable)
-            .where(NamespaceTable.name == self._namespace, CollectionTable.name == collection)
-            .where(VectorTable.embedder == self._embedder)
-            .order_by(VectorTable.module_id)
-        )
+        columns = from_modules(VectorTable.module_id, VectorTable.vector)
+        statement = columns.join(NamespaceTable).join(VectorTable).where(
+            NamespaceTable.name == self._namespace, CollectionTable.name == collection,
+            VectorTable.embedder == self._embedder,
+        )  # fmt: skip
         with self._database.reading() as session:
-            rows = session.execute(statement)
+            rows = session.execute(statement.order_by(VectorTable.module_id))
             return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}
 
     def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:

@@ -40,24 +40,13 @@ class Database:
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
-        """Opens a database, creates it if it is a file that does not exist, and migrates it.
-
-        Args:
-            where: A path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`.
-            busy_seconds: How long a writer waits for another one of the same SQLite file.
-
-        Raises:
-            ConfigurationError: Another kind of database.
-            MissingExtra: PostgreSQL without its driver.
-            NoState: The file is no ledger.
-            LedgerTooNew: A later version of ragcache wrote it.
-            StoreError: `StoreFull`, `StoreUnwritable` or `LedgerUnavailable`.
-        """
+        """Opens a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`, makes a file that does
+        not exist, and migrates it. Raises `ConfigurationError`, `MissingExtra` without PostgreSQL's
+        driver, `NoState` for a file that is no ledger, `LedgerTooNew`, or another `StoreError`."""
         url = _url(where)
-        engine = _engine(url, busy_seconds)
-        database = cls(engine)
+        database = cls(_engine(url, busy_seconds))
         with _named_errors(database.name):
-            if not _is_current(engine):
+            if not _is_current(database.engine):
                 _migrate(url, busy_seconds)
         return database
 
@@ -94,10 +83,8 @@ class Database:
 
 
 def _url(where: Path | str) -> str:
-    if isinstance(where, Path):
-        return f"sqlite:///{where}"
-    scheme, separator, rest = where.partition("://")
-    if not separator:
+    scheme, separator, rest = str(where).partition("://")
+    if isinstance(where, Path) or not separator:
         return f"sqlite:///{where}"
     if scheme in ("postgresql", "postgres"):
         return f"postgresql+psycopg://{rest}"
@@ -125,11 +112,10 @@ def _engine(url: str, busy_seconds: float, *, foreign_keys: bool = True, **optio
 
 def _configure(connection: Any, _: Any, *, foreign_keys: bool) -> None:
     connection.isolation_level = None  # transactions begin where SQLAlchemy says so: `_begin`
-    keys = "ON" if foreign_keys else "OFF"
     if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         connection.execute("PRAGMA journal_mode=WAL")
-    for pragma in ("synchronous=NORMAL", f"foreign_keys={keys}"):
-        connection.execute(f"PRAGMA {pragma}")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
 
 
 def _begin(connection: Any) -> None:

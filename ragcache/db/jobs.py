@@ -90,22 +90,17 @@ class Jobs:
         return None if number is None else self.get(number)
 
     def queue(self, target: str, key: str | None, digest: str) -> tuple[int, bool]:
-        """Queues a job, or finds that of the same idempotency key, whose request has the digest.
-
-        Returns its id, and whether it is to be run: one that is new, interrupted or failed. Raises
-        `IdempotencyConflict`.
-        """
-        row = self._new(target, "queued", time.time())
-        row |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
+        """Queues a job, or finds that of the same idempotency key and request. Returns its id, and
+        whether it is to be run: new, interrupted or failed. Raises `IdempotencyConflict`."""
+        new = self._new(target, "queued", time.time())
+        new |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
         with self.database.transaction() as session:
-            number = insert_returning(session, JobTable, row)
+            number = insert_returning(session, JobTable, new)
             if number is not None:
                 return number, True
             assert key is not None
-            found = _same(
-                session.scalars(select(JobTable).where(self._requested(key))).one(), digest
-            )
-            return found.id, self._retry(session, found.id)
+            row = session.scalars(select(JobTable).where(self._requested(key))).one()
+            return row.id, self._retry(session, _same(row, digest).id)
 
     def _retry(self, session: Session, job: int) -> bool:
         """Queues an ended job again; False for one that is done or queued already. It finds the
@@ -218,11 +213,8 @@ def complete(session: Session, job: int) -> list[KVKey]:
     """Ends a job, and the earlier ones of its target that were interrupted, in the transaction that
     stores its documents. Returns the keys that they held."""
     done = session.get_one(JobTable, job)
-    ended = select(JobTable.id).where(
-        JobTable.namespace == done.namespace,
-        JobTable.target == done.target,
-        JobTable.status.not_in(OPEN),
-    )
+    same = (JobTable.namespace == done.namespace) & (JobTable.target == done.target)
+    ended = select(JobTable.id).where(same, JobTable.status.not_in(OPEN))
     ids = [job, *session.scalars(ended)]
     held = select(JobStateTable.key).where(JobStateTable.job_id.in_(ids))
     keys = [KVKey(key) for key in session.scalars(held)]

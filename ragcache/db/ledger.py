@@ -228,11 +228,8 @@ class Ledger:
 
     def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted
-        until `locks.release`.
-
-        Returns the claimed keys that have no row now: none that another session has claimed, nor,
-        for pressure and time, one that it has pinned or whose limit it has lifted.
-        """
+        until `locks.release`. Returns the claimed keys that have no row now: none that another
+        session has claimed, nor, for pressure and time, one that it has pinned or prolonged."""
         stays = _stays(reason, time.time())
         with self.database.transaction() as session:
             taken = self.locks.acquire_within(session, keys)
@@ -242,12 +239,9 @@ class Ledger:
                 if stays is not None:
                     kept |= set(session.scalars(select(StateTable.key).where(rows, stays)))
                     rows &= ~stays
-                for key, nbytes in session.execute(
-                    select(StateTable.key, StateTable.nbytes).where(rows)
-                ):
-                    session.add(EvictionTable(
-                        key=key, tier=tier, reason=reason, nbytes=nbytes, at=time.time()
-                    ))  # fmt: skip
+                for row in session.execute(select(StateTable.key, StateTable.nbytes).where(rows)):
+                    left = {"key": row.key, "nbytes": row.nbytes, "at": time.time()}
+                    session.add(EvictionTable(tier=tier, reason=reason, **left))
                 session.execute(delete(StateTable).where(rows))
             gone = [key for key in taken if str(key) not in kept]
             self.locks.release_within(session, set(taken) - set(gone))
@@ -275,11 +269,8 @@ class Ledger:
             return {KVKey(key): at for key, at in rows if at is not None}
 
     def flush(self, *, force: bool = False) -> None:
-        """Writes `usage` in one transaction, and that this session lives.
-
-        Where that fails, it is kept for the next time: uses are statistics, and stop no request.
-        What another thread is writing is written when this returns.
-        """
+        """Writes `usage` in one transaction, and that this session lives; what fails is kept for
+        the next time. What another thread is writing is written when this returns."""
         with self._flushing:
             self._flush(force)
 
@@ -394,8 +385,7 @@ class UsageBuffer:
             self._pending.memory[row.tier, row.key] = row
 
     def left(self, tier: str, key: KVKey, nbytes: int, reason: str | None) -> None:
-        """Notes that states left a tier in memory. reason: of an eviction, None where it was
-        none."""
+        """Notes that states left a tier in memory. reason: None where it was no eviction."""
         with self._lock:
             self._pending.memory[tier, key] = None
             if reason is not None:
@@ -445,11 +435,8 @@ def _write_memory(session: Session, pending: PendingUsage, place: str) -> Counte
             rows.append(row.values(place))
     for tier, keys in gone.items():
         for chunk in chunks(keys):
-            session.execute(
-                delete(StateTable).where(
-                    StateTable.place == place, StateTable.tier == tier, StateTable.key.in_(chunk)
-                )
-            )
+            here = (StateTable.place == place) & (StateTable.tier == tier)
+            session.execute(delete(StateTable).where(here, StateTable.key.in_(chunk)))
     upsert(session, StateTable, rows, _IN_MEMORY)
     return note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
 
@@ -457,19 +444,15 @@ def _write_memory(session: Session, pending: PendingUsage, place: str) -> Counte
 def _write_touches(session: Session, pending: PendingUsage, place: str) -> None:
     table = Base.metadata.tables[StateTable.__tablename__]
     lasting = or_(table.c.tier == "disk", table.c.tier == "remote")
-    chosen = update(table).where(
-        table.c.key == bindparam("k"), or_(table.c.place == place, lasting)
-    )
+    here = or_(table.c.place == place, lasting)
+    chosen = update(table).where(table.c.key == bindparam("k"), here)
     if pending.touches:
-        session.execute(
-            chosen.values(hits=table.c.hits + bindparam("n"), last_use=bindparam("t")),
-            [{"k": str(key), "n": n, "t": tick} for key, (n, tick) in pending.touches.items()],
-        )
+        used = chosen.values(hits=table.c.hits + bindparam("n"), last_use=bindparam("t"))
+        uses = pending.touches.items()
+        session.execute(used, [{"k": str(key), "n": n, "t": tick} for key, (n, tick) in uses])
     if pending.costs:
-        session.execute(
-            chosen.values(encode_seconds=bindparam("s")),
-            [{"k": str(key), "s": seconds} for key, seconds in pending.costs.items()],
-        )
+        timed = chosen.values(encode_seconds=bindparam("s"))
+        session.execute(timed, [{"k": str(key), "s": s} for key, s in pending.costs.items()])
 
 
 def _write_evictions(session: Session, pending: PendingUsage) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from sqlalchemy import ColumnElement, Select, and_, exists, func, literal, or_, select, tuple_
 from sqlalchemy.orm import Session, aliased
@@ -61,8 +61,8 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModuleFilter:
-    """Which modules; None for any. tier: one that holds states of them. search: a part of their
-    name or of their document's, in either case."""
+    """Which modules; None for any. search: a part of their name or of their document's, in either
+    case."""
 
     collection: str | None = None
     document: str | None = None
@@ -109,7 +109,7 @@ class HeldState:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDetail:
-    """All that is known of a module. attributes: its document's metadata."""
+    """A module in full. attributes: its document's metadata."""
 
     listing: ModuleListing
     text: str
@@ -129,11 +129,8 @@ class CollectionRow:
 
 @dataclass(frozen=True, slots=True)
 class EvictionRow:
-    """States that left a tier.
-
-    module: the name of one that they belong to, None where none is left or they are a schema's. at:
-    Unix seconds. fetched_again: whether they came back.
-    """
+    """States that left a tier, and whether they came back. module: the name of one that they belong
+    to, None where none is left or they are a schema's. at: Unix seconds."""
 
     id: int
     public_id: str
@@ -149,16 +146,11 @@ class EvictionRow:
 def collection_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[CollectionRow]:
-    """The collections of a namespace, by name. `total` comes with the first page.
-
-    Raises:
-        InvalidRequest: the limit or the cursor is of no page.
-    """
+    """The collections of a namespace, by name. `total` comes with the first page. Raises
+    `InvalidRequest`."""
     limit, last = check_limit(limit), after(cursor, str)
-    own, inside = (
-        NamespaceTable.name == namespace,
-        DocumentTable.collection_id == CollectionTable.id,
-    )
+    own = NamespaceTable.name == namespace
+    inside = DocumentTable.collection_id == CollectionTable.id
     rows = select(
         CollectionTable.name,
         _count(DocumentTable).where(inside).scalar_subquery(),
@@ -178,12 +170,8 @@ def document_page(
     database: Database, namespace: str, collection: str, cursor: str | None = None,
     limit: int = 100,
 ) -> Page[DocumentRow]:  # fmt: skip
-    """The documents of a collection, by id. `total` comes with the first page.
-
-    Raises:
-        InvalidRequest: the limit or the cursor is of no page.
-        UnknownCollection: the namespace has no such collection.
-    """
+    """The documents of a collection, by id. `total` comes with the first page. Raises
+    `InvalidRequest`, or `UnknownCollection`."""
     limit, last = check_limit(limit), after(cursor, str)
     modules = _count(ModuleTable).where(ModuleTable.document_id == DocumentTable.id)
     with database.reading() as session:
@@ -200,14 +188,9 @@ def document_page(
 def eviction_page(
     database: Database, namespace: str, cursor: str | None = None, limit: int = 100
 ) -> Page[EvictionRow]:
-    """Evictions of states that belong to the namespace, the newest first.
-
-    The default namespace also lists states that nothing owns any more, of which only a digest is
-    left.
-
-    Raises:
-        InvalidRequest: the limit or the cursor is of no page.
-    """
+    """Evictions of states that belong to the namespace, the newest first. The default namespace
+    also lists states that nothing owns any more, of which only a digest is left. Raises
+    `InvalidRequest`."""
     limit, last = check_limit(limit), after(cursor, int)
     with database.reading() as session:
         rows = select(EvictionTable).where(_visible(namespace))
@@ -311,12 +294,9 @@ def listings(session: Session, modules: Sequence[int]) -> list[ModuleListing]:
     """The modules of these ids, in their order; those that are gone are left out."""
     found: dict[int, ModuleListing] = {}
     names = from_modules(
-        ModuleTable.id,
-        ModuleTable.public_id,
-        ModuleTable.name,
-        DocumentTable.source_id.label("document"),
-        CollectionTable.name.label("collection"),
-    )
+        ModuleTable.id, ModuleTable.public_id, ModuleTable.name,
+        DocumentTable.source_id.label("document"), CollectionTable.name.label("collection"),
+    )  # fmt: skip
     for begin in range(0, len(modules), CHUNK):
         ids = modules[begin : begin + CHUNK]
         states = _states(session, ids)
@@ -332,13 +312,10 @@ def _in_namespace(namespace: str, *columns: Any) -> Select[Any]:
 
 def _states(session: Session, modules: Sequence[int]) -> defaultdict[int, list[Any]]:
     """The rows of states by module."""
-    rows = (
-        select(EncodingTable.module_id, *StateTable.__table__.c)
-        .join(StateTable, StateTable.key == EncodingTable.key)
-        .where(EncodingTable.module_id.in_(modules))
-    )
+    columns = select(EncodingTable.module_id, *StateTable.__table__.c)
+    rows = columns.join(StateTable, StateTable.key == EncodingTable.key)
     states: defaultdict[int, list[Any]] = defaultdict(list)
-    for row in session.execute(rows):
+    for row in session.execute(rows.where(EncodingTable.module_id.in_(modules))):
         states[row.module_id].append(row)
     return states
 
@@ -367,22 +344,15 @@ def module_page(
     database: Database, namespace: str, wanted: ModuleFilter, sort: str = "id", *,
     descending: bool = False, cursor: str | None = None, limit: int = 100,
 ) -> Page[ModuleListing]:  # fmt: skip
-    """A page of a namespace's modules.
-
-    `total` comes with the first page, unless counting would read all modules.
-
-    Raises:
-        InvalidRequest: an unknown order, or a limit or a cursor of no page.
-        UnknownCollection: the filter names a collection that does not exist.
-    """
+    """A page of a namespace's modules. `total` comes with the first page, unless counting would
+    read all modules. Raises `InvalidRequest`, or `UnknownCollection`."""
     if sort not in SORTS:
         raise InvalidRequest(f"unknown order {sort!r}; orders: {', '.join(SORTS)}")
     last = _last(cursor, sort, descending)
     check_limit(limit)
     with database.reading() as session:
-        named, owner = wanted.collection, None
-        if named is not None:
-            owner = collection_id(session, named, namespace)
+        named = wanted.collection
+        owner = None if named is None else collection_id(session, named, namespace)
         number = session.scalar(select(NamespaceTable.id).where(NamespaceTable.name == namespace))
         if number is None:
             return Page((), None, 0)
@@ -442,9 +412,8 @@ class _Walk:
         state, encoding = aliased(StateTable), aliased(EncodingTable)
         here = tuple_(value, StateTable.key, StateTable.tier, StateTable.place)
         there = tuple_(getattr(state, self.sort), state.key, state.tier, state.place)
-        higher = exists().where(
-            encoding.module_id == module, state.key == encoding.key, there > here
-        )
+        own = (encoding.module_id == module) & (state.key == encoding.key)
+        higher = exists().where(own, there > here)
         joined = select(*columns).join(EncodingTable, EncodingTable.key == StateTable.key)
         statement = self._chosen(joined, module).where(~higher)
         if last is not None:
@@ -455,9 +424,8 @@ class _Walk:
         return self._read(statement, columns)
 
     def _without_states(self, last: PagePlace | None, limit: int) -> list[PagePlace]:
-        held = exists().where(
-            EncodingTable.module_id == ModuleTable.id, StateTable.key == EncodingTable.key
-        )
+        own = EncodingTable.module_id == ModuleTable.id
+        held = exists().where(own, StateTable.key == EncodingTable.key)
         statement = self._chosen(select(ModuleTable.id), ModuleTable.id).where(~held)
         if last is not None:
             statement = statement.where(ModuleTable.id > last[2])
@@ -477,12 +445,11 @@ class _Walk:
         self, columns: Sequence[Any], last: PagePlace, *, or_equal: bool = False
     ) -> Condition:
         row, values = (tuple_(*columns), last) if len(columns) > 1 else (columns[0], last[0])
-        condition: Condition
         if or_equal:
             condition = row <= values if self.descending else row >= values
         else:
             condition = row < values if self.descending else row > values
-        return condition
+        return cast("Condition", condition)
 
 
 def _last(cursor: str | None, sort: str, descending: bool) -> PagePlace | None:
@@ -553,16 +520,13 @@ class _ModuleQuery:
         yield [members]
         if wanted.search is not None:
             named = select(ModuleTable.id).where(self._contains(ModuleTable.name))
-            yield [
-                self.members(ModuleTable.id).where(self._contains(DocumentTable.source_id)),
-                named.where(self._membership(ModuleTable.id)),
-            ]
+            theirs = self.members(ModuleTable.id).where(self._contains(DocumentTable.source_id))
+            yield [theirs, named.where(self._membership(ModuleTable.id))]
 
     def _membership(self, module: Any) -> Condition:
-        condition: Condition = _of(CollectionTable.namespace_id, module) == self.namespace
         if self.owner is not None:
-            condition = _of(CollectionTable.id, module) == self.owner
-        return condition
+            return cast("Condition", _of(CollectionTable.id, module) == self.owner)
+        return cast("Condition", _of(CollectionTable.namespace_id, module) == self.namespace)
 
     def _contains(self, column: Any) -> Condition:
         """SQLite's LIKE ignores the case of ASCII letters as it is."""
@@ -571,8 +535,7 @@ class _ModuleQuery:
             search = search.replace(sign, f"\\{sign}")
         postgresql = self.session.get_bind().dialect.name == "postgresql"
         like = column.ilike if postgresql else column.like
-        condition: Condition = like(f"%{search}%", escape="\\")
-        return condition
+        return cast("Condition", like(f"%{search}%", escape="\\"))
 
 
 def _of(column: Any, module: Any) -> Any:
@@ -593,5 +556,4 @@ def _has_state(module: Any, name: str, value: Any) -> Condition:
     SQLite would rather look through all states that have it."""
     state, encoding = aliased(StateTable), aliased(EncodingTable)
     values = select(getattr(state, name)).join(encoding, encoding.key == state.key)
-    condition: Condition = literal(value).in_(values.where(encoding.module_id == module))
-    return condition
+    return literal(value).in_(values.where(encoding.module_id == module))

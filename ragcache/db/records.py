@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, select, text
+from sqlalchemy import delete, select, text
 
 from ragcache.db.database import Database
 from ragcache.db.sql import chunks, namespace_id, upsert
@@ -28,16 +28,12 @@ class Records:
             return float(session.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0)
 
     def update(
-        self,
-        keys: Sequence[str],
-        group_ids: Sequence[str | None] | None = None,
+        self, keys: Sequence[str], group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
-    ) -> None:
-        """Records that keys were written now; a known key gets the new time and group.
-
-        Raises `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where
-        the clock shows a time before `time_at_least`: it was set back.
-        """
+    ) -> None:  # fmt: skip
+        """Records that keys were written now; a known key gets the new time and group. Raises
+        `ConfigurationError` where groups are not as many as keys, `LedgerUnavailable` where the
+        clock shows a time before `time_at_least`: it was set back."""
         groups = group_ids if group_ids is not None else [None] * len(keys)
         if len(groups) != len(keys):
             raise ConfigurationError(f"{len(keys)} keys have {len(groups)} group_ids")
@@ -63,21 +59,16 @@ class Records:
         return [key in found for key in keys]
 
     def keys(
-        self,
-        *,
-        before: float | None = None,
-        after: float | None = None,
-        group_ids: Sequence[str] | None = None,
-        limit: int | None = None,
-    ) -> list[str]:
+        self, *, before: float | None = None, after: float | None = None,
+        group_ids: Sequence[str] | None = None, limit: int | None = None,
+    ) -> list[str]:  # fmt: skip
         """Keys that were last written before or after a time, the oldest first. group_ids: only of
         these groups."""
-        between: list[ColumnElement[bool]] = []
+        chosen = self._mine(select(RecordTable.key))
         if before is not None:
-            between.append(RecordTable.updated_at < before)
+            chosen = chosen.where(RecordTable.updated_at < before)
         if after is not None:
-            between.append(RecordTable.updated_at > after)
-        chosen = self._mine(select(RecordTable.key)).where(*between)
+            chosen = chosen.where(RecordTable.updated_at > after)
         chosen = chosen.order_by(RecordTable.updated_at, RecordTable.key)
         found: list[str] = []
         with self._database.reading() as session:
@@ -98,6 +89,5 @@ class Records:
 
     def _mine(self, statement: Any) -> Any:
         joined = statement.join(NamespaceTable, RecordTable.namespace_id == NamespaceTable.id)
-        return joined.where(
-            NamespaceTable.name == self._namespace, RecordTable.space == self._space
-        )
+        mine = (NamespaceTable.name == self._namespace) & (RecordTable.space == self._space)
+        return joined.where(mine)

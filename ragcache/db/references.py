@@ -37,11 +37,8 @@ def is_unowned() -> ColumnElement[bool]:
 
 def retire(session: Session, keys: Iterable[KVKey], *, even_owned: bool = False) -> list[KVKey]:
     """Deletes the rows of keys without an owner, and returns these keys; `even_owned` ones too,
-    which are encoded again when they are needed.
-
-    Rows of memory tiers stay: each process forgets its own. Blobs are deleted after the transaction
-    has ended, by `KVStore.discard`.
-    """
+    which are encoded again when they are needed. Rows of memory tiers stay: each process forgets
+    its own. `KVStore.discard` deletes the blobs after the transaction."""
     retired: list[KVKey] = []
     for chunk in chunks(dict.fromkeys(keys)):
         owned = set() if even_owned else _owned(session, chunk)

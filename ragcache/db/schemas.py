@@ -47,8 +47,7 @@ class SchemaTexts:
         self, name: str, schema: SchemaText, keys: Iterable[KVKey] = (), job: int | None = None
     ) -> list[KVKey]:
         """Stores a schema with the keys of its modules' states, in place of an earlier one of its
-        name. Returns the keys of states without an owner; their rows are gone
-        already."""
+        name. Returns the keys of states without an owner; their rows are gone already."""
         with self._database.transaction() as session:
             freed = self._delete(session, name)
             row = SchemaTable(
@@ -121,24 +120,22 @@ class ScaffoldRows:
 
     def read_scaffolds(self, collection: str) -> set[Members]:
         """All scaffolds of a collection; none where it does not exist."""
-        joined = select(ScaffoldTable.members).join(CollectionTable)
-        statement = self._named(joined, collection)
+        statement = self._named(select(ScaffoldTable.members).join(CollectionTable), collection)
         with self._database.reading() as session:
             return {tuple(members) for members in session.scalars(statement)}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         """Stores the key of a scaffold, unless one of its modules was deleted meanwhile."""
+        chosen = self._named(select(CollectionTable.id), collection).with_for_update()
         with self._database.transaction() as session:
-            owner = session.scalar(
-                self._named(select(CollectionTable.id), collection).with_for_update()
-            )
+            owner = session.scalar(chosen)
             count = select(func.count()).where(ModuleTable.id.in_(members))
             if owner is None or session.scalar(count) != len(members):
                 return
             kept = (ScaffoldTable.collection_id == owner) & (ScaffoldTable.key == str(key))
             if session.scalar(select(ScaffoldTable.id).where(kept)) is None:
-                row = ScaffoldTable(collection_id=owner, key=str(key), members=list(members))
-                session.add(row)
+                new = {"collection_id": owner, "key": str(key), "members": list(members)}
+                session.add(ScaffoldTable(**new))
 
     def _named(self, statement: Select[Any], collection: str) -> Select[Any]:
         chosen = CollectionTable.name == collection

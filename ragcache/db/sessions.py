@@ -44,8 +44,7 @@ class Identity:
         return cls(_machine(), os.getpid(), _started(psutil.Process()))
 
     def has_ended(self) -> bool:
-        """Whether the process is gone; False for other machines' processes, which cannot be
-        seen."""
+        """Whether the process is gone; False for other machines', which cannot be seen."""
         if self.machine != _machine():
             return False
         try:
@@ -69,12 +68,8 @@ class Sessions:
         """Writes this session's row and ends those that died."""
         me = Identity.here()
         with self.database.transaction() as session:
-            session.add(
-                SessionTable(
-                    id=self.id, machine=me.machine, pid=me.pid, started=me.started,
-                    heartbeat=time.time(),
-                )
-            )  # fmt: skip
+            process = {"machine": me.machine, "pid": me.pid, "started": me.started}
+            session.add(SessionTable(id=self.id, heartbeat=time.time(), **process))
         self.reap_dead()
 
     def heartbeat(self, session: Session) -> None:

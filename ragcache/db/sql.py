@@ -131,16 +131,11 @@ def after(cursor: str | None, *kinds: type | tuple[type, ...]) -> list[Any] | No
         values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
     except (ValueError, RecursionError):
         raise InvalidRequest(NOT_OF_THIS_LIST) from None
-    if (
-        not isinstance(values, list)
-        or len(values) != len(kinds)
-        or not all(
-            isinstance(value, kind) and _fits(value)
-            for value, kind in zip(values, kinds, strict=True)
-        )
-    ):
-        raise InvalidRequest(NOT_OF_THIS_LIST)
-    return values
+    if isinstance(values, list) and len(values) == len(kinds):
+        pairs = zip(values, kinds, strict=True)
+        if all(isinstance(value, kind) and _fits(value) for value, kind in pairs):
+            return values
+    raise InvalidRequest(NOT_OF_THIS_LIST)
 
 
 def check_limit(limit: int) -> int:

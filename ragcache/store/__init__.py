@@ -8,19 +8,7 @@ from ragcache.store.store import KVStore
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 __all__ = [
-    "DeviceTier",
-    "DiskTier",
-    "HostTier",
-    "KVEntry",
-    "KVStore",
-    "Lease",
-    "LeaseRequest",
-    "Origin",
-    "RemoteTier",
-    "Tier",
-    "TierOptions",
-    "TierStatus",
-    "choose_victims",
-    "open_tiers",
+    "DeviceTier", "DiskTier", "HostTier", "KVEntry", "KVStore", "Lease", "LeaseRequest", "Origin",
+    "RemoteTier", "Tier", "TierOptions", "TierStatus", "choose_victims", "open_tiers",
     "tier_status",
-]
+]  # fmt: skip

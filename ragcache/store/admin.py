@@ -42,9 +42,7 @@ def expire(
     store: KVStore, keys: Sequence[KVKey], seconds: float | None, *, dry_run: bool = False
 ) -> list[StateChange]:
     """Limits the life of states in every tier to `seconds` from now, or lifts the limit with None.
-
-    Raises `ConfigurationError` for seconds that are negative or not finite.
-    """
+    Raises `ConfigurationError` for seconds that are negative or not finite."""
     if seconds is not None and not 0 <= seconds < math.inf:
         raise ConfigurationError(f"states expire after 0 seconds or more, not {seconds}")
     changes = _changes(store, keys, "keep" if seconds is None else "expire")
@@ -144,10 +142,9 @@ def tier_status(store: KVStore) -> list[TierStatus]:
             entries = index.entries
             pinned = entries["resident"] & entries["pinned"]
             pinned_bytes, states = int(entries["nbytes"][pinned].sum()), len(entries)
-        found.append(
-            TierStatus(
-                index.name, index.tier.used_bytes, index.tier.budget_bytes, pinned_bytes, states,
-                store.counters.hits[index.name], index.tier.persistent,
-            )
-        )  # fmt: skip
+        tier, hits = index.tier, store.counters.hits[index.name]
+        found.append(TierStatus(
+            index.name, tier.used_bytes, tier.budget_bytes, pinned_bytes, states, hits,
+            tier.persistent,
+        ))  # fmt: skip
     return found

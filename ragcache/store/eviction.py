@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -27,12 +27,9 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """The states to evict, in this order.
-
-    keys: the first `expired` of them have expired, the others go for pressure. freed: bytes of all
-    of them. missing: bytes that could not be found. clock: GreedyDual's after the eviction, for the
-    next choice and for every `Entries.touch` and `KVEntry` from now on.
-    """
+    """The states to evict, in order: the first `expired` keys have expired, the others go for
+    pressure. freed: bytes of all. missing: bytes that could not be found. clock: GreedyDual's after
+    the eviction, for the next choice and for every `Entries.touch` and `KVEntry` from now on."""
 
     keys: tuple[KVKey, ...]
     expired: int
@@ -42,13 +39,9 @@ class Victims:
 
 
 def choose_victims(
-    entries: Entries | Iterable[KVEntry],
-    need_bytes: int,
-    policy: Policy = "lru",
-    *,
-    now: float = 0.0,
-    clock: float = 0.0,
-) -> Victims:
+    entries: Entries | Iterable[KVEntry], need_bytes: int, policy: Policy = "lru", *,
+    now: float = 0.0, clock: float = 0.0,
+) -> Victims:  # fmt: skip
     """The entries with the lowest priorities whose bytes together reach `need_bytes`.
 
     Priorities are the last use (`lru`), the hits (`lfu`), or, for `gdsf`,
@@ -77,13 +70,9 @@ def choose_victims(
     order = order[: _count(nbytes[order], need_bytes)]
     freed = int(nbytes[order].sum())
     expired = int((score[order] == -np.inf).sum())
-    return Victims(
-        tuple(map(table.key, order.tolist())),
-        expired,
-        freed,
-        max(0, need_bytes - freed),
-        max(clock, float(score[order[-1]])) if policy == "gdsf" else clock,
-    )
+    keys = tuple(map(table.key, order.tolist()))
+    clock = max(clock, float(score[order[-1]])) if policy == "gdsf" else clock
+    return Victims(keys, expired, freed, max(0, need_bytes - freed), clock)
 
 
 def expired(entries: Entries, now: float) -> tuple[KVKey, ...]:
@@ -94,11 +83,9 @@ def expired(entries: Entries, now: float) -> tuple[KVKey, ...]:
 
 def check_policy(policy: str) -> Policy:
     """Raises `ConfigurationError` for an unknown policy."""
-    for known in get_args(Policy):
-        if policy == known:
-            checked: Policy = known
-            return checked
-    raise ConfigurationError(f"unknown policy {policy!r}; policies: {', '.join(POLICIES)}")
+    if policy not in POLICIES:
+        raise ConfigurationError(f"unknown policy {policy!r}; policies: {', '.join(POLICIES)}")
+    return cast("Policy", policy)
 
 
 def _priorities(table: Entries, policy: Policy, now: float) -> np.ndarray:
@@ -169,17 +156,15 @@ _COLUMNS: dict[str, type] = {
     "root": np.int64,  # the slot of the states before these, or -1
     "prefix": np.uint64,  # the first 16 digits of the key, for ties
 }
+_VALUES = ("nbytes", "last_use", "hits", "pinned", "cost", "expires_at", "clock")  # of a `KVEntry`
 
 
 @dataclass(frozen=True, slots=True)
 class KVEntry:
-    """States in one tier.
-
-    nbytes: as allocated there. last_use: a logical clock, larger is later. hits: uses since they
-    were admitted. cost: seconds that encoding them took. expires_at: seconds on the caller's clock.
-    clock: that of GreedyDual when they were last used. root: the states that these were encoded
-    after (their place in the prefix), which are kept as long as these are.
-    """
+    """States in one tier. nbytes: as allocated there. last_use: a logical clock. hits: uses since
+    they were admitted. cost: seconds of encoding. expires_at: seconds on the caller's clock. clock:
+    GreedyDual's at the last use. root: the states that these were encoded after (their place in the
+    prefix), which are kept as long as these are."""
 
     key: KVKey
     nbytes: int
@@ -196,15 +181,9 @@ class KVEntry:
     def of_row(cls, row: StateRow) -> KVEntry:
         """The entry of a row of the ledger."""
         return cls(
-            row.key,
-            row.nbytes,
-            row.last_use,
-            pinned=row.pinned,
-            hits=row.hits,
-            cost=row.metadata.cost,
-            expires_at=row.expires_at,
-            root=row.metadata.root,
-        )
+            row.key, row.nbytes, row.last_use, pinned=row.pinned, hits=row.hits,
+            cost=row.metadata.cost, expires_at=row.expires_at, root=row.metadata.root,
+        )  # fmt: skip
 
 
 class Entries:
@@ -218,9 +197,7 @@ class Entries:
         self._keys: list[KVKey] = []
         self._slots: dict[KVKey, int] = {}
         self._free: list[int] = []
-        self._columns: dict[str, np.ndarray] = {
-            name: np.zeros(16, dtype) for name, dtype in _COLUMNS.items()
-        }
+        self._columns: dict[str, np.ndarray] = {n: np.zeros(16, t) for n, t in _COLUMNS.items()}
         self._dependents = np.zeros(16, np.int64)
 
     @classmethod
@@ -252,8 +229,7 @@ class Entries:
         slot = self._resident(key)
         row = {name: column[slot].item() for name, column in self._columns.items()}
         root = self._keys[row["root"]] if row["root"] != _NONE else None
-        values = ("nbytes", "last_use", "pinned", "hits", "cost", "expires_at", "clock")
-        chosen = {name: row[name] for name in values}
+        chosen = {name: row[name] for name in _VALUES}
         return KVEntry(key, leased=row["leases"] > 0, root=root, **chosen)
 
     def add(self, entry: KVEntry) -> None:
@@ -284,7 +260,7 @@ class Entries:
         columns["resident"][slots] = True
         columns["root"][slots] = chosen
         columns["leases"][slots] = [int(entry.leased) for entry in fresh]
-        for name in ("nbytes", "last_use", "hits", "pinned", "cost", "expires_at", "clock"):
+        for name in _VALUES:
             columns[name][slots] = [getattr(entry, name) for entry in fresh]
         self.used_bytes += int(columns["nbytes"][slots].sum())
 
@@ -357,7 +333,6 @@ class Entries:
 
     def _recycle(self, slot: int) -> None:
         key = self._keys[slot]
-        if key in self or self._dependents[slot]:
-            return
-        del self._slots[key]
-        self._free.append(slot)
+        if key not in self and not self._dependents[slot]:
+            del self._slots[key]
+            self._free.append(slot)

@@ -43,10 +43,8 @@ def admits(origin: Origin, previous_use: int | None, tick: int, window: int) -> 
 
 
 class AdmissionFilter:
-    """The last uses of keys that are not admitted, so that one-off questions push no documents out.
-
-    Bounded: an integer and a key for each of the last `window` uses. Ticks must not run backwards.
-    """
+    """The last `window` uses of keys that are not admitted, so that one-off questions push no
+    documents out. Ticks must not run backwards."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -72,12 +70,9 @@ class AdmissionFilter:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """Facts about the states that a lease names.
-
-    origin: why they are leased, which decides whether they are admitted. mode: how they are
-    encoded: `root` for a preamble; root: the key of the preamble that they depend on; model: its
-    fingerprint.
-    """
+    """Facts about the states that a lease names. origin: why they are leased, which decides whether
+    they are admitted. mode: how they are encoded, `root` for a preamble; root: the key of the
+    preamble that they depend on; model: its fingerprint."""
 
     origin: Origin = "question"
     mode: str = ""
@@ -112,24 +107,22 @@ class Lease:
 
     keys: in the caller's order. source: for each key the tier that it was found in (`device`,
     `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
+    admitted: for keys that were not in the first tier, whether they may push others out.
+    unreadable: keys whose rows exist, but whose states no tier could give. lost_blobs: whether a
+    blob turned out to be corrupt or vanished, and has to be replaced.
     """
 
     def __init__(
         self, loader: StateLoader, keys: Sequence[KVKey], request: LeaseRequest, tick: int,
         below: Sequence[str],
     ) -> None:  # fmt: skip
-        self.keys = tuple(keys)
-        self.request = request
-        self.tick = tick
+        self.keys, self.request, self.tick = tuple(keys), request, tick
         self.found: dict[KVKey, KVStates] = {}
         self.source: dict[KVKey, str] = {}
         self.moved: dict[str, int] = dict.fromkeys(below, 0)
         self.admitted: dict[KVKey, bool] = {}
-        """For keys that were not in the first tier, whether they may push others out."""
         self.unreadable: set[KVKey] = set()
-        """Keys whose rows exist, but whose states no tier could give."""
         self.lost_blobs = False
-        """Whether a blob turned out to be corrupt or vanished, and has to be replaced."""
         self.claimed: _Claimed | None = None
         self._loader = loader
         self._released = False
@@ -146,29 +139,21 @@ class Lease:
 
     def claim(self) -> list[KVKey]:
         """The missing keys that this caller must encode and `put`; none when all states are here.
+        No other caller gets them until their states are put or this lease is released.
 
         A key that another thread or process is encoding is waited for only when nothing else is
-        missing, so that no two wait for each other. Where the other one fails, the key is claimed
-        here.
+        missing, so that no two wait for each other; where the other one fails, it is claimed here.
 
-        Returns:
-            Keys that no other caller gets until their states are put or this lease is released.
-
-        Raises:
-            ValueError: states of the last claim were not put.
-            StoreError: the ledger does not answer, and these states are not for a question.
-            StoreBudgetExceeded: more is in use than the first tier may hold.
+        Raises `ValueError` where states of the last claim were not put, `StoreError` where the
+        ledger does not answer and these states are not for a question, and `StoreBudgetExceeded`
+        where more is in use than the first tier may hold.
         """
         return self._loader.claim(self)
 
     def put(self, key: KVKey, states: KVStates) -> None:
-        """Stores the states of a claimed key, and shares them.
-
-        Raises:
-            ValueError: the key is not claimed.
-            StoreError: they cannot be stored, and are not for a question.
-            StoreBudgetExceeded: more is in use than the first tier may hold.
-        """
+        """Stores the states of a claimed key, and shares them. Raises `ValueError` for another key,
+        `StoreError` where they cannot be stored and are not for a question, and
+        `StoreBudgetExceeded` where more is in use than the first tier may hold."""
         self._loader.put(self, key, states)
 
     def extend(self, keys: Sequence[KVKey], request: LeaseRequest) -> None:

@@ -24,12 +24,10 @@ _Demoted = tuple[KVKey, StoredStates, int]  # with their last use
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since a store was opened.
-
-    encoded: states that were computed. corrupt: blobs that failed their checksum or vanished;
-    their states were encoded again. unreadable: tiers that could not be read or written when they
-    were wanted. unclaimed: states that were computed without the ledger, which did not answer.
-    hits: by tier, states that were found there. evictions: by (tier, reason)."""
+    """What happened since a store was opened. encoded: states computed. corrupt: blobs that failed
+    their checksum or vanished. unreadable: tiers that could not be read or written when they were
+    wanted. unclaimed: states computed without the ledger, which did not answer. hits: by tier,
+    states found there. evictions: by (tier, reason)."""
 
     encoded: int = 0
     corrupt: int = 0
@@ -197,10 +195,8 @@ class MemoryTiers:
     def row(self, index: TierIndex, key: KVKey, nbytes: int, tick: int) -> StateRow:
         """A row of states that enter a tier now."""
         metadata = self.metadata.get(key) or StateMetadata(0)
-        until = self.until.get(key, math.inf)
-        pinned = key in self.pinned
-        kind = index.tier.kv_dtype
-        return StateRow(key, index.name, nbytes, 0, tick, pinned, until, kind, metadata)
+        until, kind = self.until.get(key, math.inf), index.tier.kv_dtype
+        return StateRow(key, index.name, nbytes, 0, tick, key in self.pinned, until, kind, metadata)
 
     def enter(self, index: TierIndex, row: StateRow, *, admitted: bool = True) -> None:
         """Notes that a tier holds states."""
@@ -229,8 +225,7 @@ class MemoryTiers:
                         index.entries.expire(key, until)
 
     def forget_limits(self, now: float) -> None:
-        """Forgets the limits that have passed of states that are gone: those that are encoded
-        again have none."""
+        """Forgets the limits of gone states that have passed: encoded again, they have none."""
         with self.lock:
             for key in [key for key, until in self.until.items() if until <= now]:
                 if not any(key in index.entries for index in self.every):
@@ -258,8 +253,7 @@ class MemoryTiers:
             return restored(index.tier.get(key))
 
     def has_room(self, key: KVKey) -> bool:
-        """Whether the first tier has room for a key as it is now, by its size in another tier,
-        which counts whole blocks on a disk."""
+        """Whether the first tier has room for a key now, by its size in another tier."""
         tier = self.top.tier
         with self.lock:
             sizes = [s.entries.get(key).nbytes for s in self.every if key in s.entries]
@@ -283,10 +277,9 @@ class MemoryTiers:
         budget of the first tier. Raises `StoreBudgetExceeded`."""
         nbytes = self.top.tier.size_of(states) if beside else 0
         with self.lock:
+            entries = self.top.entries
             used = sum(size for _, size in self._loose.values())
-            for held in self._held:
-                if held in self.top.entries:
-                    used += self.top.entries.get(held).nbytes
+            used += sum(entries.get(held).nbytes for held in self._held if held in entries)
             budget = self.top.tier.budget_bytes
             if nbytes and budget is not None and used + nbytes > budget:
                 raise StoreBudgetExceeded(
@@ -310,8 +303,7 @@ class MemoryTiers:
                 self.metadata[key] = metadata._replace(cost=seconds)
 
     def drop(self, key: KVKey, reason: str, tier: str | None = None) -> None:
-        """Removes states from a tier in memory, or from all: if they are in use, after their last
-        lease."""
+        """Removes states from a tier in memory, or from all; those in use after the last lease."""
         with self.lock:
             if self.is_held(key):
                 self.dropped[key] = (reason, tier)
@@ -357,12 +349,10 @@ class MemoryTiers:
         return after[0] if after else None
 
     def _make_room(self, index: TierIndex, need: int, *, admitted: bool) -> bool:
-        with self.lock:
+        with self.lock:  # no other thread finds or chooses what leaves
             leaving = index.choose(need, time.time(), admitted=admitted)
             if leaving is None:
                 return False
-            demoted = self._remove(
-                index, leaving
-            )  # under the lock: no other thread finds or chooses them
+            demoted = self._remove(index, leaving)
         self._demote(index, demoted)
         return True

@@ -34,9 +34,8 @@ _ATTEMPTS = 16  # at making room, against other processes that fill it
 
 
 class SingleFlight:
-    """At most one flight a key in this process: one thread reads, encodes or deletes its states,
-    and others wait for the end and look again. So nothing is encoded twice, and what one thread
-    failed to make another takes over."""
+    """At most one flight a key in this process: one thread reads, encodes or deletes its states;
+    others wait for the end, look again, and take over what it failed to make."""
 
     def __init__(self) -> None:
         self._ends: dict[KVKey, tuple[threading.Event, int]] = {}
@@ -117,11 +116,9 @@ class PersistentTiers:
             self._memory.know(index, [row for row in rows if row.tier == index.name])
 
     def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
-        """The states of a key in this thread's flight, from the nearest tier that has them.
-
-        Corrupt or vanished states lose their row; unreadable ones are passed over. room: gives
-        memory to load blobs of a disk into; without it, or where it has none, they are mapped.
-        """
+        """The states of a key in this thread's flight, from the nearest tier that has them. Corrupt
+        or vanished ones lose their row; unreadable ones are passed over. room: gives memory to load
+        blobs of a disk into; without it, or where it has none, they are mapped."""
         for index in self.indexes:
             with self._memory.lock:
                 known = key in index.entries
@@ -159,9 +156,8 @@ class PersistentTiers:
             index.remove(key)
 
     def write(self, key: KVKey, states: KVStates, tick: int) -> None:
-        """Stores states in every tier: blob, then row. The claim on the key, which this session
-        holds, ends with the last row. Raises `StoreError` where the nearest tier cannot take
-        them."""
+        """Stores states in every tier. The claim on the key, which this session holds, ends with
+        the last row. Raises `StoreError` where the nearest tier cannot take them."""
         for number, index in enumerate(self.indexes):
             last = number == len(self.indexes) - 1
             try:
@@ -206,8 +202,7 @@ class PersistentTiers:
         self.learn([row])
 
     def _make_room(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
-        """Reserves bytes of the tier's budget, which all processes share, and evicts what is
-        needed."""
+        """Reserves bytes of the budget, which all processes share, and evicts what is needed."""
         for _ in range(_ATTEMPTS):
             need = self._ledger.reserve(index.name, key, nbytes, budget)
             if not need:
@@ -241,8 +236,8 @@ class PersistentTiers:
         return keys != before
 
     def expel(self, index: TierIndex, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
-        """Evicts states from a tier: rows, then blobs. Returns the keys that went: not those in
-        flight, claimed by others or, for pressure and time, pinned by others."""
+        """Evicts states from a tier. Returns the keys that went: not those in flight, claimed by
+        others or, for pressure and time, pinned by others."""
         with self._flights.begin(keys) as flight:
             if reason == "pressure":
                 self._demote(index, flight.mine)
@@ -257,10 +252,9 @@ class PersistentTiers:
             found = self.read(key)
             if found is None or not self._ledger.locks.acquire([key]):
                 continue
+            states, tick = restored(found[1]), self._ledger.advance_clock()
             try:
-                self._write(
-                    after[0], key, restored(found[1]), self._ledger.advance_clock(), last=True
-                )
+                self._write(after[0], key, states, tick, last=True)
             except StoreError as error:
                 logger.warning("%s; the states leave without a copy", error)
                 self._ledger.locks.release([key])

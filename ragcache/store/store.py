@@ -69,21 +69,9 @@ class KVStore:
         kv_dtype: KVDtype = "model", device: Tier | None = None, remote: Tier | None = None,
         policy: Policy = "lru",
     ) -> KVStore:  # fmt: skip
-        """Opens the store of a state folder and makes ledger and disk agree.
-
-        Args:
-            folder: The state folder.
-            database: Where the ledger is.
-            host_bytes: The budget of the host tier.
-            disk_bytes: That of the disk tier, None for no limit.
-            kv_dtype: How the host and the disk keep states.
-            device: A tier before the host.
-            remote: A tier after the disk.
-            policy: Which states are evicted first.
-
-        Returns:
-            The open store; `close` ends it.
-        """
+        """Opens the store of a state folder, whose ledger is in the database, and makes ledger and
+        disk agree. kv_dtype: how the host and the disk keep states. device: a tier before the host;
+        remote: one after the disk."""
         states = folder / "states"
         ledger = Ledger(database, disk_place(database, states))
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
@@ -122,18 +110,10 @@ class KVStore:
         return next(s.tier for s in self.persistent.indexes if isinstance(s.tier, DiskTier))
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest | None = None) -> Lease:
-        """Leases keys, and reads the states that the tiers have. The caller claims, encodes and
-        puts those that are missing or were corrupt, without any lock held.
+        """Leases keys, some of which may come twice, and reads the states that the tiers have. The
+        caller claims, encodes and puts the others, without any lock held, and releases the lease.
 
-        Args:
-            keys: Whose states are used; some may come twice.
-            request: Facts about them; those of a question by default.
-
-        Returns:
-            The lease, which the caller releases: a context manager.
-
-        Raises:
-            StoreBudgetExceeded: more is in use than the first tier may hold.
+        Raises `StoreBudgetExceeded` where more is in use than the first tier may hold.
 
         Example:
             >>> with store.lease(keys) as lease:                      # doctest: +SKIP
@@ -150,9 +130,8 @@ class KVStore:
                 lease.put(key, states)
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
-        """Begins to bring states from lower tiers to the first one, and returns at once. It pushes
-        nothing out. A lease of the same keys waits for it, and names the tier that they came
-        from."""
+        """Begins to bring states from lower tiers to the first one, where there is room. A lease of
+        the same keys waits for it, and names the tier that they came from."""
         if below := self._below(keys):
             self._background.prefetch(below)
 
@@ -211,10 +190,7 @@ class KVStore:
 
     def evict(self, keys: Sequence[KVKey], tier: str | None = None) -> None:
         """Removes states from a tier, or from all; those in use leave memory after their last
-        lease.
-
-        Their modules keep owning them: they are encoded again when they are needed.
-        """
+        lease. Their modules keep owning them: they are encoded again when they are needed."""
         if tier is None or tier in [index.name for index in self.memory.indexes]:
             for key in keys:
                 self.memory.drop(key, "manual", tier)
@@ -267,11 +243,10 @@ class Background:
         self._store = weakref.ref(store)
         self._stopped = threading.Event()
         self._wanted: queue.Queue[list[KVKey] | None] = queue.Queue(_WAITING)
+        common = (self._store, self._stopped)
         self._threads = [
-            threading.Thread(target=_sweep, args=(self._store, self._stopped), daemon=True),
-            threading.Thread(
-                target=_prefetch, args=(self._store, self._stopped, self._wanted), daemon=True
-            ),
+            threading.Thread(target=_sweep, args=common, daemon=True),
+            threading.Thread(target=_prefetch, args=(*common, self._wanted), daemon=True),
         ]
 
     def start(self) -> None:
@@ -315,10 +290,9 @@ def _once(store: KVStore) -> None:
 
 
 def _prefetch(
-    reference: weakref.ref[KVStore],
-    stopped: threading.Event,
+    reference: weakref.ref[KVStore], stopped: threading.Event,
     wanted: queue.Queue[list[KVKey] | None],
-) -> None:
+) -> None:  # fmt: skip
     while not stopped.is_set():
         try:
             keys = wanted.get(timeout=SWEEP_SECONDS)
@@ -343,18 +317,14 @@ def disk_place(database: Database, folder: Path) -> str:
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     name = folder / "place"
-    try:
-        with name.open("x", encoding="ascii") as file:
-            file.write(uuid4().hex)
-    except FileExistsError:
-        pass
+    with suppress(FileExistsError), name.open("x", encoding="ascii") as file:
+        file.write(uuid4().hex)
     return name.read_text(encoding="ascii")
 
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector: it takes a third of the time that reading 100,000 rows takes,
-    and rows have no cycles."""
+    """It takes a third of the time that reading 100,000 rows takes, and rows have no cycles."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -392,10 +362,8 @@ def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
     if not earlier and not unowned:
         return []
     with ledger.database.transaction() as session:
-        return [
-            *retire(session, map(KVKey, earlier), even_owned=True),
-            *retire(session, map(KVKey, unowned)),
-        ]
+        gone = retire(session, map(KVKey, earlier), even_owned=True)
+        return gone + retire(session, map(KVKey, unowned))
 
 
 def _is_alone(ledger: Ledger) -> bool:

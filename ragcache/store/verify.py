@@ -68,21 +68,16 @@ class VerifyReport:
 def verify(
     store: KVStore, *, repair: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
-    """Reads every blob of every tier that outlives processes.
+    """Reads every blob of every tier that outlives processes; what other processes are writing
+    meanwhile is claimed, and passed over.
 
-    Other processes may go on meanwhile: what they are writing is claimed, and passed over.
-
-    Args:
-        store: An open store, best from `KVStore.inspect`.
-        repair: Removes rows and blobs that are wrong (what is needed is encoded again), and forgets
-            interrupted ingestions.
-        progress: Called with the numbers of verified and of all blobs of a tier.
+    store: best from `KVStore.inspect`. repair: removes rows and blobs that are wrong (what is
+    needed is encoded again), and forgets interrupted ingestions. progress: called with the numbers
+    of verified and of all blobs of a tier.
     """
-    found: list[Disagreement] = []
     if repair:
         _forget_interrupted(store)
-    found += _owners(store, repair)
-    total = 0
+    found, total = list(_owners(store, repair)), 0
     for index in store.persistent.indexes:
         try:
             rows = {row.key: row.nbytes for row in store.ledger.load() if row.tier == index.name}
@@ -97,20 +92,16 @@ def verify(
 
 
 def _blobs(
-    store: KVStore,
-    index: TierIndex,
-    rows: dict[KVKey, int],
-    repair: bool,
+    store: KVStore, index: TierIndex, rows: dict[KVKey, int], repair: bool,
     progress: Progress | None,
-) -> Iterator[Disagreement]:
+) -> Iterator[Disagreement]:  # fmt: skip
     blobs = set(index.tier.keys())
     for done, (key, nbytes) in enumerate(sorted(rows.items())):
         fault = _fault(index, key, nbytes)
         if fault is not None and store.ledger.find([key]):  # no other process has just removed it
             kind, detail = fault
-            gone = (
-                repair and kind != "unreadable" and store.persistent.expel(index, [key], "corrupt")
-            )
+            mend = repair and kind != "unreadable"
+            gone = store.persistent.expel(index, [key], "corrupt") if mend else []
             yield Disagreement(kind, f"{index.name} {key}", detail, bool(gone))
         if progress is not None:
             progress(done + 1, len(rows))
@@ -156,13 +147,9 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
 def _index(store: KVStore) -> Iterator[Disagreement]:
     """Vectors that do not fit into one index, and documents that no question can find."""
     with store.ledger.database.reading() as session:
-        size = func.length(VectorTable.vector)
-        rows = session.execute(
-            from_modules(CollectionTable.name, VectorTable.embedder, func.min(size), func.max(size))
-            .join(VectorTable)
-            .group_by(CollectionTable.id, CollectionTable.name, VectorTable.embedder)
-        )
-        lengths = list(rows)
+        size, group = func.length(VectorTable.vector), (CollectionTable.name, VectorTable.embedder)
+        columns = from_modules(*group, func.min(size), func.max(size)).join(VectorTable)
+        lengths = list(session.execute(columns.group_by(CollectionTable.id, *group)))
         empty = list(session.execute(
             select(CollectionTable.name, DocumentTable.source_id)
             .join(CollectionTable, CollectionTable.id == DocumentTable.collection_id)
@@ -192,8 +179,7 @@ def _forget_interrupted(store: KVStore) -> None:
     """Retires the states of interrupted ingestions, unless a module needs them."""
     ended = select(JobTable.id).where(JobTable.status != "running")
     with store.ledger.database.transaction() as session:
-        held = select(JobStateTable).where(JobStateTable.job_id.in_(ended))
-        rows = list(session.scalars(held))
+        rows = list(session.scalars(select(JobStateTable).where(JobStateTable.job_id.in_(ended))))
         for row in rows:
             session.delete(row)
         session.flush()

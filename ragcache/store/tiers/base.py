@@ -21,20 +21,15 @@ class Tier(Protocol):
     """States by key, under a budget of bytes. Safe to use from several threads.
 
     Equal keys mean interchangeable states, so that a reader sees one whole put or none, whichever
-    of several that run at once comes last. Nothing is ever evicted here.
+    of several that run at once comes last. Nothing is ever evicted here. persistent: whether what
+    is here outlives the process, and other processes may see it. kv_dtype: how states are kept.
+    budget_bytes: the most that may be allocated, None for no limit; never exceeded.
     """
 
-    name: str
-    """`device`, `host`, `disk` or `remote`."""
-
+    name: str  # `device`, `host`, `disk` or `remote`
     persistent: bool
-    """Whether what is here outlives the process, and other processes may see it."""
-
     kv_dtype: KVDtype
-    """How states are kept: `put` quantizes, and `get` does not restore."""
-
     budget_bytes: int | None
-    """The most that may be allocated, None for no limit. Never exceeded."""
 
     @property
     def used_bytes(self) -> int:
@@ -45,19 +40,14 @@ class Tier(Protocol):
 
     def put(self, key: KVKey, states: StoredStates) -> int:
         """Stores states in place of those that the key had; returns the bytes allocated for them.
-
-        Raises `StoreBudgetExceeded` where the budget has no room for them beside what is there
-        (also where the key has states already that would make room), `StoreFull`,
-        `StoreUnwritable`, or `RemoteUnavailable`. After an error the tier is as it was.
-        """
+        Raises `StoreBudgetExceeded` where they do not fit beside what is there (also the states
+        that the key has already), `StoreFull`, `StoreUnwritable`, or `RemoteUnavailable`. After an
+        error the tier is as it was."""
 
     def get(self, key: KVKey) -> StoredStates:
         """The states, verified if they were outside of memory, and as they were kept: quantized
-        ones are not restored.
-
-        They stay as they are when the key is deleted or put again. Raises `StateMissing`,
-        `StateCorrupt`, `StoreUnreadable` or `RemoteUnavailable`.
-        """
+        ones are not restored. They stay as they are when the key is deleted or put again. Raises
+        `StateMissing`, `StateCorrupt`, `StoreUnreadable` or `RemoteUnavailable`."""
 
     def delete(self, key: KVKey) -> None:
         """Forgets a key; one that is not here is no error. Raises `StoreUnwritable` or
@@ -94,10 +84,8 @@ def key_of(name: str) -> KVKey | None:
 
 
 def write_atomically(path: Path, parts: Sequence[memoryview]) -> int:
-    """Temporary name, fsync, rename, fsync of the folder; returns the bytes allocated.
-
-    Raises `OSError`; nothing is left then.
-    """
+    """Temporary name, fsync, rename, fsync of the folder; returns the bytes allocated. Raises
+    `OSError`; nothing is left then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{uuid4().hex}{PART}")
     try:
@@ -133,9 +121,8 @@ def named_os_error(error: Exception, where: object) -> StoreError:
             f"no space left for states under {where}; free some space or move the state folder. "
             "What was stored before stays usable"
         )
-    return StoreUnwritable(
-        f"cannot write under {where}: {getattr(error, 'strerror', None) or error}"
-    )
+    reason = getattr(error, "strerror", None) or error
+    return StoreUnwritable(f"cannot write under {where}: {reason}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -91,9 +91,6 @@ class DeviceTier:
     def __contains__(self, key: KVKey) -> bool:
         return key in self._states
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     def keys(self) -> Iterator[KVKey]:
         with self._lock:
             return iter(tuple(self._states))

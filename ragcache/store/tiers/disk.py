@@ -40,9 +40,7 @@ class DiskTier:
     def __init__(
         self, folder: Path, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model"
     ) -> None:
-        self.folder = folder
-        self.kv_dtype = kv_dtype
-        self.budget_bytes = budget_bytes
+        self.folder, self.budget_bytes, self.kv_dtype = folder, budget_bytes, kv_dtype
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
         self._lock = threading.Lock()
@@ -64,10 +62,8 @@ class DiskTier:
         return self.folder / key.digest[:2] / f"{key.digest}{SUFFIX}"
 
     def scan(self, known: Mapping[KVKey, int] | None = None) -> dict[KVKey, int]:
-        """Keys and allocated bytes of all blobs, counted anew. known: sizes that need not be
-        measured."""
-        sizes = {}
-        known = known or {}
+        """Keys and allocated bytes of all blobs, counted anew; `known` sizes are not measured."""
+        sizes, known = {}, known or {}
         for key in self.keys():
             if key in known:
                 sizes[key] = known[key]

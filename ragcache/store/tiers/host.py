@@ -61,10 +61,8 @@ class HostTier:
             return self._used
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Memory to load states into, uint8 [nbytes], which `put` then takes as it is.
-
-        Raises `StoreBudgetExceeded`, or `StoreError` where the system refuses to pin.
-        """
+        """Memory to load states into, uint8 [nbytes], which `put` then takes as it is. Raises
+        `StoreBudgetExceeded`, or `StoreError` where the system refuses to pin."""
         size = self._size(nbytes)
         with self._lock:
             self._settle()
@@ -108,9 +106,6 @@ class HostTier:
 
     def __contains__(self, key: KVKey) -> bool:
         return key in self._states
-
-    def __len__(self) -> int:
-        return len(self._states)
 
     def keys(self) -> Iterator[KVKey]:
         with self._lock:

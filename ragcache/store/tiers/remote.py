@@ -28,7 +28,7 @@ from ragcache.errors import (
 )
 from ragcache.states import KVKey
 from ragcache.states.quantization import KVDtype, StoredStates, quantize, quantized_nbytes
-from ragcache.states.serialization import Allocate, read_blob, to_blob
+from ragcache.states.serialization import read_blob, to_blob
 from ragcache.store.tiers.base import PART, SUFFIX, check_budget, key_of, named_os_error
 
 T = TypeVar("T")
@@ -56,9 +56,9 @@ class RemoteTier:
     ) -> None:  # fmt: skip
         """files: an fsspec file system, root: the folder on it."""
         self.budget_bytes, self.kv_dtype = budget_bytes, kv_dtype
-        self.root = root.rstrip("/")
-        self.files = files
-        self._whole = bool(_WHOLE & set(_protocols(files)))
+        self.files, self.root = files, root.rstrip("/")
+        protocol = files.protocol
+        self._whole = not _WHOLE.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._calls = RemoteCalls(self.root, retry or RetryPolicy())
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
@@ -70,11 +70,9 @@ class RemoteTier:
         cls, url: str, budget_bytes: int | None = None, *, kv_dtype: KVDtype = "model",
         retry: RetryPolicy | None = None, **options: Any,
     ) -> RemoteTier:  # fmt: skip
-        """url: such as `s3://bucket/states`; options: fsspec's for its protocol.
-
-        The remote is not called yet. Raises `ConfigurationError` for a URL that fsspec does
-        not know and `MissingExtra` where its protocol needs a package.
-        """
+        """url: such as `s3://bucket/states`; options: fsspec's for its protocol. The remote is not
+        called yet. Raises `ConfigurationError` for a URL that fsspec does not know and
+        `MissingExtra` where its protocol needs a package."""
         from fsspec.core import url_to_fs
 
         try:
@@ -121,16 +119,12 @@ class RemoteTier:
         return written
 
     def get(self, key: KVKey) -> StoredStates:
-        return self.load(key, _plain_memory)
-
-    def load(self, key: KVKey, allocate: Allocate) -> StoredStates:
-        """As `get`, but in memory from `allocate`."""
         path = self.path(key)
         try:
             content: bytes = self._calls.run("read", lambda: self.files.cat_file(path))
         except FileNotFoundError:
             raise StateMissing(f"there is no blob {path}") from None
-        return read_blob(io.BytesIO(content), key, path, allocate)
+        return read_blob(io.BytesIO(content), key, path, _plain_memory)
 
     def delete(self, key: KVKey) -> None:
         with self._turn(key):
@@ -183,11 +177,6 @@ def _plain_memory(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _protocols(files: Any) -> tuple[str, ...]:
-    protocol = files.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
-
-
 _FINAL = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -214,11 +203,9 @@ class RemoteCalls:
         self._rests_until = 0.0
 
     def run(self, verb: str, operation: Callable[[], T]) -> T:
-        """Runs an operation and returns its result.
-
-        Raises `FileNotFoundError` as it comes, `StoreFull`, `StoreUnwritable` and `StoreUnreadable`
-        at once, and `RemoteUnavailable` after the last attempt, or while the remote has its rest.
-        """
+        """Runs an operation and returns its result. Raises `FileNotFoundError` as it comes,
+        `StoreFull`, `StoreUnwritable` and `StoreUnreadable` at once, and `RemoteUnavailable` after
+        the last attempt, or while the remote has its rest."""
         wait = self._rests_until - self.clock()
         if wait > 0:
             raise RemoteUnavailable(
@@ -226,11 +213,9 @@ class RemoteCalls:
                 f"{wait:.0f} s"
             )
         attempts = Retrying(
-            retry=retry_if_exception(_may_pass),
-            stop=stop_after_attempt(self.retry.attempts),
-            wait=wait_exponential(self.retry.pause),
-            reraise=True,
-        )
+            retry=retry_if_exception(_may_pass), stop=stop_after_attempt(self.retry.attempts),
+            wait=wait_exponential(self.retry.pause), reraise=True,
+        )  # fmt: skip
         try:
             return attempts(lambda: self._within(operation))
         except FileNotFoundError:
