@@ -1,8 +1,5 @@
-"""Cursors of pages, encrypted where they hold the ledger's ids or its clock.
-
-Those count through all namespaces: two of them would show a tenant how much the others did in
-between.
-"""
+"""Pages of lists. Their cursors are encrypted where they hold the ledger's ids or its clock, which
+count through all namespaces and so would show a tenant how much the others did in between."""
 
 from __future__ import annotations
 
@@ -10,25 +7,24 @@ import hmac
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from cryptography.fernet import Fernet, InvalidToken
+from fastapi import Depends
 
 from ragcache import RagCache
 from ragcache.db.sql import NOT_OF_THIS_LIST, after, cursor_of, cut
 from ragcache.errors import InvalidRequest
-from ragcache_api.http.protocol import PageOf
-from ragcache_api.http.service import RequestContext
+from ragcache_api.http.protocol import Cursor, Limit, PageOf
+from ragcache_api.http.service import ContextDep, RequestContext
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class CursorCipher:
-    """Encrypts the ledger's cursors, with a key for each namespace.
-
-    secret: the ledger's, so that every service over it can read them.
-    """
+    """Encrypts the ledger's cursors, with a key for each namespace. secret: the ledger's, so that
+    every service over it can read them."""
 
     secret: bytes
 
@@ -52,33 +48,45 @@ class CursorCipher:
         return Fernet(urlsafe_b64encode(key))
 
 
-def encrypt_next(context: RequestContext, page: PageOf[T]) -> PageOf[T]:
-    """A page whose `next` is encrypted for the caller."""
-    if page.next is None:
-        return page
-    following = _cipher(context).encrypt(page.next, context.caller.namespace)
-    return page.model_copy(update={"next": following})
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """The part of a list that a caller wants. cursor: None for its beginning."""
+
+    context: RequestContext
+    cursor: str | None
+    limit: int
+
+    @property
+    def ledger_cursor(self) -> str | None:
+        """The encrypted cursor as the ledger wrote it. Raises `InvalidRequest`."""
+        if self.cursor is None:
+            return None
+        return self._cipher.decrypt(self.cursor, self.context.caller.namespace)
+
+    def encrypt_next(self, page: PageOf[T]) -> PageOf[T]:
+        """A page of the ledger, whose `next` is encrypted for the caller."""
+        if page.next is None:
+            return page
+        following = self._cipher.encrypt(page.next, self.context.caller.namespace)
+        return page.model_copy(update={"next": following})
+
+    def cut(self, items: Sequence[T], name: Callable[[T], str]) -> PageOf[T]:
+        """The page of a list that is small enough to be read whole, in the order of its names.
+        Raises `InvalidRequest`."""
+        last = after(self.cursor, str)
+        left = sorted((i for i in items if last is None or name(i) > last[0]), key=name)
+        chosen, more = cut(left, self.limit)
+        following = cursor_of(name(chosen[-1])) if more else None
+        return PageOf(items=list(chosen), next=following, total=len(items))
+
+    @property
+    def _cipher(self) -> CursorCipher:
+        cipher: CursorCipher = self.context.request.app.state.cursors
+        return cipher
 
 
-def decrypt_cursor(context: RequestContext, cursor: str | None) -> str | None:
-    """The ledger's cursor from the caller's. Raises `InvalidRequest`."""
-    return None if cursor is None else _cipher(context).decrypt(cursor, context.caller.namespace)
+async def _page(context: ContextDep, cursor: Cursor = None, limit: Limit = 100) -> PageRequest:
+    return PageRequest(context, cursor, limit)
 
 
-def page_of(
-    items: Sequence[T], name: Callable[[T], str], cursor: str | None, limit: int
-) -> PageOf[T]:  # fmt: skip
-    """A page of a list that is small enough to be read whole.
-
-    name: distinguishes and orders the items. Raises `InvalidRequest`.
-    """
-    last = after(cursor, str)
-    left = sorted((i for i in items if last is None or name(i) > last[0]), key=name)
-    chosen, more = cut(left, limit)
-    following = cursor_of(name(chosen[-1])) if more else None
-    return PageOf(items=list(chosen), next=following, total=len(items))
-
-
-def _cipher(context: RequestContext) -> CursorCipher:
-    cipher: CursorCipher = context.request.app.state.cursors
-    return cipher
+PageDep = Annotated[PageRequest, Depends(_page)]

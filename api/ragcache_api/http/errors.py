@@ -22,32 +22,16 @@ from ragcache_schemas import PMLError
 logger = logging.getLogger(__name__)
 
 STATUS = {
-    "ConfigurationError": 400,
-    "DocumentError": 422,
-    "UnsupportedModel": 400,  # what a request asks of the model
+    "ConfigurationError": 400, "RequestError": 400, "UnsupportedModel": 400,
+    "StateMissing": 404, "UnknownCollection": 404, "UnknownJob": 404, "UnknownKey": 404,
+    "UnknownModule": 404, "UnknownSchema": 404,
+    "IdempotencyConflict": 409, "DocumentError": 422, "PMLError": 422, "QueueFull": 429,
+    "EngineFailed": 500, "ModelError": 500, "StoreError": 500, "UnusableLogits": 500,
     "MissingExtra": 501,
-    "ModelError": 500,
-    "DeadlineExceeded": 504,
-    "EngineClosed": 503,
-    "EngineFailed": 500,
-    "IdempotencyConflict": 409,
-    "QueueFull": 429,
-    "RequestCancelled": 503,
-    "UnknownCollection": 404,
-    "UnknownJob": 404,
-    "UnknownKey": 404,
-    "UnknownModule": 404,
-    "UnknownSchema": 404,
-    "UnusableLogits": 500,
-    "RequestError": 400,
-    "LedgerUnavailable": 503,
-    "RemoteUnavailable": 503,
-    "StoreBudgetExceeded": 503,
-    "StoreFull": 507,
-    "StateMissing": 404,
-    "StoreError": 500,
-    "PMLError": 422,
-}
+    "EngineClosed": 503, "LedgerUnavailable": 503, "RemoteUnavailable": 503,
+    "RequestCancelled": 503, "StoreBudgetExceeded": 503,
+    "DeadlineExceeded": 504, "StoreFull": 507,
+}  # fmt: skip
 """The status of each named error, for its class and those below it."""
 
 RETRY_SECONDS = 1
@@ -86,25 +70,20 @@ class ErrorInfo:
     def problem(self, path: str) -> dict[str, Any]:
         """RFC 9457."""
         problem: dict[str, Any] = {
-            "type": f"urn:ragcache:problem:{self.code}",
-            "title": _TITLES.get(self.status, "Error"),
-            "status": self.status,
+            "type": f"urn:ragcache:problem:{self.code}", "instance": path,
+            "title": _TITLES.get(self.status, "Error"), "status": self.status,
             "detail": self.detail,
-            "instance": path,
-        }
+        }  # fmt: skip
         return problem | {"errors": list(self.problems)} if self.problems else problem
 
     def openai(self) -> dict[str, Any]:
         """OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.detail,
-                "type": _OPENAI_TYPES.get(self.status, kind),
-                "param": self.param,
-                "code": self.code.replace("-", "_"),
-            }
-        }
+        error = {
+            "message": self.detail, "type": _OPENAI_TYPES.get(self.status, kind),
+            "param": self.param, "code": self.code.replace("-", "_"),
+        }  # fmt: skip
+        return {"error": error}
 
 
 def is_openai(path: str) -> bool:
@@ -148,9 +127,8 @@ def _invalid(error: RequestValidationError) -> ErrorInfo:
     )
     first = problems[0] if problems else {"loc": [], "msg": "the request cannot be read"}
     place = ".".join(first["loc"][1:]) or "body"
-    return ErrorInfo(
-        422, "invalid-request", f"{place}: {first['msg']}", param=place, problems=problems
-    )
+    detail = f"{place}: {first['msg']}"
+    return ErrorInfo(422, "invalid-request", detail, param=place, problems=problems)
 
 
 def error_response(info: ErrorInfo, path: str) -> Response:

@@ -1,8 +1,5 @@
-"""Requests and responses of the service's own routes, as pydantic models.
-
-Besides: names and ids in paths, pages, errors for the OpenAPI document, and JSON as it is written.
-OpenAI's are in `openai.protocol`.
-"""
+"""Requests and responses of the service's own routes, as pydantic models, and what routes declare
+for the OpenAPI document. OpenAI's are in `openai.protocol`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from ragcache import Answer, Generation, SourceDocument
+from ragcache import Answer, Citation, Generation, Reuse, SourceDocument, Timings
 from ragcache.config import DEFAULT_K
 from ragcache.store.admin import StateChange
 
@@ -245,18 +242,6 @@ class PlanRequest(RequestModel):
     sample: Annotated[int, Field(ge=1, le=16)] = 4
 
 
-class TierResponse(ResponseModel):
-    """budget_bytes: None without a limit."""
-
-    name: str
-    used_bytes: int
-    budget_bytes: int | None
-    pinned_bytes: int
-    states: int
-    hits: int
-    persistent: bool
-
-
 class EvictionResponse(RowResponse):
     """reason: pressure, ttl, manual, superseded or corrupt. at: Unix seconds."""
 
@@ -314,24 +299,25 @@ class AnswerOptions(RequestModel):
         )  # fmt: skip
 
 
-def retrieval_options(body: Any) -> dict[str, Any]:
-    """How a request wants documents found and read; what it leaves open is left out."""
-    given = {name: getattr(body, name) for name in ("k", "mode", "filters", "threshold")}
-    return {name: value for name, value in given.items() if value is not None}
+class RetrievalFields(BaseModel):
+    """How a request wants documents found and read."""
 
-
-class AnswerRequest(AnswerOptions):
-    """A question to a collection."""
-
-    question: Annotated[str, Field(min_length=1, max_length=1_000_000)]
-    collection: CollectionName
     k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
-    mode: Annotated[str, Field(max_length=20)] | None = Field(None, description="`rooted`.")
+    mode: Annotated[str, Field(max_length=20)] | None = Field(None, description="`rooted` by default.")
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     def retrieval(self) -> dict[str, Any]:
-        return retrieval_options(self)
+        """Options of `RagCache.ask`; what the request leaves open is left out."""
+        given = {name: getattr(self, name) for name in RetrievalFields.model_fields}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class AnswerRequest(AnswerOptions, RetrievalFields):
+    """A question to a collection."""
+
+    question: Annotated[str, Field(min_length=1, max_length=1_000_000)]
+    collection: CollectionName
 
 
 class PromptRequest(AnswerOptions):
@@ -339,34 +325,6 @@ class PromptRequest(AnswerOptions):
 
     prompt: Annotated[str, Field(min_length=1, max_length=1_000_000)]
     mode: Annotated[str, Field(max_length=20)] = "isolated"
-
-
-class SourceResponse(ResponseModel):
-    document: str
-    module: str
-    uri: str
-    score: float
-    tier: str
-    scaffold: str
-
-
-class ReuseResponse(ResponseModel):
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    shared_tokens: int
-    created_tokens: int
-    bytes_moved: dict[str, int]
-
-
-class TimingsResponse(ResponseModel):
-    """Seconds."""
-
-    retrieve: float
-    assemble: float
-    first_token: float
-    total: float
-    queued: float
 
 
 class AnswerResponse(ResponseModel):
@@ -377,15 +335,15 @@ class AnswerResponse(ResponseModel):
     text: str
     finish_reason: str
     mode: str
-    sources: list[SourceResponse]
-    reuse: ReuseResponse
-    timings: TimingsResponse
+    sources: list[Citation]
+    reuse: Reuse
+    timings: Timings
 
 
 def answer_response(id: str, answer: Answer) -> dict[str, Any]:
     """The fields of an `AnswerResponse`, which JSON is written from without validating them."""
-    names = [name for name in AnswerResponse.model_fields if name != "id"]
-    return {"id": id, **{name: getattr(answer, name) for name in names}}
+    return {name: id if name == "id" else getattr(answer, name)
+            for name in AnswerResponse.model_fields}  # fmt: skip
 
 
 Id = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -426,19 +384,13 @@ class DocumentsRequest(RequestModel):
     documents: Annotated[list[DocumentRequest], Field(min_length=1, max_length=10_000)]
 
 
+_FILES = {"type": "array", "items": {"type": "string", "format": "binary"}}
+_FORM = {"type": "object", "properties": {"files": _FILES}, "required": ["files"]}
 MULTIPART = {
     "required": True,
     "content": {
         "application/json": {"schema": {"$ref": "#/components/schemas/DocumentsRequest"}},
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "files": {"type": "array", "items": {"type": "string", "format": "binary"}}
-                },
-                "required": ["files"],
-            }
-        },
+        "multipart/form-data": {"schema": _FORM},
     },
 }
 """The body of an upload, for the OpenAPI document."""

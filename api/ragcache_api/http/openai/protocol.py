@@ -1,8 +1,5 @@
-"""Requests and responses of OpenAI's interface.
-
-Unknown fields of requests are ignored, as OpenAI's clients expect; those that would change the
-answer and are not served are refused.
-"""
+"""Requests and responses of OpenAI's interface. Unknown fields of requests are ignored, as
+OpenAI's clients expect; those that would change the answer and are not served are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragcache import Answer, Generation
-from ragcache.config import DEFAULT_K
 from ragcache.engine import Choice
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import CollectionName, ResponseModel, compact, retrieval_options
+from ragcache_api.http.protocol import CollectionName, ResponseModel, RetrievalFields, compact
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 _LIKELIEST = 1e-9  # as `top_p`: no more than the likeliest token, which OpenAI spells 0
@@ -109,7 +105,7 @@ class ResponseFormat(OpenAIModel):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(OpenAIModel):
+class GenerationRequest(OpenAIModel, RetrievalFields):
     """Fields that chats and completions share. Without a temperature the answer is greedy."""
 
     model: Annotated[str, Field(max_length=1000)]
@@ -126,10 +122,6 @@ class GenerationRequest(OpenAIModel):
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
-    k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
-    mode: Annotated[str | None, Field(max_length=20)] = None
-    filters: dict[str, Any] | None = None
-    threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     def options(self, deadline: float) -> dict[str, Any]:
         """Arguments of `Generation.of`."""
@@ -150,9 +142,6 @@ class GenerationRequest(OpenAIModel):
     def chat_options(self) -> dict[str, Any]:
         """How cached states are read, if the request says so."""
         return {} if self.mode is None else {"mode": self.mode}
-
-    def retrieval(self) -> dict[str, Any]:
-        return retrieval_options(self)
 
 
 class ChatRequest(GenerationRequest):
@@ -176,8 +165,7 @@ class ChatRequest(GenerationRequest):
         if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
             raise unsupported("function_call")
         if self.top_logprobs and not self.logprobs:
-            raise HTTPProblem(400, "invalid-request", "top_logprobs needs logprobs", None,
-                          "top_logprobs")  # fmt: skip
+            raise invalid("top_logprobs", "top_logprobs needs logprobs")
         most = self.max_completion_tokens or self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         given = self.options(deadline) | {"max_new_tokens": most, "logprobs": logprobs}
@@ -189,7 +177,7 @@ class ChatRequest(GenerationRequest):
         for message in reversed(self.messages):
             if message.role == "user":
                 return str(message.plain()["content"])
-        raise HTTPProblem(400, "invalid-request", "no message is the user's", None, "messages")
+        raise invalid("messages", "no message is the user's")
 
 
 class CompletionRequest(GenerationRequest):
@@ -218,16 +206,19 @@ class CompletionRequest(GenerationRequest):
         listed = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         texts = [each for each in listed if isinstance(each, str)]
         if not texts or len(texts) != len(listed):
-            raise HTTPProblem(
-                400, "invalid-request", "give a text, or a list of texts", None, "prompt"
-            )
+            raise invalid("prompt", "give a text, or a list of texts")
         return texts
 
 
-def unsupported(name: str) -> HTTPProblem:
+def invalid(field: str, detail: str) -> HTTPProblem:
+    """The error of a field's value."""
+    return HTTPProblem(400, "invalid-request", detail, None, field)
+
+
+def unsupported(field: str, detail: str = "") -> HTTPProblem:
     """The error of a field that is not served."""
-    detail = f"{name} is not served, and leaving it out would change the answer"
-    return HTTPProblem(400, "unsupported", detail, None, name)
+    detail = detail or f"{field} is not served, and leaving it out would change the answer"
+    return HTTPProblem(400, "unsupported", detail, None, field)
 
 
 def _plain_tool_call(call: ToolCallMessage) -> dict[str, Any]:
@@ -237,9 +228,7 @@ def _plain_tool_call(call: ToolCallMessage) -> dict[str, Any]:
     except ValueError:
         arguments = None
     if not isinstance(arguments, Mapping):
-        raise HTTPProblem(
-            400, "invalid-request", "arguments of a tool call are no JSON object", None, "messages"
-        )
+        raise invalid("messages", "arguments of a tool call are no JSON object")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -333,11 +322,9 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
     kept = sum(answer.reuse.cached_tokens + answer.reuse.shared_tokens for answer in answers)
     generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": kept},
-    }
+        "prompt_tokens": prompt, "completion_tokens": generated,
+        "total_tokens": prompt + generated, "prompt_tokens_details": {"cached_tokens": kept},
+    }  # fmt: skip
 
 
 def finish_reason_of(choice: Choice) -> str:

@@ -14,28 +14,18 @@ from starlette.responses import Response
 from ragcache import Answer, AsyncAnswerStream, Generation
 from ragcache.engine import Choice, TokenDelta
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
-from ragcache_api.http.openai.protocol import (
-    ChatRequest,
-    CompletionHead,
-    CompletionRequest,
-    GenerationRequest,
-    ModelCard,
-    ModelList,
-    OpenAICompletion,
-    finish_reason_of,
-    usage,
-)
 from ragcache_api.http.openai.tools import OutputFormat, join_deltas
 from ragcache_api.http.protocol import CompactResponse, compact, event_stream, openai_problems
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, Service
-from ragcache_api.http.streaming import (
-    Opening,
-    complete_answers,
-    deltas_of,
-    format_event,
-    stream_answer,
-)
+
+from ragcache_api.http.openai.protocol import (  # isort: skip
+    ChatRequest, CompletionHead, CompletionRequest, GenerationRequest, ModelCard, ModelList,
+    OpenAICompletion, finish_reason_of, unsupported, usage,
+)  # fmt: skip
+from ragcache_api.http.streaming import (  # isort: skip
+    Opening, complete_answers, deltas_of, format_event, stream_answer,
+)  # fmt: skip
 
 DONE = b"data: [DONE]\n\n"
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())
@@ -56,9 +46,8 @@ async def complete_chat(body: ChatRequest, context: ContextDep) -> Response:
         return [message.plain() for message in body.messages]
 
     opening = _opening(context, body, generation, prompt, tools=output.tools)
-    return await _respond(
-        context, "chat", body, [opening], lambda active: _ChatWriter(context, body, active, output)
-    )
+    writer = lambda active: _ChatWriter(context, body, active, output)  # noqa: E731
+    return await _respond(context, "chat", body, [opening], writer)
 
 
 @router.post("/completions", response_model=OpenAICompletion, responses=_STREAMED)
@@ -68,11 +57,10 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
     check_model(context.service, body.model)
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
-        raise HTTPProblem(400, "unsupported", "a stream takes one prompt", None, "prompt")
+        raise unsupported("prompt", "a stream takes one prompt")
     openings = [_opening(context, body, generation, lambda text=text: text) for text in prompts]  # type: ignore[misc]
-    return await _respond(
-        context, "completion", body, openings, lambda active: _TextWriter(context, body, active)
-    )
+    writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
+    return await _respond(context, "completion", body, openings, writer)
 
 
 @router.get("/models")
@@ -252,16 +240,13 @@ class _TextWriter(_CompletionWriter):
         self._lengths: Counter[int] = Counter()
 
     def choices(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        every = [
-            (echoed, choice)
-            for echoed, answer in zip(self._echoed, answers, strict=True)
-            for choice in answer.choices
-        ]
-        return [self._whole(index, *each) for index, each in enumerate(every)]
-
-    def _whole(self, index: int, echoed: str, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs.text(choice.chosen) if self._with_logprobs else None
-        return _choice(index, logprobs, finish_reason_of(choice), text=echoed + choice.text)
+        choices: list[dict[str, Any]] = []
+        for echoed, answer in zip(self._echoed, answers, strict=True):
+            for each in answer.choices:
+                logprobs = self._logprobs.text(each.chosen) if self._with_logprobs else None
+                ending, text = finish_reason_of(each), echoed + each.text
+                choices.append(_choice(len(choices), logprobs, ending, text=text))
+        return choices
 
     def _first(self) -> list[dict[str, Any]]:
         if not self._echoed[0]:

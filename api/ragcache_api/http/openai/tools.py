@@ -7,30 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from ragcache import Generation
+from ragcache import Generation, structured
 from ragcache.errors import InvalidRequest
-from ragcache.structured import (
-    Grammar,
-    TextDelta,
-    ToolCallStream,
-    ToolStyle,
-    resolve_tool_choice,
-    tool_call_grammar,
-    tool_style,
-)
-from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.openai.protocol import ChatRequest, Tool
+from ragcache.structured import Grammar, TextDelta, ToolCallStream, ToolStyle
+from ragcache_api.http.openai.protocol import ChatRequest, Tool, invalid, unsupported
 
 _PLAIN = {"name", "description", "parameters"}
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a chat's text may be.
-
-    tools: None if none may be called. style: how the model writes calls. grammar: constrains
-    decoding.
-    """
+    """What a chat's text may be. tools: None if none may be called. style: how the model writes
+    calls."""
 
     tools: list[dict[str, Any]] | None
     style: ToolStyle | None
@@ -42,22 +30,19 @@ class OutputFormat:
         given = body.model_dump(include={"response_format", "tools", "tool_choice"}, by_alias=True)
         grammar = Grammar.response_format(given["response_format"])
         try:
-            choice = resolve_tool_choice(given["tool_choice"], given["tools"] or ())
+            choice = structured.resolve_tool_choice(given["tool_choice"], given["tools"] or ())
         except InvalidRequest as error:
-            raise HTTPProblem(400, "invalid-request", str(error), None, "tool_choice") from None
+            raise invalid("tool_choice", str(error)) from None
         if choice == "none":
             return cls(None, None, grammar)
         if body.collection is not None:
-            raise HTTPProblem(400, "unsupported", "tools and collection do not go together", None,
-                          "tools")  # fmt: skip
-        style = tool_style(tokenizer)
+            raise unsupported("tools", "tools and collection do not go together")
+        style = structured.tool_style(tokenizer)
         if style is None:
-            raise HTTPProblem(
-                400, "unsupported", "this model's chat template has no tool calls", None, "tools"
-            )
+            raise unsupported("tools", "this model's chat template has no tool calls")
         tools = [_plain_tool(tool) for tool in body.tools or ()]
         if choice != "auto":
-            grammar = tool_call_grammar(tools, choice, style=style)
+            grammar = structured.tool_call_grammar(tools, choice, style=style)
         return cls(tools, style, grammar)
 
     def apply(self, generation: Generation) -> Generation:
@@ -135,5 +120,5 @@ def _plain_tool(tool: Tool) -> dict[str, Any]:
     """For Hugging Face's chat templates."""
     function = {key: value for key, value in tool.function.items() if key in _PLAIN}
     if not isinstance(function.get("name"), str):
-        raise HTTPProblem(400, "invalid-request", "a tool has no name", None, "tools")
+        raise invalid("tools", "a tool has no name")
     return {"type": "function", "function": function}

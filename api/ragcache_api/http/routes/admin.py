@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 
 from ragcache.config import NAMESPACE
-from ragcache.store.admin import StateChange
-from ragcache_api.http.cursors import decrypt_cursor, encrypt_next, page_of
+from ragcache.store.admin import StateChange, TierStatus
+from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import (
-    ChangesResponse,
-    CollectionName,
-    Cursor,
-    EvictionResponse,
-    EvictRequest,
-    ExpireRequest,
-    Flag,
-    FlushResponse,
-    Limit,
-    ModuleResponse,
-    ModuleTextResponse,
-    MoveRequest,
-    PageOf,
-    PlanRequest,
-    PublicId,
-    ResponseModel,
-    StatsResponse,
-    TierResponse,
-    VerifyResponse,
-    problems,
-)
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+
+from ragcache_api.http.protocol import (  # isort: skip
+    ChangesResponse, CollectionName, EvictionResponse, EvictRequest, ExpireRequest, Flag,
+    FlushResponse, ModuleResponse, ModuleTextResponse, MoveRequest, PageOf, PlanRequest, PublicId,
+    ResponseModel, StatsResponse, VerifyResponse, problems,
+)  # fmt: skip
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
@@ -54,21 +38,21 @@ class SchemaListedResponse(ResponseModel):
 
 @router.get("/modules")
 async def list_modules(
-    context: ContextDep, collection: CollectionName | None = None, document: Word = None,
-    tier: Word = None, pinned: Flag | None = None, search: Word = None, sort: Sort = "id",
-    descending: Flag = False, cursor: Cursor = None, limit: Limit = 100,
+    context: ContextDep, page: PageDep, collection: CollectionName | None = None,
+    document: Word = None, tier: Word = None, pinned: Flag | None = None, search: Word = None,
+    sort: Sort = "id", descending: Flag = False,
 ) -> PageOf[ModuleResponse]:  # fmt: skip
     """Modules, with the tiers that hold their states."""
-    page = await off_loop(
+    rows = await off_loop(
         context.rag.modules.page, collection=collection, document=document, tier=tier,
         pinned=pinned, search=search, sort=sort, descending=descending,
-        cursor=decrypt_cursor(context, cursor), limit=limit,
+        cursor=page.ledger_cursor, limit=page.limit,
     )  # fmt: skip
-    listed = PageOf[ModuleResponse].model_validate(page)
+    listed = PageOf[ModuleResponse].model_validate(rows)
     if context.caller.namespace != NAMESPACE:
         items = [each.without_clock() for each in listed.items]
         listed = listed.model_copy(update={"items": items})
-    return encrypt_next(context, listed)
+    return page.encrypt_next(listed)
 
 
 @router.get("/modules/{module}")
@@ -83,53 +67,71 @@ async def get_module(module: PublicId, context: ContextDep) -> ModuleTextRespons
     return module_text if operator else module_text.without_clock()
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleChange:
+    """A change of one module's states; `dry_run` lists what it would do."""
+
+    context: RequestContext
+    module: str
+    dry_run: bool
+
+    def apply(self, action: str, **options: Any) -> ChangesResponse:
+        """Calls a verb of the modules with the module's name."""
+        modules = self.context.rag.modules
+        row = modules.get(self.module).listing
+        options |= {"names": [row.name], "dry_run": self.dry_run}
+        changes = getattr(modules, action)(row.collection, **options)
+        return _changes(self.context, changes, self.dry_run)
+
+    def expire(self, seconds: float | None) -> ChangesResponse:
+        modules = self.context.rag.modules
+        row = modules.get(self.module).listing
+        changes = modules.expire([row.id], seconds, dry_run=self.dry_run)
+        return _changes(self.context, changes, self.dry_run)
+
+
+async def _change(module: PublicId, context: ContextDep, dry_run: Flag = False) -> ModuleChange:
+    return ModuleChange(context, module, dry_run)
+
+
+ChangeDep = Annotated[ModuleChange, Depends(_change)]
+
+
 @router.delete("/modules/{module}")
-async def evict_module(
-    module: PublicId, context: ContextDep, tier: Word = None, dry_run: Flag = False
-) -> ChangesResponse:
+async def evict_module(change: ChangeDep, tier: Word = None) -> ChangesResponse:
     """Evicts a module's states. Its document stays, and they are encoded again when a question
     needs them."""
-    return await off_loop(_change_module, context, module, "evict", dry_run, tier=tier)
+    return await off_loop(change.apply, "evict", tier=tier)
 
 
 @router.post("/modules/{module}/pin")
-async def pin_module(
-    module: PublicId, context: ContextDep, dry_run: Flag = False
-) -> ChangesResponse:
+async def pin_module(change: ChangeDep) -> ChangesResponse:
     """Keeps a module's states from being evicted for pressure or time."""
-    return await off_loop(_change_module, context, module, "pin", dry_run)
+    return await off_loop(change.apply, "pin")
 
 
 @router.delete("/modules/{module}/pin")
-async def unpin_module(
-    module: PublicId, context: ContextDep, dry_run: Flag = False
-) -> ChangesResponse:
+async def unpin_module(change: ChangeDep) -> ChangesResponse:
     """Lets a module's states be evicted again."""
-    return await off_loop(_change_module, context, module, "unpin", dry_run)
+    return await off_loop(change.apply, "unpin")
 
 
 @router.post("/modules/{module}/warm")
-async def warm_module(
-    module: PublicId, context: ContextDep, dry_run: Flag = False
-) -> ChangesResponse:
+async def warm_module(change: ChangeDep) -> ChangesResponse:
     """Brings a module's states to the first tier, and encodes them if no tier has them."""
-    return await off_loop(_change_module, context, module, "warm", dry_run)
+    return await off_loop(change.apply, "warm")
 
 
 @router.post("/modules/{module}/move")
-async def move_module(
-    module: PublicId, body: MoveRequest, context: ContextDep, dry_run: Flag = False
-) -> ChangesResponse:
+async def move_module(body: MoveRequest, change: ChangeDep) -> ChangesResponse:
     """Moves a module's states to a tier, away from those above it."""
-    return await off_loop(_change_module, context, module, "move", dry_run, tier=body.tier)
+    return await off_loop(change.apply, "move", tier=body.tier)
 
 
 @router.post("/modules/{module}/expire")
-async def expire_module(
-    module: PublicId, body: ExpireRequest, context: ContextDep, dry_run: Flag = False
-) -> ChangesResponse:
+async def expire_module(body: ExpireRequest, change: ChangeDep) -> ChangesResponse:
     """Evicts a module's states after a time, unless they are pinned; null lifts the limit."""
-    return await off_loop(_expire, context, module, body.seconds, dry_run)
+    return await off_loop(change.expire, body.seconds)
 
 
 @router.post("/evict")
@@ -140,34 +142,11 @@ async def evict_modules(
     return await off_loop(_evict, context, body, dry_run)
 
 
-def _change_module(
-    context: RequestContext, module: str, action: str, dry_run: bool, *, tier: str | None = None
-) -> ChangesResponse:
-    modules = context.rag.modules
-    row = modules.get(module).listing
-    more = {"tier": tier} if tier is not None else {}
-    change = getattr(modules, action)
-    changes = change(row.collection, names=[row.name], dry_run=dry_run, **more)
-    return _changes(context, changes, dry_run)
-
-
-def _expire(
-    context: RequestContext, module: str, seconds: float | None, dry_run: bool
-) -> ChangesResponse:
-    modules = context.rag.modules
-    listing = modules.get(module).listing
-    changes = modules.expire([listing.id], seconds, dry_run=dry_run)
-    return _changes(context, changes, dry_run)
-
-
 def _evict(context: RequestContext, body: EvictRequest, dry_run: bool) -> ChangesResponse:
-    rag = context.rag
+    rag, changes = context.rag, list[StateChange]()
     names = list(rag.stats().collections) if body.collection is None else [body.collection]
-    changes = [
-        change
-        for name in names
-        for change in rag.modules.evict(name, body.documents, tier=body.tier, dry_run=dry_run)
-    ]
+    for name in names:
+        changes += rag.modules.evict(name, body.documents, tier=body.tier, dry_run=dry_run)
     return _changes(context, changes, dry_run)
 
 
@@ -185,44 +164,34 @@ async def get_stats(context: ContextDep) -> StatsResponse:
     service = context.service
     record = service.recorder.stats_of(context.caller.namespace)
     computing = [active.computes for active in _mine(context)]
+    requests = {"running": sum(computing), "waiting": len(computing) - sum(computing)}
     operator = context.caller.is_operator
-    evictions = stats.evictions if operator else {}
+    evictions = {tier: dict(each) for tier, each in stats.evictions.items() if operator}
+    refetched = sum(reasons.pop("fetched_again", 0) for reasons in evictions.values())
     return StatsResponse(
-        model=service.model,
-        uptime=time.time() - service.started,
-        collections=stats.collections,
-        requests={
-            "running": sum(computing),
-            "waiting": len(computing) - sum(computing),
-            **{name: record.outcomes[name] for name in ("finished", "failed", "cancelled")},
+        model=service.model, uptime=time.time() - service.started, collections=stats.collections,
+        requests=requests | {
+            name: record.outcomes[name] for name in ("finished", "failed", "cancelled")
         },
-        tokens=dict(record.tokens),
-        ttft=record.ttft(),
+        tokens=dict(record.tokens), ttft=record.ttft(), series=record.series(),
         engine=service.queries.engine_figures() if operator else {},
-        series=record.series(),
-        evictions={
-            tier: {reason: n for reason, n in reasons.items() if reason != "fetched_again"}
-            for tier, reasons in evictions.items()
-        },
-        refetched=sum(reasons.get("fetched_again", 0) for reasons in evictions.values()),
-    )
+        evictions=evictions, refetched=refetched,
+    )  # fmt: skip
 
 
 @router.get("/tiers")
-async def list_tiers(context: ContextDep) -> PageOf[TierResponse]:
+async def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
     """The tiers, which all namespaces share."""
     context.require_operator()
     listed = await off_loop(context.rag.tiers)
-    return PageOf(items=[TierResponse.model_validate(each) for each in listed], total=len(listed))
+    return PageOf(items=listed, total=len(listed))
 
 
 @router.get("/evictions")
-async def list_evictions(
-    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[EvictionResponse]:
+async def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
     """States that left a tier, the latest first."""
-    page = await off_loop(context.rag.evictions, decrypt_cursor(context, cursor), limit)
-    return encrypt_next(context, PageOf[EvictionResponse].model_validate(page))
+    listed = await off_loop(context.rag.evictions, page.ledger_cursor, page.limit)
+    return page.encrypt_next(PageOf[EvictionResponse].model_validate(listed))
 
 
 @router.get("/requests")
@@ -230,11 +199,8 @@ async def list_requests(context: ContextDep) -> dict[str, Any]:
     """Requests under way, the engine's batch, and the requests that ended last."""
     batch = asdict(await off_loop(context.rag.batch)) if context.caller.is_operator else None
     record = context.service.recorder.stats_of(context.caller.namespace)
-    return {
-        "running": [_active_fields(active) for active in _mine(context)],
-        "batch": batch,
-        "recent": list(reversed(record.recent)),
-    }
+    running = [_active_fields(active) for active in _mine(context)]
+    return {"running": running, "batch": batch, "recent": list(reversed(record.recent))}
 
 
 @router.get("/heat")
@@ -245,20 +211,16 @@ async def get_heat_map(
 ) -> dict[str, Any]:
     """How many prompts held each of the most used modules, minute by minute."""
     if minutes * modules > HEAT_CELLS:
-        raise HTTPProblem(
-            400, "too-many-cells", f"minutes times modules may be {HEAT_CELLS:,} at most"
-        )  # fmt: skip
+        detail = f"minutes times modules may be {HEAT_CELLS:,} at most"
+        raise HTTPProblem(400, "too-many-cells", detail)
     heat = context.service.recorder.stats_of(context.caller.namespace).heat(minutes)
     return await off_loop(heat.map, modules)
 
 
 @router.get("/schemas")
-async def list_schemas(
-    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[SchemaListedResponse]:
+async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaListedResponse]:
     """Hand-written schemas, and those of collections."""
-    listed = await off_loop(_schemas, context)
-    return page_of(listed, lambda s: s.id, cursor, limit)
+    return page.cut(await off_loop(_schemas, context), lambda s: s.id)
 
 
 @router.get("/schemas/{id}/tree")
@@ -288,14 +250,10 @@ def _mine(context: RequestContext) -> list[ActiveRequest]:
 
 def _active_fields(active: ActiveRequest) -> dict[str, Any]:
     return {
-        "id": active.id,
-        "kind": active.kind,
-        "collection": active.collection,
-        "age": time.monotonic() - active.started,
-        "prompt_tokens": active.prompt_tokens,
-        "generated": active.generated,
-        "state": active.state,
-    }
+        "id": active.id, "kind": active.kind, "collection": active.collection,
+        "age": time.monotonic() - active.started, "state": active.state,
+        "prompt_tokens": active.prompt_tokens, "generated": active.generated,
+    }  # fmt: skip
 
 
 @router.post("/flush", responses=problems(507))

@@ -12,24 +12,15 @@ from starlette.datastructures import UploadFile
 from ragcache import SourceDocument
 from ragcache.db import DocumentRow
 from ragcache.errors import UnreadableDocument
+from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import (
-    MULTIPART,
-    CollectionCreatedResponse,
-    CollectionName,
-    CollectionRequest,
-    CollectionResponse,
-    Cursor,
-    DeletedResponse,
-    DocumentResponse,
-    DocumentsRequest,
-    JobResponse,
-    Limit,
-    PageOf,
-    problems,
-)
 from ragcache_api.http.requests import stopping
 from ragcache_api.http.service import ContextDep, off_loop
+
+from ragcache_api.http.protocol import (  # isort: skip
+    MULTIPART, CollectionCreatedResponse, CollectionName, CollectionRequest, CollectionResponse,
+    DeletedResponse, DocumentResponse, DocumentsRequest, JobResponse, PageOf, problems,
+)  # fmt: skip
 
 router = APIRouter(prefix="/v1/collections", tags=["documents"], responses=problems(507))
 Collection = Annotated[CollectionName, Path()]
@@ -39,12 +30,10 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
 
 
 @router.get("")
-async def list_collections(
-    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[CollectionResponse]:
+async def list_collections(context: ContextDep, page: PageDep) -> PageOf[CollectionResponse]:
     """The collections, by name."""
-    page = await off_loop(context.rag.collection_page, cursor, limit)
-    return PageOf[CollectionResponse].model_validate(page)
+    listed = await off_loop(context.rag.collection_page, page.cursor, page.limit)
+    return PageOf[CollectionResponse].model_validate(listed)
 
 
 @router.post(
@@ -68,10 +57,8 @@ async def delete_collection(collection: Collection, context: ContextDep) -> Dele
 
 @router.post(
     "/{collection}/documents", status_code=202, openapi_extra={"requestBody": MULTIPART},
-    responses={
-        **problems(409, 415, 507),
-        202: {"headers": {"Location": {"schema": {"type": "string"}}}},
-    },
+    responses=problems(409, 415, 507)
+    | {202: {"headers": {"Location": {"schema": {"type": "string"}}}}},
 )  # fmt: skip
 async def add_documents(
     collection: Collection, context: ContextDep, response: Response,
@@ -91,12 +78,12 @@ async def add_documents(
 
 @router.get("/{collection}/documents")
 async def list_documents(
-    collection: Collection, context: ContextDep, cursor: Cursor = None, limit: Limit = 100
+    collection: Collection, context: ContextDep, page: PageDep
 ) -> PageOf[DocumentResponse]:
     """The documents of a collection, by id."""
-    page = await off_loop(context.rag.document_page, collection, cursor, limit)
-    items = [_document_response(row) for row in page.items]
-    return PageOf(items=items, next=page.next, total=page.total)
+    listed = await off_loop(context.rag.document_page, collection, page.cursor, page.limit)
+    items = [_document_response(row) for row in listed.items]
+    return PageOf(items=items, next=listed.next, total=listed.total)
 
 
 @router.get("/{collection}/documents/{document:path}")
@@ -134,13 +121,12 @@ def _document_response(row: DocumentRow) -> DocumentResponse:
 
 
 async def read_documents(request: Request) -> list[SourceDocument]:
-    """The documents of an upload.
-
-    Raises `RequestValidationError`, `HTTPProblem` (400, 415) or `UnreadableDocument`.
-    """
+    """The documents of an upload. Raises `RequestValidationError`, `HTTPProblem` (400, 415) or
+    `UnreadableDocument`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return await off_loop(_parse_files, await _form_files(request))
+        files = await _form_files(request)
+        return await off_loop(lambda: [_parse_file(name, raw) for name, raw in files])
     if kind == "application/json":
         return await off_loop(_parse_json, await request.body())
     raise HTTPProblem(415, "unsupported-media-type", "send application/json or multipart/form-data")
@@ -169,10 +155,6 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
     if not found:
         raise HTTPProblem(400, "no-files", "the form holds no file")
     return found
-
-
-def _parse_files(files: list[tuple[str, bytes]]) -> list[SourceDocument]:
-    return [_parse_file(name, raw) for name, raw in files]
 
 
 def _parse_file(name: str, raw: bytes) -> SourceDocument:

@@ -9,17 +9,9 @@ from contextlib import aclosing, suppress
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from ragcache_api.http.cursors import decrypt_cursor, encrypt_next
+from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import stream_error
-from ragcache_api.http.protocol import (
-    Cursor,
-    JobResponse,
-    Limit,
-    PageOf,
-    PublicId,
-    event_stream,
-    problems,
-)
+from ragcache_api.http.protocol import JobResponse, PageOf, PublicId, event_stream, problems
 from ragcache_api.http.requests import stopping
 from ragcache_api.http.service import ContextDep, RequestContext, off_loop
 from ragcache_api.http.streaming import EventStream, format_event
@@ -30,12 +22,10 @@ _OPEN = ("queued", "running")
 
 
 @router.get("")
-async def list_jobs(
-    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[JobResponse]:
+async def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
     """The ingestion jobs, the newest first."""
-    page = await off_loop(context.rag.jobs.list, decrypt_cursor(context, cursor), limit)
-    return encrypt_next(context, PageOf[JobResponse].model_validate(page))
+    listed = await off_loop(context.rag.jobs.list, page.ledger_cursor, page.limit)
+    return page.encrypt_next(PageOf[JobResponse].model_validate(listed))
 
 
 @router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))
@@ -60,8 +50,7 @@ async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator
             async for changed in changes:
                 yield format_event(changed.model_dump(), "progress")
     except Exception as error:  # a response that has begun can only end with an event
-        problem = stream_error(error).problem(context.request.url.path)
-        yield format_event(problem, "error")
+        yield format_event(stream_error(error).problem(context.request.url.path), "error")
 
 
 async def _changes(context: RequestContext, job: JobResponse) -> AsyncGenerator[JobResponse, None]:

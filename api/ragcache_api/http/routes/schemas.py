@@ -7,20 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 from pydantic import TypeAdapter, ValidationError
 
-from ragcache_api.http.cursors import page_of
+from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.protocol import (
-    Cursor,
-    DeletedResponse,
-    Limit,
-    PageOf,
-    PathName,
-    SchemaRequest,
-    SchemaResponse,
-    problems,
-)
 from ragcache_api.http.service import ContextDep, RequestContext, off_loop
 from ragcache_schemas import Placement, parse_schema
+
+from ragcache_api.http.protocol import (  # isort: skip
+    DeletedResponse, PageOf, PathName, SchemaRequest, SchemaResponse, problems,
+)  # fmt: skip
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"], responses=problems(507))
 Name = Annotated[PathName, Path()]
@@ -28,12 +22,10 @@ _NAME = TypeAdapter(PathName)
 
 
 @router.get("")
-async def list_schemas(
-    context: ContextDep, cursor: Cursor = None, limit: Limit = 100
-) -> PageOf[SchemaResponse]:
+async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaResponse]:
     """The schemas, by name."""
     listed = await off_loop(context.service.queries.schemas, context.caller.namespace)
-    return page_of(listed, lambda s: s.name, cursor, limit)
+    return page.cut(listed, lambda s: s.name)
 
 
 @router.post("", status_code=201)
