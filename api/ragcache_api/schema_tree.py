@@ -6,17 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_schemas import (
-    Chat,
-    Layout,
-    Module,
-    Parameter,
-    PositionSpan,
-    Schema,
-    Slot,
-    Text,
-    Union,
-)
+from ragcache_schemas import (  # isort: skip
+    Chat, Layout, Module, Parameter, PositionSpan, Schema, Slot, Text, Union,
+)  # fmt: skip
 
 PREVIEW, MOST = 80, 500  # characters of a text; children of one node
 _KINDS = {Text: "text", Parameter: "param", Slot: "slot", Union: "union", Module: "module"}
@@ -33,10 +25,8 @@ class SchemaNode:
 
 
 def schema_nodes(schema: Schema, layout: Layout) -> tuple[SchemaNode, ...]:
-    """The nodes of a schema, in its order. layout: of the same schema.
-
-    Turns of a chat, which have no span, are replaced by their children.
-    """
+    """The nodes of a schema, in its order. layout: of the same schema. Turns of a chat, which have
+    no span, are replaced by their children."""
     return _nodes(schema.children, iter(layout.spans))
 
 
@@ -57,11 +47,7 @@ def _node(part: object, spans: Iterator[PositionSpan]) -> SchemaNode:
     if not isinstance(part, Text | Parameter | Slot | Union | Module):
         raise TypeError(f"a schema holds no {type(part).__name__}")
     span = next(spans)
-    below: Sequence[object] = ()
-    if isinstance(part, Union):
-        below = part.members
-    elif isinstance(part, Module):
-        below = part.children
+    below = part.members if isinstance(part, Union) else getattr(part, "children", ())
     return SchemaNode(part, _KINDS[type(part)], span, _nodes(below, spans))
 
 
@@ -87,10 +73,9 @@ def _node_dict(name: str, kind: str, tokens: int, children: list[dict[str, Any]]
 
 def _at_most(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     left = len(nodes) - MOST
-    if left > 0:
-        rest = {"name": f"{left:,} more", "kind": "rest", "tokens": 0, "children": []}
-        return [*nodes[:MOST], rest]
-    return nodes
+    if left <= 0:
+        return nodes
+    return [*nodes[:MOST], {"name": f"{left:,} more", "kind": "rest", "tokens": 0, "children": []}]
 
 
 def _name(part: Text | Parameter | Slot | Union | Module) -> str:

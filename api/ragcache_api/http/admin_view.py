@@ -12,19 +12,15 @@ from ragcache.db import SchemaTexts
 from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.models import LoadedModel
-from ragcache.planning import (
-    Budgets,
-    Corpus,
-    advise,
-    corpus_of_collection,
-    corpus_of_sources,
-    make_plan,
-)
 from ragcache.store import KVStore
 from ragcache.store.verify import VerifyReport, verify
 from ragcache_api.http.protocol import PlanRequest, SchemaResponse
 from ragcache_api.schema_tree import tree_to_dict
 from ragcache_schemas import lay_out, render_schema_turns
+
+from ragcache.planning import (  # isort: skip
+    Budgets, Corpus, advise, corpus_of_collection, corpus_of_sources, make_plan,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +55,11 @@ class AdminQueries:
         """Steps, batches and waits of the engine since it began."""
         stats = self.engine.stats
         rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
+        mean = rows / stats.steps if stats.steps else 0.0
         return {
-            "steps": stats.steps,
-            "batch_mean": rows / stats.steps if stats.steps else 0.0,
-            "queued_s": stats.queued,
+            "steps": stats.steps, "batch_mean": mean, "queued_s": stats.queued,
             "preempted": stats.preempted,
-        }
+        }  # fmt: skip
 
     def flush(self) -> None:
         """Writes uses and evictions to the ledger."""
@@ -78,9 +73,7 @@ class AdminQueries:
         """Hand-written schemas of a namespace."""
         texts = self._texts(namespace)
         found = [(name, texts.get_schema(name)) for name in texts.names()]
-        return [
-            SchemaResponse(name=name, placement=s.placement) for name, s in found if s is not None
-        ]
+        return [SchemaResponse(name=name, placement=s.placement) for name, s in found if s]
 
     def schema(self, namespace: str, name: str) -> SchemaResponse:
         """Raises `UnknownSchema`."""

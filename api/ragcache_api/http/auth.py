@@ -34,10 +34,8 @@ _OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request.
-
-    name: of the key, "" where none is needed. bucket: what rate limits count under.
-    """
+    """The sender of a request. name: of the key, "" where none is needed. bucket: what rate limits
+    count under."""
 
     name: str
     role: str
@@ -52,10 +50,8 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class APIKeyAuth:
-    """Checks API keys from memory, in the event loop.
-
-    Now and then the keys are read again, in threads that no other work can take.
-    """
+    """Checks API keys from memory, in the event loop. Now and then the keys are read again, in
+    threads that no other work can take."""
 
     keys: ApiKeys
     threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_THREADS))
@@ -83,13 +79,9 @@ class APIKeyAuth:
 
 @dataclass(frozen=True, slots=True)
 class AccessMiddleware:
-    """ASGI middleware that denies by default.
-
-    Once a key exists, every path needs one but health and the page's files; the operator's paths
-    need the role `admin`. `scope["state"]` holds the `caller`, and the `end` of the request's time.
-
-    deadline: the most seconds of a request. open_paths: of the page's files.
-    """
+    """ASGI middleware that denies by default: once a key exists, every path needs one but health
+    and the page's files (`open_paths`), and the operator's paths need the role `admin`. It puts the
+    `caller` and the `end` of the request, at most `deadline` seconds off, in `scope["state"]`."""
 
     app: ASGIApp
     auth: APIKeyAuth
@@ -185,10 +177,8 @@ def check_length(declared: str | None, most: int) -> None:
 
 
 def end_of(wanted: str | None, most: float) -> float:
-    """The end, on `time.monotonic`, of a request that arrives now.
-
-    wanted: the seconds that it asks for. most: those of the settings. Raises `HTTPProblem` (400).
-    """
+    """The end, on `time.monotonic`, of a request that arrives now. wanted: the seconds that it asks
+    for. most: those of the settings. Raises `HTTPProblem` (400)."""
     try:
         seconds = most if wanted is None else float(wanted)
     except ValueError:
@@ -199,10 +189,8 @@ def end_of(wanted: str | None, most: float) -> float:
 
 
 def bounded_receive(receive: Receive, most: int, end: float) -> Receive:
-    """Counts the bytes of a body as they come, which must be before `end`.
-
-    What it returns raises `HTTPProblem` (413, 408).
-    """
+    """Counts the bytes of a body as they come, which must be before `end`. What it returns raises
+    `HTTPProblem` (413, 408)."""
     taken, more = 0, True
 
     async def receive_body() -> Message:

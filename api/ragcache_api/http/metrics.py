@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -59,10 +59,8 @@ class Metrics:
 
 
 class StateCollector(Collector):
-    """Figures of the store and the engine since they were opened.
-
-    Evictions come from counters: the ledger's list of them is bounded, and gives no totals.
-    """
+    """Figures of the store and the engine since they were opened. Evictions come from counters: the
+    ledger's list of them is bounded, and gives no totals."""
 
     def __init__(self, queries: AdminQueries, requests: RequestRegistry) -> None:
         self._queries, self._requests = queries, requests
@@ -87,43 +85,39 @@ class StateCollector(Collector):
             for tier in tiers:
                 family.add_metric([tier.name], getattr(tier, name))
             yield family
-        hits = CounterMetricFamily("ragcache_hits", "States found in a tier.", labels=["tier"])
-        for tier in tiers:
-            hits.add_metric([tier.name], tier.hits)
-        yield hits
+        hits = {(tier.name,): tier.hits for tier in tiers}
+        yield _counter("hits", "States found in a tier.", ["tier"], hits)
 
     def _store(self) -> Iterator[Metric]:
-        store = self._queries.store
+        counters, refetched = self._queries.store.counters, self._queries.store.ledger.refetched
         misses = "States that no tier held and that were encoded."
-        yield CounterMetricFamily("ragcache_misses", misses, value=store.counters.encoded)
-        evictions = CounterMetricFamily(
-            "ragcache_evictions", "States that left a tier.", labels=["tier", "reason"]
-        )
-        for (tier, reason), number in store.counters.evictions.copy().items():
-            evictions.add_metric([tier, reason], number)
-        yield evictions
-        again = CounterMetricFamily(
-            "ragcache_refetched", "Evicted states that were wanted again.", labels=["tier"]
-        )
-        for tier, number in store.ledger.refetched.copy().items():
-            again.add_metric([tier], number)
-        yield again
+        yield CounterMetricFamily("ragcache_misses", misses, value=counters.encoded)
+        evictions, again = counters.evictions.copy(), refetched.copy()
+        yield _counter("evictions", "States that left a tier.", ["tier", "reason"], evictions)
+        text = "Evicted states that were wanted again."
+        yield _counter("refetched", text, ["tier"], {(tier,): n for tier, n in again.items()})
 
     def _engine(self) -> Iterator[Metric]:
         engine, stats = self._queries.engine, self._queries.engine.stats
         yield CounterMetricFamily("ragcache_steps", "Steps of the engine.", value=stats.steps)
         rows = stats.prompt_tokens + stats.decoded_tokens + stats.encoded_tokens
-        yield CounterMetricFamily(
-            "ragcache_step_rows", "Rows of all steps; by steps, the mean batch.", value=rows
-        )
+        text = "Rows of all steps; by steps, the mean batch."
+        yield CounterMetricFamily("ragcache_step_rows", text, value=rows)
         preempted = "Requests that gave their memory back and waited again."
         yield CounterMetricFamily("ragcache_preempted", preempted, value=stats.preempted)
         for state, number in (("running", engine.core.running), ("waiting", engine.core.waiting)):
             text = f"Requests that are {state} in the engine."
             yield GaugeMetricFamily(f"ragcache_engine_{state}", text, value=number)
-        leased = "States that requests are reading."
-        yield GaugeMetricFamily(
-            "ragcache_leased_states", leased, value=self._queries.count_leased()
-        )
+        text, leased = "States that requests are reading.", self._queries.count_leased()
+        yield GaugeMetricFamily("ragcache_leased_states", text, value=leased)
         text = "Requests that the service holds."
         yield GaugeMetricFamily("ragcache_open_requests", text, value=len(self._requests.active))
+
+
+def _counter(
+    name: str, text: str, labels: list[str], values: Mapping[tuple[str, ...], float]
+) -> Metric:  # fmt: skip
+    family = CounterMetricFamily(f"ragcache_{name}", text, labels=labels)
+    for label, number in values.items():
+        family.add_metric(label, number)
+    return family

@@ -303,7 +303,9 @@ class RetrievalFields(BaseModel):
     """How a request wants documents found and read."""
 
     k: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description=f"{DEFAULT_K}.")
-    mode: Annotated[str, Field(max_length=20)] | None = Field(None, description="`rooted` by default.")
+    mode: Annotated[str, Field(max_length=20)] | None = Field(
+        None, description="With documents: `rooted`."
+    )
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
 

@@ -24,11 +24,8 @@ _STATES = ("generating", "computing", "waiting")
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request under way.
-
-    started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or `cancelled`; "" before
-    the end. expired: its deadline passed before it ended. context: of the call that made it.
-    """
+    """A request under way. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
+    `cancelled`; "" before the end. expired: its deadline passed. context: of the call."""
 
     id: str
     kind: str
@@ -43,10 +40,8 @@ class ActiveRequest:
     context: Context = field(default_factory=copy_context)
 
     def attach(self, stream: AsyncAnswerStream) -> AsyncAnswerStream:
-        """Adds a stream, which is cancelled with the request.
-
-        Raises `HTTPProblem` (503) once the service has stopped.
-        """
+        """Adds a stream, which is cancelled with the request. Raises `HTTPProblem` (503) once the
+        service has stopped."""
         if self.registry.stopped:
             stream.close()
             raise stopping()
@@ -99,11 +94,8 @@ class ActiveRequest:
 
 
 class RequestRegistry:
-    """The requests under way, by id.
-
-    draining: no request begins any longer. stopped: those that were left have been cancelled.
-    on_end: called with every request that has ended.
-    """
+    """The requests under way, by id. draining: no request begins any longer. stopped: those that
+    were left have been cancelled. on_end: called with every request that has ended."""
 
     def __init__(self) -> None:
         self.active: dict[str, ActiveRequest] = {}
@@ -169,9 +161,8 @@ class RequestRegistry:
 
 def stopping() -> HTTPProblem:
     """The error of requests that come or run while the service ends."""
-    return HTTPProblem(
-        503, "stopping", "the service is being stopped; try again", {"Retry-After": "5"}
-    )
+    text = "the service is being stopped; try again"
+    return HTTPProblem(503, "stopping", text, {"Retry-After": "5"})
 
 
 def deadline_exceeded() -> DeadlineExceeded:
@@ -179,20 +170,13 @@ def deadline_exceeded() -> DeadlineExceeded:
 
 
 async def cancel_on_disconnect(request: Request, awaited: Awaitable[T], seconds: float) -> T:
-    """Awaits, and cancels it if the client disconnects or the time is over.
-
-    The request's body must have been read.
-
-    Raises:
-        DeadlineExceeded: the time is over.
-        HTTPProblem: (499) the client has disconnected; nobody reads it.
-    """
+    """Awaits, and cancels it if the client disconnects (`HTTPProblem`, 499) or the time is over
+    (`DeadlineExceeded`). The request's body must have been read."""
     task = asyncio.ensure_future(awaited)
     gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
-        ended, _ = await asyncio.wait(
-            (task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
+        first = asyncio.FIRST_COMPLETED
+        ended, _ = await asyncio.wait((task, gone), timeout=seconds, return_when=first)
         if not ended:
             raise deadline_exceeded()
         if not task.done():

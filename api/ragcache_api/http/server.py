@@ -63,9 +63,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
 
     Both signals do nothing in this process afterwards: uvicorn raises the one it got once more
     when it has ended, and impatient senders repeat theirs while the folder is being closed.
-
-    Raises:
-        KeyRequired: the address can be reached by others, and no key exists.
+    Raises `KeyRequired`.
     """
     check_exposure(rag, settings)
     app = create_app(rag, settings)

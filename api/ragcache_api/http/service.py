@@ -82,10 +82,7 @@ class RequestContext:
 
     @property
     def deadline(self) -> float:
-        """Seconds left of the request's time, which began with its arrival.
-
-        Raises `DeadlineExceeded`.
-        """
+        """Seconds left since the request's arrival. Raises `DeadlineExceeded`."""
         left: float = self.request.state.end - monotonic()
         if left <= 0:
             raise DeadlineExceeded("the request's time was over before it was read")

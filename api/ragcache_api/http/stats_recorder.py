@@ -32,16 +32,13 @@ class SeriesPoint:
     waiting: int = 0
 
     def to_dict(self) -> dict[str, Any]:
+        tokens = {source: self.tokens[source] for source in SOURCES}
         return {
-            "at": self.at,
-            "tokens": {source: self.tokens[source] for source in SOURCES},
-            "ttft_hit_p50": percentile(self.hit, 0.5),
-            "ttft_hit_p95": percentile(self.hit, 0.95),
+            "at": self.at, "tokens": tokens, "running": self.running, "waiting": self.waiting,
+            "ttft_hit_p50": percentile(self.hit, 0.5), "ttft_hit_p95": percentile(self.hit, 0.95),
             "ttft_miss_p50": percentile(self.miss, 0.5),
             "ttft_miss_p95": percentile(self.miss, 0.95),
-            "running": self.running,
-            "waiting": self.waiting,
-        }
+        }  # fmt: skip
 
 
 class NamespaceStats:
@@ -93,13 +90,10 @@ class NamespaceStats:
     def ttft(self) -> dict[str, dict[str, float | int | None]]:
         """Seconds to the first token of hits and of misses."""
         return {
-            kind: {
-                "p50": percentile(times, 0.5),
-                "p95": percentile(times, 0.95),
-                "count": self.counts[kind],
-            }
+            kind: {"p50": percentile(times, 0.5), "p95": percentile(times, 0.95),
+                   "count": self.counts[kind]}
             for kind, times in (("hit", self.hit), ("miss", self.miss))
-        }
+        }  # fmt: skip
 
     def heat(self, minutes: int) -> HeatCounts:
         """How many prompts held each module, minute by minute."""
@@ -153,22 +147,16 @@ class StatsRecorder:
 
 
 def tokens_by_source(answer: Answer, read: Mapping[str, int]) -> dict[str, int]:
-    """The tokens of a prompt by where they came from.
-
-    read: those whose states were read, by tier, or `encoded` for it.
-    """
-    reuse = answer.reuse
-    counts = dict(read)
-    counts["shared"] = reuse.shared_tokens
-    counts["computed"] = reuse.computed_tokens - counts.get("encoded", 0)
+    """The tokens of a prompt by where they came from. read: those whose states were read, by tier,
+    or `encoded` for it."""
+    computed = answer.reuse.computed_tokens - read.get("encoded", 0)
+    counts = {**read, "shared": answer.reuse.shared_tokens, "computed": computed}
     return {source: number for source, number in counts.items() if number > 0}
 
 
 def hit_or_miss(answer: Answer) -> str:
-    """`hit` if the prompt read states from the cache, `miss` if it held documents and read none.
-
-    "" for prompts without documents, which would make misses look fast.
-    """
+    """`hit` if the prompt read states from the cache, `miss` if it held documents and read none,
+    "" for prompts without documents, which would make misses look fast."""
     reuse = answer.reuse
     if not answer.choices or not reuse.prompt_tokens:
         return ""
@@ -191,19 +179,12 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 
 def _summary(active: ActiveRequest, now: float) -> dict[str, Any]:
     first = active.answers[0] if active.answers else None
+    sources = [source for answer in active.answers for source in answer.sources]
     return {
-        "id": active.id,
-        "kind": active.kind,
-        "collection": active.collection,
-        "at": now,
+        "id": active.id, "kind": active.kind, "collection": active.collection, "at": now,
         "ttft": first.timings.first_token if first and first.reuse.prompt_tokens else None,
-        "total": time.monotonic() - active.started,
+        "total": time.monotonic() - active.started, "outcome": active.outcome,
         "cached_tokens": sum(answer.reuse.cached_tokens for answer in active.answers),
         "computed_tokens": sum(answer.reuse.computed_tokens for answer in active.answers),
-        "outcome": active.outcome,
-        "modules": [
-            {"name": source.module, "tier": source.tier}
-            for answer in active.answers
-            for source in answer.sources
-        ],
-    }
+        "modules": [{"name": source.module, "tier": source.tier} for source in sources],
+    }  # fmt: skip

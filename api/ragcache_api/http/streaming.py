@@ -58,16 +58,12 @@ async def stream_answer(
     context: RequestContext, active: ActiveRequest, opening: Opening, events_of: EventsOf,
     error_event: ErrorEvent,
 ) -> EventStream:  # fmt: skip
-    """The events of an answer. An error before the first is raised, a later one is an event.
-
-    The request ends with the response. It is cancelled at its deadline, whether or not the client
-    reads.
-    """
+    """The events of an answer. An error before the first is raised, a later one is an event. The
+    request ends with the response; its deadline cancels it, whether or not the client reads."""
     requests = active.registry
     try:
-        stream = active.attach(
-            await cancel_on_disconnect(context.request, opening(), context.deadline)
-        )
+        opened = await cancel_on_disconnect(context.request, opening(), context.deadline)
+        stream = active.attach(opened)
         left = context.deadline
     except BaseException as error:
         requests.end_request(active, error)
@@ -115,10 +111,8 @@ def format_event(value: Any, name: str | None = None) -> bytes:
 class EventStream(EventSourceResponse):
     """A response of server-sent events, with a comment in each pause against proxies' timeouts.
 
-    It ends and closes its connection when the client disconnects, also while nothing is sent; when
-    the client takes nothing for `STALL_SECONDS`; and after `seconds`. close: called at the end,
-    however it came, even if nothing was ever sent.
-    """
+    It ends when the client disconnects, also while nothing is sent; when the client takes nothing
+    for `STALL_SECONDS`; and after `seconds`. close: called at any end, even if nothing was sent."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None,
@@ -169,9 +163,7 @@ class _StreamWatch:
     """Ends a response whose client is gone or stalls, and fills its pauses.
 
     It looks now and then, as a timer for each send would cost as much as the send. limit: of the
-    block that sends; that ends where the watch fails, too, since a gone client would stay
-    unnoticed.
-    """
+    block that sends, which a failure of the watch ends too: a gone client would stay unnoticed."""
 
     def __init__(
         self, events: EventStream, receive: Receive, send: Send, limit: asyncio.Timeout

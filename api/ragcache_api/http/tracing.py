@@ -30,9 +30,8 @@ def telemetry(on: bool) -> TelemetryConfig:
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
     except ImportError:
-        raise MissingExtra(
-            "traces need OpenTelemetry's exporters: pip install 'ragcache[otel]'"
-        ) from None
+        text = "traces need OpenTelemetry's exporters: pip install 'ragcache[otel]'"
+        raise MissingExtra(text) from None
     return {
         "tracing": True, "metrics": False, "logs": False, "auto_configure": True,
         "exclude": _untraced,
@@ -67,16 +66,12 @@ def _stages(timings: Timings) -> Iterator[tuple[str, float, float]]:
 
 
 def _attributes(answer: Answer) -> dict[str, str | int]:
-    reuse = answer.reuse
+    counts = ("prompt_tokens", "cached_tokens", "shared_tokens", "computed_tokens")
     return {
-        "ragcache.mode": answer.mode,
-        "ragcache.finish_reason": answer.finish_reason,
+        "ragcache.mode": answer.mode, "ragcache.finish_reason": answer.finish_reason,
         "ragcache.modules": len(answer.sources),
-        "ragcache.prompt_tokens": reuse.prompt_tokens,
-        "ragcache.cached_tokens": reuse.cached_tokens,
-        "ragcache.shared_tokens": reuse.shared_tokens,
-        "ragcache.computed_tokens": reuse.computed_tokens,
-    }
+        **{f"ragcache.{name}": getattr(answer.reuse, name) for name in counts},
+    }  # fmt: skip
 
 
 def _untraced(scope: MutableMapping[str, Any]) -> bool:
