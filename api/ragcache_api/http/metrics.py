@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -115,7 +116,7 @@ class StateCollector(Collector):
 
 
 def _counter(
-    name: str, text: str, labels: list[str], values: Mapping[tuple[str, ...], float]
+    name: str, text: str, labels: list[str], values: Mapping[Any, int]
 ) -> Metric:  # fmt: skip
     family = CounterMetricFamily(f"ragcache_{name}", text, labels=labels)
     for label, number in values.items():
