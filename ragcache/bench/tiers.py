@@ -213,10 +213,9 @@ def bench_by_tier(
         ]
     finally:
         bench.close()
+    compute_s = list(computing.values())
     even = {
-        tier: break_even_tokens(
-            setting.lengths, list(computing.values()), [row[tier] for row in rows]
-        )
+        tier: break_even_tokens(setting.lengths, compute_s, [row[tier] for row in rows])
         for tier in bench.tiers
     }
     ready = {tier: leased for tier, (leased, _) in times.items()}

@@ -17,11 +17,9 @@ VOLATILE = (
 
 
 def model_fingerprint(model: Any) -> str:
-    """A digest of configuration, dtype and weights.
-
-    Of every weight tensor it takes the name, shape and dtype, an integer sum over all of its bits
-    (exact, whatever the order of summing) and a sample of its elements.
-    """
+    """A digest of configuration, dtype and weights: of every weight tensor the name, shape and
+    dtype, an integer sum over all of its bits (exact, whatever the order of summing) and a sample
+    of its elements."""
     digest = hashlib.sha256(_config_text(model.config).encode())
     for name, weight in sorted(model.state_dict().items()):
         bits = _bits(weight.detach())

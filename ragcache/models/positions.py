@@ -45,9 +45,9 @@ class PositionScheme(Protocol):
 class Rotary:
     """Keys turned by an angle for each position (RoFormer, Su et al., 2021); queries by -delta.
 
-    The frequencies are fixed.
-    inverse_frequency: [R/2] float32, radians a position; the first R dimensions of a head turn.
-    interleaved: dimensions 2i and 2i+1 are paired (GPT-J, GLM, Cohere), not i and i + R/2.
+    The frequencies are fixed. inverse_frequency: [R/2] float32, radians a position; the first R
+    dimensions of a head turn. interleaved: dimensions 2i and 2i+1 are paired (GPT-J, GLM, Cohere),
+    not i and i + R/2.
 
     A factor on cos and sin (yarn's attention factor) is no part of this: keys and queries carry it
     since the model made them, and moving only turns.

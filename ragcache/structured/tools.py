@@ -175,9 +175,6 @@ def known_style(style: str) -> ToolStyle:
         raise InvalidRequest(f"{style!r:.80} is no style of tool calls; styles: {known}") from None
 
 
-_NO_ARGUMENTS: Format = {"type": "object", "properties": {}}
-
-
 def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The schema of the arguments of every tool, by its name."""
     functions: dict[str, Any] = {}
@@ -187,7 +184,8 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise InvalidRequest(f"tool {number} has no name")
         if name in functions:
             raise InvalidRequest(f"two tools are named {name!r}")
-        schema = tool.get("function", tool).get("parameters") or _NO_ARGUMENTS
+        schema = tool.get("function", tool).get("parameters")
+        schema = schema or {"type": "object", "properties": {}}
         try:
             check_json_schema(schema)
         except InvalidRequest as error:

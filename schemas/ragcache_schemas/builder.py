@@ -148,11 +148,8 @@ class TraitTable:
         cls, name: str, rows: Iterable[Mapping[str, str]],
         *, preamble: str = "", text: str = "{column}: {value}\n",
     ) -> TraitTable:  # fmt: skip
-        """Makes the table of all values in `rows`, as csv.DictReader gives them.
-
-        Blank values are left out. `text` is the text of a value's module, with {column} and {value}
-        filled in.
-        """
+        """Makes the table of all values in `rows`, as csv.DictReader gives them; blank values are
+        left out. `text` is that of a value's module, with {column} and {value} filled in."""
         columns: dict[str, dict[str, str]] = {}
         for row in rows:
             for column, value in row.items():

@@ -44,9 +44,7 @@ _TOKEN = re.compile(
 _BARE_AND = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#[0-9]{1,7}|#x[0-9a-fA-F]{1,6});)")
 _ENTITY = re.compile(r"&[^\W\d][\w.-]*;")
 _NESTING = {"start": 1, "end": -1, "empty": 0}
-_ENCODINGS = frozenset(
-    ["utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "windows-1252", "gb18030"]
-)
+_ENCODINGS = frozenset("utf-8 utf8 us-ascii ascii iso-8859-1 latin-1 windows-1252 gb18030".split())
 _BLANK = re.compile(r"[ \t\n]*+")
 _DECLARATION = re.compile(r"<\?xml\s[^?]*\?>")
 _ENCODING = re.compile(rb"""<\?xml\s[^?>]*encoding\s*=\s*["']([A-Za-z0-9._-]{1,40})["']""")

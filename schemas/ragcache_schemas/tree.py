@@ -39,11 +39,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`<param name len scaffold>`: a named placeholder of `length` tokens (§3.2.2).
-
-    `scaffold` is the text in its place while the module is encoded; by default `length`
-    placeholder tokens.
-    """
+    """`<param name len scaffold>`: a named placeholder of `length` tokens (§3.2.2). `scaffold` is
+    the text in its place while the module is encoded; by default `length` placeholder tokens."""
 
     name: str
     length: int
@@ -53,10 +50,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """`<module name>`: text that a prompt may import, with modules nested in it (§3.2.3).
-
-    With `cache=False` its states are computed for every prompt and not kept.
-    """
+    """`<module name>`: text that a prompt may import, with modules nested in it (§3.2.3). With
+    `cache=False` its states are computed for every prompt and not kept."""
 
     name: str
     children: tuple[SchemaNode, ...] = ()
@@ -105,10 +100,9 @@ class Slot:
 class Chat:
     """`<system>`, `<user>` or `<assistant>`: one turn of the conversation (§3.2.3).
 
-    The model's chat template writes it (`render_schema_turns`).
-
-    A schema may leave its last turn open (`closes=False`) for the prompt to go on in, and the
-    prompt then ends a turn that it did not begin (`opens=False`).
+    The model's chat template writes it (`render_schema_turns`). A schema may leave its last turn
+    open (`closes=False`) for the prompt to go on in, and the prompt then ends a turn that it did
+    not begin (`opens=False`).
     """
 
     role: Role
@@ -123,10 +117,8 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """`<scaffold modules="a b/c">`: modules encoded together, besides singly (§3.3).
-
-    Each path goes from the schema down, written with "/".
-    """
+    """`<scaffold modules="a b/c">`: modules encoded together, besides singly (§3.3). Each path goes
+    from the schema down, written with "/"."""
 
     modules: tuple[Path, ...]
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -151,10 +143,8 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """`<miami days="3">` in a prompt: a module, the arguments it gets, imports nested in it.
-
-    Text among the children is new text, computed for this prompt (§3.4).
-    """
+    """`<miami days="3">` in a prompt: a module, the arguments it gets, imports nested in it. Text
+    among the children is new text, computed for this prompt (§3.4)."""
 
     name: str
     arguments: Arguments = ()
@@ -168,10 +158,8 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`<prompt schema>`: imports from a schema, and new text (§3.2.1).
-
-    `arguments` are those of parameters outside any module.
-    """
+    """`<prompt schema>`: imports from a schema, and new text (§3.2.1). `arguments` are those of
+    parameters outside any module."""
 
     schema: str
     children: tuple[PromptNode, ...] = ()

@@ -141,9 +141,8 @@ def schema_children(steps: Iterable[Step]) -> tuple[SchemaNode, ...]:
             case TextStep():
                 nodes.append(Text(step.text, location=place))
             case ParameterStep():
-                nodes.append(
-                    Parameter(step.name, step.limit.length, step.limit.scaffold, location=place)
-                )
+                limit = step.limit
+                nodes.append(Parameter(step.name, limit.length, limit.scaffold, location=place))
             case BranchStep():
                 modules = tuple(
                     Module(branch.name, schema_children(branch.body), location=branch.location)
@@ -219,9 +218,8 @@ def read_function(function: Callable[..., Any]) -> FunctionSource:
         file = inspect.getsourcefile(function) or "<unknown>"
     except (OSError, TypeError) as error:
         expected = "define it with `def` in a file or a notebook cell"
-        raise ProgramError(
-            f"the source of {name!r} is not at hand", None, name, expected
-        ) from error
+        problem = f"the source of {name!r} is not at hand"
+        raise ProgramError(problem, None, name, expected) from error
     # A nested function is parsed inside a block, so that columns and texts stay as written.
     nested = lines[0][:1] in " \t"
     tree = ast.parse(("if True:\n" if nested else "") + "".join(lines))
