@@ -13,8 +13,10 @@ import torch
 from sqlalchemy import create_engine
 
 from ragcache.db import Database
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore, Lease, LeaseRequest
+from tests.tiny_models import FAMILIES, tiny_model
 
 TOKEN_BYTES = 64  # of one token in `make_states`: 2 sides, 2 layers, 1 head, 4 floats
 
@@ -113,3 +115,20 @@ def database(where: Path | str) -> Iterator[Database]:
     opened = Database.open(where)
     yield opened
     opened.close()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[name for name in FAMILIES if name not in ("gpt2", "opt")])
+def movable_family(request: pytest.FixtureRequest) -> str:
+    """The families whose states may stand elsewhere than where they were encoded."""
+    return str(request.param)
+
+
+@pytest.fixture
+def causal() -> CausalLM:
+    """A patched tiny Llama."""
+    return wrap_causal(tiny_model("llama"))

@@ -30,7 +30,7 @@ from ragcache.errors import (
 )
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.retrieval import SearchParams
-from tests.conftest import tiny_model
+from tests.tiny_models import tiny_model
 
 QUESTION = "Where does the spare key of the boathouse hang?"
 CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."

@@ -12,7 +12,7 @@ from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.conftest import random_tokens
+from tests.tiny_models import random_tokens
 
 BLOCK_SIZE = 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -19,7 +19,7 @@ from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
 from ragcache.models import CausalLM
 from ragcache.states import KVStates
-from tests.conftest import DEVICE, random_tokens, scaled
+from tests.conftest import scaled
 from tests.ragcache.attention.scenes import Seen, definition, frequencies, moved
 from tests.ragcache.engine.portioned_requests import (
     BLOCK_SIZE,
@@ -31,6 +31,7 @@ from tests.ragcache.engine.portioned_requests import (
     run_step,
     small_pool,
 )
+from tests.tiny_models import DEVICE, random_tokens
 
 
 @pytest.fixture

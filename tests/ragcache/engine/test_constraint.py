@@ -17,7 +17,6 @@ from ragcache.engine.core import EngineCore
 from ragcache.engine.sampler import SampledToken, SamplerState, sample_tokens
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
-from tests.conftest import DEVICE, VOCABULARY, random_tokens
 from tests.ragcache.engine.stepped_engine import (
     assert_all_blocks_free,
     config_of,
@@ -27,6 +26,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
+from tests.tiny_models import DEVICE, VOCABULARY, random_tokens
 
 STOP = 5
 PROMPT = random_tokens(9, seed=2)

@@ -18,7 +18,7 @@ from ragcache.engine.handle import RequestHandle
 from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
-from tests.conftest import random_tokens, scaled, tiny_model
+from tests.conftest import scaled
 from tests.ragcache.engine.portioned_requests import encoded_module
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
@@ -32,6 +32,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
+from tests.tiny_models import random_tokens, tiny_model
 
 MODULES = ((3, 0), (7, 11), (12, 0), (5, 4), (9, 30))
 """Lengths of the shared modules, and where they were encoded."""

@@ -14,7 +14,6 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
-from tests.conftest import VOCABULARY, random_tokens, tiny_model
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
@@ -27,6 +26,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
+from tests.tiny_models import VOCABULARY, random_tokens, tiny_model
 
 PROMPT = random_tokens(9, seed=2)
 

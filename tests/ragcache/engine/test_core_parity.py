@@ -13,7 +13,6 @@ import torch
 from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
 from ragcache.engine.core import EngineCore
 from ragcache.models import CausalLM, wrap_causal
-from tests.conftest import FAMILIES, random_tokens, tiny_model
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     assert_all_blocks_free,
@@ -24,6 +23,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
+from tests.tiny_models import FAMILIES, random_tokens, tiny_model
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 4, 5, 23, 64)]
 LIMIT = 12

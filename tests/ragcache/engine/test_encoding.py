@@ -16,7 +16,6 @@ from ragcache.engine.handle import RequestHandle
 from ragcache.models import CausalLM
 from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
-from tests.conftest import random_tokens
 from tests.ragcache.engine.stepped_engine import (
     config_of,
     core_of,
@@ -25,6 +24,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
+from tests.tiny_models import random_tokens
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 

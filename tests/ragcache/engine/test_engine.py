@@ -34,9 +34,9 @@ from ragcache.engine.request import TokenDelta
 from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
-from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.engine.channels import LONG, CountingLoop
 from tests.ragcache.engine.stepped_engine import assert_all_blocks_free, plain_context
+from tests.tiny_models import random_tokens, tiny_model
 
 PROMPTS = [random_tokens(5 + n, seed=n) for n in range(16)]
 

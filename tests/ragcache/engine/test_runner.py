@@ -29,8 +29,8 @@ from ragcache.engine.runner import BufferedModelRunner, RaggedModelRunner, runne
 from ragcache.errors import ConfigurationError, RequestCancelled
 from ragcache.models import CausalLM, ContiguousLM, wrap_causal, wrap_contiguous
 from ragcache.states import KVStates
-from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import WINDOW, Module, reference_logits, tiny_gemma
+from tests.tiny_models import random_tokens, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 BLOCK_SIZE = 64

@@ -20,7 +20,7 @@ from ragcache.engine import Context, EncodeJob, Segment, encode
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM
-from tests.conftest import DEVICE, VOCABULARY
+from tests.tiny_models import DEVICE, VOCABULARY
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ENCODED_AT = 33  # where states are encoded that can move

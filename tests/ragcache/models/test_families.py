@@ -35,7 +35,6 @@ from ragcache.models import (
 from ragcache.models.families import FAMILIES, family_of, sliding_window, whole_context
 from ragcache.models.hf_patch import IMPLEMENTATION
 from ragcache.models.positions import Learned
-from tests.conftest import random_tokens, tiny_config, tiny_model
 from tests.ragcache.models.reference import (
     CLOSE,
     Module,
@@ -44,6 +43,7 @@ from tests.ragcache.models.reference import (
     reference,
     tiny_gemma,
 )
+from tests.tiny_models import random_tokens, tiny_config, tiny_model
 
 TYPES = (
     "bloom, falcon, gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, mpt, opt, phi, "

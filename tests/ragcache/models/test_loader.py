@@ -26,7 +26,7 @@ from ragcache.models import (
 )
 from ragcache.models.fingerprint import SAMPLES, model_fingerprint, tokenizer_fingerprint
 from ragcache.models.loader import INSTRUCTION, READER
-from tests.conftest import tiny_model
+from tests.tiny_models import tiny_model
 
 
 def save(folder: Path, reader: LoadedModel, family: str = "llama", **changes: Any) -> Path:

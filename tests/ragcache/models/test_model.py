@@ -25,7 +25,6 @@ from ragcache.models import (
     wrap_contiguous,
 )
 from ragcache.states import KVStates
-from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import (
     CLOSE,
     FULL,
@@ -39,6 +38,7 @@ from tests.ragcache.models.reference import (
     reference_logits,
     tiny_gemma,
 )
+from tests.tiny_models import random_tokens, tiny_model
 
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 

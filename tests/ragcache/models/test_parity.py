@@ -16,8 +16,8 @@ from ragcache.engine.engine import complete
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
-from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
+from tests.tiny_models import random_tokens, tiny_model
 
 
 def place(states: list[KVStates], question: list[int]) -> Context:

@@ -17,8 +17,8 @@ from ragcache.engine.request import Context
 from ragcache.errors import PromptTooLong, UnsupportedModel
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.positions import Alibi, Learned, Rotary, geometric_slopes, interleaved_slopes
-from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, reference
+from tests.tiny_models import random_tokens, tiny_model
 
 LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},

@@ -14,7 +14,7 @@ from ragcache.engine import Context
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.models import CausalLM, LoadedModel, wrap_causal
-from tests.conftest import tiny_model
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, bu
 from ragcache.retrieval import Hit, Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore
-from tests.conftest import random_tokens, tiny_model
 from tests.ragcache.pipeline.conftest import last_logits
+from tests.tiny_models import random_tokens, tiny_model
 
 DOCUMENTS = [
     SourceDocument("boats", "The survey boat Pipit is moored at the north quay."),

@@ -25,8 +25,8 @@ from ragcache.pipeline import ChatCall, ChatPipeline, ChatTemplate, ModuleEncode
 from ragcache.pipeline.chat import MIN_READ_TOKENS, InContextTokenizer, RenderedChat, lay_out_chat
 from ragcache.pipeline.prompt import ModuleStates, PromptLayout
 from ragcache.recognition import Fingerprints, FingerprintTable, find
-from tests.conftest import tiny_model
 from tests.ragcache.pipeline.conftest import spaced_tokenizer
+from tests.tiny_models import tiny_model
 
 BOATS = "The survey boat Pipit is moored at the north quay, beside the crane."
 KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."

@@ -12,7 +12,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, UnknownCollection, UnknownModule
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import Modules
-from tests.conftest import tiny_model
+from tests.tiny_models import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 

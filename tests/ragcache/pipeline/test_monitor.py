@@ -16,8 +16,8 @@ from ragcache.db import Catalog, Database, NewDocument, NewModule
 from ragcache.engine.core import BatchSnapshot, SegmentUse
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline.monitor import RequestRecord, batch_of
-from tests.conftest import tiny_model
 from tests.ragcache.conftest import make_key
+from tests.tiny_models import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 QUESTION = "Where is the kiln in the yard?"

@@ -16,7 +16,7 @@ from ragcache.errors import (
     UnknownSchema,
 )
 from ragcache.models import LoadedModel, wrap_causal
-from tests.conftest import tiny_model
+from tests.tiny_models import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 SCHEMA = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'

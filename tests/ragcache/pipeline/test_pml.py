@@ -33,8 +33,9 @@ from ragcache.pipeline.pml import SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
 from ragcache.store import KVStore
 from ragcache_schemas import Plan, parse_prompt, render_prompt_turns, resolve_prompt
-from tests.conftest import REPOSITORY, tiny_model
+from tests.conftest import REPOSITORY
 from tests.ragcache.pipeline.conftest import last_logits
+from tests.tiny_models import tiny_model
 
 SCHEMA = """
 <schema name="trip">

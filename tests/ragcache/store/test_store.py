@@ -31,7 +31,6 @@ from ragcache.store import (
     tier_status,
 )
 from ragcache.store.leases import AdmissionFilter, admits
-from tests.conftest import tiny_model
 from tests.ragcache.conftest import (
     TOKEN_BYTES,
     encode_missing,
@@ -40,6 +39,7 @@ from tests.ragcache.conftest import (
     make_states,
     same,
 )
+from tests.tiny_models import tiny_model
 
 STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
 BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from ragcache.models import LoadedModel, wrap_causal
-from tests.conftest import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, tiny_model
 
 TEXTS = [
     '{"name": "Ada", "age": 36, "tags": ["a", "b"], "active": true, "boss": null}',

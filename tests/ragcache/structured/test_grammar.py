@@ -26,7 +26,6 @@ from ragcache.structured.grammar import (
     logits_width,
     token_bytes,
 )
-from tests.conftest import VOCABULARY, random_tokens
 from tests.ragcache.engine.stepped_engine import (
     Answer,
     assert_all_blocks_free,
@@ -38,6 +37,7 @@ from tests.ragcache.engine.stepped_engine import (
     submit_request,
 )
 from tests.ragcache.structured.byte_level_model import SPECIAL, TEXTS, tiny, tokenizer
+from tests.tiny_models import VOCABULARY, random_tokens
 
 
 def test_equal_texts_are_equal_grammars() -> None:
