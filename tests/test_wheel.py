@@ -26,6 +26,8 @@ PACKAGES = {
 }
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:

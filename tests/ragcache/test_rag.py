@@ -30,6 +30,7 @@ from ragcache.errors import (
 )
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.retrieval import SearchParams
+from tests.conftest import write_notes
 from tests.tiny_models import tiny_model
 
 QUESTION = "Where does the spare key of the boathouse hang?"
@@ -438,6 +439,15 @@ class TestBadInput:
 
 class TestOptions:
     """Options are keywords of `TypedDict`s; a wrong name is an error that lists the right ones."""
+
+    @pytest.fixture(scope="class")
+    def rag(
+        self, tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
+    ) -> Iterator[RagCache]:
+        folder = tmp_path_factory.mktemp("options")
+        with RagCache.open(folder / "state", reader, max_new_tokens=8) as opened:
+            opened.ingest("notes", [write_notes(folder / "notes")])
+            yield opened
 
     @pytest.mark.parametrize(
         "method", ["ask", "ask_batch", "stream", "aask", "aask_batch", "astream"]

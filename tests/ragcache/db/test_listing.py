@@ -163,7 +163,7 @@ def pages(database: Database, wanted: ModuleFilter, sort: str, **options: Any) -
             return rows
 
 
-@pytest.mark.parametrize("few", [0, 10, 1000])
+@pytest.mark.parametrize("few", [0, pytest.param(10, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("match", MATCHES)
 def test_pages_are_what_sorting_all_modules_gives(
     filled: Database, match: str, few: int, monkeypatch: pytest.MonkeyPatch
