@@ -437,17 +437,22 @@ class TestBadInput:
             RagCache.open(tmp_path / "state", reader, embedding="word2vec")
 
 
+@pytest.fixture(scope="module")
+def rag_to_read(
+    tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
+) -> Iterator[RagCache]:
+    folder = tmp_path_factory.mktemp("options")
+    with RagCache.open(folder / "state", reader, max_new_tokens=8) as opened:
+        opened.ingest("notes", [write_notes(folder / "notes")])
+        yield opened
+
+
 class TestOptions:
     """Options are keywords of `TypedDict`s; a wrong name is an error that lists the right ones."""
 
-    @pytest.fixture(scope="class")
-    def rag(
-        self, tmp_path_factory: pytest.TempPathFactory, reader: LoadedModel
-    ) -> Iterator[RagCache]:
-        folder = tmp_path_factory.mktemp("options")
-        with RagCache.open(folder / "state", reader, max_new_tokens=8) as opened:
-            opened.ingest("notes", [write_notes(folder / "notes")])
-            yield opened
+    @pytest.fixture
+    def rag(self, rag_to_read: RagCache) -> RagCache:
+        return rag_to_read
 
     @pytest.mark.parametrize(
         "method", ["ask", "ask_batch", "stream", "aask", "aask_batch", "astream"]
