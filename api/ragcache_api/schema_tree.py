@@ -6,9 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_schemas import (  # isort: skip
-    Chat, Layout, Module, Parameter, PositionSpan, Schema, Slot, Text, Union,
-)  # fmt: skip
+from ragcache_schemas import (
+    Chat,
+    Layout,
+    Module,
+    Parameter,
+    PositionSpan,
+    Schema,
+    Slot,
+    Text,
+    Union,
+)
 
 PREVIEW, MOST = 80, 500  # characters of a text; children of one node
 _KINDS = {Text: "text", Parameter: "param", Slot: "slot", Union: "union", Module: "module"}

@@ -12,15 +12,19 @@ from ragcache.db import SchemaTexts
 from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.models import LoadedModel
+from ragcache.planning import (
+    Budgets,
+    Corpus,
+    advise,
+    corpus_of_collection,
+    corpus_of_sources,
+    make_plan,
+)
 from ragcache.store import KVStore
 from ragcache.store.verify import VerifyReport, verify
 from ragcache_api.http.protocol import PlanRequest, SchemaResponse
 from ragcache_api.schema_tree import tree_to_dict
 from ragcache_schemas import lay_out, render_schema_turns
-
-from ragcache.planning import (  # isort: skip
-    Budgets, Corpus, advise, corpus_of_collection, corpus_of_sources, make_plan,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,29 @@ from starlette.responses import Response
 from ragcache import Answer, AsyncAnswerStream, Generation
 from ragcache.engine import Choice, TokenDelta
 from ragcache_api.http.errors import ErrorInfo, HTTPProblem
+from ragcache_api.http.openai.protocol import (
+    ChatRequest,
+    CompletionHead,
+    CompletionRequest,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+    OpenAICompletion,
+    finish_reason_of,
+    unsupported,
+    usage,
+)
 from ragcache_api.http.openai.tools import OutputFormat, join_deltas
 from ragcache_api.http.protocol import CompactResponse, compact, event_stream, openai_problems
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, Service
-
-from ragcache_api.http.openai.protocol import (  # isort: skip
-    ChatRequest, CompletionHead, CompletionRequest, GenerationRequest, ModelCard, ModelList,
-    OpenAICompletion, finish_reason_of, unsupported, usage,
-)  # fmt: skip
-from ragcache_api.http.streaming import (  # isort: skip
-    Opening, complete_answers, deltas_of, format_event, stream_answer,
-)  # fmt: skip
+from ragcache_api.http.streaming import (
+    Opening,
+    complete_answers,
+    deltas_of,
+    format_event,
+    stream_answer,
+)
 
 DONE = b"data: [DONE]\n\n"
 router = APIRouter(prefix="/v1", tags=["openai"], responses=openai_problems())

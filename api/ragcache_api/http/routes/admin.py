@@ -13,14 +13,27 @@ from ragcache.config import NAMESPACE
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.protocol import (
+    ChangesResponse,
+    CollectionName,
+    EvictionResponse,
+    EvictRequest,
+    ExpireRequest,
+    Flag,
+    FlushResponse,
+    ModuleResponse,
+    ModuleTextResponse,
+    MoveRequest,
+    PageOf,
+    PlanRequest,
+    PublicId,
+    ResponseModel,
+    StatsResponse,
+    VerifyResponse,
+    problems,
+)
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext, off_loop
-
-from ragcache_api.http.protocol import (  # isort: skip
-    ChangesResponse, CollectionName, EvictionResponse, EvictRequest, ExpireRequest, Flag,
-    FlushResponse, ModuleResponse, ModuleTextResponse, MoveRequest, PageOf, PlanRequest, PublicId,
-    ResponseModel, StatsResponse, VerifyResponse, problems,
-)  # fmt: skip
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 Sort = Literal["id", "name", "nbytes", "hits", "last_use"]

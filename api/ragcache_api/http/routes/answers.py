@@ -11,16 +11,24 @@ from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
 from ragcache_api.http.errors import ErrorInfo
+from ragcache_api.http.protocol import (
+    AnswerRequest,
+    AnswerResponse,
+    CompactResponse,
+    PromptRequest,
+    answer_response,
+    event_stream,
+    problems,
+)
 from ragcache_api.http.requests import ActiveRequest
 from ragcache_api.http.service import ContextDep, RequestContext
-
-from ragcache_api.http.protocol import (  # isort: skip
-    AnswerRequest, AnswerResponse, CompactResponse, PromptRequest, answer_response, event_stream,
-    problems,
-)  # fmt: skip
-from ragcache_api.http.streaming import (  # isort: skip
-    Opening, complete_answers, deltas_of, format_event, stream_answer,
-)  # fmt: skip
+from ragcache_api.http.streaming import (
+    Opening,
+    complete_answers,
+    deltas_of,
+    format_event,
+    stream_answer,
+)
 
 router = APIRouter(
     prefix="/v1", tags=["answers"], responses={**problems(500), **event_stream("The answer")}

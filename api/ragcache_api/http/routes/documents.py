@@ -14,13 +14,21 @@ from ragcache.db import DocumentRow
 from ragcache.errors import UnreadableDocument
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.protocol import (
+    MULTIPART,
+    CollectionCreatedResponse,
+    CollectionName,
+    CollectionRequest,
+    CollectionResponse,
+    DeletedResponse,
+    DocumentResponse,
+    DocumentsRequest,
+    JobResponse,
+    PageOf,
+    problems,
+)
 from ragcache_api.http.requests import stopping
 from ragcache_api.http.service import ContextDep, off_loop
-
-from ragcache_api.http.protocol import (  # isort: skip
-    MULTIPART, CollectionCreatedResponse, CollectionName, CollectionRequest, CollectionResponse,
-    DeletedResponse, DocumentResponse, DocumentsRequest, JobResponse, PageOf, problems,
-)  # fmt: skip
 
 router = APIRouter(prefix="/v1/collections", tags=["documents"], responses=problems(507))
 Collection = Annotated[CollectionName, Path()]

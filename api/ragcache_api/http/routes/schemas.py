@@ -9,12 +9,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.protocol import (
+    DeletedResponse,
+    PageOf,
+    PathName,
+    SchemaRequest,
+    SchemaResponse,
+    problems,
+)
 from ragcache_api.http.service import ContextDep, RequestContext, off_loop
 from ragcache_schemas import Placement, parse_schema
-
-from ragcache_api.http.protocol import (  # isort: skip
-    DeletedResponse, PageOf, PathName, SchemaRequest, SchemaResponse, problems,
-)  # fmt: skip
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"], responses=problems(507))
 Name = Annotated[PathName, Path()]
