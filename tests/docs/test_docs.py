@@ -227,6 +227,7 @@ def service_blocks(page: str, kind: str) -> list[str]:
 
 @pytest.mark.enable_socket
 @pytest.mark.allow_hosts(["127.0.0.1"])
+@pytest.mark.slow
 @pytest.mark.parametrize("page", SERVICE_PAGES)
 def test_service_examples_run(page: str, reader: LoadedModel, tmp_path: Path) -> None:
     with RagCache.open(tmp_path / "state", reader) as rag:

@@ -196,6 +196,7 @@ print("again")
 """
 
 
+@pytest.mark.slow
 def test_workers_are_given_back_and_come_again() -> None:
     out = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
@@ -258,6 +259,7 @@ for step in (
 """
 
 
+@pytest.mark.slow
 def test_threads_that_copy_states_keep_no_workers() -> None:
     out = subprocess.run(
         [sys.executable, "-c", STORING], capture_output=True, text=True, check=True, timeout=120

@@ -138,6 +138,7 @@ def test_demo_compares_both_modes_for_every_question(
         assert each["ratio"] == each["first_token_exact"] / each["first_token_cached"]
 
 
+@pytest.mark.slow
 def test_demo_prints_questions_and_ratios(
     run: Run, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,8 @@ MATCHES: dict[str, tuple[ModuleFilter, Callable[[ModuleListing], bool]]] = {
         and "#2" in row.name,
     ),
 }  # fmt: skip
+QUICK = ("all", "pinned", "search", "nothing", "several")
+MATCH_PARAMS = [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) for m in MATCHES]
 
 
 def state(key: KVKey, tier: str, rng: random.Random) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def pages(database: Database, wanted: ModuleFilter, sort: str, **options: Any) -
 
 
 @pytest.mark.parametrize("few", [0, pytest.param(10, marks=pytest.mark.slow), 1000])
-@pytest.mark.parametrize("match", MATCHES)
+@pytest.mark.parametrize("match", MATCH_PARAMS)
 def test_pages_are_what_sorting_all_modules_gives(
     filled: Database, match: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
