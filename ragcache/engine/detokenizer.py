@@ -1,6 +1,6 @@
 """Token ids to text, one id at a time: whole characters, cut before the first stop string.
 
-The concatenated texts of an `IncrementalDetokenizer` equal `tokenizer.decode` of all ids.
+The concatenated texts of a detokenizer equal `tokenizer.decode` of all ids.
 `tokenizers.decoders.DecodeStream` is close to that, but it raises where invalid bytes change what
 was decoded before, holds everything back while invalid bytes go on, and has no call that ends the
 text and returns the rest.
