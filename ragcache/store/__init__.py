@@ -3,8 +3,7 @@
 from ragcache.store.admin import TierStatus, tier_status
 from ragcache.store.eviction import KVEntry, choose_victims
 from ragcache.store.leases import Lease, LeaseRequest, Origin
-from ragcache.store.options import TierOptions, open_tiers
-from ragcache.store.store import KVStore
+from ragcache.store.store import KVStore, TierOptions, open_tiers
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The KV cache: tiers under one ledger, recovery when it is opened, and its background threads."""
+"""The KV cache: tiers under one ledger and their options, recovery when it is opened, threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypedDict
 from uuid import uuid4
 
+import torch
 from sqlalchemy import func, select
 
+from ragcache.config import check_options, parse_bytes, parse_optional_bytes
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateRow
@@ -23,12 +26,12 @@ from ragcache.db.references import is_unowned, owned_among, retire
 from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable, StoreError
 from ragcache.states import FORMAT_VERSION, KVKey, KVStates
-from ragcache.states.quantization import KVDtype
-from ragcache.store.eviction import Policy
+from ragcache.states.quantization import KVDtype, check_kv_dtype
+from ragcache.store.eviction import Policy, check_policy
 from ragcache.store.leases import AdmissionFilter, Lease, LeaseRequest, StateLoader
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
-from ragcache.store.tiers import DiskTier, HostTier, Tier
+from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -369,3 +372,41 @@ def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
 def _is_alone(ledger: Ledger) -> bool:
     with ledger.database.reading() as session:
         return session.scalar(select(func.count()).select_from(SessionTable)) == 1
+
+
+class TierOptions(TypedDict, total=False):
+    """All optional. Sizes are bytes, or texts such as `8GiB`.
+
+    device_bytes: of a tier in the memory of the model's GPU. disk_bytes: without it, no limit.
+    remote: an fsspec URL (`s3://BUCKET/PATH`, `file:///MOUNT`), and remote_bytes. kv_dtype: how the
+    host, the disk and the remote keep states: `model`, `fp8` or `int8`. policy: `lru`, `gdsf` or
+    `lfu`. ledger: a database URL in place of the file in the state folder.
+    """
+
+    device_bytes: int | str
+    disk_bytes: int | str
+    remote: str
+    remote_bytes: int | str
+    kv_dtype: str
+    policy: str
+    ledger: str
+
+
+def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
+    """Arguments for `KVStore.open`. Raises `ConfigurationError`."""
+    check_options(options, TierOptions, "tiers")
+    kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
+    on_device: Tier | None = None
+    if "device_bytes" in options:
+        on_device = DeviceTier(parse_bytes(options["device_bytes"]), device)
+    remote: Tier | None = None
+    if "remote" in options:
+        budget = parse_optional_bytes(options.get("remote_bytes"))
+        remote = RemoteTier.open(options["remote"], budget, kv_dtype=kv_dtype)
+    return {
+        "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
+        "kv_dtype": kv_dtype,
+        "policy": check_policy(options.get("policy", "lru")),
+        "device": on_device,
+        "remote": remote,
+    }
