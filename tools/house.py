@@ -23,7 +23,7 @@ from typing import Any
 ROOTS = {"ragcache": ".", "schemas": "schemas", "connectors": "connectors", "api": "api"}
 
 
-class Module:
+class SourceFile:
     """A source file: its lines, classes and imports."""
 
     def __init__(self, name: str, path: Path) -> None:
@@ -51,12 +51,12 @@ class Tree:
     """All modules under a root, by name."""
 
     def __init__(self, root: Path) -> None:
-        self.modules = dict[str, Module]()
+        self.modules = dict[str, SourceFile]()
         for folder, base in ROOTS.items():
             for path in sorted((root / folder).rglob("*.py")):
                 parts = path.relative_to(root / base).with_suffix("").parts
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-                self.modules[name] = Module(name, path)
+                self.modules[name] = SourceFile(name, path)
 
     def target(self, source: str, name: str) -> str:
         """The module that an import names; "" outside the tree."""

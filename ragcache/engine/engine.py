@@ -150,7 +150,7 @@ class LLMEngine:
             self._take_messages(wait=not self._core.busy)
             try:
                 self._core.step()
-            except Exception as error:
+            except Exception as error:  # the thread goes on, whatever a step raised
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -69,7 +70,7 @@ async def complete_text(body: CompletionRequest, context: ContextDep) -> Respons
     generation, prompts = body.generation(context.deadline), body.prompts
     if body.stream and len(prompts) > 1:
         raise unsupported("prompt", "a stream takes one prompt")
-    openings = [_opening(context, body, generation, lambda text=text: text) for text in prompts]  # type: ignore[misc]
+    openings = [_opening(context, body, generation, partial(str, text)) for text in prompts]
     writer = lambda active: _TextWriter(context, body, active)  # noqa: E731
     return await _respond(context, "completion", body, openings, writer)
 
