@@ -6,7 +6,8 @@
 nor an ALiBi tensor over all tokens, and their attention's, over the module's own projections. Both
 call the class's own where the cache is not a `SegmentCache`.
 
-Without attention metadata (an ordinary call of the patched model) the model behaves as before.
+Without attention metadata (an ordinary call of the patched model) the model behaves as before. With
+`OperatorMetadata` each layer attends through the operator `ragcache::attend`, and can be compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from ragcache.attention import AttentionBackend, AttentionMetadata, Rotation, rotate
+from ragcache.attention.triton.operator import OperatorMetadata, attend
 from ragcache.errors import UnsupportedModel
 
 IMPLEMENTATION = "ragcache"
@@ -30,7 +33,9 @@ IMPLEMENTATION = "ragcache"
 class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Writes each layer's new states where the step's metadata wants them."""
 
-    def __init__(self, metadata: AttentionMetadata, backend: AttentionBackend) -> None:
+    def __init__(
+        self, metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend
+    ) -> None:
         super().__init__(layers=[])
         self.metadata = metadata
         self.backend = backend
@@ -43,13 +48,14 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return key_states, value_states
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, scale: float
     ) -> Tensor:
         """Writes a layer's new states, then attends to all that the metadata lists. query:
         [Hq, T, D]; key, value: [Hkv, T, D]. Returns [1, T, Hq * D]."""
-        self.metadata.write_states(layer, key, value)
-        out = self.backend.attend(self.metadata, layer, query, key, value, scale=scale)
-        return out.flatten(1)[None]
+        query, key, value = query[None], key[None], value[None]
+        self.update(key, value, module.layer_idx)
+        out = attend_layer(module, query, key, value, scale, self.metadata, self.backend)
+        return out.flatten(2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return 0
@@ -58,9 +64,30 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return query_length, 0
 
 
+def attend_layer(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float,
+    metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend,
+) -> Tensor:  # fmt: skip
+    """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]."""
+    if isinstance(metadata, OperatorMetadata):
+        return attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    return backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale)[None]
+
+
+def number_layers(model: nn.Module) -> None:
+    """Gives every attention module its layer's number as a tensor, which compiled code takes as an
+    input: one graph then serves all layers."""
+    for module in model.modules():
+        if isinstance(layer := getattr(module, "layer_idx", None), int):
+            module.ragcache_layer = torch.tensor(layer, device="cpu")
+
+
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, scaling: float | None = None, attention_metadata: AttentionMetadata | None = None,
+    *, scaling: float | None = None,
+    attention_metadata: AttentionMetadata | OperatorMetadata | None = None,
     backend: AttentionBackend | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`."""
@@ -70,10 +97,7 @@ def ragged_attention(
         )
         return out
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    context = backend.attend(attention_metadata, layer, query[0], key[0], value[0], scale=scale)
-    return context[None], None
+    return attend_layer(module, query, key, value, scale, attention_metadata, backend), None
 
 
 def patch_attention(model: Any) -> None:
@@ -150,7 +174,7 @@ def falcon_attention(
     if position_embeddings is not None:
         cos, sin = (each[0, :, : dim // 2] for each in position_embeddings)  # halves are equal
         query, key = rotate(query, Rotation(cos, sin)), rotate(key, Rotation(cos, sin))
-    context = layer_past.attend(module.layer_idx, query, key, value, scale=dim**-0.5)
+    context = layer_past.attend(module, query, key, value, scale=dim**-0.5)
     return module.dense(context), None
 
 
@@ -170,7 +194,7 @@ def mpt_attention(module: Any, hidden: Tensor, *, past_key_values: SegmentCache,
     fused = fused.view(hidden.shape[1], 3, module.n_heads, module.head_dim)
     query, key, value = fused.permute(1, 2, 0, 3)  # [Hq, T, D] each
     scale = module.softmax_scale
-    context = past_key_values.attend(module.layer_idx, query, key, value, scale=scale)
+    context = past_key_values.attend(module, query, key, value, scale=scale)
     return module.out_proj(context), None
 
 
@@ -190,5 +214,5 @@ def bloom_attention(
     fused = fused.view(hidden.shape[1], module.num_heads, 3, module.head_dim)
     query, key, value = fused.permute(2, 1, 0, 3)  # [Hq, T, D] each
     scale = module.inv_norm_factor
-    context = layer_past.attend(module.layer_idx, query, key, value, scale=scale)
+    context = layer_past.attend(module, query, key, value, scale=scale)
     return module.dense(context) + residual, None

@@ -22,6 +22,7 @@ from transformers import Cache
 
 from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.ops import rotate
+from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.fingerprint import model_fingerprint
 from ragcache.models.hf_patch import SegmentCache
 from ragcache.models.positions import LayeredRotary, PositionScheme
@@ -105,12 +106,13 @@ class LanguageModel:
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
     """One ragged forward pass: the new tokens of all requests, flattened. token_ids, position_ids:
-    [T] int64; logit_rows: [R] int64, the rows whose logits are wanted."""
+    [T] int64; logit_rows: [R] int64, the rows whose logits are wanted. metadata: `OperatorMetadata`
+    of a registered step on a device whose model `prepare_for_device` has prepared."""
 
     token_ids: Tensor
     position_ids: Tensor
     logit_rows: Tensor
-    metadata: AttentionMetadata
+    metadata: AttentionMetadata | OperatorMetadata
 
 
 class CausalLM(LanguageModel):

@@ -1,0 +1,73 @@
+"""The custom operator `ragcache::attend`: attention as compiled code and CUDA graphs see it.
+
+A compiled layer must not depend on what a step attends to. So it calls one opaque operator, which
+finds the live step by a handle, writes the layer's new states and attends. The layer is a tensor
+and the handle a dynamic integer: one graph then serves all layers of a model, and all steps.
+
+Nothing here imports Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+
+class DeviceStep(Protocol):
+    """Computes the attention of one runner's steps, over tables that it fills before each. Must be
+    weakly referable (a dataclass with slots needs `weakref_slot=True`)."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Writes the layer's new states, and attends to all that the step's tables list.
+
+        query: [1, Hq, T, D], rotated to the rows' positions; key, value: [1, Hkv, T, D]. Any
+        strides, the last of them 1. Returns [1, T, Hq, D], contiguous and new memory: what aliases
+        an input is refused by PyTorch. May not wait for the device.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorMetadata:
+    """Stands in place of `AttentionMetadata` where a layer attends through the operator.
+
+    handle: of the step, by `register_step`.
+    """
+
+    handle: int
+
+    def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Nothing: the operator writes them."""
+
+
+_steps: WeakValueDictionary[int, DeviceStep] = WeakValueDictionary()
+_handles = count(2)  # compiled code takes 0 and 1 for constants, any other number as it comes
+
+
+def register_step(step: DeviceStep) -> int:
+    """A handle by which the operator finds the step. The step lives no longer for it."""
+    handle = next(_handles)
+    _steps[handle] = step
+    return handle
+
+
+@torch.library.custom_op(
+    "ragcache::attend", mutates_args=(), tags=(torch.Tag.needs_fixed_stride_order,)
+)
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scale: float, handle: int
+) -> Tensor:
+    """`DeviceStep.attend` of the step with this handle. layer: 0-dim int64 on the CPU."""
+    return _steps[handle].attend(int(layer), query, key, value, scale)
+
+
+@attend.register_fake
+def _shape_attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scale: float, handle: int  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    batch, heads, rows, dim = query.shape
+    return query.new_empty(batch, rows, heads, dim)
