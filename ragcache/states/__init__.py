@@ -1,5 +1,6 @@
 """Key/value states of a run of tokens, and the key that names all that they depend on."""
 
+from ragcache.states.arrival import Arrival
 from ragcache.states.kv import FORMAT_VERSION, KVKey, KVStates, state_key
 
-__all__ = ["FORMAT_VERSION", "KVKey", "KVStates", "state_key"]
+__all__ = ["FORMAT_VERSION", "Arrival", "KVKey", "KVStates", "state_key"]

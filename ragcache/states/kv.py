@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
+
+from ragcache.states.arrival import Arrival
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,11 +18,22 @@ class KVStates:
 
     keys, values: [L, Hkv, S, D] in the model's dtype. Rotary keys carry their
     rotation at those positions; a prompt that holds them elsewhere turns its queries.
+    arrival: of states that are still being copied to a device, which is to be waited for before
+    they are read; None for all others. They have no scales: see `QuantizedStates`.
     """
 
     keys: Tensor
     values: Tensor
     start: int
+    arrival: Arrival | None = field(default=None, kw_only=True)
+
+    @property
+    def key_scales(self) -> None:
+        """None: keys are in the model's dtype."""
+
+    @property
+    def value_scales(self) -> None:
+        """None: values are in the model's dtype."""
 
     @property
     def length(self) -> int:
@@ -34,7 +47,8 @@ class KVStates:
 
     def part(self, begin: int, end: int, start: int) -> KVStates:
         """Tokens begin:end as states of their own, encoded from position `start` on. A view."""
-        return KVStates(self.keys[:, :, begin:end], self.values[:, :, begin:end], start)
+        keys, values = self.keys[:, :, begin:end], self.values[:, :, begin:end]
+        return KVStates(keys, values, start, arrival=self.arrival)
 
 
 FORMAT_VERSION = 2

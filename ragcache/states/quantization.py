@@ -13,7 +13,7 @@ and 2.5 % to 2.7 % for fp8 in every layout, whose error is its three bits of man
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import keeps_no_workers
+from ragcache.states.arrival import Arrival
 from ragcache.states.kv import KVStates
 
 KVDtype = Literal["model", "fp8", "int8"]
@@ -37,7 +38,7 @@ class QuantizedStates:
 
     keys, values: [L, Hkv, S, D], int8 or float8_e4m3fn. key_scales: [L, Hkv, 1, D] and
     value_scales: [L, Hkv, S, 1], float32; an element is its number times its scale. dtype: that of
-    the states before.
+    the states before. arrival: as in `KVStates`.
     """
 
     keys: Tensor
@@ -46,6 +47,7 @@ class QuantizedStates:
     value_scales: Tensor
     start: int
     dtype: torch.dtype
+    arrival: Arrival | None = field(default=None, kw_only=True)
 
     @property
     def length(self) -> int:
@@ -57,6 +59,16 @@ class QuantizedStates:
         """Bytes of all four tensors."""
         return sum(tensor.nbytes for tensor in tensors_of(self).values())
 
+    def part(self, begin: int, end: int, start: int) -> QuantizedStates:
+        """Tokens begin:end as states of their own, encoded from position `start` on. A view, with
+        the same scales."""
+        here = slice(begin, end)
+        return QuantizedStates(
+            self.keys[:, :, here], self.values[:, :, here], self.key_scales,
+            self.value_scales[:, :, here], start, self.dtype,
+            arrival=self.arrival,
+        )  # fmt: skip
+
     @keeps_no_workers
     def restore(self, dtype: torch.dtype | None = None) -> KVStates:
         """States in `dtype`, by default the one that they had before, on the same device.
@@ -65,6 +77,7 @@ class QuantizedStates:
         (int8), or by the larger of 1/16 of itself and 2^-10 of its scale (fp8), and by the rounding
         of `dtype`.
         """
+        wait_for_arrival(self)
         dtype = dtype or self.dtype
         keys = self.keys.float().mul_(self.key_scales).to(dtype)
         values = self.values.float().mul_(self.value_scales).to(dtype)
@@ -86,6 +99,7 @@ def quantize(states: StoredStates, kv_dtype: KVDtype) -> StoredStates:
     check_kv_dtype(kv_dtype)
     if kv_dtype_of(states) == kv_dtype:
         return states
+    wait_for_arrival(states)
     plain = restored(states)
     if kv_dtype == "model":
         return plain
@@ -110,6 +124,12 @@ def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
 def restored(states: StoredStates) -> KVStates:
     """States that attention can read: these themselves unless they are quantized."""
     return states.restore() if isinstance(states, QuantizedStates) else states
+
+
+def wait_for_arrival(states: StoredStates) -> None:
+    """Waits in the calling thread until states are there, before it reads them itself."""
+    if states.arrival is not None:
+        states.arrival.synchronize()
 
 
 def kv_dtype_of(states: StoredStates) -> KVDtype:
@@ -140,13 +160,15 @@ def tensors_of(states: StoredStates) -> dict[str, Tensor]:
     return {"key_scales": states.key_scales, "value_scales": states.value_scales, **plain}
 
 
-def rebuild(tensors: Mapping[str, Tensor], start: int, dtype: torch.dtype) -> StoredStates:
+def rebuild(
+    tensors: Mapping[str, Tensor], start: int, dtype: torch.dtype, arrival: Arrival | None = None
+) -> StoredStates:
     """The inverse of `tensors_of`. Raises `KeyError` where one is missing."""
     keys, values = tensors["keys"], tensors["values"]
     if len(tensors) == 2:
-        return KVStates(keys, values, start)
+        return KVStates(keys, values, start, arrival=arrival)
     key_scales, value_scales = tensors["key_scales"], tensors["value_scales"]
-    return QuantizedStates(keys, values, key_scales, value_scales, start, dtype)
+    return QuantizedStates(keys, values, key_scales, value_scales, start, dtype, arrival=arrival)
 
 
 def _scaled(states: Tensor, axis: int, kv_dtype: KVDtype) -> tuple[Tensor, Tensor]:

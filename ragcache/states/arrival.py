@@ -1,0 +1,57 @@
+"""The arrival of states on a device: copies that are queued, layer by layer, and not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class CopyEvent(Protocol):
+    """The end of a queued copy, as `torch.cuda.Event` tells it."""
+
+    def query(self) -> bool: ...
+    def wait(self, stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Arrival:
+    """When states that are on their way to a device are there. Those that were copied in one go
+    share an arrival. Thread-safe.
+
+    Sources are kept alive until the copies have ended: a copy reads pinned memory when the device
+    comes to it, not when it is queued.
+    """
+
+    def __init__(
+        self, events: Sequence[CopyEvent], layers_per_event: int = 1, sources: object = None
+    ) -> None:
+        """events: at least one, in the order in which the copies end; event n follows the layers up
+        to (n + 1) * layers_per_event of all states. sources: what the copies read."""
+        assert events
+        self._events, self._layers_per_event = tuple(events), layers_per_event
+        self._sources = sources
+        self._ended = False
+
+    def wait(self, stream: Any, layer: int | None = None) -> None:
+        """Makes what is queued on a stream from now on wait for this layer's keys and values, or
+        for those of all layers. The calling thread does not wait."""
+        if self._ended:
+            return
+        last = len(self._events) - 1
+        number = last if layer is None else min(layer // self._layers_per_event, last)
+        self._events[number].wait(stream)
+
+    def ready(self) -> bool:
+        """Whether everything is there."""
+        if not self._ended and self._events[-1].query():
+            self._end()
+        return self._ended
+
+    def synchronize(self) -> None:
+        """Waits in the calling thread until everything is there."""
+        if not self._ended:
+            self._events[-1].synchronize()
+            self._end()
+
+    def _end(self) -> None:
+        self._ended, self._sources = True, None
