@@ -45,13 +45,18 @@ LONG_SPAN = 4
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledChunk:
     """One request's share of a step: its next tokens, which follow its private states.
-    position_ids ascend; a token sees the segments that start at or before it."""
+    position_ids ascend; a token sees the segments that start at or before it.
+
+    follows: None, or the row of the tokens sampled by the step before that is this chunk's only
+    token; the host does not know it yet, and the one in `token_ids` means nothing.
+    """
 
     segments: tuple[Segment, ...]
     private: RequestKV
     token_ids: Sequence[int]
     position_ids: Sequence[int]
     wants_logits: bool = True
+    follows: int | None = None
 
 
 @dataclass(slots=True)

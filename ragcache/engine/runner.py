@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.engine.sampler import HostSampler, TokenSampler
 from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM, LanguageModel
 
 
@@ -24,12 +25,17 @@ class ModelRunner(Protocol):
     """Whether requests can use each other's private states, block by block."""
     window: int
     """The most positions of prompt and answer."""
+    asynchronous: bool
+    """Whether steps are launched and run on; it is an `AsynchronousRunner` then."""
 
     @property
     def model(self) -> LanguageModel: ...
 
     def create_pool(self, nbytes: int) -> BlockPool:
         """The pool of private states, of at most `nbytes`."""
+
+    def create_sampler(self) -> TokenSampler:
+        """Samples tokens from the logits of the steps."""
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         """Plans a step; the result computes it and returns the logits of the last row of each chunk
@@ -42,10 +48,34 @@ class ModelRunner(Protocol):
         """Releases what is kept between steps; called when nothing runs."""
 
 
+class AsynchronousRunner(ModelRunner, Protocol):
+    """Launches steps, which a device computes one after another in the order of their launches.
+
+    What a step reads stays referenced by the core until the step has been waited for, so memory of
+    segments may be reused once nothing references their tensors, and not before: a lease can end
+    while a step runs. Blocks of the pool are freed without waiting, since whatever writes to them
+    next is launched later.
+    """
+
+    def prepare_batch(
+        self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Plans a step; the result launches it and returns its logits without waiting.
+
+        previous: `PendingTokens.inputs` of the step before, int64 [N] on the device, where some
+        chunks have `follows`: the token of such a chunk is `previous[chunk.follows]`.
+        """
+
+    def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
+        """Plans the step after one whose chunks all had one token and wanted logits, with the same
+        chunks, each one token further. previous: the tokens sampled by it, in its order."""
+
+
 class RaggedModelRunner:
     """Computes all chunks in one pass over segments."""
 
     shares_prefixes = True
+    asynchronous = False
 
     def __init__(self, model: CausalLM) -> None:
         self.model, self.window = model, model.window
@@ -53,6 +83,9 @@ class RaggedModelRunner:
 
     def create_pool(self, nbytes: int) -> BlockPool:
         return BlockPool.create(self.model, nbytes)
+
+    def create_sampler(self) -> TokenSampler:
+        return HostSampler()
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         step = self.builder.build_batch(chunks)
@@ -72,6 +105,7 @@ class BufferedModelRunner:
     """
 
     shares_prefixes = False
+    asynchronous = False
 
     def __init__(self, model: ContiguousLM) -> None:
         self.model, self.window = model, model.window
@@ -87,6 +121,9 @@ class BufferedModelRunner:
         """Blocks without memory. Unused buffers may take `nbytes`."""
         self.buffers.keep_bytes = nbytes
         return BlockPool.create(self.model, nbytes, device=torch.device("meta"))
+
+    def create_sampler(self) -> TokenSampler:
+        return HostSampler()
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
         return lambda: self._run(chunks)

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +76,59 @@ class SampledToken:
     token: int
     logprob: float | None = None
     alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class PendingTokens(Protocol):
+    """The tokens of a step, which may still be computed.
+
+    inputs: int64 [R], the tokens on the logits' device, for the step that comes after; some valid
+    token where none could be sampled.
+    """
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    def wait(self) -> list[SampledToken | UnusableLogits]:
+        """Waits until the step has been computed; see `sample_tokens`. Called once."""
+
+
+class TokenSampler(Protocol):
+    """Samples the tokens of step after step."""
+
+    def launch(
+        self, logits: Tensor, states: Sequence[SamplerState],
+        forbidden: Sequence[Collection[int]] | None = None,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> PendingTokens:  # fmt: skip
+        """Begins `sample_tokens`, and does not wait. The states of the rows are current until it
+        has been waited for. What follows from `states` may be kept while the same list comes.
+        forbidden, masks: None where no row has any. No rows: waiting waits for the step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SampledTokens:
+    """Tokens that were sampled at once."""
+
+    results: list[SampledToken | UnusableLogits]
+
+    @property
+    def inputs(self) -> Tensor:
+        return torch.tensor([getattr(each, "token", 0) for each in self.results])
+
+    def wait(self) -> list[SampledToken | UnusableLogits]:
+        return self.results
+
+
+class HostSampler:
+    """Samples at once."""
+
+    def launch(
+        self, logits: Tensor, states: Sequence[SamplerState],
+        forbidden: Sequence[Collection[int]] | None = None,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> PendingTokens:  # fmt: skip
+        bans = [()] * len(states) if forbidden is None else forbidden
+        return _SampledTokens(sample_tokens(logits, states, bans, masks) if states else [])
 
 
 @torch.inference_mode()
