@@ -33,7 +33,8 @@ class RagCacheConfig:
     module_tokens: int = 384
     host_bytes: int = 2 * 2**30
     max_new_tokens: int = 64
-    private_bytes: int = 2**29
+    private_bytes: int | None = None
+    warm_up: bool = False
     queue: int = 1024
     scaffold_after: int | None = None
     ingestion_bytes: int = 2**28
@@ -41,7 +42,7 @@ class RagCacheConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and value < 1:
+            if value is not None and value is not False and value < 1:
                 raise ConfigurationError(f"{field.name} is {value}; it must be positive")
 
 

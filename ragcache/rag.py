@@ -9,7 +9,14 @@ from typing import Any, Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import DEFAULT_K, RagCacheConfig, check_mode, check_options, parse_bytes
+from ragcache.config import (
+    DEFAULT_K,
+    RagCacheConfig,
+    check_mode,
+    check_options,
+    parse_bytes,
+    parse_optional_bytes,
+)
 from ragcache.db import (
     ApiKeys,
     CollectionRow,
@@ -82,10 +89,12 @@ class RagCache:
         module_tokens: int = 384,
         host_bytes: int | str = "2GiB",
         max_new_tokens: int = 64,
-        private_bytes: int | str = "512MiB",
+        private_bytes: int | str | None = None,
         queue: int = 1024,
         scaffold_after: int | None = None,
         ingestion_bytes: int | str = "256MiB",
+        device: str = "cpu",
+        warm_up: bool = False,
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder; makes it if need be. Sizes are bytes, or texts such as `8GiB`.
@@ -98,11 +107,14 @@ class RagCache:
             module_tokens: The most tokens of a module.
             host_bytes: The budget of the host tier.
             max_new_tokens: The most tokens of an answer, unless a request says otherwise.
-            private_bytes: Room for the states of questions and answers.
+            private_bytes: Room for the states of questions and answers; by default 512 MiB, and on
+                a GPU a part of what is free.
             queue: The most requests that wait; one more raises `QueueFull`.
             scaffold_after: How often the same modules are retrieved in one order before they become
                 a scaffold (see `add_scaffold`); None for never.
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
+            device: Where the model runs, such as `cuda` or `cuda:1`, unless it is loaded already.
+            warm_up: Whether a GPU's graphs are captured now; else with the first steps.
             **tiers: The other tiers and their options; see `TierOptions`.
 
         Raises:
@@ -115,12 +127,13 @@ class RagCache:
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
         """
         config = RagCacheConfig(
-            module_tokens, parse_bytes(host_bytes), max_new_tokens, parse_bytes(private_bytes),
-            queue, scaffold_after, parse_bytes(ingestion_bytes),
+            module_tokens, parse_bytes(host_bytes), max_new_tokens,
+            parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
+            parse_bytes(ingestion_bytes),
         )  # fmt: skip
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
-        loaded = model if isinstance(model, LoadedModel) else load_model(model)
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device)
         chosen = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
         store = KVStore.open(folder, database, config.host_bytes, **chosen)

@@ -91,8 +91,9 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 
     default = cache(load_model)
 
-    def load(name: str | Path | None = None) -> LoadedModel:
-        return default() if name is None else load_model(name)
+    def load(name: str | Path | None = None, *, device: str = "cpu") -> LoadedModel:
+        on_cpu = name is None and device == "cpu"
+        return default() if on_cpu else load_model(name, device=device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "READER", float_reader)

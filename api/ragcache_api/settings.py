@@ -60,7 +60,10 @@ class ServiceSettings(BaseSettings):
         "256MiB", description="Documents that wait to be stored; more get 429."
     )
     host_bytes: Size = Field("2GiB", description="Budget of the host tier.")
-    private_bytes: Size = Field("512MiB", description="Room for questions' own states.")
+    device: str = Field("cpu", description="Where the model runs: `cpu`, `cuda`, `cuda:1`.")
+    private_bytes: Size | None = Field(
+        None, description="Room for questions' own states: 512 MiB; a share of a GPU."
+    )
     device_bytes: Size | None = Field(None, description="Budget of a tier on the GPU.")
     disk_bytes: Size | None = Field(None, description="Budget of the disk; else no limit.")
     remote: str | None = Field(None, description="An fsspec URL of a remote tier.")
@@ -140,7 +143,7 @@ class ServiceSettings(BaseSettings):
         names = {
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "disk_bytes", "remote", "remote_bytes", "kv_dtype",
-            "policy", "ledger", "ingestion_bytes",
+            "policy", "ledger", "ingestion_bytes", "device",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GPU_RESERVE = 4 * 2**30
+"""Bytes of a GPU that are left to activations, graphs and the allocator."""
+GPU_POOL_SHARE = 0.3
+"""Of the rest: what the pool takes. Documents take what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +25,8 @@ class EngineConfig:
         running: The most requests at once.
         queue: The most requests that wait; one more is refused.
         retained: The share of the pool that may hold states of requests that have ended.
+        warm_up: Whether a GPU's graphs are captured when the engine starts, rather than when the
+            first steps of their size come.
     """
 
     pool_bytes: int = 2**29
@@ -25,6 +35,20 @@ class EngineConfig:
     running: int = 64
     queue: int = 1024
     retained: float = 0.5
+    warm_up: bool = False
+
+    @classmethod
+    def for_device(cls, device: torch.device, **changes: Any) -> EngineConfig:
+        """The limits that suit a device; changes: other values than the defaults, None for those.
+        On a GPU the pool is sized from the memory that is free now."""
+        limits: dict[str, Any] = {}
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            pool = int(max(free - GPU_RESERVE, free // 2) * GPU_POOL_SHARE)
+            limits = {"pool_bytes": pool, "step_tokens": 512, "prefill_tokens": 8192}
+            limits["running"] = 256
+        given = {name: value for name, value in changes.items() if value is not None}
+        return cls(**(limits | given))
 
 
 @dataclass(slots=True)

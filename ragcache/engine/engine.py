@@ -36,7 +36,7 @@ class LLMEngine:
 
     Args:
         model: The model, wrapped by `ragcache.models.wrap`.
-        config: Memory and limits; None for the defaults.
+        config: Memory and limits; None for the defaults of the model's device.
 
     Example:
         >>> with LLMEngine(model) as engine:  # doctest: +SKIP
@@ -44,7 +44,7 @@ class LLMEngine:
     """
 
     def __init__(self, model: LanguageModel, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+        self.config = config or EngineConfig.for_device(model.device)
         self._core = EngineCore(runner_for(model), self.config)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
@@ -182,7 +182,7 @@ def complete(
 ) -> list[RequestOutput]:
     """Runs requests in one batch, in the calling thread. Returns their outputs, in order. Raises
     what `LLMEngine.submit_request` raises."""
-    core = EngineCore(runner_for(model), config or EngineConfig())
+    core = EngineCore(runner_for(model), config or EngineConfig.for_device(model.device))
     handles = []
     for request in requests:
         core.check_request(request)

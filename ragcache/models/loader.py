@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ragcache.errors import ModelNotFound, UnsupportedModel
+from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models.families import wrap
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
@@ -99,8 +99,10 @@ def load_model(
     """Loads and patches a model.
 
     name: a folder or a hub name; None is the embedded reader. dtype: None keeps the checkpoint's.
-    Raises `ModelNotFound` or `UnsupportedModel`.
+    Raises `ModelNotFound`, `UnsupportedModel`, or `ConfigurationError` for a device that this
+    machine does not have.
     """
+    place = _device(device)
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,8 +117,22 @@ def load_model(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    causal = wrap(model.to(device))
+    causal = wrap(model.to(place))
     return LoadedModel("ragcache-reader" if name is None else source, causal, tokenizer)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"{name!r} is not a device; give cpu, cuda or cuda:1") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigurationError(
+            f"this machine has {count} usable GPUs, so there is no {name}; check the driver with "
+            "nvidia-smi and that torch was built for CUDA, or run on cpu"
+        )
+    return device
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,10 @@ class SharedServices:
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine."""
         model = model.thread_safe
-        limits = EngineConfig(pool_bytes=config.private_bytes, queue=config.queue)
+        limits = EngineConfig.for_device(
+            model.causal.device, pool_bytes=config.private_bytes, queue=config.queue,
+            warm_up=config.warm_up,
+        )  # fmt: skip
         return cls(
             database, model, LLMEngine(model.causal, limits), store, DeferredReleases(), embedder,
             config, ChatTemplate(model), ApiKeys(database),

@@ -41,7 +41,7 @@ def serve(
     with errors.status("loading the model"):
         from ragcache import RagCache
 
-        rag = RagCache.open(settings.state, settings.model, **settings.opening())
+        rag = RagCache.open(settings.state, settings.model, warm_up=True, **settings.opening())
     with rag:
         serve_app(rag, settings)
 

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ragcache import RagCache
-from ragcache.errors import ModelNotFound, UnsupportedModel
+from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models import (
     ContiguousLM,
     LoadedModel,
@@ -374,3 +374,9 @@ def test_without_a_serialized_form_tokens_count_with_their_ids() -> None:
 
     assert slow({"a": 0, "b": 1}) == slow({"b": 1, "a": 0})
     assert slow({"a": 0, "b": 1}) != slow({"a": 1, "b": 0})
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:97"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigurationError, match=device):
+        load_model(device=device)
