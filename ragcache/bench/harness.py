@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama; the default is the shape of all published figures (0.4 B)."""
+    """The sizes of a Llama; the default is the shape of the figures on a CPU (0.4 B)."""
 
     num_layers: int = 24
     hidden: int = 896
@@ -37,6 +37,8 @@ class LlamaShape:
     intermediate: int = 4864
     vocabulary: int = 32000
     window: int = 8192
+    theta: float = 10_000.0
+    tied: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -47,6 +49,16 @@ class LlamaShape:
         """Weights of one layer's matrix products."""
         attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_dim
         return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the product that makes logits."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def pair_elements(self) -> int:
+        """Elements of the keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
 
     def flops(self, new_tokens: int, past_tokens: int) -> float:
         """Floating-point operations of a causal pass over `new_tokens` after `past_tokens`, with
@@ -60,8 +72,9 @@ class LlamaShape:
         """Token ids drawn uniformly from the vocabulary."""
         return [rng.randrange(self.vocabulary) for _ in range(count)]
 
-    def build(self, dtype: torch.dtype, seed: int = 0) -> Any:
-        """A Hugging Face model with random weights."""
+    def build(self, dtype: torch.dtype, seed: int = 0, device: str | None = None) -> Any:
+        """A Hugging Face model with random weights. device: where the weights are drawn, in `dtype`
+        at once; None draws them in float32 on the CPU, the same on every machine."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(seed)
@@ -73,10 +86,26 @@ class LlamaShape:
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_kv_heads,
             max_position_embeddings=self.window,
-            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": self.theta},
+            tie_word_embeddings=self.tied,
             dtype=dtype,
         )
-        return LlamaForCausalLM(config).to(dtype).eval()
+        if device is None:
+            return LlamaForCausalLM(config).to(dtype).eval()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                return LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(before)
+
+
+SHAPES: Mapping[str, LlamaShape] = {
+    "7b": LlamaShape(32, 4096, 32, 32, 11008, 32000, 32768, 10_000.0, tied=False),
+    "8b": LlamaShape(32, 4096, 32, 8, 14336, 128256, 32768, 500_000.0, tied=False),
+}
+"""The shapes of the figures on a GPU: Llama 7B with as many key heads as query heads, and 8B."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ragcache.bench.harness import LlamaShape, Progress, PromptSetting, describe_machine, seconds
+from ragcache.bench.peers import concatenate, prefill
 from ragcache.engine import EncodeJob, LLMEngine, Request, assemble_context, encode
 from ragcache.models import wrap_causal
 from ragcache.planning import encode_modules
@@ -43,14 +43,14 @@ def bench_ttft(
     prompt = [t for run in (preamble, *reversed(modules), question) for t in run]
 
     progress("ordinary prefill (tens of seconds)")
-    ordinary = partial(_prefill, model, prompt)
-    prefill = statistics.median(seconds(ordinary) for _ in range(setting.prefill_runs))
+    ordinary = partial(prefill, model, prompt)
+    computed = statistics.median(seconds(ordinary) for _ in range(setting.prefill_runs))
     causal = wrap_causal(model)
     progress("encoding the modules")
     [root] = encode(causal, [EncodeJob(preamble)])
     placed = [root, *reversed(encode_modules(causal, root, modules))]
     model.set_attn_implementation("sdpa")
-    concatenated = partial(_concatenated, model, placed, question)
+    concatenated = partial(concatenate, model, placed, question)
     concatenated()
     times: dict[str, list[float]] = {"concat": [], "cached": []}
     progress("concatenated states and segments, in turn")
@@ -64,44 +64,16 @@ def bench_ttft(
     middle, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
     everything = setting.shape.flops(setting.cached_tokens + setting.question_tokens, 0)
     remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
-    limit = prefill * remaining / everything
+    limit = computed * remaining / everything
     return {
-        "ratio_to_prefill": prefill / middle,
+        "ratio_to_prefill": computed / middle,
         "ratio_to_concat": concat / middle,
         "share_of_limit": limit / middle,
-        "seconds": {"prefill": prefill, "concat": concat, "cached": middle, "limit": limit},
+        "seconds": {"prefill": computed, "concat": concat, "cached": middle, "limit": limit},
         "runs": times,
         "setting": asdict(setting),
         "machine": describe_machine(),
     }
-
-
-@torch.inference_mode()
-def _prefill(model: Any, prompt: Sequence[int]) -> int:
-    logits: Tensor = model(_ids(model, prompt), use_cache=True, logits_to_keep=1).logits
-    return int(logits[0, -1].argmax())
-
-
-@torch.inference_mode()
-def _concatenated(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
-    """Hugging Face transformers: the states of every layer concatenated into a `DynamicCache`."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    for layer in range(states[0].keys.shape[0]):
-        keys = torch.cat([s.keys[layer] for s in states], dim=1)
-        values = torch.cat([s.values[layer] for s in states], dim=1)
-        cache.update(keys[None], values[None], layer)
-    start = sum(s.length for s in states)
-    positions = torch.arange(start, start + len(question), device=model.device)[None]
-    logits: Tensor = model(
-        _ids(model, question), position_ids=positions, past_key_values=cache, logits_to_keep=1
-    ).logits
-    return int(logits[0, -1].argmax())
-
-
-def _ids(model: Any, tokens: Sequence[int]) -> Tensor:
-    return torch.tensor([list(tokens)], device=model.device)
 
 
 def _cached(

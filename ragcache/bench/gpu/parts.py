@@ -1,0 +1,215 @@
+"""The parts that run through the engine: first tokens, decoding, orders, serving, encoding."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ragcache.bench.gpu.session import (
+    PATIENCE,
+    GpuSession,
+    counters_between,
+    median_ms,
+    time_steps,
+)
+from ragcache.bench.gpu.table import Ceilings
+from ragcache.states import KVStates
+from ragcache.states.quantization import quantize
+
+
+def bench_encode(session: GpuSession, ceilings: Ceilings) -> dict[str, Any]:
+    """Encodes all documents twice, and keeps the second states for the parts that follow."""
+    load, shape = session.load, session.shape
+    few = max(1, 8192 // load.document_tokens)
+    session.encode(session.texts[:few])  # warm
+    times: list[float] = []
+    for _ in range(2):
+        session.keep_documents([])
+        session.free_memory()
+        begin = time.perf_counter()
+        session.keep_documents(session.encode(session.texts))
+        times.append(time.perf_counter() - begin)
+    seconds, tokens = min(times), load.documents * load.document_tokens
+    flops = 2.0 * tokens * shape.num_layers * shape.layer_weights
+    return {
+        "seconds": seconds,
+        "runs_s": times,
+        "tokens_s": tokens / seconds,
+        "share_of_product": flops / seconds / (1e12 * ceilings.bf16_tflops),
+    }
+
+
+def bench_ttft(session: GpuSession, _: Ceilings) -> dict[str, Any]:
+    """First tokens over documents in a new random order each time: from the states to the answer
+    of one token, with everything that the host does."""
+    found: dict[str, Any] = {}
+    for count in session.load.placed:
+        session.progress(f"first tokens after {count} documents")
+        before = replace(session.engine.stats)
+        middle, times = median_ms(partial(_first_token, session, count), session.load.runs)
+        found[str(count)] = {
+            "ms": middle,
+            "runs_ms": times,
+            "stats": counters_between(before, session.engine.stats),
+        }
+    return found
+
+
+def _first_token(session: GpuSession, count: int) -> None:
+    chosen = session.rng.sample(session.documents, count)
+    answer(session, chosen)
+
+
+def answer(session: GpuSession, states: Sequence[KVStates]) -> None:
+    """Waits for one token over the states."""
+    context = session.context(states, 1)
+    session.engine.submit_request(session.request(context, 1)).result(PATIENCE)
+
+
+def bench_decode(session: GpuSession, _: Ceilings) -> dict[str, Any]:
+    """Requests with questions of their own over one shared run of states."""
+    found: dict[str, Any] = {}
+    for name, rows, tokens in session.load.decode:
+        session.progress(f"decoding {name}")
+        states = session.random_states(tokens, session.load.preamble)
+        found[name] = _steps(session, [[states]] * rows)
+        found[name]["tokens_s"] = 1e3 * rows / found[name]["step_ms"]
+        del states
+        session.free_memory()
+    return found
+
+
+def _steps(session: GpuSession, states: Sequence[Sequence[KVStates]]) -> dict[str, Any]:
+    """A step in which a request for each of these lists of states decodes, after a warm batch."""
+    tokens = session.load.decode_tokens
+    for count in (8, tokens):
+        contexts = [session.context(each, count) for each in states]
+        steps = time_steps(session, contexts, count)
+    return steps.figures()
+
+
+def bench_order(session: GpuSession, _: Ceilings) -> dict[str, Any]:
+    """The step over documents in another order for every request, beside one over a single run of
+    as many tokens."""
+    load = session.load
+    documents = session.documents[: load.each]
+    one = session.random_states(load.each * load.document_tokens, load.preamble)
+    found: dict[str, Any] = {}
+    for name, rows in load.order:
+        session.progress(f"any order against one segment, {rows} rows")
+        orders = [session.rng.sample(documents, load.each) for _ in range(rows)]
+        segment, several = _steps(session, [[one]] * rows), _steps(session, orders)
+        found[name] = {
+            "ratio": several["step_ms"] / segment["step_ms"],
+            "one_ms": segment["step_ms"],
+            "orders_ms": several["step_ms"],
+        }
+    return found
+
+
+def bench_serve(session: GpuSession, _: Ceilings) -> dict[str, Any]:
+    """A batch of requests over documents in random order, from its submission to its end: over the
+    states as the model computed them, and in eight bits where attention reads those."""
+    found = {"model": _batches(session, session.documents)}
+    runner = session.engine.core.runner
+    if not getattr(runner, "reads_quantized", False):
+        found["int8"] = {"skipped": "this engine reads no int8 states"}
+        return found
+    session.progress("int8 states")
+    states: Any = [quantize(each, "int8") for each in session.documents]
+    found["int8"] = _batches(session, states)
+    return found
+
+
+def _batches(session: GpuSession, documents: Sequence[KVStates]) -> dict[str, Any]:
+    load = session.load
+    _batch(session, documents)  # warm
+    before = replace(session.engine.stats)
+    runs = [_batch(session, documents) for _ in range(load.serve_runs)]
+    total = statistics.median(run["total_s"] for run in runs)
+    return {
+        "total_s": total,
+        "ttft_p50_s": statistics.median(run["ttft_p50_s"] for run in runs),
+        "ttft_max_s": statistics.median(run["ttft_max_s"] for run in runs),
+        "tokens_s": load.requests * load.new_tokens / total,
+        "runs": runs,
+        "stats": counters_between(before, session.engine.stats),
+    }
+
+
+def _batch(session: GpuSession, documents: Sequence[KVStates]) -> dict[str, float]:
+    load = session.load
+    chosen = [session.rng.sample(documents, load.each) for _ in range(load.requests)]
+    begin = time.perf_counter()
+    contexts = [session.context(states, load.new_tokens) for states in chosen]
+    requests = [session.request(context, load.new_tokens) for context in contexts]
+    handles = [session.engine.submit_request(request) for request in requests]
+    outputs = [handle.result(PATIENCE) for handle in handles]
+    total = time.perf_counter() - begin
+    first = [output.first_token_at - begin for output in outputs]
+    return {
+        "total_s": total,
+        "ttft_p50_s": statistics.median(first),
+        "ttft_max_s": max(first),
+    }
+
+
+def bench_tiers(session: GpuSession, _: Ceilings) -> dict[str, Any]:
+    """The first token over documents in pinned memory of the host, beside their copy alone."""
+    load = session.load
+    count = load.placed[0]
+    pinned = [_pinned(states) for states in session.documents[:count]]
+    room = [torch.empty_like(t, device=session.device) for s in pinned for t in (s.keys, s.values)]
+
+    def copy() -> None:
+        tensors = (tensor for states in pinned for tensor in (states.keys, states.values))
+        for here, there in zip(room, tensors, strict=True):
+            here.copy_(there, non_blocking=True)
+        session.synchronize()
+
+    def first_token() -> None:
+        order = session.rng.sample(pinned, count)
+        answer(session, [_uploaded(states, session.device) for states in order])
+
+    copied, copies = median_ms(copy, load.runs // 2)
+    middle, times = median_ms(first_token, load.runs // 2)
+    nbytes = sum(states.nbytes for states in pinned)
+    return {
+        "over_copy_ms": middle - copied,
+        "ms": middle,
+        "copy_ms": copied,
+        "gb_s": nbytes / copied / 1e6,
+        "runs_ms": times,
+        "copies_ms": copies,
+    }
+
+
+def _pinned(states: KVStates) -> KVStates:
+    keys, values = (each.to("cpu") for each in (states.keys, states.values))
+    if torch.cuda.is_available():
+        keys, values = keys.pin_memory(), values.pin_memory()
+    return KVStates(keys, values, states.start)
+
+
+def _uploaded(states: KVStates, device: str) -> KVStates:
+    keys, values = (each.to(device, non_blocking=True) for each in (states.keys, states.values))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return KVStates(keys, values, states.start)
+
+
+ENGINE_PARTS: dict[str, Callable[[GpuSession, Ceilings], dict[str, Any]]] = {
+    "encode": bench_encode,
+    "ttft": bench_ttft,
+    "tiers": bench_tiers,
+    "serve": bench_serve,
+    "order": bench_order,
+    "decode": bench_decode,
+}
+"""In the order in which they run: what was encoded is read by the others."""

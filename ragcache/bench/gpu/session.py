@@ -1,0 +1,232 @@
+"""One model, one engine and one set of documents, which all parts of a shape share."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ragcache.bench.gpu.table import GpuWorkload
+from ragcache.bench.harness import LlamaShape, Progress
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    EngineConfig,
+    EngineStats,
+    LLMEngine,
+    Request,
+    Segment,
+    TextStream,
+    assemble_context,
+)
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.states import KVStates
+
+PATIENCE = 120.0
+"""Seconds until a request counts as lost."""
+_BLOCKS = 3  # of the pool, for each request that runs: question, answer, and one to spare
+_BLOCK = 64
+
+
+class ShapeText(TextStream):
+    """Text of a model whose vocabulary is larger than the tokenizer's: ids wrap around."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        super().__init__(tokenizer, stop)
+        self._size = len(tokenizer)
+
+    def push(self, token_id: int) -> str:
+        return super().push(token_id % self._size)
+
+
+class GpuSession:
+    """The model of a shape with random weights, its engine, and documents that were encoded, or
+    random states in their place: no figure depends on the values."""
+
+    def __init__(
+        self, shape: LlamaShape, load: GpuWorkload, device: str, progress: Progress = lambda _: None
+    ) -> None:
+        self.shape, self.load, self.device = shape, load, device
+        self.progress = progress
+        self.rng = random.Random(1)
+        self._documents: list[KVStates] = []
+
+    @cached_property
+    def model(self) -> Any:
+        """The Hugging Face model, drawn on the device."""
+        return self.shape.build(torch.bfloat16, device=self.device)
+
+    @cached_property
+    def causal(self) -> CausalLM:
+        causal = wrap_causal(self.model)
+        causal.fingerprint = "random weights"  # their digest would take longer than all parts
+        return causal
+
+    @cached_property
+    def engine(self) -> LLMEngine:
+        """The engine; the first use ends when its first answer has, whatever it prepares before."""
+        most = max(self.load.requests, *(rows for _, rows, _ in self.load.decode))
+        config = EngineConfig.for_device(
+            torch.device(self.device), running=most, step_tokens=4096, warm_up=True,
+            pool_bytes=most * _BLOCKS * _BLOCK * self.causal.bytes_per_token,
+        )  # fmt: skip
+        engine = LLMEngine(self.causal, config)
+        context = assemble_context(
+            [], self.tokens(self.load.question), window=self.causal.window, max_new_tokens=2
+        )
+        engine.submit_request(Request(context, 2)).result()
+        return engine
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """That of the embedded reader."""
+        from transformers import AutoTokenizer
+
+        from ragcache.models.loader import READER
+
+        return AutoTokenizer.from_pretrained(str(READER))
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """The token ids of the documents."""
+        return [self.tokens(self.load.document_tokens) for _ in range(self.load.documents)]
+
+    @cached_property
+    def root(self) -> KVStates:
+        """The preamble's states."""
+        job = EncodeJob(self.tokens(self.load.preamble))
+        [states] = self.engine.encode([job])
+        return states
+
+    @property
+    def documents(self) -> list[KVStates]:
+        """States of the documents behind the preamble."""
+        if not self._documents:
+            load = self.load
+            self._documents = [
+                self.random_states(load.document_tokens, load.preamble)
+                for _ in range(load.documents)
+            ]
+        return self._documents
+
+    def encode(self, texts: Sequence[Sequence[int]]) -> list[KVStates]:
+        """Encodes documents behind the preamble, and waits for the device."""
+        root = Segment(self.root, 0)
+        jobs = [EncodeJob(text, self.load.preamble, root) for text in texts]
+        states = list(self.engine.encode(jobs))
+        self.synchronize()
+        return states
+
+    def keep_documents(self, states: Sequence[KVStates]) -> None:
+        """Takes encoded documents for the parts that follow."""
+        self._documents = list(states)
+
+    def random_states(self, tokens: int, start: int) -> KVStates:
+        """Needs no engine, so that peers can read these before the model is patched."""
+        shape = self.shape
+        size = (2, shape.num_layers, shape.num_kv_heads, tokens, shape.head_dim)
+        keys, values = torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_()
+        return KVStates(keys, values, start)
+
+    def tokens(self, count: int) -> list[int]:
+        return self.shape.draw_tokens(self.rng, count)
+
+    def context(self, states: Sequence[KVStates], new_tokens: int) -> Context:
+        """A prompt of these states behind the preamble, with a question of its own."""
+        return assemble_context(
+            [self.root, *states], self.tokens(self.load.question),
+            window=self.causal.window, max_new_tokens=new_tokens,
+        )  # fmt: skip
+
+    def request(self, context: Context, new_tokens: int) -> Request:
+        """A request whose tokens are turned into text."""
+        return Request(context, new_tokens, text=partial(ShapeText, self.tokenizer))
+
+    def synchronize(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def free_memory(self) -> None:
+        """Gives memory without an owner back to the device."""
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Ends the engine and frees everything."""
+        if "engine" in self.__dict__:
+            self.engine.close()
+        self._documents = []
+        self.__dict__ = {"device": self.device}
+        self.free_memory()
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Decoding steps: seconds between the tokens of one answer, and the engine's counters over
+    them."""
+
+    seconds: list[float]
+    stats: dict[str, float]
+
+    @property
+    def median_ms(self) -> float:
+        return 1e3 * statistics.median(self.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """For the JSON file. host_ms: of a step, what the engine's thread does beside waiting for
+        the model; idle_share: of the time, where the engine counts it."""
+        steps = max(1.0, self.stats.get("steps", 0.0))
+        host = self.stats["planning"] + self.stats["sampling"]
+        idle = self.stats.get("idle")
+        return {
+            "step_ms": self.median_ms,
+            "host_ms": 1e3 * self.stats.get("host", host) / steps,
+            "idle_share": None if idle is None else idle / sum(self.seconds),
+            "steps_ms": [round(1e3 * each, 3) for each in self.seconds],
+            "stats": self.stats,
+        }
+
+
+def time_steps(session: GpuSession, contexts: Sequence[Context], new_tokens: int) -> Steps:
+    """Decodes all contexts together. Counts the steps in which every one of them decodes: those
+    between the tokens of the request that came last, without the first and the last few."""
+    engine, margin = session.engine, min(4, new_tokens // 4)
+    requests = [session.request(context, new_tokens) for context in contexts]
+    handles = [engine.submit_request(request) for request in requests]
+    times, seen = list[float](), list[EngineStats]()
+    for _ in handles[-1]:
+        times.append(time.perf_counter())
+        if len(times) in (margin, new_tokens - margin):
+            seen.append(replace(engine.stats))
+    for handle in handles:
+        handle.result(PATIENCE)
+    counted = times[margin - 1 : new_tokens - margin]
+    seconds = [after - before for before, after in pairwise(counted)]
+    return Steps(seconds, counters_between(*seen[:2]))
+
+
+def counters_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """What each counter of an engine grew by."""
+    names = [field.name for field in fields(after)]
+    return {name: getattr(after, name) - getattr(before, name) for name in names}
+
+
+def median_ms(run: Callable[[], object], runs: int, warm: int = 3) -> tuple[float, list[float]]:
+    """The median of a call's wall-clock time in milliseconds, after warm calls, and all times."""
+    for _ in range(warm):
+        run()
+    times = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times), [round(each, 3) for each in times]

@@ -1,0 +1,241 @@
+"""The GPU backend's table: floors by hand, gaps, and every part on a tiny shape on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache.bench.gpu.__main__ import main, report
+from ragcache.bench.gpu.suite import PARTS, SuiteRun
+from ragcache.bench.gpu.table import (
+    HEADINGS,
+    TARGETS,
+    Ceilings,
+    GpuWorkload,
+    attention_seconds,
+    figures_of,
+    missed,
+    render_markdown,
+    render_text,
+    rows_of,
+    step_seconds,
+)
+from ragcache.bench.harness import SHAPES, LlamaShape
+
+TINY = LlamaShape(2, 32, 4, 2, 48, 64, 512, tied=False)
+LOAD = GpuWorkload(
+    preamble=4, documents=16, document_tokens=4, question=4, runs=2,
+    decode=(("32x4K", 3, 16), ("256x4K", 5, 16), ("256x16K", 5, 32)), decode_tokens=9,
+    order=(("32", 3), ("256", 5)), requests=4, each=2, new_tokens=5, serve_runs=2,
+    attention=(("32x4K", 2, 16), ("32x16K", 2, 32)), peer_runs=1,
+)  # fmt: skip
+H200 = Ceilings(read_gb_s=4400.0, h2d_gb_s=55.5, bf16_tflops=790.0)
+
+
+def made_up(**results: Any) -> dict[str, Any]:
+    """A document of the 7B whose first tokens are known."""
+    return {
+        "machine": {"gpu": "a device", "processor": "", "torch": "2", "transformers": "5",
+                    "date": "today"},
+        "parts": ["ttft"],
+        "shapes": {"7b": asdict(SHAPES["7b"])},
+        "workload": asdict(GpuWorkload()),
+        "ceilings": asdict(H200),
+        "results": {"7b": results},
+        "errors": {},
+        "seconds": {"7b ttft": 1.5},
+    }  # fmt: skip
+
+
+GOOD = made_up(
+    ttft={"4": {"ms": 5.5}, "16": {"ms": 7.0}},
+    hf={"4": {"prefill_ms": 129.0, "concat_ms": 27.0}},
+)
+
+
+def test_a_step_of_few_rows_takes_as_long_as_reading_weights_and_states() -> None:
+    shape = SHAPES["7b"]
+    weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
+    states = 32 * 2 * 4096 * 1024
+    seconds = step_seconds(shape, H200, 1, [(1024, 1)], [], logits=1)
+    assert seconds == pytest.approx(2 * (weights + states) / 4.4e12)
+
+
+def test_a_step_of_many_rows_takes_as_long_as_its_operations() -> None:
+    shape = SHAPES["8b"]
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    pairs = 8192 * 8193 / 2
+    seconds = step_seconds(shape, H200, 8192, [], [(8192, 8192)], logits=0)
+    assert seconds == pytest.approx((2 * 8192 * weights + 32 * 4 * pairs * 4096) / 790e12)
+
+
+def test_attention_of_grouped_heads_over_many_rows_is_bound_by_its_operations() -> None:
+    """68.7 GFLOP: 256 rows over 16,384 keys of 32 heads."""
+    seconds = attention_seconds(SHAPES["8b"], H200, [(16384, 256)], [])
+    assert seconds == pytest.approx(4 * 16384 * 256 * 4096 / 790e12)
+    assert 1e6 * seconds == pytest.approx(87, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "floors"),
+    [
+        ("ttft_4", (3.5, 3.6)),
+        ("ttft_16", (5.0, 4.1)),
+        ("decode_32x4K", (3.8, 3.6)),
+        ("decode_256x16K", (8.9, 7.7)),
+        ("serve", (0.80, 0.43)),
+        ("encode", (1.1, 1.2)),
+        ("attention_32x4K", (22.9, 5.7)),
+        ("attention_32x16K", (68.6, 17.2)),
+    ],
+)
+def test_floors_at_the_ceilings_of_one_device(name: str, floors: tuple[float, float]) -> None:
+    [target] = [target for target in TARGETS if target.name == name]
+    assert target.floor is not None
+    for shape, floor in zip(SHAPES.values(), floors, strict=True):
+        assert target.floor(shape, H200, GpuWorkload()) == pytest.approx(floor, abs=0.06)
+
+
+def test_eight_bits_halve_what_documents_cost_and_nothing_else() -> None:
+    floors = {t.name: t.floor for t in TARGETS}
+    full, half = floors["serve"], floors["serve_int8"]
+    assert full is not None
+    assert half is not None
+    load = GpuWorkload()
+    weights = step_seconds(SHAPES["7b"], H200, 64, [], [], logits=64) * 63
+    whole, eight = (floor(SHAPES["7b"], H200, load) for floor in (full, half))
+    assert weights < eight < whole
+    documents = 32 * 63 * 63 * 1024 * 2 * 4096 * 2 / 4.4e12
+    assert whole - eight == pytest.approx(documents / 2, rel=0.01)
+
+
+def test_every_row_must_be_above_its_goal_and_the_goal_above_its_floor() -> None:
+    for target in TARGETS:
+        for name, shape in SHAPES.items():
+            must, goal = target.of(target.must, name), target.of(target.goal, name)
+            if must is not None:
+                assert goal <= must
+            if goal is not None and target.floor is not None:
+                assert target.floor(shape, H200, GpuWorkload()) <= goal
+    assert len({target.name for target in TARGETS}) == len(TARGETS)
+
+
+def test_a_row_shows_its_gaps_to_must_goal_and_floor_and_its_peers() -> None:
+    text = render_text(GOOD)
+    [line] = [line for line in text.splitlines() if line.startswith("7b TTFT 4 x")]
+    for cell in ("5.50 ms", "6.50", "+1.00", "5.40", "-0.10 short", "3.51", "1.57x", "129", "10.3"):
+        assert cell in line
+    assert "MISSED" not in text
+    assert "states concatenated in a DynamicCache 27.0 ms" in text
+    assert "read 4400 GB/s" in text
+
+
+def test_markdown_has_a_row_for_every_figure() -> None:
+    lines = render_markdown(GOOD).splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == list(HEADINGS)
+    assert len([line for line in lines if line.startswith("| 7b")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ms", "error", "status"), [(7.0, None, 0), (8.6, None, 1), (None, "no memory", 1)]
+)
+def test_check_fails_where_a_must_is_missed_or_a_figure_is_lacking(
+    ms: float | None, error: str | None, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = made_up(ttft={"4": {"ms": 5.5}, **({"16": {"ms": ms}} if ms else {})})
+    assert report(document, check=True) == status
+    assert [figure.name for figure in missed(document)] == (["ttft_16"] if status else [])
+    assert report(document, check=False) == 0, "without check only errors count"
+    if error:
+        document["errors"]["7b ttft"] = error
+        assert report(document, check=False) == 1
+        assert error in capsys.readouterr().out
+        assert figures_of(document)[1].reason == error
+
+
+def test_a_file_is_rendered_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(GOOD))
+    assert main(["--render", str(file)]) == 0
+    assert capsys.readouterr().out == render_markdown(GOOD)
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    saved: list[int] = []
+    run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])))
+    result = run.run()
+    assert saved == sorted(saved), "it is saved after every part"
+    assert len(saved) > len(PARTS)
+    return result
+
+
+def test_every_part_runs_on_a_tiny_shape(document: dict[str, Any]) -> None:
+    assert document["errors"] == {}
+    measured = {row["name"]: row["value"] for row in document["rows"]}
+    for name, value in measured.items():
+        if "attention" not in name and name != "serve_int8":
+            assert value is not None, name
+    results = document["results"]["7b"]
+    assert len(results["ttft"]["4"]["runs_ms"]) == LOAD.runs
+    assert results["ttft"]["4"]["stats"]["prompt_tokens"] >= LOAD.runs * LOAD.question
+    assert results["decode"]["256x4K"]["tokens_s"] > 0
+    assert results["decode"]["32x4K"]["host_ms"] > 0
+    assert results["hf"]["4"]["concat_ms"] > 0
+
+
+def test_the_document_is_json_and_gives_the_same_table_again(document: dict[str, Any]) -> None:
+    again = json.loads(json.dumps(document))
+    assert rows_of(again) == document["rows"]
+    assert render_text(again) == render_text(document)
+
+
+def test_decoding_steps_are_counted_while_every_request_decodes(document: dict[str, Any]) -> None:
+    for name, rows, _ in LOAD.decode:
+        found = document["results"]["7b"]["decode"][name]
+        steps = found["stats"]["steps"]
+        assert len(found["steps_ms"]) == LOAD.decode_tokens - 2 * 2
+        assert found["stats"]["decoded_tokens"] == pytest.approx(rows * steps, abs=2 * rows)
+
+
+def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise MemoryError("everything is full")
+
+    monkeypatch.setitem(sys.modules["ragcache.bench.gpu.suite"].ENGINE_PARTS, "ttft", broken)
+    load = replace(LOAD, placed=(2,), serve_runs=1)
+    result = SuiteRun({"7b": TINY}, ["ttft", "serve"], load, "cpu").run()
+    assert result["results"]["7b"]["serve"]["model"]["total_s"] > 0
+    assert "everything is full" in result["errors"]["7b ttft"]
+    assert "7b TTFT 4" in render_text(result)
+
+
+_BLOCKED = """
+import sys
+
+sys.modules.update(dict.fromkeys({blocked}))
+from ragcache.bench.gpu.__main__ import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    sys.exit(end.code)
+"""
+
+
+def test_the_module_runs_where_only_torch_and_transformers_are() -> None:
+    blocked = {
+        "sqlalchemy", "alembic", "typer", "rich", "faiss", "bm25s", "lxml", "langchain_core",
+        "langchain_text_splitters", "fastapi", "uvicorn", "xxhash", "psutil", "limits", "matplotlib",
+    }  # fmt: skip
+    code = _BLOCKED.format(blocked=blocked)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--shape" in done.stdout
