@@ -1,16 +1,140 @@
-"""Attention alone: the kernels of one decoding step over several layers, as a CUDA graph."""
+"""Attention alone: the kernels of a decoding step over several layers, as one CUDA graph."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from ragcache.bench.gpu.table import GpuWorkload
 from ragcache.bench.harness import LlamaShape
 
+if TYPE_CHECKING:
+    from ragcache.attention.triton.tables import AttentionTables
+
+_MEMORY = 600e6  # bytes that one replay reads at least: ten times a cache of the second level
+_MOST_LAYERS = 16
+_BLOCK = 64
+
 
 def bench_attention(shape: LlamaShape, load: GpuWorkload, device: str) -> dict[str, Any]:
-    """Microseconds a layer, by rows and shared tokens."""
-    del shape, load
+    """Microseconds a layer, by rows and shared tokens: over one run of them (`us`), and over four
+    runs in another order for every row (`orders_us`). Every row also reads its own block. The
+    layers' states are distinct memory, so that no cache holds them."""
     if device == "cpu":
         return {"skipped": "the kernels need a CUDA device"}
-    raise NotImplementedError
+    return {name: _figures(shape, rows, tokens, device) for name, rows, tokens in load.attention}
+
+
+def _figures(shape: LlamaShape, rows: int, tokens: int, device: str) -> dict[str, float]:
+    one = _DecodeAttention(shape, rows, tokens, 1, device).microseconds()
+    orders = _DecodeAttention(shape, rows, tokens, 4, device).microseconds()
+    return {"us": one, "orders_us": orders, "orders_ratio": orders / one}
+
+
+class _DecodeAttention:
+    """One decoding step's attention: `rows` rows over `runs` runs of shared tokens in random order
+    and a block of their own."""
+
+    def __init__(self, shape: LlamaShape, rows: int, tokens: int, runs: int, device: str) -> None:
+        from ragcache.attention.triton.launch import RotationTables, TritonKernels
+        from ragcache.attention.triton.tables import HeadLayout
+
+        size, heads = shape.head_dim, shape.num_kv_heads
+        layer_bytes = 2 * shape.pair_elements * (tokens + rows * _BLOCK)
+        self.layers = max(2, min(_MOST_LAYERS, int(_MEMORY // layer_bytes)))
+        self.rows, self.scale = rows, size**-0.5
+
+        def drawn(*dimensions: int) -> Tensor:
+            return torch.empty(dimensions, dtype=torch.bfloat16, device=device).normal_()
+
+        self.pool = [drawn(self.layers, heads, rows * _BLOCK, size) for _ in range(2)]
+        length = tokens // runs
+        self.states = [
+            [drawn(self.layers, heads, length, size) for _ in range(2)] for _ in range(runs)
+        ]
+        self.query = drawn(rows, shape.num_heads, size).transpose(0, 1)
+        self.key, self.value = (drawn(rows, heads, size).transpose(0, 1) for _ in range(2))
+        self.out = torch.empty(rows, shape.num_heads, size, dtype=torch.bfloat16, device=device)
+        angles = torch.arange(tokens + _BLOCK, device=device)[:, None] * shape.theta ** (
+            -torch.arange(0, size, 2, device=device) / size
+        )
+        self.heads = HeadLayout(heads, shape.num_heads // heads, size)
+        entries = 64 * rows * runs + 4096
+        self.kernels = TritonKernels(
+            self.heads, torch.bfloat16, device, RotationTables(angles.cos(), angles.sin()),
+            max_entries=entries,
+        )  # fmt: skip
+        self.tables = self._tables(entries, length, device)
+
+    def _tables(self, entries: int, length: int, device: str) -> AttentionTables:
+        from ragcache.attention.triton import tables
+
+        rng, numbers = random.Random(3), list(range(len(self.states)))
+        reads = [tables.KVRead(tables.KVRun(*each, 0, length)) for each in self.states]
+        for row in range(self.rows):
+            for place, number in enumerate(rng.sample(numbers, len(numbers))):
+                origin = place * length  # all were encoded at position 0
+                reads[number].readers.append(tables.Reader(row, row + 1, origin, origin))
+        capacity = tables.TableCapacity(self.rows, entries, 16384, 64, 1)
+        made = tables.AttentionTables(capacity, device)
+        pool = (self.pool[0], self.pool[1])
+        made.set_plan(
+            tables.build_plan(
+                reads, rows=self.rows, heads=self.heads, capacity=capacity, pool=pool,
+                programs=self.kernels.programs, block_rows=self.kernels.block_rows,
+            )
+        )  # fmt: skip
+        made.upload_plan()
+        step = made.step
+        step.position_ids[:] = length * len(self.states) + _BLOCK - 1
+        step.tail_length[:] = _BLOCK - 1
+        step.pages[:, 0] = range(self.rows)
+        made.upload_step()
+        return made
+
+    def launch(self) -> None:
+        """The step's attention, in all layers."""
+        for layer in range(self.layers):
+            self.kernels.attend(
+                self.tables.views, "decode", self.rows, layer, self.query, self.key, self.value,
+                self.scale, self.out,
+            )  # fmt: skip
+
+    def microseconds(self) -> float:
+        """Of a layer."""
+        return graph_microseconds(self.launch) / self.layers
+
+
+def graph_microseconds(run: Callable[[], object], runs: int = 12) -> float:
+    """The median time of a call as a CUDA graph, by the device's clock."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return device_microseconds(graph.replay, runs)
+
+
+def device_microseconds(run: Callable[[], object], runs: int) -> float:
+    """The median time of a call by the device's clock, after three warm calls."""
+    for _ in range(3):
+        run()
+    events: list[Sequence[Any]] = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        for _ in range(runs)
+    ]
+    for first, last in events:
+        first.record()
+        run()
+        last.record()
+    torch.cuda.synchronize()
+    return 1e3 * float(statistics.median(first.elapsed_time(last) for first, last in events))

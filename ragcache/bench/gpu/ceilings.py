@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from ragcache.bench.gpu.attention import device_microseconds
 from ragcache.bench.gpu.table import Ceilings
 
 
@@ -31,22 +31,11 @@ def measure_ceilings(device: str, nbytes: int = 2**32, side: int = 8192) -> Ceil
 
 def _seconds(run: Callable[[], object], device: str, runs: int = 10) -> float:
     """The median of a call's time, by the device's clock where there is one."""
-    for _ in range(3):
+    if device != "cpu":
+        return device_microseconds(run, runs) / 1e6
+    times = []
+    for _ in range(runs):
+        begin = time.perf_counter()
         run()
-    if device == "cpu":
-        times = []
-        for _ in range(runs):
-            begin = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
-    events: list[Any] = [
-        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        for _ in range(runs)
-    ]
-    for first, last in events:
-        first.record()
-        run()
-        last.record()
-    torch.cuda.synchronize()
-    return float(statistics.median(first.elapsed_time(last) for first, last in events)) / 1e3
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

@@ -233,7 +233,7 @@ except SystemExit as end:
 def test_the_module_runs_where_only_torch_and_transformers_are() -> None:
     blocked = {
         "sqlalchemy", "alembic", "typer", "rich", "faiss", "bm25s", "lxml", "langchain_core",
-        "langchain_text_splitters", "fastapi", "uvicorn", "xxhash", "psutil", "limits", "matplotlib",
+        "langchain_text_splitters", "fastapi", "uvicorn", "xxhash", "psutil", "matplotlib",
     }  # fmt: skip
     code = _BLOCKED.format(blocked=blocked)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
