@@ -2,11 +2,9 @@
 
 `from package import name` imports the submodule of that name, if there is one, and else the
 package's `__init__`. Circles are strongly connected modules over all imports, also those in
-functions and under `TYPE_CHECKING`. A module with one importer is one that exactly one other module
-imports: names that an `__init__` re-exports count for the modules that they come from, and the
-`__init__` itself only where nothing else imports the module. Those that their importer registers
-beside at least five others (commands, routers) are listed as registered, too. Classes named `_X`
-are private to their module.
+functions and under `TYPE_CHECKING`. A module with one importer is one that at most one other module
+of the source imports. Packages (their `__init__`) are not counted, nor are modules that only a
+package imports: those are what it offers. Classes named `_X` are private to their module.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import argparse
 import ast
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,27 +60,25 @@ class Tree:
         submodule = f"{source}.{name}"
         return submodule if submodule in self.modules else source if source in self.modules else ""
 
-    def home(self, source: str, name: str) -> str:
-        """The same, past packages that re-export the name."""
-        target = self.target(source, name)
-        if target == source and target and self.modules[target].is_package:
-            for origin, exported in self.modules[target].imports:
-                if exported == name and origin != source:
-                    return self.home(origin, name)
-        return target
-
-    def importers(self) -> dict[str, set[str]]:
-        found: dict[str, set[str]] = {name: set() for name in self.modules}
-        for name, module in self.modules.items():
-            for home in {self.home(*each) for each in module.imports} - {"", name}:
-                found[home].add(name)
-        return {n: by if len(by) < 2 else by - {n.rpartition(".")[0]} for n, by in found.items()}
-
-    def circles(self) -> list[list[str]]:
-        graph = {
+    def graph(self) -> dict[str, set[str]]:
+        """The modules that each module imports."""
+        return {
             name: {self.target(*each) for each in module.imports} - {"", name}
             for name, module in self.modules.items()
         }
+
+    def sections(self) -> dict[str, str]:
+        """Modules that at most one other imports, and that one or ""."""
+        importers: dict[str, list[str]] = {name: [] for name in self.modules}
+        for name, targets in self.graph().items():
+            for target in targets:
+                importers[target].append(name)
+        found = {name: "".join(by) for name, by in importers.items() if len(by) < 2}
+        packages = {name for name, module in self.modules.items() if module.is_package}
+        return {n: by for n, by in found.items() if n not in packages and by not in packages}
+
+    def circles(self) -> list[list[str]]:
+        graph = self.graph()
         ahead = {name: _reachable(graph, name) for name in graph}  # itself only on a circle
         rings = {frozenset(o for o in ahead[n] if n in ahead[o]) for n in graph if n in ahead[n]}
         return sorted(sorted(ring) for ring in rings)
@@ -106,16 +101,13 @@ def measure(root: Path) -> dict[str, Any]:
     homes = dict[str, list[str]]()
     for name, home in sorted((name, module.name) for module in modules for name in module.classes):
         homes.setdefault(name, []).append(home)
-    single = {name: next(iter(by)) for name, by in tree.importers().items() if len(by) == 1}
-    registries = {by for by, count in Counter(single.values()).items() if count > 5}
     return {
         "files": len(lines),
         "lines": sum(lines),
         "median_lines": sorted(lines)[len(lines) // 2],
         "import_share": sum(module.import_lines for module in modules) / sum(lines),
         "test_files": len(list((root / "tests").rglob("*.py"))),
-        "one_importer": sorted(single),
-        "registered": sorted(name for name, by in single.items() if by in registries),
+        "one_importer": sorted(tree.sections()),
         "circles": tree.circles(),
         "doubled_classes": {name: at for name, at in homes.items() if len(at) > 1},
     }

@@ -49,22 +49,17 @@ def test_public_classes_of_one_name_are_found_outside_tests(tree: Path) -> None:
     assert house["doubled_classes"] == {"Shape": ["ragcache.store.shapes", "ragcache_api.shapes"]}
 
 
-def test_importers_are_counted_through_re_exported_names(tree: Path) -> None:
-    importers = TOOL["Tree"](tree).importers()
-    assert importers["ragcache.store.disk"] == {"ragcache.store.shapes", "ragcache.rag"}
-    assert importers["ragcache.store.shapes"] == {"ragcache.store.disk"}
-    assert "ragcache.store.shapes" in TOOL["measure"](tree)["one_importer"]
-
-
-def test_modules_beside_five_others_of_one_importer_are_registered(tree: Path) -> None:
-    names = [f"command{number}" for number in range(6)]
-    for name in names:
-        (tree / f"api/ragcache_api/{name}.py").write_text("")
-    main = tree / "api/ragcache_api/main.py"
-    main.write_text(f"from ragcache_api import {', '.join(names[1:])}\n")
-    assert TOOL["measure"](tree)["registered"] == []
-    main.write_text(f"from ragcache_api import {', '.join(names)}\n")
-    assert TOOL["measure"](tree)["registered"] == [f"ragcache_api.{name}" for name in names]
+def test_modules_with_one_importer_leave_out_packages_and_what_only_they_offer(tree: Path) -> None:
+    assert TOOL["Tree"](tree).sections() == {
+        "ragcache.store.shapes": "ragcache.store.disk",
+        "ragcache.rag": "ragcache.demo",
+        "ragcache.demo": "ragcache.rag",
+        "ragcache_api.shapes": "",
+    }
+    (tree / "ragcache/store/shapes.py").write_text("")
+    assert "ragcache.store.disk" not in TOOL["measure"](tree)["one_importer"]
+    (tree / "ragcache/store/shapes.py").write_text("import ragcache.store.disk\n")
+    assert "ragcache.store.disk" not in TOOL["measure"](tree)["one_importer"], "it has two"
 
 
 def test_sizes_are_of_the_source(tree: Path) -> None:
