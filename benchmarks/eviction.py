@@ -19,8 +19,8 @@ import typer
 
 from ragcache.bench.harness import describe_machine, made_up_key, seconds
 from ragcache.store.eviction import POLICIES, Entries, KVEntry, check_policy, choose_victims
-from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 from rich.table import Table
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
-from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 from ragcache_connectors.langchain.chat_models import ChatRagCache
 from ragcache_connectors.langchain.retrievers import RagCacheRetriever
 

@@ -21,8 +21,8 @@ from ragcache.errors import NoDocuments
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, quantize, restored
-from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 _MODULE_TOKENS = 384
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
 from ragcache.bench.harness import describe_machine, new_figure, seconds
-from ragcache_api.cli.bench import DeviceOption, JsonFile, PlotFile, print_figures
 from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import DeviceOption, JsonFile, PlotFile, print_figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from service_clients import first_token, request, run_clients
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
 from ragcache.bench.tiers import fill_ledger
-from ragcache_api.cli.bench import JsonFile, print_figures, run_benchmark
 from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import frozen_heap
 

@@ -8,7 +8,7 @@ import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import admin, ask, bench, evaluate, plan, schema, serve
+from ragcache_api.cli import admin, ask, measure, schema
 from ragcache_api.cli.console import errors
 from ragcache_schemas import PMLError
 
@@ -23,16 +23,16 @@ app.command("demo")(ask.demo)
 app.command("ingest")(ask.ingest)
 app.command("ask")(ask.ask)
 app.command("prompt")(ask.prompt)
-app.command("eval")(evaluate.evaluate_command)
+app.command("eval")(measure.evaluate_command)
 app.command("doctor")(admin.doctor)
-app.command("serve")(serve.serve)
+app.command("serve")(admin.serve)
 app.command("stats")(admin.stats)
-app.command("plan")(plan.plan)
+app.command("plan")(measure.plan)
 app.command("verify")(admin.verify)
 app.add_typer(admin.modules_app, name="modules")
 app.add_typer(admin.keys_app, name="keys")
 app.add_typer(schema.app, name="schema")
-app.add_typer(bench.app, name="bench")
+app.add_typer(measure.bench_app, name="bench")
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.openai import routes as openai
-from ragcache_api.http.routes import admin, answers, documents, health, jobs, schemas
+from ragcache_api.http.routes import admin, answers, documents, schemas
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
-from ragcache_api.http.tracing import telemetry, trace_answers
+from ragcache_api.http.telemetry import telemetry_config, trace_answers
 from ragcache_api.settings import ServiceSettings
 
 PAGE = Path(__file__).parent / "page"
@@ -38,8 +38,8 @@ PAGE_HEADERS = {
 }
 _THREADS = 64  # of routes, and as many that wait for retrieval and leases
 ROUTERS = (
-    health.router, openai.router, answers.router, schemas.router, documents.router, jobs.router,
-    admin.router,
+    admin.health_router, openai.router, answers.router, schemas.router, documents.router,
+    documents.jobs_router, admin.router,
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     service = Service(rag, settings)
     app = ServiceApp(
         title="ragcache", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None,
-        telemetry=telemetry(settings.telemetry), generate_unique_id_function=_operation_id,
+        telemetry=telemetry_config(settings.telemetry), generate_unique_id_function=_operation_id,
     )  # fmt: skip
     app.state.service = service
     app.state.cursors = CursorCipher.of(rag)

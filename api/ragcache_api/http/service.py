@@ -16,9 +16,9 @@ from ragcache.errors import DeadlineExceeded
 from ragcache_api.http.admin_view import AdminQueries
 from ragcache_api.http.auth import Caller
 from ragcache_api.http.errors import HTTPProblem
-from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.http.stats_recorder import StatsRecorder
+from ragcache_api.http.telemetry import Metrics
 from ragcache_api.settings import ServiceSettings
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from starlette.testclient import TestClient
 from ragcache import RagCache
 from ragcache.db.tables import EvictionTable
 from ragcache_api.http import ServiceSettings, create_app
-from ragcache_api.http.metrics import Metrics
 from ragcache_api.http.stats_recorder import HeatCounts
+from ragcache_api.http.telemetry import Metrics
 from tests.api.http.asgi import Caller
 from tests.api.http.conftest import LEAVE
 

@@ -16,7 +16,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.errors import EngineClosed, LedgerUnavailable, UnknownJob
 from ragcache.pipeline.module_states import ModuleEncoder
 from ragcache_api.http.protocol import JobResponse
-from ragcache_api.http.routes import jobs
+from ragcache_api.http.routes import documents as routes
 from tests.api.http.asgi import events
 from tests.api.http.conftest import LEAVE, client_of
 from tests.api.http.server_process import Started
@@ -172,8 +172,6 @@ def test_more_than_may_wait_gets_429_and_what_waits_is_known(
 def test_a_large_body_is_parsed_off_the_loop(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ragcache_api.http.routes import documents
-
     seen: list[str] = []
 
     def noting(sent: type[Any]) -> Any:
@@ -186,9 +184,9 @@ def test_a_large_body_is_parsed_off_the_loop(
         return noted
 
     monkeypatch.setattr(
-        documents.DocumentsRequest,
+        routes.DocumentsRequest,
         "model_validate_json",
-        staticmethod(noting(documents.DocumentsRequest)),
+        staticmethod(noting(routes.DocumentsRequest)),
     )
     client.post("/v1/collections/loop/documents", json=BODY)
     assert seen
@@ -367,7 +365,7 @@ JOB = JobResponse(
 @pytest.fixture
 def quick_client(rag: RagCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """A service of its own, which may be drained."""
-    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(routes, "POLL_SECONDS", 0.01)
     with client_of(rag) as made:
         yield made
 
@@ -388,7 +386,7 @@ def test_what_cannot_be_read_is_told(
         except StopIteration:
             raise error from None
 
-    monkeypatch.setattr(jobs, "_job", job)
+    monkeypatch.setattr(routes, "_job", job)
     told = events(quick_client.get("/v1/jobs/1", headers=EVENTS).text)
     assert [name for name, _ in told] == ["progress", "progress", "error"]
     assert told[1][1]["done"] == 1
@@ -407,7 +405,7 @@ def test_the_end_of_the_service_is_told(
             running.drain()
         return JOB
 
-    monkeypatch.setattr(jobs, "_job", job)
+    monkeypatch.setattr(routes, "_job", job)
     told = events(quick_client.get("/v1/jobs/1", headers=EVENTS).text)
     assert [name for name, _ in told] == ["progress", "error"]
     assert told[-1][1]["status"] == 503

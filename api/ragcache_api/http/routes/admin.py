@@ -1,4 +1,5 @@
-"""The operator's routes, `/admin`: modules, statistics, tiers, requests, schemas, maintenance."""
+"""The operator's routes: health checks, metrics, and `/admin` with modules, statistics, tiers,
+requests, schemas and maintenance."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
+from starlette.responses import PlainTextResponse, Response
 
 from ragcache.config import NAMESPACE
 from ragcache.store.admin import StateChange, TierStatus
@@ -32,10 +34,12 @@ from ragcache_api.http.protocol import (
     VerifyResponse,
     problems,
 )
-from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+from ragcache_api.http.requests import ActiveRequest, stopping
+from ragcache_api.http.service import ContextDep, RequestContext, ServiceDep, off_loop
+from ragcache_api.http.telemetry import CONTENT_TYPE
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
+health_router = APIRouter(tags=["health"])
 Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
 Word = Annotated[str | None, Query(max_length=1000)]
 HEAT_CELLS = 100_000  # a day of 69 modules
@@ -295,3 +299,30 @@ async def plan_cache(body: PlanRequest, context: ContextDep) -> dict[str, Any]:
     context.require_operator()
     tokens = context.service.settings.module_tokens
     return await off_loop(context.service.queries.plan, context.caller.namespace, body, tokens)
+
+
+class HealthResponse(ResponseModel):
+    status: Literal["live", "ready"]
+
+
+@health_router.get("/health/live")
+async def check_live() -> HealthResponse:
+    """Whether the process answers."""
+    return HealthResponse(status="live")
+
+
+@health_router.get("/health/ready", responses=problems())
+async def check_ready(service: ServiceDep) -> HealthResponse:
+    """Whether the service takes requests: 503 while it is being stopped."""
+    if service.requests.draining:
+        raise stopping()
+    if not service.queries.is_open:
+        raise HTTPProblem(503, "engine-closed", "the engine takes no requests any longer")
+    return HealthResponse(status="ready")
+
+
+@health_router.get("/metrics", response_class=PlainTextResponse, responses=problems())
+async def read_metrics(context: ContextDep) -> Response:
+    """Metrics in Prometheus's text format."""
+    context.require_operator()
+    return Response(await off_loop(context.service.metrics.text), media_type=CONTENT_TYPE)

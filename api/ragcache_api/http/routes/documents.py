@@ -1,7 +1,11 @@
-"""Collections and their documents, which are uploaded as JSON or as the files of a form."""
+"""Collections and their documents, which are uploaded as JSON or as the files of a form, and the
+jobs that ingest them in the background."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
@@ -13,7 +17,7 @@ from ragcache import SourceDocument
 from ragcache.db import DocumentRow
 from ragcache.errors import UnreadableDocument
 from ragcache_api.http.cursors import PageDep
-from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.errors import HTTPProblem, stream_error
 from ragcache_api.http.protocol import (
     MULTIPART,
     CollectionCreatedResponse,
@@ -25,15 +29,21 @@ from ragcache_api.http.protocol import (
     DocumentsRequest,
     JobResponse,
     PageOf,
+    PublicId,
+    event_stream,
     problems,
 )
 from ragcache_api.http.requests import stopping
-from ragcache_api.http.service import ContextDep, off_loop
+from ragcache_api.http.service import ContextDep, RequestContext, off_loop
+from ragcache_api.http.streaming import EventStream, format_event
 
 router = APIRouter(prefix="/v1/collections", tags=["documents"], responses=problems(507))
+jobs_router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
 Collection = Annotated[CollectionName, Path()]
 Document = Annotated[str, Path(min_length=1, max_length=1000)]
 _FILES = 1000  # of a form
+POLL_SECONDS = 0.25
+_OPEN = ("queued", "running")
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200)]
 
 
@@ -175,3 +185,50 @@ def _parse_file(name: str, raw: bytes) -> SourceDocument:
         return SourceDocument(name, raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UnreadableDocument(f"{name}: not UTF-8 at byte {error.start}") from None
+
+
+@jobs_router.get("")
+async def list_jobs(context: ContextDep, page: PageDep) -> PageOf[JobResponse]:
+    """The ingestion jobs, the newest first."""
+    listed = await off_loop(context.rag.jobs.list, page.ledger_cursor, page.limit)
+    return page.encrypt_next(PageOf[JobResponse].model_validate(listed))
+
+
+@jobs_router.get("/{job}", response_model=JobResponse, responses=event_stream("The job"))
+async def get_job(job: PublicId, context: ContextDep) -> JobResponse | Response:
+    """An ingestion job. With `Accept: text/event-stream`, an event `progress` for each change until
+    it has ended, or `error`."""
+    found = await _job(context, job)
+    if "text/event-stream" in context.request.headers.get("accept", ""):
+        return EventStream(_progress(context, found))
+    return found
+
+
+async def _job(context: RequestContext, public_id: str) -> JobResponse:
+    return JobResponse.model_validate(await off_loop(context.rag.jobs.get, public_id))
+
+
+async def _progress(context: RequestContext, job: JobResponse) -> AsyncGenerator[bytes, None]:
+    """Events until the job ends, or an error: also where the service ends before the job does."""
+    yield format_event(job.model_dump(), "progress")
+    try:
+        async with aclosing(_changes(context, job)) as changes:
+            async for changed in changes:
+                yield format_event(changed.model_dump(), "progress")
+    except Exception as error:  # a response that has begun can only end with an event
+        yield format_event(stream_error(error).problem(context.request.url.path), "error")
+
+
+async def _changes(context: RequestContext, job: JobResponse) -> AsyncGenerator[JobResponse, None]:
+    """The job after each change. Raises `HTTPProblem` (503) if the service ends first."""
+    draining = asyncio.Event()
+    with context.service.requests.on_drain(draining.set):
+        while job.status in _OPEN:
+            if context.service.requests.draining:
+                raise stopping()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(draining.wait(), POLL_SECONDS)
+            now = await _job(context, job.id)
+            if now != job:
+                job = now
+                yield job

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
-from ragcache_api.http.tracing import telemetry
+from ragcache_api.http.telemetry import telemetry_config
 from tests.api.http.conftest import LEAVE, Start, client_of
 
 STAGES = ["retrieve", "assemble", "queue", "prefill", "decode"]
@@ -81,7 +81,7 @@ def test_a_service_without_telemetry_leaves_no_trace(
     rag: RagCache, exporter: InMemorySpanExporter
 ) -> None:
     exporter.clear()
-    assert telemetry(False)["tracing"] is False
+    assert telemetry_config(False)["tracing"] is False
     with client_of(rag) as client:
         assert client.post("/v1/answers", json=ASK).status_code == 200
     assert exporter.get_finished_spans() == ()

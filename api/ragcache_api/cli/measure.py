@@ -1,0 +1,369 @@
+"""Measuring commands: `ragcache bench` the speed, `ragcache eval` the quality of answers, and
+`ragcache plan` what caching a corpus takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ragcache.config import DEFAULT_K
+from ragcache.errors import ConfigurationError
+from ragcache_api.cli import console as ui
+
+if TYPE_CHECKING:
+    from ragcache.evaluation import EvaluationReport
+    from ragcache.models import LoadedModel
+    from ragcache.planning import CachePlan, Corpus
+
+bench_app = typer.Typer(
+    help="Measure, as ratios of things run side by side in one process.", no_args_is_help=True
+)
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here, as JSON.")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw a plot: .png, .svg or .pdf.")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu, or cuda.")]
+
+Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
+_KV_DTYPES = ("model", "fp8", "int8")
+
+
+def run_benchmark(run: Benchmark) -> dict[str, Any]:
+    """Runs a benchmark with its progress on standard error."""
+    with ui.errors.status("starting") as status:
+        return run(status.update)
+
+
+def print_figures(
+    parts: Sequence[Table | str], result: dict[str, Any], json_file: Path | None
+) -> None:
+    """Prints tables and sentences, and writes the figures if a file is given."""
+    for number, each in enumerate(parts):
+        if number:
+            ui.console.print()
+        ui.console.print(each)
+    if json_file is not None:
+        text = json.dumps(result, indent=2, default=str) + "\n"
+        json_file.write_text(text, encoding="utf-8")
+
+
+@bench_app.command("ttft")
+def ttft(
+    runs: Annotated[int, typer.Option(help="Runs of the cached sides.")] = 9,
+    device: DeviceOption = "cpu",
+    json_file: JsonFile = None,
+) -> None:
+    """Time to first token: ordinary prefill, concatenated states, segments."""
+    from ragcache.bench.ttft import TtftSetting, bench_ttft
+
+    setting = TtftSetting(cached_runs=runs, device=device)
+    result = run_benchmark(lambda progress: bench_ttft(setting, progress))
+    seconds = result["seconds"]
+    ways = (
+        ("ordinary prefill", "prefill", f"{result['ratio_to_prefill']:.1f}x sooner"),
+        ("states concatenated", "concat", f"{result['ratio_to_concat']:.2f}x sooner"),
+        ("segments", "cached", ""),
+        ("arithmetic limit", "limit", f"at {100 * result['share_of_limit']:.0f}% of it"),
+    )
+    rows = [(way, f"{seconds[key]:.3f}", comparison) for way, key, comparison in ways]
+    table = ui.plain_table("way", "seconds to first token", "segments are", rows=rows)
+    print_figures([table], result, json_file)
+
+
+@bench_app.command("decode")
+def decode(
+    requests: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
+    device: DeviceOption = "cpu",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Decoding over shared documents: segments, copies, and with the attention left out."""
+    from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
+
+    setting = DecodeSetting(requests=requests, device=device)
+    result = run_benchmark(lambda progress: bench_decode(setting, progress))
+    rows = [
+        ("of `generate` with copies", f"{result['ratio_to_copies']:.1f}x"),
+        ("the same, every query head with its key head", f"{result['ratio_to_copies_mha']:.1f}x"),
+        ("of the rate with the attention left out", f"{result['share_of_ceiling']:.2f}"),
+        ("of `generate` where nothing is shared", f"{result['ratio_unshared']:.2f}x"),
+        ("KV bytes over one copy and private tokens", f"{result['kv_bytes_ratio']:.2f}"),
+        ("scheduling, of a step", f"{100 * result['scheduler_share']:.1f}%"),
+    ]
+    rate = result["shared"]["tokens_per_second"]
+    table = ui.plain_table(f"{requests} requests, {rate:.0f} tokens a second", "", rows=rows)
+    print_figures([table], result, json_file)
+    if plot is not None:
+        plot_decode(result, plot)
+
+
+@bench_app.command("serve")
+def serve(
+    requests: Annotated[int, typer.Option(min=4, help="Requests a rate, at least.")] = 24,
+    device: DeviceOption = "cpu",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Poisson arrivals over 64 documents, at growing rates, cached and in mode exact."""
+    from ragcache.bench.serve import ServeSetting, bench_serve, plot_serve
+
+    setting = ServeSetting(requests=requests, device=device)
+    result = run_benchmark(lambda progress: bench_serve(setting, progress))
+    table = ui.plain_table("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
+    for mode, loads in result["loads"].items():
+        for load in loads:
+            table.add_row(
+                mode, f"{load['rate']:.2f}", f"{load['throughput']:.2f}",
+                f"{load['ttft_p50']:.3f} s", f"{load['ttft_p99']:.3f} s",
+                f"{load['normalized']:.4f}",
+            )  # fmt: skip
+    knee, ratio = result["knee"], f"{result['knee_ratio_to_exact']:.1f}x"
+    said = f"knee: {knee['cached']:.2f} requests a second, {ratio} of exact's {knee['exact']:.2f}"
+    print_figures([table, said], result, json_file)
+    if plot is not None:
+        plot_serve(result, plot)
+
+
+@bench_app.command("tiers")
+def tiers(
+    entries: Annotated[int, typer.Option(min=1, help="Modules in the ledger.")] = 100_000,
+    blobs: Annotated[int, typer.Option(min=1, help="Modules of 1,024 tokens on disk.")] = 16,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """The store: disk to ready states, first tokens by tier, the ledger."""
+    from ragcache.bench.tiers import TiersSetting, bench_tiers, plot_tiers
+
+    setting = TiersSetting(blobs=blobs, entries=entries, folder=folder)
+    result = run_benchmark(lambda progress: bench_tiers(setting, progress))
+    parts = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
+    print_figures([part(result) for part in parts], result, json_file)
+    if not result["disk"]["dropped"]:
+        ui.console.print("[dim]the system did not drop its page cache: cold is warm here[/]")
+    if plot is not None:
+        plot_tiers(result, plot)
+
+
+def _disk_table(result: dict[str, Any]) -> Table:
+    disk = result["disk"]
+    table = ui.plain_table("from disk", "page cache cold", "of plain", "warm", "of plain")
+    for way in ("plain", "mapped", "host"):
+        cells = []
+        for state in ("cold", "warm"):
+            share = disk[state].get(f"{way}_share")
+            cells.append(f"{disk[state][way] / 1e9:.2f} GB/s")
+            cells.append("" if share is None else f"{100 * share:.0f}%")
+        table.add_row(way, *cells)
+    return table
+
+
+def _first_token_table(result: dict[str, Any]) -> Table:
+    from ragcache.planning import format_seconds
+
+    ttft, ready = result["ttft_by_tier"], result["by_tier"]["ready_s"]
+    table = ui.plain_table("modules in", "ready in", "first token in", "sooner than computed")
+    for tier, seconds in ttft.items():
+        states = format_seconds(ready[tier]) if tier in ready else ""
+        sooner = f"{ttft['computed'] / seconds:.1f}x" if tier in ready else ""
+        table.add_row(tier if tier in ready else "no tier", states, format_seconds(seconds), sooner)
+    return table
+
+
+def _break_even_table(result: dict[str, Any]) -> Table:
+    from ragcache.planning import format_bandwidth, format_seconds
+
+    details = result["by_tier"]
+    even = details["break_even_tokens"]
+    table = ui.plain_table("a module of", "bytes", "computed", *even, "break-even")
+    for row in details["lengths"]:
+        times = [format_seconds(row[way]) for way in ("computed", *even)]
+        speed = format_bandwidth(row["break_even_bandwidth"])
+        table.add_row(f"{row['tokens']} tokens", ui.format_bytes(row["nbytes"]), *times, speed)
+    shortest = details["lengths"][0]["tokens"]
+    lengths = [ui.format_break_even(tokens, shortest) for tokens in even.values()]
+    table.add_row("quicker", "", "", *lengths, "", style="dim")
+    return table
+
+
+def _ledger_sentence(result: dict[str, Any]) -> str:
+    return (
+        f"a store of {result['setting']['entries']:,} modules opens in {result['open_s']:.1f} s; "
+        f"its ledger takes {result['ledger_ms_p50']:.2f} ms of a request"
+    )
+
+
+def evaluate_command(
+    collection: Annotated[str, typer.Argument(help="The collection to ask.")],
+    questions: Annotated[Path, typer.Argument(help="Questions with answers, JSON lines.")],
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    modes: Annotated[
+        str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
+    ] = "rooted,exact",
+    k: ui.KOption = DEFAULT_K,
+    model: ui.ModelOption = None,
+    embedding: ui.EmbeddingOption = None,
+    through: Annotated[
+        str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
+    ] = "ask",
+    wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Mark the answers to known questions, mode by mode."""
+    from ragcache.evaluation import evaluate, load_questions
+
+    if through not in ("ask", "chat"):
+        raise ConfigurationError(f"--through is {through!r}; give ask or chat")
+    expected = load_questions(questions)
+    reports = []
+    with ui.open_existing_rag(state, model, embedding) as rag:
+        for mode in modes.split(","):
+            options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
+            with ui.progress_bar(f"asking, {mode}") as progress:
+                report = evaluate(rag, collection, expected, progress=progress, **options)
+            reports.append(report)
+    if as_json:
+        ui.print_json(reports)
+        return
+    _print_reports(reports)
+    for marked in reports[0].marked if wrong else ():
+        if not marked.exact_match:
+            asked, right = marked.question, marked.question.answers[0]
+            line = f"{asked.id} {asked.question} -> {marked.given!r}, right: {right!r}"
+            ui.console.print(line, markup=False)
+
+
+def _print_reports(reports: list[EvaluationReport]) -> None:
+    table = ui.plain_table(
+        "mode", "questions", "exact match", "F1", "document retrieved", "computed", "agree"
+    )
+    for report in reports:
+        shares = (report.exact_match, report.f1, report.retrieved)
+        table.add_row(
+            report.mode, str(report.questions), *(f"{100 * share:.1f}%" for share in shares),
+            f"{report.computed_tokens:,.1f} tokens", _agreement(report, reports),
+        )  # fmt: skip
+    ui.console.print(table)
+
+
+def _agreement(report: EvaluationReport, reports: list[EvaluationReport]) -> str:
+    """The share of answers whose first token is that of mode `exact`, where it was run too."""
+    from ragcache.evaluation import first_tokens_agree
+
+    exact = next((each for each in reports if each.mode in ("exact", "chat:exact")), None)
+    return "-" if exact is None else f"{100 * first_tokens_agree(report, exact):.1f}%"
+
+
+def plan(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Text files, or folders of them.")
+    ] = None,
+    collection: Annotated[
+        str | None, typer.Option("-c", "--collection", help="A collection of the state folder.")
+    ] = None,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    model: ui.ModelOption = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    module_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a module.")] = 384,
+    host_bytes: Annotated[str, typer.Option(help="The budget of the host tier.")] = "2GiB",
+    device_bytes: Annotated[
+        str | None, typer.Option(help="The budget of a device tier, if there is to be one.")
+    ] = None,
+    disk_bytes: Annotated[
+        str | None, typer.Option(help="The budget of the disk; without it, what is free.")
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, max=64, help="How many modules to encode for the times.")
+    ] = 6,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Say what caching a corpus will take and bring, before it is ingested.
+
+    The corpus is PATHS, or a collection that is stored. Nothing is changed.
+    """
+    import psutil
+
+    from ragcache.planning import Budgets, advise, make_plan
+
+    if bool(paths) == (collection is not None):
+        raise ConfigurationError("give either files and folders or --collection")
+    budgets = Budgets.parse(host_bytes, device_bytes, disk_bytes)
+    with ui.errors.status("loading the model"):
+        from ragcache.models import load_model
+
+        loaded = load_model(model, device=device)
+    corpus = _corpus(loaded, paths or [], collection, state, module_tokens)
+    with ui.errors.status("measuring") as status:
+        made = make_plan(loaded, corpus, budgets, state, sample=sample, progress=status.update)
+    advice = advise(made, psutil.virtual_memory().total)
+    if as_json:
+        ui.print_json(made.to_dict() | {"advice": advice})
+    else:
+        _print_plan(made, advice)
+
+
+def _corpus(
+    model: LoadedModel, paths: list[Path], collection: str | None, state: Path, module_tokens: int
+) -> Corpus:
+    from ragcache.db import Catalog
+    from ragcache.planning import corpus_of_collection, corpus_of_sources
+
+    with ui.progress_bar("reading the corpus") as progress:
+        if collection is None:
+            return corpus_of_sources(model, paths, module_tokens, progress)
+        with ui.open_ledger(state) as database:
+            catalog = Catalog(database, model.tokenizer_fingerprint, None)
+            return corpus_of_collection(model, catalog, collection, progress)
+
+
+def _print_plan(plan: CachePlan, advice: list[str]) -> None:
+    ui.console.print(
+        f"[bold]{escape(plan.model)}[/] ({plan.dtype}), {plan.documents:,} documents: "
+        f"{plan.modules:,} modules of {plan.tokens:,} tokens, the longest {plan.longest:,}; "
+        f"a preamble of {plan.preamble_tokens}\n"
+    )
+    _print_sizes(plan)
+    _print_times(plan)
+    ui.console.print(ui.plain_table(rows=[("•", escape(sentence)) for sentence in advice]))
+
+
+def _print_sizes(plan: CachePlan) -> None:
+    table = ui.plain_table("calculated", "kv_dtype", "budget", "the corpus", "of it fits", left=2)
+    for size in plan.tiers:
+        budget = "no limit" if size.budget_bytes is None else ui.format_bytes(size.budget_bytes)
+        share = f"{100 * size.share:.3g}%"
+        table.add_row(size.tier, size.kv_dtype, budget, ui.format_bytes(size.nbytes), share)
+    ui.console.print(table)
+    per_token = ", ".join(f"{kind} {plan.bytes_per_token[kind]:,}" for kind in _KV_DTYPES)
+    ui.console.print(f"[dim]bytes per token: {per_token}[/]\n")
+
+
+def _print_times(plan: CachePlan) -> None:
+    from ragcache.planning import format_bandwidth, format_seconds
+
+    table = ui.plain_table("measured", "computed in", *(f"loaded, {kind}" for kind in _KV_DTYPES))
+    for cut in plan.measured.cuts:
+        loads = [format_seconds(cut.load_s[kind]) for kind in _KV_DTYPES]
+        table.add_row(f"{cut.tokens} tokens", format_seconds(cut.compute_s), *loads)
+    shortest = plan.measured.cuts[0].tokens
+    even = [ui.format_break_even(plan.break_even_tokens[kind], shortest) for kind in _KV_DTYPES]
+    table.add_row("loading is quicker", "", *even, style="dim")
+    ui.console.print(table)
+    if not plan.measured.cold:
+        ui.console.print(
+            "[dim]the system did not drop its page cache: loading was timed from it, and a cold "
+            "disk may be slower[/]"
+        )
+    ui.console.print(
+        f"[dim]computing a module of {plan.measured.cuts[-1].tokens} tokens takes as long as "
+        f"loading it at {format_bandwidth(plan.break_even_bandwidth)}[/]\n"
+    )
