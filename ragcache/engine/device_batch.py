@@ -1,0 +1,420 @@
+"""Batches for a device: which rows read which states, as attention tables.
+
+Two kinds of step. In a `decode` step every request has one row and blocks of the pool. What several
+requests share, and long runs of one, are reads of runs; the last blocks of each request are its
+*tail*, read by the program that also writes the new keys and values. In a `mixed` step rows are
+anybody's: new keys and values are written first, and everything is read as runs, of which a row
+sees the tokens up to its own.
+
+A decode step needs no new plan while the same requests go on: see `DeviceBatch.advance`. Blocks of
+the pool are base 0 of the tables.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragcache.attention.triton.tables import (
+    ALL_TOKENS,
+    AttentionPlan,
+    AttentionTables,
+    HeadLayout,
+    KVRead,
+    KVRun,
+    Reader,
+    StepArrays,
+    build_plan,
+)
+from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
+from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
+from ragcache.states import KVStates
+
+Ints = NDArray[np.int64]
+
+MAX_TAIL_BLOCKS: Final = 8
+"""Blocks that a tail may grow to. One program reads it for a row and a head."""
+
+MANY_ROWS: Final = 1024
+"""Rows from which runs are cut into pieces of `LONG_PIECE` tokens at least."""
+
+SHORT_PIECE, LONG_PIECE = 256, 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlacedChunk:
+    """A chunk at its rows of the step. past: tokens before the new ones; tokens: with them."""
+
+    chunk: ScheduledChunk
+    first_row: int
+    end_row: int
+    past: int
+    tokens: int
+
+    def position(self, token: int) -> int:
+        if token < self.past:
+            return self.chunk.private.positions[token]
+        return self.chunk.position_ids[token - self.past]
+
+    def gapless_parts(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Tokens begin:end, cut where their positions leave a gap."""
+        if self.position(end - 1) - self.position(begin) == end - 1 - begin:
+            return [(begin, end)]  # positions ascend
+        past = self.chunk.private.positions[begin:end]
+        new = self.chunk.position_ids[max(0, begin - self.past) : max(0, end - self.past)]
+        cuts = np.flatnonzero(np.diff(_ints([*past, *new])) != 1) + begin + 1
+        edges = [begin, *cuts.tolist(), end]
+        return list(pairwise(edges))
+
+
+@dataclass(slots=True, eq=False)
+class _Continuation:
+    """What a decode step needs to go on. tail_begins: the first block of each tail, among those of
+    its table. hidden_from: the position from which a row sees one more segment; None where no row
+    ever does."""
+
+    private: Sequence[BlockTable]
+    tail_begins: Ints
+    hidden_from: Ints | None
+
+
+class DeviceBatch:
+    """A step whose plan and rows are laid out in tables.
+
+    kind: `decode` or `mixed`. rows: of the step. logits: how many rows' logits are wanted. plan,
+    reads: what its items are; reads keep the states alive.
+    """
+
+    def __init__(
+        self, kind: Literal["decode", "mixed"], rows: int, logits: int, plan: AttentionPlan,
+        reads: Sequence[KVRead], step: StepArrays, continuation: _Continuation | None,
+    ) -> None:  # fmt: skip
+        self.kind, self.rows, self.logits = kind, rows, logits
+        self.plan, self.reads = plan, reads
+        self._step, self._continuation = step, continuation
+
+    def advance(self, chunks: Sequence[ScheduledChunk] | None = None) -> bool:
+        """Moves the rows on by one token. False where that needs a new plan; then nothing changed.
+
+        Args:
+            chunks: Those of the next step: of the same requests in the same order. None where only
+                the device knows the tokens; positions then go on without a gap.
+        """
+        going_on = self._continuation
+        if going_on is None:
+            return False
+        size = going_on.private[0].pool.block_size
+        length, position = (
+            a[: self.rows] for a in (self._step.tail_length, self._step.position_ids)
+        )
+        if length.max() + 1 >= MAX_TAIL_BLOCKS * size:
+            return False
+        if going_on.hidden_from is not None and (position + 1 >= going_on.hidden_from).any():
+            return False
+        if chunks is not None:
+            given = np.fromiter((chunk.position_ids[0] for chunk in chunks), np.int64, self.rows)
+            if not np.array_equal(given, position + 1):
+                return False
+            _put_token_ids(self._step, chunks, self.rows)
+        length += 1
+        position += 1
+        # A full block may turn out to equal one of the radix cache, and is then replaced by it.
+        # Where a step is launched before the last one has ended, that shows one step late.
+        for row in np.flatnonzero(length % size < 2).tolist():
+            begin = int(going_on.tail_begins[row])
+            blocks = going_on.private[row].block_ids[begin : begin + int(length[row]) // size + 1]
+            self._step.pages[row, : len(blocks)] = blocks
+        return True
+
+
+class DevicePlanner:
+    """Plans the steps of one model and pool. gapless: positions within a run, and from a tail to
+    its row, must be consecutive, as ALiBi and sliding windows need. programs, block_rows: see
+    `build_plan`."""
+
+    def __init__(
+        self, pool: BlockPool, heads: HeadLayout, *, gapless: bool = False, programs: int = 264,
+        block_rows: int = 64,
+    ) -> None:  # fmt: skip
+        self.pool, self.heads, self.gapless = pool, heads, gapless
+        self.programs, self.block_rows = programs, block_rows
+
+    def plan_batch(self, chunks: Sequence[ScheduledChunk], tables: AttentionTables) -> DeviceBatch:
+        """Sets the plan of a step and fills its arrays; both are to be uploaded.
+
+        Raises:
+            TableOverflow: The tables have no room for it; they are as before.
+        """
+        placed = _place(chunks)
+        reads, hidden = _segment_reads(placed)
+        tails = self._decode_reads(placed, reads)
+        if tails is None:
+            self._mixed_reads(placed, reads)
+        rows = placed[-1].end_row
+        plan = build_plan(
+            reads, rows=rows, heads=self.heads, capacity=tables.capacity,
+            pool=(self.pool.keys, self.pool.values), programs=self.programs,
+            block_rows=self.block_rows,
+            min_keys=LONG_PIECE if rows >= MANY_ROWS else SHORT_PIECE,
+        )  # fmt: skip
+        tables.set_plan(plan)
+        step = tables.step
+        logits = _put_rows(step, placed)
+        if tails is None:
+            self._put_writes(step, placed, plan)
+            return DeviceBatch("mixed", rows, logits, plan, reads, step, None)
+        private = [each.chunk.private for each in placed]
+        tables_of_blocks = [each for each in private if isinstance(each, BlockTable)]
+        self._put_tails(step, tables_of_blocks, tails)
+        continuation = _Continuation(tables_of_blocks, tails, _hidden_from(hidden, rows))
+        return DeviceBatch("decode", rows, logits, plan, reads, step, continuation)
+
+    def _decode_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> Ints | None:
+        """Appends the reads before the tails, and returns the first block of each tail; None where
+        the step is a mixed one."""
+        if any(each.tokens - each.past != 1 for each in placed):
+            return None
+        if not all(isinstance(each.chunk.private, BlockTable) for each in placed):
+            return None
+        size = self.pool.block_size
+        past = _ints([each.past for each in placed])
+        uses = _BlockUses.of(placed, past // size)
+        tails = uses.shared_until(len(placed))
+        # the last block, where it is just full, may yet be replaced: see `DeviceBatch.advance`
+        settled = np.maximum(past - 1, 0) // size
+        tails = np.where(past // size - tails >= LONG_SPAN, np.maximum(tails, settled), tails)
+        if self.gapless:
+            for index, each in enumerate(placed):
+                begin = self._gapless_tail(each, int(tails[index]))
+                if begin is None:
+                    return None
+                tails[index] = begin
+        self._append_runs(placed, uses, uses.number < tails[uses.owner], reads)
+        return tails
+
+    def _gapless_tail(self, placed: _PlacedChunk, begin: int) -> int | None:
+        """The first block from `begin` on after which positions have no gap."""
+        size, past = self.pool.block_size, placed.past
+        for block in dict.fromkeys((begin, past // size)):
+            if placed.position(past) - placed.position(block * size) == past - block * size:
+                return block
+        return None
+
+    def _mixed_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> None:
+        """Appends what all chunks read of their private states, with their new tokens."""
+        with_blocks = []
+        for each in placed:
+            private = each.chunk.private
+            if isinstance(private, ContiguousKV):
+                self._append_parts(private.keys, private.values, 0, each, (0, each.tokens), [each],
+                                   reads)  # fmt: skip
+            else:
+                with_blocks.append(each)
+        size = self.pool.block_size
+        uses = _BlockUses.of(with_blocks, _ints([-(-each.tokens // size) for each in with_blocks]))
+        self._append_runs(with_blocks, uses, np.ones(len(uses.owner), dtype=bool), reads)
+
+    def _append_runs(
+        self, placed: Sequence[_PlacedChunk], uses: _BlockUses, kept: NDArray[np.bool_],
+        reads: list[KVRead],
+    ) -> None:  # fmt: skip
+        size = self.pool.block_size
+        for owner, number, block_id, group, count in uses.runs(kept):
+            own = placed[owner]
+            readers = [own]
+            if group >= len(placed):
+                readers = [placed[reader] for reader in uses.readers[group - len(placed)]]
+            tokens = (number * size, min((number + count) * size, own.tokens))
+            self._append_parts(
+                self.pool.keys, self.pool.values, block_id * size, own, tokens, readers, reads
+            )
+
+    def _append_parts(
+        self, keys: Tensor, values: Tensor, begin: int, own: _PlacedChunk,
+        tokens: tuple[int, int], readers: Sequence[_PlacedChunk], reads: list[KVRead],
+    ) -> None:  # fmt: skip
+        """Appends the read of `own`'s tokens, which are contiguous from the base's token `begin`
+        on."""
+        parts = own.gapless_parts(*tokens) if self.gapless else [tokens]
+        for first, end in parts:
+            at = begin + first - tokens[0]
+            origin = own.position(first) - at
+            limit = ALL_TOKENS if end <= own.past + 1 else at + own.past + 1 - first
+            run = KVRun(keys, values, at, at + end - first)
+            who = [Reader(each.first_row, each.end_row, 0, origin, limit) for each in readers]
+            reads.append(KVRead(run, who))
+
+    def _put_tails(self, step: StepArrays, private: Sequence[BlockTable], tails: Ints) -> None:
+        size, rows = self.pool.block_size, len(private)
+        assert step.pages.shape[1] >= MAX_TAIL_BLOCKS
+        length = _ints([each.length for each in private])
+        counts = length // size + 1 - tails
+        ends, begins = (tails + counts).tolist(), tails.tolist()
+        ids = [
+            each.block_ids[begin:end]
+            for each, begin, end in zip(private, begins, ends, strict=True)
+        ]
+        columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        step.pages[np.repeat(np.arange(rows), counts), columns] = _ints([*chain.from_iterable(ids)])
+        step.tail_length[:rows] = length - tails * size
+
+    def _put_writes(
+        self, step: StepArrays, placed: Sequence[_PlacedChunk], plan: AttentionPlan
+    ) -> None:
+        size = self.pool.block_size
+        for each in placed:
+            private, rows = each.chunk.private, slice(each.first_row, each.end_row)
+            if isinstance(private, ContiguousKV):
+                assert each.tokens <= private.keys.shape[2]
+                step.write_base[rows] = plan.base_number(private.keys, private.values)
+                step.write_slot[rows] = np.arange(each.past, each.tokens)
+                continue
+            assert each.tokens <= private.capacity
+            step.write_base[rows] = 0
+            first = each.past // size
+            if each.tokens == each.past + 1:
+                step.write_slot[rows] = private.block_ids[first] * size + each.past % size
+                continue
+            blocks = _ints(private.block_ids[first : -(-each.tokens // size)])
+            at = np.arange(each.past, each.tokens)
+            step.write_slot[rows] = blocks[at // size - first] * size + at % size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BlockUses:
+    """The blocks of some tables, table after table.
+
+    owner, number: of the table, and of the block in it. group: equal for blocks with the same
+    readers: the owner's number where it is the only one, else that many tables and more. leads:
+    whether the owner is the first reader. readers: the tables of each group of several.
+    """
+
+    owner: Ints
+    number: Ints
+    block_id: Ints
+    group: Ints
+    leads: NDArray[np.bool_]
+    readers: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, placed: Sequence[_PlacedChunk], counts: Ints) -> _BlockUses:
+        """The first `counts` blocks of each."""
+        tables = [each.chunk.private for each in placed]
+        ids = [
+            table.block_ids[:count]
+            for table, count in zip(tables, counts.tolist(), strict=True)
+            if isinstance(table, BlockTable)
+        ]
+        block_id = _ints([*chain.from_iterable(ids)])
+        owner = np.repeat(np.arange(len(placed)), counts)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        order = np.argsort(block_id, kind="stable")
+        first = np.flatnonzero(np.diff(block_id[order], prepend=-1))
+        uses = np.diff(first, append=len(order))
+        group = owner[order[first]]
+        groups: dict[tuple[int, ...], int] = {}
+        for at in np.flatnonzero(uses > 1).tolist():
+            readers = tuple(owner[order[first[at] : first[at] + uses[at]]].tolist())
+            group[at] = groups.setdefault(readers, len(placed) + len(groups))
+        leads = np.zeros(len(owner), dtype=bool)
+        leads[order[first]] = True
+        group_of = np.empty_like(owner)
+        group_of[order] = np.repeat(group, uses)
+        return cls(owner, number, block_id, group_of, leads, list(groups))
+
+    def shared_until(self, tables: int) -> Ints:
+        """For each table, how many of its blocks end with the last one that is shared."""
+        until = np.zeros(tables, dtype=np.int64)
+        shared = self.group >= tables
+        np.maximum.at(until, self.owner[shared], self.number[shared] + 1)
+        return until
+
+    def runs(self, kept: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, int]]:
+        """Runs of neighboring blocks with the same readers: the first reader, the number and id of
+        its first block, the group, and how many blocks."""
+        at = np.flatnonzero(kept & self.leads)
+        table = np.stack([self.owner, self.number, self.block_id, self.group])[:, at]
+        if not len(at):
+            return iter(())
+        steps = np.diff(table, axis=1) != np.asarray([[0], [1], [1], [0]])
+        first = np.concatenate([[0], np.flatnonzero(steps.any(axis=0)) + 1])
+        counts = np.diff(first, append=len(at))
+        return zip(*table[:, first].tolist(), counts.tolist(), strict=True)
+
+
+def _place(chunks: Sequence[ScheduledChunk]) -> list[_PlacedChunk]:
+    placed, row = [], 0
+    for chunk in chunks:
+        past, new = chunk.private.length, len(chunk.position_ids)
+        placed.append(_PlacedChunk(chunk, row, row + new, past, past + new))
+        row += new
+    return placed
+
+
+def _segment_reads(placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[int, int]]:
+    """Segments by the memory that they read, so that views of one module are one read; and where
+    the first segment begins that the last row of a chunk does not see yet."""
+    by_memory: dict[tuple[int, int], KVRead] = {}
+    by_states: dict[KVStates, KVRead] = {}
+    hidden: dict[int, int] = {}
+    for each in placed:
+        positions, end = each.chunk.position_ids, each.end_row
+        begins_at, ends_at = positions[0], positions[-1]
+        for segment in each.chunk.segments:
+            states, start = segment.states, segment.start
+            if start > ends_at:
+                hidden[end - 1] = min(start, hidden.get(end - 1, start))
+                continue
+            read = by_states.get(states)
+            if read is None:
+                memory = (states.keys.data_ptr(), states.length)
+                read = by_states[states] = by_memory.setdefault(memory, _read_of(states))
+            first = each.first_row
+            if start > begins_at:
+                first += bisect_left(positions, start)
+            read.readers.append(Reader(first, end, start - states.start, start))
+    return list(by_memory.values()), hidden
+
+
+def _read_of(states: KVStates) -> KVRead:
+    scales = (states.key_scales, states.value_scales)
+    return KVRead(KVRun(states.keys, states.values, 0, states.length, *scales))
+
+
+def _hidden_from(hidden: dict[int, int], rows: int) -> Ints | None:
+    if not hidden:
+        return None
+    return _ints([hidden.get(row, np.iinfo(np.int64).max) for row in range(rows)])
+
+
+def _put_rows(step: StepArrays, placed: Sequence[_PlacedChunk]) -> int:
+    """Tokens, positions and the rows whose logits are wanted, of which it returns the number. All
+    else is padding until it is filled."""
+    rows = placed[-1].end_row
+    chunks = [each.chunk for each in placed]
+    positions = chain.from_iterable(chunk.position_ids for chunk in chunks)
+    step.position_ids[:rows] = np.fromiter(positions, np.int64, rows)
+    step.position_ids[rows:] = step.token_ids[rows:] = 0
+    _put_token_ids(step, chunks, rows)
+    wanted = [each.end_row - 1 for each in placed if each.chunk.wants_logits]
+    step.logit_rows[: len(wanted)] = wanted
+    step.logit_rows[len(wanted) :] = 0
+    step.write_base[:] = 0
+    step.write_slot[:] = step.tail_length[:] = -1
+    return len(wanted)
+
+
+def _put_token_ids(step: StepArrays, chunks: Sequence[ScheduledChunk], rows: int) -> None:
+    tokens = chain.from_iterable(chunk.token_ids for chunk in chunks)
+    step.token_ids[:rows] = np.fromiter(tokens, np.int64, rows)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.asarray(values, dtype=np.int64)
