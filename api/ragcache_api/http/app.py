@@ -21,7 +21,7 @@ from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.openai import routes as openai
-from ragcache_api.http.routes import admin, answers, documents, schemas
+from ragcache_api.http.routes import admin, answers, documents
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
@@ -38,7 +38,7 @@ PAGE_HEADERS = {
 }
 _THREADS = 64  # of routes, and as many that wait for retrieval and leases
 ROUTERS = (
-    admin.health_router, openai.router, answers.router, schemas.router, documents.router,
+    admin.health_router, openai.router, answers.router, answers.schemas_router, documents.router,
     documents.jobs_router, admin.router,
 )  # fmt: skip
 

@@ -1,27 +1,36 @@
-"""`POST /v1/answers` and `POST /v1/prompts`: one answer, whole or streamed."""
+"""`POST /v1/answers` and `POST /v1/prompts`: one answer, whole or streamed; and the schemas that
+prompts are over, `/v1/schemas`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import monotonic
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
+from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
 from ragcache import AsyncAnswerStream
-from ragcache_api.http.errors import ErrorInfo
+from ragcache_api.http.cursors import PageDep
+from ragcache_api.http.errors import ErrorInfo, HTTPProblem
 from ragcache_api.http.protocol import (
     AnswerRequest,
     AnswerResponse,
     CompactResponse,
+    DeletedResponse,
+    PageOf,
+    PathName,
     PromptRequest,
+    SchemaRequest,
+    SchemaResponse,
     answer_response,
     event_stream,
     problems,
 )
 from ragcache_api.http.requests import ActiveRequest
-from ragcache_api.http.service import ContextDep, RequestContext
+from ragcache_api.http.service import ContextDep, RequestContext, off_loop
 from ragcache_api.http.streaming import (
     Opening,
     complete_answers,
@@ -29,10 +38,14 @@ from ragcache_api.http.streaming import (
     format_event,
     stream_answer,
 )
+from ragcache_schemas import Placement, parse_schema
 
 router = APIRouter(
     prefix="/v1", tags=["answers"], responses={**problems(500), **event_stream("The answer")}
 )
+schemas_router = APIRouter(prefix="/v1/schemas", tags=["schemas"], responses=problems(507))
+Name = Annotated[PathName, Path()]
+_NAME = TypeAdapter(PathName)
 
 
 @router.post("/answers", response_model=AnswerResponse)
@@ -82,3 +95,43 @@ async def _events(active: ActiveRequest, stream: AsyncAnswerStream) -> AsyncGene
 
 def _error_event(info: ErrorInfo) -> bytes:
     return format_event(info.problem("/v1/answers"), "error")
+
+
+@schemas_router.get("")
+async def list_schemas(context: ContextDep, page: PageDep) -> PageOf[SchemaResponse]:
+    """The schemas, by name."""
+    listed = await off_loop(context.service.queries.schemas, context.caller.namespace)
+    return page.cut(listed, lambda s: s.name)
+
+
+@schemas_router.post("", status_code=201)
+async def add_schema(body: SchemaRequest, context: ContextDep) -> SchemaResponse:
+    """Stores a schema and encodes its modules."""
+    name = await off_loop(_add_schema, context, body.text, body.placement)
+    return SchemaResponse(name=name, placement=body.placement)
+
+
+def _add_schema(context: RequestContext, text: str, placement: Placement) -> str:
+    name = parse_schema(text, source="schema").name
+    try:
+        _NAME.validate_python(name)
+    except ValidationError:
+        raise HTTPProblem(
+            422, "unusable-name",
+            f"the schema is called {name!r:.80}, which no path can hold: a name has 1 to 200 "
+            "characters and no `/`, and is neither `.` nor `..`",
+        ) from None  # fmt: skip
+    return context.rag.add_schema(text, placement=placement, source="schema").name
+
+
+@schemas_router.get("/{name}")
+async def get_schema(name: Name, context: ContextDep) -> SchemaResponse:
+    """A schema with its text."""
+    return await off_loop(context.service.queries.schema, context.caller.namespace, name)
+
+
+@schemas_router.delete("/{name}")
+async def delete_schema(name: Name, context: ContextDep) -> DeletedResponse:
+    """Deletes a schema, and the states that nothing else needs."""
+    await off_loop(context.rag.delete_schema, name)
+    return DeletedResponse(deleted=1)
