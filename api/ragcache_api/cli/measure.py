@@ -31,7 +31,13 @@ JsonFile = Annotated[
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Draw a plot: .png, .svg or .pdf.")
 ]
-DeviceOption = Annotated[str, typer.Option(help="cpu, or cuda.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="cpu, or cuda: the table of the GPU backend (docs/gpu.md).")
+]
+ShapeOption = Annotated[str, typer.Option(help="On cuda: 7b, 8b, or both with a comma.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="On cuda: exit 1 where a figure misses what it must be.")
+]
 
 Benchmark = Callable[[Callable[[str], None]], dict[str, Any]]
 _KV_DTYPES = ("model", "fp8", "int8")
@@ -56,13 +62,41 @@ def print_figures(
         json_file.write_text(text, encoding="utf-8")
 
 
+def print_gpu_table(
+    parts: Sequence[str], device: str, shape: str, json_file: Path | None, check: bool
+) -> None:
+    """Runs parts of the GPU backend's table and prints it. Ends with 1 where a part failed, or with
+    `check` where a must is missed."""
+    from ragcache.bench.gpu.suite import SuiteRun, shapes_named
+    from ragcache.bench.gpu.table import GpuWorkload, missed, render_text
+
+    try:
+        shapes = shapes_named(shape.split(","))
+    except KeyError as error:
+        raise typer.BadParameter(f"there is no shape {error}; give 7b or 8b") from error
+
+    def run(progress: Callable[[str], None]) -> dict[str, Any]:
+        return SuiteRun(shapes, parts, GpuWorkload(), device, progress).run()
+
+    document = run_benchmark(run)
+    ui.console.print(render_text(document), markup=False, highlight=False, soft_wrap=True)
+    print_figures([], document, json_file)
+    if document["errors"] or (check and missed(document)):
+        raise typer.Exit(1)
+
+
 @bench_app.command("ttft")
 def ttft(
-    runs: Annotated[int, typer.Option(help="Runs of the cached sides.")] = 9,
+    runs: Annotated[int, typer.Option(help="On cpu: runs of the cached sides.")] = 9,
     device: DeviceOption = "cpu",
+    shape: ShapeOption = "7b,8b",
+    check: CheckOption = False,
     json_file: JsonFile = None,
 ) -> None:
     """Time to first token: ordinary prefill, concatenated states, segments."""
+    if device != "cpu":
+        print_gpu_table(["ttft"], device, shape, json_file, check)
+        return
     from ragcache.bench.ttft import TtftSetting, bench_ttft
 
     setting = TtftSetting(cached_runs=runs, device=device)
@@ -81,12 +115,17 @@ def ttft(
 
 @bench_app.command("decode")
 def decode(
-    requests: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="On cpu: requests decoding together.")] = 16,
     device: DeviceOption = "cpu",
+    shape: ShapeOption = "7b,8b",
+    check: CheckOption = False,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
     """Decoding over shared documents: segments, copies, and with the attention left out."""
+    if device != "cpu":
+        print_gpu_table(["decode", "order", "attention"], device, shape, json_file, check)
+        return
     from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
 
     setting = DecodeSetting(requests=requests, device=device)
@@ -108,12 +147,17 @@ def decode(
 
 @bench_app.command("serve")
 def serve(
-    requests: Annotated[int, typer.Option(min=4, help="Requests a rate, at least.")] = 24,
+    requests: Annotated[int, typer.Option(min=4, help="On cpu: requests a rate, at least.")] = 24,
     device: DeviceOption = "cpu",
+    shape: ShapeOption = "7b,8b",
+    check: CheckOption = False,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
     """Poisson arrivals over 64 documents, at growing rates, cached and in mode exact."""
+    if device != "cpu":
+        print_gpu_table(["encode", "serve"], device, shape, json_file, check)
+        return
     from ragcache.bench.serve import ServeSetting, bench_serve, plot_serve
 
     setting = ServeSetting(requests=requests, device=device)
@@ -138,10 +182,16 @@ def tiers(
     entries: Annotated[int, typer.Option(min=1, help="Modules in the ledger.")] = 100_000,
     blobs: Annotated[int, typer.Option(min=1, help="Modules of 1,024 tokens on disk.")] = 16,
     folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
+    device: DeviceOption = "cpu",
+    shape: ShapeOption = "7b,8b",
+    check: CheckOption = False,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
     """The store: disk to ready states, first tokens by tier, the ledger."""
+    if device != "cpu":
+        print_gpu_table(["tiers"], device, shape, json_file, check)
+        return
     from ragcache.bench.tiers import TiersSetting, bench_tiers, plot_tiers
 
     setting = TiersSetting(blobs=blobs, entries=entries, folder=folder)

@@ -150,6 +150,11 @@ class GpuSession:
         """A request whose tokens are turned into text."""
         return Request(context, new_tokens, text=partial(ShapeText, self.tokenizer))
 
+    def first_token(self, states: Sequence[KVStates]) -> None:
+        """Asks over the states, and waits for an answer of one token."""
+        context = self.context(states, 1)
+        self.engine.submit_request(self.request(context, 1)).result(PATIENCE)
+
     def synchronize(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize()

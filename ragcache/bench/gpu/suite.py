@@ -11,8 +11,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from ragcache.bench.gpu.attention import bench_attention
-from ragcache.bench.gpu.ceilings import measure_ceilings
+import torch
+
+from ragcache.bench.gpu.device import bench_attention, measure_ceilings
 from ragcache.bench.gpu.parts import ENGINE_PARTS
 from ragcache.bench.gpu.session import GpuSession, median_ms
 from ragcache.bench.gpu.table import Ceilings, GpuWorkload, rows_of
@@ -56,6 +57,8 @@ class SuiteRun:
 
     def run(self) -> dict[str, Any]:
         """Runs everything. Returns the document, with the table's rows."""
+        if self.device != "cpu":
+            torch.cuda.set_device(self.device)
         with without_cudnn_attention():
             measured = self._part("ceilings", lambda: asdict(measure_ceilings(self.device)))
             self.document["ceilings"] = measured or {}

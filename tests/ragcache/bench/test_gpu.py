@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from ragcache.bench.gpu.__main__ import main, report
 from ragcache.bench.gpu.suite import PARTS, SuiteRun
@@ -27,6 +28,7 @@ from ragcache.bench.gpu.table import (
     step_seconds,
 )
 from ragcache.bench.harness import SHAPES, LlamaShape
+from ragcache_api.cli.main import app
 
 TINY = LlamaShape(2, 32, 4, 2, 48, 64, 512, tied=False)
 LOAD = GpuWorkload(
@@ -239,3 +241,41 @@ def test_the_module_runs_where_only_torch_and_transformers_are() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--shape" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("ttft", ["ttft"]),
+        ("decode", ["decode", "order", "attention"]),
+        ("serve", ["encode", "serve"]),
+        ("tiers", ["tiers"]),
+    ],
+)
+def test_commands_print_their_part_of_the_table_on_a_gpu(
+    command: str, parts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[tuple[Any, ...]] = []
+
+    class Run:
+        def __init__(self, shapes: Any, parts: Any, load: Any, device: str, progress: Any) -> None:
+            ran.append((list(shapes), list(parts), load, device))
+
+        def run(self) -> dict[str, Any]:
+            return made_up(ttft={"4": {"ms": 5.5}, "16": {"ms": 9.0}})
+
+    monkeypatch.setattr("ragcache.bench.gpu.suite.SuiteRun", Run)
+    file = tmp_path / "gpu.json"
+    arguments = ["bench", command, "--device", "cuda", "--shape", "7b", "--json", str(file)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0
+    assert ran == [(["7b"], parts, GpuWorkload(), "cuda")]
+    assert json.loads(file.read_text())["results"]["7b"]["ttft"]["4"] == {"ms": 5.5}
+    assert "-0.50 MISSED" in shown.stdout
+    assert CliRunner().invoke(app, [*arguments, "--check"]).exit_code == 1
+
+
+def test_a_shape_that_does_not_exist_is_refused() -> None:
+    shown = CliRunner().invoke(app, ["bench", "ttft", "--device", "cuda", "--shape", "9b"])
+    assert shown.exit_code == 2
+    assert "7b or 8b" in shown.stderr

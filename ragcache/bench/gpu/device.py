@@ -1,16 +1,17 @@
-"""Attention alone: the kernels of a decoding step over several layers, as one CUDA graph."""
+"""The device by itself: what its memory, bus and products reach, and attention alone."""
 
 from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ragcache.bench.gpu.table import GpuWorkload
+from ragcache.bench.gpu.table import Ceilings, GpuWorkload
 from ragcache.bench.harness import LlamaShape
 
 if TYPE_CHECKING:
@@ -19,6 +20,35 @@ if TYPE_CHECKING:
 _MEMORY = 600e6  # bytes that one replay reads at least: ten times a cache of the second level
 _MOST_LAYERS = 16
 _BLOCK = 64
+
+
+def measure_ceilings(device: str, nbytes: int = 2**32, side: int = 8192) -> Ceilings:
+    """The best of two ways to read memory, a copy from pinned memory, and a square product. On a
+    CPU everything is a thousandth of the size."""
+    if device == "cpu":
+        nbytes, side = nbytes >> 10, side >> 5
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = _seconds(lambda: a @ b, device)
+    memory = torch.zeros(nbytes // 4, device=device)
+    vector = torch.zeros(4096, device=device)
+    by_product = _seconds(lambda: memory.view(-1, 4096) @ vector, device)
+    read = min(_seconds(memory.sum, device), by_product)
+    host = torch.zeros(nbytes // 16, pin_memory=device != "cpu")
+    room = memory[: host.numel()]
+    copied = _seconds(lambda: room.copy_(host, non_blocking=True), device)
+    return Ceilings(nbytes / read / 1e9, host.nbytes / copied / 1e9, 2 * side**3 / product / 1e12)
+
+
+def _seconds(run: Callable[[], object], device: str, runs: int = 10) -> float:
+    """The median of a call's time, by the device's clock where there is one."""
+    if device != "cpu":
+        return device_microseconds(run, runs) / 1e6
+    times = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def bench_attention(shape: LlamaShape, load: GpuWorkload, device: str) -> dict[str, Any]:
@@ -75,7 +105,9 @@ class _DecodeAttention:
         from ragcache.attention.triton import tables
 
         rng, numbers = random.Random(3), list(range(len(self.states)))
-        reads = [tables.KVRead(tables.KVRun(*each, 0, length)) for each in self.states]
+        reads = [
+            tables.KVRead(tables.KVRun(keys, values, 0, length)) for keys, values in self.states
+        ]
         for row in range(self.rows):
             for place, number in enumerate(rng.sample(numbers, len(numbers))):
                 origin = place * length  # all were encoded at position 0
