@@ -38,6 +38,11 @@ def scaled(examples: int) -> int:
 
 REPOSITORY = Path(__file__).parent.parent
 
+# Kernels run in Triton's interpreter, which must be chosen before anything imports triton. Where
+# there is a GPU they are compiled, and `tests/gpu` runs them.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collectstart() -> None:
     """Sets the threads of torch, where tests are collected rather than handed out."""

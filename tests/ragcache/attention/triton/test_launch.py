@@ -1,0 +1,103 @@
+"""The kernels, interpreted, compute attention by definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ragcache.attention.triton.steps import (
+    Asking,
+    Scheme,
+    attend,
+    error,
+    make_kernels,
+    make_step,
+    written_as_given,
+)
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="a GPU is there: tests/gpu runs the kernels compiled"
+)
+
+DOCUMENTS = (100, 65, 37)
+REQUESTS = {
+    "mixed": (
+        Asking(0, 5, ((0, 0), (1, -7))),
+        Asking(70, 3, ((1, 30), (2, 12))),
+        Asking(10, 1, ((0, 120),)),
+    ),
+    "decode": (
+        Asking(0, 1, ((0, 0), (1, -7))),
+        Asking(70, 1, ((1, 30), (2, 12))),
+        Asking(200, 1, ((0, 120),), early=2),
+        Asking(63, 1),
+    ),
+}
+SCHEMES = {
+    "half": Scheme(),
+    "interleaved": Scheme(interleaved=True),
+    "partial": Scheme(rotated=24),
+    "partial interleaved": Scheme(rotated=24, interleaved=True),
+    "dim 64": Scheme(dim=64, rotated=64),
+    "dim 80": Scheme(kv_heads=1, dim=80, rotated=80),
+    "dim 20": Scheme(kv_heads=1, dim=20, rotated=12),
+    "heads 2x4": Scheme(group=4),
+    "heads 2x7": Scheme(group=7),
+    "heads 1x20": Scheme(kv_heads=1, group=20),
+    "heads 3x1": Scheme(kv_heads=3, group=1),
+    "alibi": Scheme(rotated=0, alibi=True),
+    "alibi 3x1": Scheme(kv_heads=3, group=1, rotated=0, alibi=True),
+    "window": Scheme(window=40),
+    "window 3x1": Scheme(kv_heads=3, group=1, window=90),
+    "softcap": Scheme(softcap=2.0),
+    "softcap 3x1": Scheme(kv_heads=3, group=1, softcap=2.0),
+    "int8": Scheme(int8=True),
+    "int8 partial": Scheme(rotated=24, int8=True),
+    "int8 interleaved": Scheme(int8=True, interleaved=True),
+    "int8 window": Scheme(int8=True, window=40),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_attention_equals_its_definition(name: str, kind: str) -> None:
+    step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind])
+    before = step.pool[0].clone(), step.pool[1].clone()
+    kernels = make_kernels(step)
+    found = attend(step, kernels, step.tables(kernels.block_rows))
+    assert error(step, found) < 1e-6
+    assert written_as_given(step, before)
+
+
+@pytest.mark.parametrize("name", ["half", "interleaved", "int8", "heads 3x1"])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_float16_is_as_exact_as_its_rounding(name: str, kind: str) -> None:
+    step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind], dtype=torch.float16)
+    kernels = make_kernels(step)
+    assert error(step, attend(step, kernels, step.tables(kernels.block_rows))) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["half", "heads 2x7", "alibi", "window"])
+def test_decode_and_mixed_steps_are_equal(name: str) -> None:
+    """The tail computes what write, partial and merge do, for the same rows and states."""
+    found = []
+    for kind in ("decode", "mixed"):
+        step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS["decode"], seed=3)
+        kernels = make_kernels(step)
+        found.append(attend(step, kernels, step.tables(kernels.block_rows)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("piece", [17, 64, 1000])
+def test_cutting_runs_changes_nothing(piece: int) -> None:
+    step = make_step(Scheme(window=70), "mixed", DOCUMENTS, REQUESTS["mixed"])
+    kernels = make_kernels(step)
+    assert error(step, attend(step, kernels, step.tables(kernels.block_rows, piece))) < 1e-6
+
+
+def test_steps_without_requests_are_zeros() -> None:
+    for kind in ("mixed", "decode"):
+        step = make_step(Scheme(), kind, (), (), padding=3)
+        kernels = make_kernels(step)
+        assert not attend(step, kernels, step.tables(kernels.block_rows)).any()
