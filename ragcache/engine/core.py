@@ -1,41 +1,41 @@
 """The engine without its thread: takes requests, and runs one step at a time.
 
 Iteration-level batching: requests join and leave between steps (Orca §3.1).
+
+A runner that is asynchronous computes steps while the host goes on. Step n + 1 is then planned and
+launched while step n runs, with rows whose tokens step n will give. Only after that the tokens of n
+are waited for and accepted: stop tokens, limits and constraints. Sampling n + 1 is launched next,
+and the text of n is delivered last, while the device computes n + 1. An answer that ends with n
+leaves a row in n + 1 that nobody reads. Where a plan needs what n gives, n is waited for first.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import cast
 
+import torch
 from torch import Tensor
 
-from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request, RequestOutput, TokenDelta, check_window
-from ragcache.engine.runner import ModelRunner
-from ragcache.engine.sampler import sample_tokens
+from ragcache.engine.runner import AsynchronousRunner, ModelRunner
+from ragcache.engine.sampler import SampledToken
 from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
-from ragcache.errors import DeadlineExceeded, PromptTooLong, UnsupportedModel, UnusableLogits
+from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Share
+from ragcache.errors import DeadlineExceeded, EngineFailed, PromptTooLong, UnsupportedModel
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A sequence or an encoding with the tokens that it computes in this step."""
-
-    owner: Sequence | Encoding
-    count: int
-    chunk: ScheduledChunk
 
 
 class EngineCore:
@@ -48,6 +48,9 @@ class EngineCore:
         self, runner: ModelRunner, config: EngineConfig, clock: Clock = time.perf_counter
     ) -> None:
         self.runner, self.config, self.clock = runner, config, clock
+        # the runner as one that runs ahead, if it does
+        self._ahead = cast("AsynchronousRunner", runner) if runner.asynchronous else None
+        self._sampler = runner.create_sampler()
         pool = runner.create_pool(config.pool_bytes)
         self.kv_manager = KVCacheManager(
             pool, RadixCache(pool.block_size, int(config.retained * pool.num_blocks))
@@ -62,6 +65,10 @@ class EngineCore:
         self._running: list[Sequence] = []
         self._encode_queue = EncodeQueue(runner.model)
         self._last_number = 0
+        self._launched: LaunchedStep | None = None  # whose tokens are not known yet
+        self._changed = True  # since the last step was launched, so that it cannot be continued
+        self._most_running = config.running  # less after memory ended
+        self._lap_at = 0.0
 
     @property
     def pool(self) -> BlockPool:
@@ -77,7 +84,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running or self._encode_queue)
+        return bool(self._waiting or self._running or self._encode_queue or self._launched)
 
     def check_request(self, request: Request) -> None:
         """Raises `PromptTooLong` or `UnsupportedModel` for a request that could never run."""
@@ -138,77 +145,204 @@ class EngineCore:
 
     def step(self) -> None:
         """Runs one step: cancelled requests leave, the scheduler decides, the model computes."""
-        begin = self.clock()
-        self._drop_gone(begin)
-        shares = self._plan(begin)
-        if shares:
-            self._run(shares, begin)
-        else:
-            self._encode_queue.hand_over()
+        self._lap_at = self.clock()
+        self._drop_gone(self._lap_at)
+        last, step = self._launched, self._launch()
+        accepted: list[Sequence] = []
+        now = self._lap_at
+        try:
+            if last is not None:
+                accepted, now = self._accept(last)
+                step = step or self._launch()
+            if step is not None:
+                self._sample(step)
+                if self._ahead is None:
+                    accepted, now = self._accept(step)
+            elif last is None:
+                self._encode_queue.hand_over()
+        finally:  # what was accepted is the callers', whatever comes
+            self._deliver(accepted, now)
         if not self.busy:
             self.runner.release_batch()
             self.snapshot, self._seen = IDLE, None
+        self.stats.sampling += self._lap()
 
-    def _run(self, shares: list[_Share], begin: float) -> None:
-        step = self.runner.prepare_batch([share.chunk for share in shares])
-        seen = [(id(share.owner), share.count) for share in shares]
-        if seen != self._seen:  # else the step is like the last one
-            chunks = ((share.chunk, isinstance(share.owner, Encoding)) for share in shares)
-            self.snapshot, self._seen = BatchSnapshot.of(chunks), seen
-        planned = self.clock()
-        logits = step()
-        computed = self.clock()
-        self._account(shares)
-        with coalesced_wakeups():
-            self._sample(shares, logits, computed)
-        stats = self.stats
-        stats.steps += 1
-        stats.planning += planned - begin
-        stats.forward += computed - planned
-        stats.sampling += self.clock() - computed
+    def _lap(self) -> float:
+        """Seconds since it was called last in this step."""
+        begin, self._lap_at = self._lap_at, self.clock()
+        return self._lap_at - begin
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with `error`, and frees all memory."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            with suppress(Exception):  # unless the device has failed, it reads nothing after that
+                (launched.tokens or self._sampler.launch(launched.logits, [])).wait()
         for sequence in (*self._running, *self._waiting):
+            sequence.finished = True
             self._release(sequence)
             sequence.group.channel.fail(error)
         self._encode_queue.fail_all(error)
         self._running, self._waiting = [], []
+        self._changed = True
         self.runner.release_batch()
         self.snapshot, self._seen = IDLE, None
 
-    def _plan(self, now: float) -> list[_Share]:
-        """What each request computes in this step, after preemption and admission."""
+    def _launch(self) -> LaunchedStep | None:
+        """Launches the next step. None where there is nothing to do, or where the tokens of the
+        step that runs have to be known first."""
+        last = self._launched
+        if last is not None:
+            if last.lineup is not None and self._continues(last.lineup):
+                return self._continue(last, last.lineup)
+            if last.encodes:  # its portions count only when they are computed
+                return None
+        shares = self._plan(self._lap_at, last)
+        return self._start(shares, last) if shares else None
+
+    def _continues(self, lineup: Lineup) -> bool:
+        """Whether the next step is like the last one. Allocates the blocks that it needs."""
+        full = len(self._running) >= self._most_running
+        if self._changed or not lineup.left or self._encode_queue or (self._waiting and not full):
+            return False
+        if not lineup.room:
+            lacking = lineup.lacking()
+            if len(lacking) > self.kv_manager.available_blocks:
+                return False
+            for sequence in lacking:
+                self.kv_manager.allocate_slots(sequence, 1)
+            lineup.measure()
+        return True
+
+    def _continue(self, last: LaunchedStep, lineup: Lineup) -> LaunchedStep | None:
+        assert self._ahead is not None
+        assert last.tokens is not None
+        try:
+            logits = self._ahead.continue_batch(last.tokens.inputs)()
+        except torch.OutOfMemoryError:
+            self._changed = True
+            return None
+        self.stats.planning += self._lap()
+        lineup.advance()
+        self._launched = LaunchedStep(
+            last.shares, logits, last.sequences, last.states, lineup, continued=True
+        )
+        return self._launched
+
+    def _start(self, shares: list[Share], last: LaunchedStep | None) -> LaunchedStep | None:
+        """Launches a step of these shares, or of fewer where the device's memory ends."""
+        logits = None
+        while logits is None:
+            seen = [(id(share.owner), share.count) for share in shares]
+            if seen != self._seen:  # else the step is like the last one
+                self.snapshot, self._seen = BatchSnapshot.of(shares), seen
+            try:
+                logits = self._compute(shares, last)
+            except torch.OutOfMemoryError as error:
+                if last is not None:  # once its tokens are known, some may be preempted
+                    return None
+                shares = self._fewer(shares, error)
+                if not shares:
+                    return None
+        sequences = []
+        for share in shares:
+            if isinstance(share.owner, Sequence):
+                share.chunk.private.advance(share.chunk.position_ids)
+                if share.chunk.wants_logits:
+                    sequences.append(share.owner)
+        states = [sequence.sampler for sequence in sequences]
+        self._launched = LaunchedStep(shares, logits, sequences, states)
+        alike = len(sequences) == len(shares) == len(self._running)
+        if self._ahead is not None and alike and all(share.decodes for share in shares):
+            self._launched.lineup = Lineup(shares, sequences)
+        self._changed = False
+        return self._launched
+
+    def _compute(self, shares: list[Share], last: LaunchedStep | None) -> Tensor:
+        chunks = [share.chunk for share in shares]
+        if self._ahead is None:
+            compute = self.runner.prepare_batch(chunks)
+            self.stats.planning += self._lap()
+            logits = compute()
+            self.stats.forward += self._lap()
+            return logits
+        inputs = None if last is None or last.tokens is None else last.tokens.inputs
+        logits = self._ahead.prepare_batch(chunks, inputs)()
+        self.stats.planning += self._lap()
+        return logits
+
+    def _plan(self, now: float, last: LaunchedStep | None) -> list[Share]:
+        """What each request computes in this step, after preemption and admission. last: the step
+        that runs; its sequences have one token more than is known."""
+        rows = {} if last is None else last.rows()
+        going = [
+            sequence
+            for sequence in self._running
+            if sequence.number not in rows or sequence.tokens_left > 1
+        ]
+        ending = len(self._running) - len(going)  # they only wait for their last tokens
+        config = self._scheduler_config
+        if config.running != self._most_running - ending:
+            config = replace(config, running=self._most_running - ending)
         output = schedule(
-            [sequence.schedulable() for sequence in self._running],
+            [sequence.schedulable(unknown=sequence.number in rows) for sequence in going],
             (sequence.schedulable() for sequence in self._waiting),
-            self._scheduler_config,
+            config,
             free_blocks=self.kv_manager.available_blocks,
             now=now,
         )
+        if output.preempted and last is not None:
+            return []
         self._preempt(output)
         self._admit(output, now)
         shares = []
         for sequence in self._running:
             count = output.tokens.get(sequence.number, 0)
-            count = min(count, len(sequence.tokens) - sequence.computed)
+            row = rows.get(sequence.number)
+            if row is None:
+                count = min(count, len(sequence.tokens) - sequence.computed)
             if count:
                 self.kv_manager.allocate_slots(sequence, count)
-                shares.append(_Share(sequence, count, sequence.next_chunk(count)))
+                shares.append(Share.of(sequence, sequence.next_chunk(count, row)))
         decoding = any(share.count == 1 for share in shares)
         most = self.config.step_tokens if decoding else self.config.prefill_tokens
         left = most - sum(share.count for share in shares)
         for encoding, count in self._encode_queue.portions(left):
-            shares.append(_Share(encoding, count, encoding.next_chunk(count)))
+            shares.append(Share.of(encoding, encoding.next_chunk(count)))
         return shares
+
+    def _fewer(self, shares: list[Share], error: torch.OutOfMemoryError) -> list[Share]:
+        """What to try where the device had too little memory for these shares: without encodings,
+        without the youngest sequence, or with fewer of its tokens."""
+        sequences = [share for share in shares if isinstance(share.owner, Sequence)]
+        if sequences and len(sequences) < len(shares):
+            return sequences
+        *others, youngest = shares
+        owner = youngest.owner
+        if isinstance(owner, Sequence) and others:
+            self._preempt_sequence(owner)
+            self._most_running = len(self._running)  # until one of them ends
+            return others
+        if others:
+            return others
+        if youngest.count > 1:
+            return [Share.of(owner, owner.next_chunk(youngest.count // 2))]
+        if isinstance(owner, Encoding):
+            raise error
+        failure = EngineFailed("the device has no memory left for a single token of the request")
+        failure.__cause__ = error
+        self._fail(owner.group, failure)
+        return []
 
     def _preempt(self, output: SchedulerOutput) -> None:
         for number in output.preempted:
-            sequence = next(each for each in self._running if each.number == number)
-            self._running.remove(sequence)
-            self._release(sequence)
-            self._enqueue(sequence)
-            self.stats.preempted += 1
+            self._preempt_sequence(next(each for each in self._running if each.number == number))
+
+    def _preempt_sequence(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._release(sequence)
+        self._enqueue(sequence)
+        self.stats.preempted += 1
 
     def _admit(self, output: SchedulerOutput, now: float) -> None:
         entering = set(output.admitted)
@@ -229,45 +363,81 @@ class EngineCore:
                 self.stats.queued += now - group.submitted_at
             self.stats.shared_tokens += found
 
-    def _account(self, shares: list[_Share]) -> None:
+    def _sample(self, step: LaunchedStep) -> None:
+        """Launches the sampling of the next token of every sequence whose last one is computed."""
+        forbidden = masks = None
+        if step.lineup is None or not step.lineup.free:
+            forbidden = [sequence.forbidden() for sequence in step.sequences]
+            masks = [None if each.finished else each.mask() for each in step.sequences]
+        step.tokens = self._sampler.launch(step.logits, step.states, forbidden, masks)
+
+    def _accept(self, step: LaunchedStep) -> tuple[list[Sequence], float]:
+        """Waits for the tokens of a step, and gives them to their sequences. Returns the sequences
+        that have something to deliver, and the time."""
+        assert step.tokens is not None
+        self.stats.sampling += self._lap()
+        tokens = step.tokens.wait()
+        self.stats.forward += self._lap()
+        now = self._lap_at
+        self.stats.steps += 1
+        if self._launched is step:
+            self._launched = None
+        self._account(step)
+        accepted = []
+        for sequence, token in zip(step.sequences, tokens, strict=True):
+            if sequence.finished:  # it ended or left while the step ran
+                continue
+            if not isinstance(token, SampledToken):
+                self._fail(sequence.group, sequence.failure or token)
+                continue
+            if sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length:
+                self._fork(sequence)
+            sequence.accept_token(token, now)
+            if sequence.constraint is not None and sequence.failure is not None:
+                self._fail(sequence.group, sequence.failure)
+            else:
+                accepted.append(sequence)
+        self._retire(accepted)
+        return accepted, now
+
+    def _account(self, step: LaunchedStep) -> None:
         """Counts the tokens whose states the step has written."""
-        for share in shares:
+        if step.continued:
+            size = self.pool.block_size
+            for sequence in step.sequences:
+                if len(sequence.tokens) % size == 0 and not sequence.finished:
+                    self._changed |= self.kv_manager.share_blocks(sequence, len(sequence.tokens))
+            self.stats.decoded_tokens += len(step.sequences)
+            return
+        for share in step.shares:
             if isinstance(share.owner, Encoding):
                 share.owner.computed(share.count)
                 self.stats.encoded_tokens += share.count
                 continue
-            self.kv_manager.commit_tokens(share.owner, share.count)
+            if share.owner.private is share.chunk.private:
+                self._changed |= self.kv_manager.share_blocks(share.owner, share.end)
             if share.owner.generated:
                 self.stats.decoded_tokens += share.count
             else:
                 self.stats.prompt_tokens += share.count
         self._encode_queue.hand_over()
 
-    def _sample(self, shares: list[_Share], logits: Tensor, now: float) -> None:
-        """The next token of every sequence whose last token was computed."""
-        sampling = [
-            share.owner
-            for share in shares
-            if isinstance(share.owner, Sequence) and share.chunk.wants_logits
-        ]
-        if not sampling:
+    def _deliver(self, accepted: list[Sequence], now: float) -> None:
+        """Shows callers the tokens of a step."""
+        with coalesced_wakeups():
+            for sequence in accepted:
+                sequence.deliver(now)
+        self._retire(accepted)
+
+    def _retire(self, accepted: list[Sequence]) -> None:
+        """Those that have ended no longer run."""
+        if not any(sequence.finished for sequence in accepted):
             return
-        forbidden = [sequence.forbidden() for sequence in sampling]
-        masks = [sequence.mask() for sequence in sampling]
-        samplers = [sequence.sampler for sequence in sampling]
-        sampled = sample_tokens(logits, samplers, forbidden, masks)
-        for sequence, token in zip(sampling, sampled, strict=True):
-            if isinstance(token, UnusableLogits):
-                self._fail(sequence.group, sequence.failure or token)
-                continue
-            if sequence.index == 0 and not sequence.generated:
-                self._fork(sequence)
-            sequence.append_token(token, now)
-            if sequence.failure is not None:
-                self._fail(sequence.group, sequence.failure)
-        for sequence in [each for each in self._running if each.finished]:
-            self._running.remove(sequence)
-            self._release(sequence)
+        for sequence in self._running:
+            if sequence.finished:
+                self._release(sequence)
+        self._running = [each for each in self._running if not each.finished]
+        self._changed, self._most_running = True, self.config.running
 
     def _fork(self, leader: Sequence) -> None:
         """Begins the other answers to a prompt that has just been computed."""
@@ -275,6 +445,7 @@ class EngineCore:
             sequence = self._sequence(leader.group, index)
             free = self.runner.shares_prefixes and len(self._running) < self.config.running
             if free and self.kv_manager.fork_sequence(leader, sequence):
+                self._changed = True
                 insort(self._running, sequence, key=_order)
             else:
                 self._enqueue(sequence)
@@ -294,9 +465,11 @@ class EngineCore:
         group.channel.fail(error)
 
     def _drop(self, group: SequenceGroup) -> None:
-        for sequence in self._running:
+        for sequence in (*self._running, *self._waiting):
             if sequence.group is group:
+                sequence.finished = True
                 self._release(sequence)
+        self._changed, self._most_running = True, self.config.running
         self._running = [each for each in self._running if each.group is not group]
         self._waiting = [each for each in self._waiting if each.group is not group]
 
@@ -310,6 +483,7 @@ class EngineCore:
         return Sequence(group, index, self._last_number)
 
     def _enqueue(self, sequence: Sequence) -> None:
+        self._changed = True
         insort(self._waiting, sequence, key=_order)
 
 
@@ -323,45 +497,3 @@ def _too_late(group: SequenceGroup, *, started: bool) -> DeadlineExceeded:
         f"the request's {group.request.timeout} s were over {where}; give it more time, or fewer "
         "requests to the engine"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentUse:
-    """A segment that a step reads: its name, length, and the requests and rows that read it."""
-
-    name: str
-    tokens: int
-    requests: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSnapshot:
-    """What one step computes: rows of new tokens, the requests that they belong to, modules that
-    are encoded beside them, and the segments that answers read, the most read first."""
-
-    rows: int = 0
-    requests: int = 0
-    encodings: int = 0
-    segments: tuple[SegmentUse, ...] = ()
-
-    @classmethod
-    def of(cls, chunks: Iterable[tuple[ScheduledChunk, bool]]) -> BatchSnapshot:
-        """Of the chunks of a step, each with whether it encodes a module. Segments without a name
-        are left out."""
-        uses: dict[str, tuple[int, int, int]] = {}
-        rows = requests = encodings = 0
-        for chunk, encodes in chunks:
-            rows += len(chunk.token_ids)
-            encodings, requests = encodings + encodes, requests + (not encodes)
-            for segment in () if encodes else chunk.segments:
-                if segment.name is not None:
-                    _, readers, reading = uses.get(segment.name, (0, 0, 0))
-                    reading += len(chunk.token_ids)
-                    uses[segment.name] = segment.states.length, readers + 1, reading
-        segments = (SegmentUse(name, *use) for name, use in uses.items())
-        ranked = sorted(segments, key=lambda use: (-use.requests, -use.rows, use.name))
-        return cls(rows, requests, encodings, tuple(ranked))
-
-
-IDLE = BatchSnapshot()

@@ -84,11 +84,15 @@ class BlockPool:
         taken = [] if after is None else self._free.take_at(after + 1, count)
         taken += self._free.take_run(count - len(taken))
         taken += self._free.take_lowest(count - len(taken))
-        for block_id in taken:  # slots beyond a block's tokens are masked, but must be finite
+        self.clear_blocks(taken)
+        return taken
+
+    def clear_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fills blocks with zeros: slots beyond a block's tokens are masked, but must be finite."""
+        for block_id in block_ids:
             here = slice(block_id * self.block_size, (block_id + 1) * self.block_size)
             self.keys[:, :, here] = 0
             self.values[:, :, here] = 0
-        return taken
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
         """Takes blocks back. Each must be in use."""

@@ -72,22 +72,23 @@ class KVCacheManager:
         assert blocks is not None
         private.block_ids += blocks
 
-    def commit_tokens(self, sequence: Sequence, count: int) -> None:
-        """Records that the states of the next `count` tokens are written. Blocks that are full now
-        can be shared."""
+    def share_blocks(self, sequence: Sequence, end: int) -> bool:
+        """Lets the blocks be found that the sequence's first `end` tokens fill. Their states are
+        written. Returns whether it now reads another's block instead of an equal one of its own."""
         private, path = sequence.private, sequence.path
         assert private is not None
         assert path is not None
-        begin = private.length
-        private.advance(sequence.positions[begin : begin + count])
         size = self.pool.block_size
-        for number in range(len(path.nodes), private.length // size):
+        exchanged = False
+        for number in range(len(path.nodes), end // size):
             here = slice(number * size, (number + 1) * size)
             own = private.block_ids[number]
             tokens, positions = sequence.tokens[here], sequence.positions[here]
             if not self.radix_cache.append_block(path, tokens, positions, own):
                 self.pool.free_blocks([own])
                 private.block_ids[number] = path.nodes[-1].block_id
+                exchanged = True
+        return exchanged
 
     def release_sequence(self, sequence: Sequence) -> None:
         """Frees a sequence's blocks; it may be admitted again."""

@@ -57,6 +57,7 @@ class Sequence:
 
     tokens, positions: of the prompt's own tokens and then the answer's. Those beyond
     `private.length` are pending. path: its full blocks in the radix cache, None while it waits.
+    finished: the answer has ended, or the request is gone.
     """
 
     def __init__(self, group: SequenceGroup, index: int, number: int) -> None:
@@ -74,6 +75,8 @@ class Sequence:
         self.shown: list[str] = []
         self.chosen: list[SampledToken] = []
         self.finished = False
+        self._accepted: SampledToken | None = None  # not yet shown
+        self._end: tuple[str, int | str | None] | None = None  # why, and what ended it
 
     @property
     def prompt_length(self) -> int:
@@ -84,14 +87,19 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def tokens_left(self) -> int:
+        """How many more the answer may have."""
+        return self.request.max_new_tokens - self.generated
+
+    @property
     def computed(self) -> int:
-        """Tokens whose states are computed."""
+        """Tokens whose states are computed, or are in a step that was launched."""
         return 0 if self.private is None else self.private.length
 
-    def schedulable(self) -> SchedulableRequest:
-        """The sequence as the scheduler sees it."""
+    def schedulable(self, *, unknown: bool = False) -> SchedulableRequest:
+        """The sequence as the scheduler sees it. unknown: a step that runs gives its next token."""
         private = self.private
-        pending = len(self.tokens) - self.computed
+        pending = len(self.tokens) - self.computed + unknown
         seniority = self.group.seniority
         if private is None:
             return SchedulableRequest(self.number, seniority, pending)
@@ -102,12 +110,17 @@ class Sequence:
         held = len(private.block_ids) - shared
         return SchedulableRequest(self.number, seniority, pending, room, held)
 
-    def next_chunk(self, count: int) -> ScheduledChunk:
-        """Its next `count` tokens; logits are wanted with the last pending one."""
+    def next_chunk(self, count: int, follows: int | None = None) -> ScheduledChunk:
+        """Its next `count` tokens; logits are wanted with the last pending one. follows: the row of
+        the step that runs which gives the only pending one."""
         assert self.private is not None
+        segments = self.request.context.segments
+        if follows is not None:
+            position = self.request.context.next_position + self.generated
+            return ScheduledChunk(segments, self.private, (0,), (position,), follows=follows)
         begin, end = self.computed, self.computed + count
         return ScheduledChunk(
-            self.request.context.segments,
+            segments,
             self.private,
             self.tokens[begin:end],
             self.positions[begin:end],
@@ -130,36 +143,42 @@ class Sequence:
     def failure(self) -> ConstraintFailed | None:
         return None if self.constraint is None else self.constraint.failure
 
-    def append_token(self, chosen: SampledToken, now: float) -> None:
-        """Appends the next token, hands it to the caller, and closes the answer where it ends. Does
-        nothing where its constraint fails."""
+    def accept_token(self, chosen: SampledToken, now: float) -> None:
+        """Takes the next token, for `deliver`. Sets `finished` where the answer ends other than by
+        a stop string. Does nothing where its constraint fails."""
         self.group.first_token_at = self.group.first_token_at or now
         request = self.request
         if chosen.token in request.stop_ids and not request.ignore_eos:
-            self._close("stop", chosen.token, now)
+            self._end, self.finished = ("stop", chosen.token), True
             return
         complete = self.constraint is not None and self.constraint.accept(chosen.token)
         if self.failure is not None:
             return
         self.tokens.append(chosen.token)
-        self.positions.append(request.context.next_position + self.generated - 1)
+        generated = len(self.tokens) - len(request.context.token_ids)
+        self.positions.append(request.context.next_position + generated - 1)
         if request.sampling.logprobs is not None:
             self.chosen.append(chosen)
-        text = "" if self.text is None else self.text.push(chosen.token)
-        self._emit(chosen, text)
-        if self.text is not None and self.text.stopped is not None:
-            self._close("stop", self.text.stopped, now)
-        elif complete:
-            self._close("stop", None, now)
-        elif self.generated == request.max_new_tokens:
-            self._close("length", None, now)
+        self._accepted = chosen
+        if complete or generated == request.max_new_tokens:
+            self._end, self.finished = ("stop" if complete else "length", None), True
+
+    def deliver(self, now: float) -> None:
+        """Shows the caller the token that was accepted, and closes the answer where it ends."""
+        chosen, self._accepted = self._accepted, None
+        if chosen is not None:
+            text = "" if self.text is None else self.text.push(chosen.token)
+            self._emit(chosen, text)
+            if self.text is not None and self.text.stopped is not None:
+                self._end, self.finished = ("stop", self.text.stopped), True
+        if self._end is not None:
+            self._close(*self._end, now)
 
     def _emit(self, chosen: SampledToken | None, text: str) -> None:
         self.shown.append(text)
         self.group.channel.put(TokenDelta(self.index, chosen, text))
 
     def _close(self, reason: str, stopped_by: int | str | None, now: float) -> None:
-        self.finished = True
         held_back = "" if self.text is None else self.text.finish()
         if held_back:
             self._emit(None, held_back)

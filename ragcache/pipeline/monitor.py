@@ -20,8 +20,8 @@ from ragcache.config import NAMESPACE
 from ragcache.db import Database
 from ragcache.db.listing import module_names
 from ragcache.engine import RequestOutput, TokenDelta
-from ragcache.engine.core import BatchSnapshot
 from ragcache.engine.handle import RequestChannel
+from ragcache.engine.step import BatchSnapshot
 from ragcache.errors import RequestCancelled
 from ragcache.pipeline.answer import PreparedAnswer
 

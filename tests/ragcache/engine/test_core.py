@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,14 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
-from ragcache.engine.core import IDLE, EngineCore, SegmentUse
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    Segment,
+    encode,
+)
+from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
+from ragcache.engine.step import IDLE, SegmentUse
 from ragcache.errors import RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.conftest import scaled
+from tests.ragcache.engine.late_runner import late_core
 from tests.ragcache.engine.portioned_requests import encoded_module
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
@@ -33,6 +43,8 @@ from tests.ragcache.engine.stepped_engine import (
     submit_request,
 )
 from tests.tiny_models import random_tokens, tiny_model
+
+MakeCore = Callable[[CausalLM, EngineConfig, ManualClock], EngineCore]
 
 MODULES = ((3, 0), (7, 11), (12, 0), (5, 4), (9, 30))
 """Lengths of the shared modules, and where they were encoded."""
@@ -179,13 +191,13 @@ DAYS = st.builds(
 class Run:
     """An engine that a day is played to."""
 
-    def __init__(self, world: World, day: Day) -> None:
+    def __init__(self, world: World, day: Day, make: MakeCore) -> None:
         self.world, self.day = world, day
         self.clock = ManualClock()
         limits = config_of(
             world.causal, day.blocks, day.step_tokens, day.prefill_tokens, day.running
         )
-        self.core = core_of(world.causal, limits, self.clock)
+        self.core = make(world.causal, limits, self.clock)
         self.answers: dict[int, Answer] = {}
         self.states: list[tuple[EncodeJob, RequestHandle[KVStates, None]]] = []
 
@@ -213,10 +225,11 @@ class Run:
         self.states.append((job, RequestHandle(channel)))
 
 
+@pytest.mark.parametrize("make", [core_of, late_core])
 @settings(max_examples=scaled(50), derandomize=True)
-@given(DAYS)
-def test_batched_answers_equal_single_answers(world: World, day: Day) -> None:
-    engine = Run(world, day)
+@given(day=DAYS)
+def test_batched_answers_equal_single_answers(world: World, make: MakeCore, day: Day) -> None:
+    engine = Run(world, day, make)
     engine.play()
     for number, visit in enumerate(day.visits):
         try:

@@ -46,7 +46,8 @@ def compute(memory: KVCacheManager, sequence: Sequence, count: int | None = None
     for slot, at in zip(private.slots(count), range(begin, begin + count), strict=True):
         memory.pool.keys[:, :, slot] = sequence.tokens[at]
         memory.pool.values[:, :, slot] = sequence.positions[at]
-    memory.commit_tokens(sequence, count)
+    private.advance(sequence.positions[begin : begin + count])
+    memory.share_blocks(sequence, begin + count)
 
 
 def answer(sequence: Sequence, token: int) -> None:

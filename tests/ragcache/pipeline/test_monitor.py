@@ -13,7 +13,7 @@ import pytest
 
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.db import Catalog, Database, NewDocument, NewModule
-from ragcache.engine.core import BatchSnapshot, SegmentUse
+from ragcache.engine.step import BatchSnapshot, SegmentUse
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline.monitor import RequestRecord, batch_of
 from tests.ragcache.conftest import make_key

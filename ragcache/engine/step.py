@@ -1,0 +1,143 @@
+"""Steps of the engine: who computes what in one, what is under way, and a view of it to monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.encoding import Encoding
+from ragcache.engine.sampler import PendingTokens, SamplerState
+from ragcache.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A sequence or an encoding with the tokens that it computes in a step. end: its private
+    states after that."""
+
+    owner: Sequence | Encoding
+    chunk: ScheduledChunk
+    end: int
+
+    @classmethod
+    def of(cls, owner: Sequence | Encoding, chunk: ScheduledChunk) -> Share:
+        return cls(owner, chunk, chunk.private.length + len(chunk.token_ids))
+
+    @property
+    def count(self) -> int:
+        return len(self.chunk.token_ids)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it computes a token of an answer, which the next one follows directly."""
+        if isinstance(self.owner, Encoding) or self.count > 1:
+            return False
+        return self.chunk.follows is not None or self.owner.generated > 0
+
+
+class Lineup:
+    """Sequences that all decode: the next step is like the last one until one of them joins or
+    leaves, so neither the scheduler nor a new batch is needed.
+
+    left: steps until an answer reaches its limit. room: steps until one needs a block. free:
+    whether nothing is ever forbidden to any.
+    """
+
+    def __init__(self, shares: list[Share], sequences: list[Sequence]) -> None:
+        """Of the shares of a step that was launched, of one token each."""
+        self.sequences = sequences
+        self.tables = [each.private for each in sequences if each.private is not None]
+        # the step gives each a token, as does the one before to those whose own is not yet known
+        self.left = min(
+            each.tokens_left - 1 - (share.chunk.follows is not None)
+            for each, share in zip(sequences, shares, strict=True)
+        )
+        self.free = not any(each.constraint or each.request.min_new_tokens for each in sequences)
+        self.room = 0
+        self.measure()
+
+    def measure(self) -> None:
+        """Looks how much room there is."""
+        self.room = min(table.capacity - table.length for table in self.tables)
+
+    def lacking(self) -> list[Sequence]:
+        """Those that need a block for their next token."""
+        pairs = zip(self.sequences, self.tables, strict=True)
+        return [each for each, table in pairs if table.capacity == table.length]
+
+    def advance(self) -> None:
+        """Counts a token of each that a step writes."""
+        self.left -= 1
+        self.room -= 1
+        for table in self.tables:
+            table.advance((table.positions[-1] + 1,))
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step that was launched, and perhaps still runs. It keeps what the step reads.
+
+    sequences: whose next tokens are sampled, in the order of the rows of the logits. lineup: of
+    these, where nothing else is computed. tokens: None until they are sampled.
+    """
+
+    shares: list[Share]
+    logits: Tensor
+    sequences: list[Sequence]
+    states: list[SamplerState]
+    lineup: Lineup | None = None
+    continued: bool = False
+    tokens: PendingTokens | None = None
+
+    @property
+    def encodes(self) -> bool:
+        return any(isinstance(share.owner, Encoding) for share in self.shares)
+
+    def rows(self) -> dict[int, int]:
+        """The row of each sequence, by its number."""
+        return {sequence.number: row for row, sequence in enumerate(self.sequences)}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUse:
+    """A segment that a step reads: its name, length, and the requests and rows that read it."""
+
+    name: str
+    tokens: int
+    requests: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSnapshot:
+    """What one step computes: rows of new tokens, the requests that they belong to, modules that
+    are encoded beside them, and the segments that answers read, the most read first."""
+
+    rows: int = 0
+    requests: int = 0
+    encodings: int = 0
+    segments: tuple[SegmentUse, ...] = ()
+
+    @classmethod
+    def of(cls, shares: Iterable[Share]) -> BatchSnapshot:
+        """Segments without a name are left out."""
+        uses: dict[str, tuple[int, int, int]] = {}
+        rows = requests = encodings = 0
+        for share in shares:
+            encodes = isinstance(share.owner, Encoding)
+            rows += share.count
+            encodings, requests = encodings + encodes, requests + (not encodes)
+            for segment in () if encodes else share.chunk.segments:
+                if segment.name is not None:
+                    _, readers, reading = uses.get(segment.name, (0, 0, 0))
+                    reading += share.count
+                    uses[segment.name] = segment.states.length, readers + 1, reading
+        segments = (SegmentUse(name, *use) for name, use in uses.items())
+        ranked = sorted(segments, key=lambda use: (-use.requests, -use.rows, use.name))
+        return cls(rows, requests, encodings, tuple(ranked))
+
+
+IDLE = BatchSnapshot()

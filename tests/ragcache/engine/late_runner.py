@@ -1,0 +1,219 @@
+"""A runner whose steps are computed late: what is launched waits in a queue, as on a device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ragcache.engine import EngineConfig, Segment
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.core import EngineCore
+from ragcache.engine.kv_cache import BlockPool
+from ragcache.engine.runner import RaggedModelRunner
+from ragcache.engine.sampler import (
+    PendingTokens,
+    SampledToken,
+    SamplerState,
+    TokenSampler,
+    sample_tokens,
+)
+from ragcache.errors import UnusableLogits
+from ragcache.models import CausalLM
+from ragcache.states import KVStates
+from tests.ragcache.engine.stepped_engine import BLOCK_SIZE, ManualClock, config_of
+
+Work = Callable[[], None]
+Result = SampledToken | UnusableLogits
+
+
+class Stream:
+    """Work of a device, computed in the order of its launches, and not before it is waited for."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Work] = deque()
+
+    def launch(self, work: Work) -> None:
+        self._queue.append(work)
+
+    def synchronize(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self._queue.popleft()()
+
+
+class LatePool(BlockPool):
+    """Blocks that are cleared and copied late. Freed ones are filled with what is no number."""
+
+    stream: Stream
+
+    def clear_blocks(self, block_ids: Iterable[int]) -> None:
+        taken = list(block_ids)
+        self.stream.launch(lambda: super(LatePool, self).clear_blocks(taken))
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.stream.launch(lambda: super(LatePool, self).copy_block(source, target))
+
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        freed = list(block_ids)
+        super().free_blocks(freed)
+        self.stream.launch(lambda: self._spoil(freed))
+
+    def _spoil(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            here = slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+            self.keys[:, :, here] = torch.nan
+            self.values[:, :, here] = torch.nan
+
+
+@dataclass(eq=False)
+class LateTokens:
+    """Tokens that are sampled when the stream comes to them."""
+
+    stream: Stream
+    inputs: Tensor
+    results: list[Result] | None = None
+
+    def wait(self) -> list[Result]:
+        self.stream.run_until(lambda: self.results is not None)
+        assert self.results is not None
+        return self.results
+
+
+@dataclass
+class LateSampler:
+    stream: Stream
+    launched: int = 0
+
+    def launch(
+        self, logits: Tensor, states: Sequence[SamplerState],
+        forbidden: Sequence[Collection[int]] | None = None,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> PendingTokens:  # fmt: skip
+        self.launched += 1
+        pending = LateTokens(self.stream, torch.full((len(states),), -1))
+        bans = [frozenset(each) for each in forbidden or [()] * len(states)]
+        # a constraint may use one buffer for all of its masks
+        copies = [None if mask is None else mask.clone() for mask in masks or [None] * len(states)]
+
+        def sample() -> None:
+            results = sample_tokens(logits, states, bans, copies) if states else []
+            for row, result in enumerate(results):
+                pending.inputs[row] = getattr(result, "token", 0)
+            pending.results = results
+
+        self.stream.launch(sample)
+        return pending
+
+
+@dataclass
+class LateRunner(RaggedModelRunner):
+    """Computes what is launched when its tokens are waited for, with `previous` as it is then.
+
+    A step checks that nobody has given back the memory of the segments that it reads. prepared,
+    continued: how often each kind of step was planned. failures: raised by the next launches.
+    """
+
+    model: CausalLM
+    stream: Stream = field(default_factory=Stream)
+    prepared: int = 0
+    continued: int = 0
+    failures: deque[Exception | None] = field(default_factory=deque)
+
+    asynchronous = True
+
+    def __post_init__(self) -> None:
+        super().__init__(self.model)
+        self._chunks: list[ScheduledChunk] = []
+
+    def create_pool(self, nbytes: int) -> BlockPool:
+        pool = LatePool.create(self.model, nbytes, BLOCK_SIZE)
+        pool.stream = self.stream
+        return pool
+
+    def create_sampler(self) -> TokenSampler:
+        return LateSampler(self.stream)
+
+    def prepare_batch(
+        self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        self.prepared += 1
+        return self._planned(list(chunks), previous)
+
+    def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
+        self.continued += 1
+        assert len(previous) == len(self._chunks)
+        chunks = []
+        for row, chunk in enumerate(self._chunks):
+            assert (len(chunk.token_ids), chunk.wants_logits) == (1, True)
+            [before] = chunk.position_ids
+            assert chunk.private.positions[-1] == before
+            chunks.append(replace(chunk, position_ids=(before + 1,), follows=row))
+        return self._planned(chunks, previous)
+
+    def _planned(
+        self, chunks: list[ScheduledChunk], previous: Tensor | None
+    ) -> Callable[[], Tensor]:
+        self._chunks = chunks
+        read, copies = _copied(chunks)
+        self.builder.forget()
+        step = self.builder.build_batch(copies)
+        ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0).tolist()
+        unknown = [
+            (end - 1, chunk.follows)
+            for end, chunk in zip(ends, chunks, strict=True)
+            if chunk.follows is not None
+        ]
+        wanted = sum(chunk.wants_logits for chunk in chunks)
+        logits = torch.full((wanted, self.model.model.config.vocab_size), torch.nan)
+
+        def compute() -> None:
+            assert all(each() is not None for each in read), "a segment was given back too early"
+            tokens = step.token_ids.clone()
+            for row, source in unknown:
+                assert previous is not None
+                assert previous[source] >= 0, "the token has been sampled"
+                tokens[row] = previous[source]
+            logits.copy_(self.model.forward(replace(step, token_ids=tokens)))
+
+        def launch() -> Tensor:
+            failure = self.failures.popleft() if self.failures else None
+            if failure is not None:
+                raise failure
+            self.stream.launch(compute)
+            return logits
+
+        return launch
+
+
+def _copied(
+    chunks: Sequence[ScheduledChunk],
+) -> tuple[list[weakref.ref[Tensor]], list[ScheduledChunk]]:
+    """The chunks over copies of their segments, and weak references to what was copied: work in the
+    queue keeps no memory, as on a device."""
+    copies: dict[int, KVStates] = {}
+    read, found = [], []
+    for chunk in chunks:
+        segments = []
+        for segment in chunk.segments:
+            states = segment.states
+            read.append(weakref.ref(states.keys))
+            if id(states) not in copies:
+                keys, values = states.keys.clone(), states.values.clone()
+                copies[id(states)] = KVStates(keys, values, states.start)
+            segments.append(Segment(copies[id(states)], segment.start, segment.name))
+        found.append(replace(chunk, segments=tuple(segments)))
+    return read, found
+
+
+def late_core(
+    causal: CausalLM, settings: EngineConfig | None = None, clock: ManualClock | None = None
+) -> EngineCore:
+    return EngineCore(LateRunner(causal), settings or config_of(causal), clock or ManualClock())
