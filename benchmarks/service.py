@@ -30,7 +30,14 @@ from ragcache import Generation, RagCache, SourceDocument
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
 from ragcache.bench.tiers import fill_ledger
 from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
+from ragcache_api.cli.measure import (
+    CheckOption,
+    DeviceOption,
+    JsonFile,
+    ShapeOption,
+    print_figures,
+    run_benchmark,
+)
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.server import frozen_heap
 
@@ -349,9 +356,19 @@ def main(
     streams: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
     modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
+    device: DeviceOption = "cpu",
+    shape: ShapeOption = "7b,8b",
+    check: CheckOption = False,
     json_file: JsonFile = None,
 ) -> None:
-    """The service beside calls of the engine: first tokens, streams, and a long listing."""
+    """The service beside calls of the engine: first tokens, streams, and a long listing. On a GPU
+    first tokens of chats over documents; FILE may be that of a run of the table, which then gets
+    this row."""
+    if device != "cpu":
+        from service_gpu import print_chats
+
+        print_chats(shape, device, json_file, check)
+        return
     setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules)
     result = run_benchmark(lambda progress: bench_http(setting, progress))
     table = plain_table("over HTTP", "", "of the calls")

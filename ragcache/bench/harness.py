@@ -128,12 +128,25 @@ class PromptSetting:
         return draw(self.preamble_tokens), modules, draw(self.question_tokens)
 
 
-def shaped_model(shape: LlamaShape) -> LoadedModel:
-    """A model of the shape with random bfloat16 weights and the embedded reader's tokenizer."""
+def shaped_model(shape: LlamaShape, device: str | None = None) -> LoadedModel:
+    """A model of the shape with random bfloat16 weights and the embedded reader's tokenizer.
+    device: see `LlamaShape.build`; what is drawn there has no digest, which would take minutes, and
+    answers with tokens that are text."""
     from ragcache.models import LoadedModel, load_model, wrap_causal
 
-    model = wrap_causal(shape.build(torch.bfloat16))
-    return LoadedModel("shape", model, load_model().tokenizer)
+    tokenizer = load_model().tokenizer
+    model = shape.build(torch.bfloat16, device=device)
+    if device is not None:
+        silent = torch.ones(shape.vocabulary, dtype=torch.bool)
+        for token in range(min(shape.vocabulary, len(tokenizer))):
+            text = tokenizer.decode([token], skip_special_tokens=True)
+            silent[token] = not text.isprintable() or not text.isascii() or not text
+        with torch.no_grad():
+            model.lm_head.weight[silent] = 0  # of thousands of logits the largest is above zero
+    causal = wrap_causal(model)
+    if device is not None:
+        causal.fingerprint = f"random weights of {shape}"
+    return LoadedModel("shape", causal, tokenizer)
 
 
 def describe_machine() -> dict[str, object]:

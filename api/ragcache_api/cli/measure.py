@@ -17,6 +17,7 @@ from ragcache.errors import ConfigurationError
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
+    from ragcache.bench.harness import LlamaShape
     from ragcache.evaluation import EvaluationReport
     from ragcache.models import LoadedModel
     from ragcache.planning import CachePlan, Corpus
@@ -65,20 +66,33 @@ def print_figures(
 def print_gpu_table(
     parts: Sequence[str], device: str, shape: str, json_file: Path | None, check: bool
 ) -> None:
-    """Runs parts of the GPU backend's table and prints it. Ends with 1 where a part failed, or with
-    `check` where a must is missed."""
-    from ragcache.bench.gpu.suite import SuiteRun, shapes_named
-    from ragcache.bench.gpu.table import GpuWorkload, missed, render_text
+    """Runs parts of the GPU backend's table and prints it; see `print_table`."""
+    from ragcache.bench.gpu.suite import SuiteRun
+    from ragcache.bench.gpu.table import GpuWorkload
 
-    try:
-        shapes = shapes_named(shape.split(","))
-    except KeyError as error:
-        raise typer.BadParameter(f"there is no shape {error}; give 7b or 8b") from error
+    shapes = named_shapes(shape)
 
     def run(progress: Callable[[str], None]) -> dict[str, Any]:
         return SuiteRun(shapes, parts, GpuWorkload(), device, progress).run()
 
-    document = run_benchmark(run)
+    print_table(run_benchmark(run), json_file, check=check)
+
+
+def named_shapes(names: str) -> dict[str, LlamaShape]:
+    """Shapes by their names, with commas between. Raises `BadParameter` for one that is none."""
+    from ragcache.bench.gpu.suite import shapes_named
+
+    try:
+        return shapes_named(names.split(","))
+    except KeyError as error:
+        raise typer.BadParameter(f"there is no shape {error}; give 7b or 8b") from error
+
+
+def print_table(document: dict[str, Any], json_file: Path | None, *, check: bool) -> None:
+    """Prints the GPU backend's table. Ends with 1 where a part failed, or with `check` where a must
+    is missed."""
+    from ragcache.bench.gpu.table import missed, render_text
+
     ui.console.print(render_text(document), markup=False, highlight=False, soft_wrap=True)
     print_figures([], document, json_file)
     if document["errors"] or (check and missed(document)):

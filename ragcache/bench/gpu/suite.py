@@ -42,18 +42,8 @@ class SuiteRun:
         self.load, self.device, self.progress = load, device, progress
         self.save, self.limit = save, limit
         self.shapes = shapes
-        self.document: dict[str, Any] = {
-            "machine": describe_machine(),
-            "device": device,
-            "parts": [part for part in PARTS if part in parts],
-            "shapes": {name: asdict(shape) for name, shape in shapes.items()},
-            "workload": asdict(load),
-            "peers": _peers(),
-            "ceilings": {},
-            "results": {name: {} for name in shapes},
-            "errors": {},
-            "seconds": {},
-        }
+        chosen = [part for part in PARTS if part in parts]
+        self.document = new_document(shapes, chosen, load, device)
 
     def run(self) -> dict[str, Any]:
         """Runs everything. Returns the document, with the table's rows."""
@@ -109,6 +99,24 @@ class SuiteRun:
             self.document["seconds"][name] = round(time.perf_counter() - begin, 2)
             self.progress(f"{name}: {self.document['seconds'][name]:.1f} s")
             self.save(self.document)
+
+
+def new_document(
+    shapes: Mapping[str, LlamaShape], parts: Sequence[str], load: GpuWorkload, device: str
+) -> dict[str, Any]:
+    """What a run writes to its file, before anything was measured."""
+    return {
+        "machine": describe_machine(),
+        "device": device,
+        "parts": list(parts),
+        "shapes": {name: asdict(shape) for name, shape in shapes.items()},
+        "workload": asdict(load),
+        "peers": _peers(),
+        "ceilings": {},
+        "results": {name: {} for name in shapes},
+        "errors": {},
+        "seconds": {},
+    }
 
 
 def bench_hugging_face(session: GpuSession) -> dict[str, Any]:
