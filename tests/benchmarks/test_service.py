@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import service
 import typer
+from service_gpu import ChatSetting, bench_chats
 from typer.testing import CliRunner
 
 from ragcache.bench.harness import LlamaShape
@@ -40,3 +41,18 @@ def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.M
     assert set(told["ttft_ms_p50_by_owner"]) == {"own", "foreign", "unknown"}
     assert told["foreign_ttft_ratio"] > 0
     assert (told["setting"]["modules"], told["setting"]["streams"]) == (200, 2)
+
+
+def test_chats_over_documents_in_their_text_are_timed_beside_the_engine() -> None:
+    shape = LlamaShape(1, 64, 4, 2, 96, 8192, 2048, tied=False)
+    setting = ChatSetting(documents=5, document_tokens=120, runs=3, warm=1)
+    document = bench_chats({"7b": shape}, "cpu", setting=setting)
+    http = document["results"]["7b"]["http"]
+    assert http["cached_tokens"] > 0.9 * 4 * 120
+    assert 0 < http["own_tokens"] < 60
+    assert len(http["served_runs_ms"]) == len(http["engine_runs_ms"]) == 3
+    assert min(http["served_runs_ms"]) > min(http["engine_runs_ms"]) > 0
+    [row] = document["rows"]
+    assert (row["name"], row["value"]) == ("http", http["over_engine_ms"])
+    again = bench_chats({}, "cpu", document=document)
+    assert again["rows"] == document["rows"], "a row is added to a table that exists"

@@ -61,26 +61,34 @@ def bench_attention(shape: LlamaShape, load: GpuWorkload, device: str) -> dict[s
 
 
 def _figures(shape: LlamaShape, rows: int, tokens: int, device: str) -> dict[str, float]:
-    one = _DecodeAttention(shape, rows, tokens, 1, device).microseconds()
-    orders = _DecodeAttention(shape, rows, tokens, 4, device).microseconds()
+    one = DecodeAttention(shape, rows, tokens, 1, device).microseconds()
+    orders = DecodeAttention(shape, rows, tokens, 4, device).microseconds()
     return {"us": one, "orders_us": orders, "orders_ratio": orders / one}
 
 
-class _DecodeAttention:
-    """One decoding step's attention: `rows` rows over `runs` runs of shared tokens in random order
-    and a block of their own."""
+class DecodeAttention:
+    """One decoding step's attention: `rows` rows over `runs` runs of shared tokens, each row in an
+    order of its own, and the block of its own tokens.
 
-    def __init__(self, shape: LlamaShape, rows: int, tokens: int, runs: int, device: str) -> None:
+    states: keys and values of the runs, encoded at position 0. orders: of the runs, for each row.
+    """
+
+    def __init__(
+        self, shape: LlamaShape, rows: int, tokens: int, runs: int, device: str,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         from ragcache.attention.triton.launch import RotationTables, TritonKernels
         from ragcache.attention.triton.tables import HeadLayout
 
         size, heads = shape.head_dim, shape.num_kv_heads
+        rng = random.Random(3)
+        self.orders = [rng.sample(range(runs), runs) for _ in range(rows)]
         layer_bytes = 2 * shape.pair_elements * (tokens + rows * _BLOCK)
         self.layers = max(2, min(_MOST_LAYERS, int(_MEMORY // layer_bytes)))
         self.rows, self.scale = rows, size**-0.5
 
         def drawn(*dimensions: int) -> Tensor:
-            return torch.empty(dimensions, dtype=torch.bfloat16, device=device).normal_()
+            return torch.empty(dimensions, dtype=dtype, device=device).normal_()
 
         self.pool = [drawn(self.layers, heads, rows * _BLOCK, size) for _ in range(2)]
         length = tokens // runs
@@ -89,14 +97,14 @@ class _DecodeAttention:
         ]
         self.query = drawn(rows, shape.num_heads, size).transpose(0, 1)
         self.key, self.value = (drawn(rows, heads, size).transpose(0, 1) for _ in range(2))
-        self.out = torch.empty(rows, shape.num_heads, size, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty(rows, shape.num_heads, size, dtype=dtype, device=device)
         angles = torch.arange(tokens + _BLOCK, device=device)[:, None] * shape.theta ** (
             -torch.arange(0, size, 2, device=device) / size
         )
         self.heads = HeadLayout(heads, shape.num_heads // heads, size)
         entries = 64 * rows * runs + 4096
         self.kernels = TritonKernels(
-            self.heads, torch.bfloat16, device, RotationTables(angles.cos(), angles.sin()),
+            self.heads, dtype, device, RotationTables(angles.cos(), angles.sin()),
             max_entries=entries,
         )  # fmt: skip
         self.tables = self._tables(entries, length, device)
@@ -104,13 +112,12 @@ class _DecodeAttention:
     def _tables(self, entries: int, length: int, device: str) -> AttentionTables:
         from ragcache.attention.triton import tables
 
-        rng, numbers = random.Random(3), list(range(len(self.states)))
         reads = [
             tables.KVRead(tables.KVRun(keys, values, 0, length)) for keys, values in self.states
         ]
-        for row in range(self.rows):
-            for place, number in enumerate(rng.sample(numbers, len(numbers))):
-                origin = place * length  # all were encoded at position 0
+        for row, order in enumerate(self.orders):
+            for place, number in enumerate(order):
+                origin = place * length
                 reads[number].readers.append(tables.Reader(row, row + 1, origin, origin))
         capacity = tables.TableCapacity(self.rows, entries, 16384, 64, 1)
         made = tables.AttentionTables(capacity, device)

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from ragcache.bench.gpu.__main__ import main, report
+from ragcache.bench.gpu.device import DecodeAttention
 from ragcache.bench.gpu.suite import PARTS, SuiteRun
 from ragcache.bench.gpu.table import (
     HEADINGS,
@@ -279,3 +282,36 @@ def test_a_shape_that_does_not_exist_is_refused() -> None:
     shown = CliRunner().invoke(app, ["bench", "ttft", "--device", "cuda", "--shape", "9b"])
     assert shown.exit_code == 2
     assert "7b or 8b" in shown.stderr
+
+
+def _turned(states: Tensor, positions: int, theta: float) -> Tensor:
+    """Rotated by so many positions, dimension i with i + R/2. states: [..., D]."""
+    size = states.shape[-1]
+    angles = positions * theta ** (-torch.arange(0, size, 2) / size)
+    cos, sin = angles.cos().repeat(2), angles.sin().repeat(2)
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat([-second, first], -1) * sin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
+@pytest.mark.parametrize("runs", [1, 4])
+def test_what_is_timed_is_attention_over_runs_in_any_order(runs: int) -> None:
+    pytest.importorskip("triton")
+    shape, rows, length = LlamaShape(1, 64, 4, 2, 96, 64, 512), 3, 64 // runs
+    timed = DecodeAttention(shape, rows, 64, runs, "cpu", torch.float32)
+    timed.layers = 1
+    timed.launch()
+    for row in range(rows):
+        for head in range(shape.num_heads):
+            query, group = timed.query[head, row], head // 2
+            scores, values = [], []
+            for place, number in enumerate(timed.orders[row]):
+                keys = _turned(timed.states[number][0][0, group], place * length, shape.theta)
+                scores.append(keys @ query)
+                values.append(timed.states[number][1][0, group])
+            own = slice(64 * row, 64 * row + 63)
+            scores += [timed.pool[0][0, group, own] @ query, timed.key[group, row] @ query[:, None]]
+            values += [timed.pool[1][0, group, own], timed.value[group, row][None]]
+            weights = (torch.cat(scores) * timed.scale).softmax(0)
+            expected = weights @ torch.cat(values)
+            torch.testing.assert_close(timed.out[row, head], expected, rtol=1e-4, atol=1e-5)
