@@ -28,6 +28,7 @@ from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
+from ragcache.states.quantization import restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     ceiling = _decode(causal, requests)
     causal.backend = backend
     progress("copies")
-    prompts = [[segment.states for segment in context.segments] for context in contexts]
+    prompts = [[restored(segment.states) for segment in context.segments] for context in contexts]
     questions = [context.token_ids for context in contexts]
     copies = generate_copies(model, prompts, questions, setting.copies_tokens)
     again = _decode(causal, requests)

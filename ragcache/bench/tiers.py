@@ -38,6 +38,7 @@ from ragcache.planning import (
     median_seconds,
 )
 from ragcache.states import KVKey, KVStates
+from ragcache.states.quantization import StoredStates
 from ragcache.store import DeviceTier, DiskTier, HostTier, KVStore, LeaseRequest, RemoteTier, Tier
 
 _WARM = 64  # modules in memory that requests use
@@ -282,7 +283,7 @@ def _store(folder: Path, model: LanguageModel, states: dict[KVKey, KVStates]) ->
     return store
 
 
-def _first_token(model: LanguageModel, states: Sequence[KVStates], own: Sequence[int]) -> int:
+def _first_token(model: LanguageModel, states: Sequence[StoredStates], own: Sequence[int]) -> int:
     context = assemble_context(states, own, window=model.window, max_new_tokens=1)
     [completion] = complete(model, [Request(context, 1)])
     return completion.token_ids[0]

@@ -33,6 +33,7 @@ from ragcache.attention import (
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
 from ragcache.engine.request import Segment
 from ragcache.models import CausalLM, ForwardBatch
+from ragcache.states.quantization import restored
 
 Ints = NDArray[np.int64]
 Rows = tuple[int, int]
@@ -134,9 +135,11 @@ def _segment_groups(
     groups: dict[tuple[int, int], SharedPrefixGroup] = {}
     for chunk, (begin, end) in zip(chunks, rows, strict=True):
         for segment in chunk.segments:
-            states = segment.states
-            memory = (states.keys.data_ptr(), states.length)
-            group = groups.setdefault(memory, SharedPrefixGroup(states.keys, states.values))
+            memory = (segment.states.keys.data_ptr(), segment.states.length)
+            group = groups.get(memory)
+            if group is None:
+                states = restored(segment.states)
+                group = groups[memory] = SharedPrefixGroup(states.keys, states.values)
             first = begin + bisect_left(chunk.position_ids, segment.start)
             group.add_reader(first, end, segment.delta, segment.start)
     return list(groups.values())

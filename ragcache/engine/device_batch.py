@@ -35,7 +35,7 @@ from ragcache.attention.triton.tables import (
 )
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
-from ragcache.states import KVStates
+from ragcache.states.quantization import StoredStates
 
 Ints = NDArray[np.int64]
 
@@ -362,7 +362,7 @@ def _segment_reads(placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[i
     """Segments by the memory that they read, so that views of one module are one read; and where
     the first segment begins that the last row of a chunk does not see yet."""
     by_memory: dict[tuple[int, int], KVRead] = {}
-    by_states: dict[KVStates, KVRead] = {}
+    by_states: dict[StoredStates, KVRead] = {}
     hidden: dict[int, int] = {}
     for each in placed:
         positions, end = each.chunk.position_ids, each.end_row
@@ -383,7 +383,7 @@ def _segment_reads(placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[i
     return list(by_memory.values()), hidden
 
 
-def _read_of(states: KVStates) -> KVRead:
+def _read_of(states: StoredStates) -> KVRead:
     scales = (states.key_scales, states.value_scales)
     return KVRead(KVRun(states.keys, states.values, 0, states.length, *scales))
 

@@ -9,8 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from weakref import WeakSet
+
+import torch
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.core import AnswerChannel, EngineCore
@@ -38,6 +41,9 @@ class LLMEngine:
         model: The model, wrapped by `ragcache.models.wrap`.
         config: Memory and limits; None for the defaults of the model's device.
 
+    Attributes:
+        stream: The CUDA stream of the engine's thread, on which all its steps run; None on a CPU.
+
     Example:
         >>> with LLMEngine(model) as engine:  # doctest: +SKIP
         ...     output = engine.submit_request(Request(context, 64)).result()
@@ -52,6 +58,7 @@ class LLMEngine:
         self._queue: WeakSet[AnswerChannel] = WeakSet()
         self._open = True
         self._stopping = False
+        self.stream = _own_stream(model.device)
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
         give_workers_back()  # those of the thread that loaded the model
@@ -146,6 +153,10 @@ class LLMEngine:
             self._core.fail_all(EngineClosed("the engine was closed before the request ended"))
 
     def _serve(self) -> None:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            self._run_steps()
+
+    def _run_steps(self) -> None:
         while not (self._stopping and not self._core.busy):
             self._take_messages(wait=not self._core.busy)
             try:
@@ -168,6 +179,12 @@ class LLMEngine:
                 message = self._inbox.get_nowait()
         except Empty:
             return
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that is current where an engine is made, which becomes that of its thread: what
+    was queued there, such as the model's weights, comes before its steps. None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _wake_up() -> None:

@@ -10,7 +10,7 @@ from ragcache.engine.detokenizer import TextStream, check_stop_strings
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
-from ragcache.states import KVStates
+from ragcache.states.quantization import StoredStates
 
 MAX_CHOICES = 128
 
@@ -24,7 +24,7 @@ class Segment:
     for all time, or None. Requests over segments of equal names at equal places can share the
     private states after them."""
 
-    states: KVStates
+    states: StoredStates
     start: int
     name: str | None = None
 
@@ -191,7 +191,7 @@ class RequestOutput:
 
 
 def assemble_context(
-    states: Sequence[KVStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int,
+    states: Sequence[StoredStates], token_ids: Sequence[int], *, window: int, max_new_tokens: int,
     names: Sequence[str | None] | None = None,
 ) -> Context:  # fmt: skip
     """Places states one after another without gaps, then a prompt's own tokens. names: of the

@@ -16,6 +16,7 @@ from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
 from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM, LanguageModel
+from ragcache.states.quantization import restored
 
 
 class ModelRunner(Protocol):
@@ -88,6 +89,7 @@ class RaggedModelRunner:
         return HostSampler()
 
     def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
+        await_segments(chunks, self.model.device)
         step = self.builder.build_batch(chunks)
         return lambda: self.model.forward(step)
 
@@ -137,6 +139,7 @@ class BufferedModelRunner:
         """Buffers stay for the next request."""
 
     def _run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        await_segments(chunks, self.model.device)
         wanted = []
         for chunk in chunks:
             run = self._encode if isinstance(chunk.private, ContiguousKV) else self._continue
@@ -181,13 +184,24 @@ class BufferedModelRunner:
 
     def _place(self, buffer: Buffer, chunk: ScheduledChunk) -> None:
         for segment in chunk.segments:
-            self.model.place(buffer, segment.states, segment.start)
+            self.model.place(buffer, restored(segment.states), segment.start)
 
     def _forward(self, buffer: Buffer, chunk: ScheduledChunk) -> Tensor:
         device = self.model.device
         token_ids = torch.tensor(chunk.token_ids, dtype=torch.int64, device=device)
         position_ids = torch.tensor(chunk.position_ids, dtype=torch.int64, device=device)
         return self.model.forward(buffer, token_ids, position_ids)
+
+
+def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:
+    """Makes this thread's stream wait for segments that are still being copied to the device."""
+    if device.type != "cuda":
+        return
+    stream = torch.cuda.current_stream(device)
+    for chunk in chunks:
+        for segment in chunk.segments:
+            if segment.states.arrival is not None:
+                segment.states.arrival.wait(stream)
 
 
 def runner_for(model: LanguageModel) -> ModelRunner:

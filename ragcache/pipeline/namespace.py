@@ -11,6 +11,7 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.engine.config import GPU_RESERVE
 from ragcache.models import LoadedModel, prompt_frame
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
@@ -63,8 +64,10 @@ class SharedServices:
             model.causal.device, pool_bytes=config.private_bytes, queue=config.queue,
             warm_up=config.warm_up,
         )  # fmt: skip
+        engine = LLMEngine(model.causal, limits)
+        store.bind_device(engine.stream, keep_free=GPU_RESERVE)
         return cls(
-            database, model, LLMEngine(model.causal, limits), store, DeferredReleases(), embedder,
+            database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model), ApiKeys(database),
             IngestionWorker(config.ingestion_bytes), RequestMonitor(),
         )  # fmt: skip

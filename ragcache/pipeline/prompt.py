@@ -10,7 +10,8 @@ from ragcache.db import Catalog
 from ragcache.engine import Context, Segment
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
-from ragcache.states import KVKey, KVStates
+from ragcache.states import KVKey
+from ragcache.states.quantization import StoredStates
 from ragcache.store import Lease
 
 
@@ -45,7 +46,7 @@ class CachedSpan:
     def length(self) -> int:
         return self.end - self.begin
 
-    def segment(self, key: KVKey, states: KVStates) -> Segment:
+    def segment(self, key: KVKey, states: StoredStates) -> Segment:
         """The span of these states at its place. A view."""
         if (self.begin, self.end) == (0, states.length):
             return Segment(states, self.start, str(key))
@@ -139,7 +140,7 @@ class BuiltPrompt:
 
 
 def build_context(
-    prompt: BuiltPrompt, keys: Sequence[KVKey] = (), states: Sequence[KVStates] = ()
+    prompt: BuiltPrompt, keys: Sequence[KVKey] = (), states: Sequence[StoredStates] = ()
 ) -> Context:
     """What the engine attends to. keys, states: those of the prompt's lease, in order."""
     segments = [span.segment(keys[span.group], states[span.group]) for span in prompt.spans]

@@ -23,26 +23,30 @@ class Arrival:
     """
 
     def __init__(
-        self, events: Sequence[CopyEvent], layers_per_event: int = 1, sources: object = None
-    ) -> None:
+        self, events: Sequence[CopyEvent], layers_per_event: int = 1, sources: object = None,
+        stream: Any = None,
+    ) -> None:  # fmt: skip
         """events: at least one, in the order in which the copies end; event n follows the layers up
-        to (n + 1) * layers_per_event of all states. sources: what the copies read."""
+        to (n + 1) * layers_per_event of all states. sources: what the copies read. stream: the one
+        on which the states are written, which needs to wait for nothing."""
         assert events
         self._events, self._layers_per_event = tuple(events), layers_per_event
-        self._sources = sources
+        self._sources, self._stream = sources, stream
         self._ended = False
 
     def wait(self, stream: Any, layer: int | None = None) -> None:
         """Makes what is queued on a stream from now on wait for this layer's keys and values, or
         for those of all layers. The calling thread does not wait."""
-        if self._ended:
+        if self.ready(stream):
             return
         last = len(self._events) - 1
         number = last if layer is None else min(layer // self._layers_per_event, last)
         self._events[number].wait(stream)
 
-    def ready(self) -> bool:
-        """Whether everything is there."""
+    def ready(self, stream: Any = None) -> bool:
+        """Whether everything is there, now or for what is queued on `stream` from now on."""
+        if stream is not None and stream == self._stream:
+            return True
         if not self._ended and self._events[-1].query():
             self._end()
         return self._ended

@@ -126,6 +126,11 @@ def restored(states: StoredStates) -> KVStates:
     return states.restore() if isinstance(states, QuantizedStates) else states
 
 
+def readable(states: StoredStates) -> StoredStates:
+    """States that the attention of their device can read: a GPU's reads int8 where it is."""
+    return states if states.keys.is_cuda and kv_dtype_of(states) == "int8" else restored(states)
+
+
 def wait_for_arrival(states: StoredStates) -> None:
     """Waits in the calling thread until states are there, before it reads them itself."""
     if states.arrival is not None:

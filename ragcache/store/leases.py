@@ -22,9 +22,10 @@ from typing import Literal
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
 from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import StoredStates, restored
+from ragcache.states.quantization import StoredStates, readable
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, SingleFlight
+from ragcache.store.tiers import DeviceTier
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,17 @@ class _Claimed:
     lengths: dict[KVKey, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """States that were read below the first tier, and where. admitted: whether they may push others
+    out of the first."""
+
+    key: KVKey
+    index: TierIndex
+    states: StoredStates
+    admitted: bool
+
+
 class Lease:
     """States in use: no tier evicts them until the lease is released. For one thread at a time.
 
@@ -117,7 +129,7 @@ class Lease:
         below: Sequence[str],
     ) -> None:  # fmt: skip
         self.keys, self.request, self.tick = tuple(keys), request, tick
-        self.found: dict[KVKey, KVStates] = {}
+        self.found: dict[KVKey, StoredStates] = {}
         self.source: dict[KVKey, str] = {}
         self.moved: dict[str, int] = dict.fromkeys(below, 0)
         self.admitted: dict[KVKey, bool] = {}
@@ -128,7 +140,7 @@ class Lease:
         self._released = False
 
     @property
-    def states(self) -> tuple[KVStates, ...]:
+    def states(self) -> tuple[StoredStates, ...]:
         """In the order of the keys; all of them must be here."""
         return tuple(self.found[key] for key in self.keys)
 
@@ -301,7 +313,7 @@ class StateLoader:
             with memory.lock:
                 memory.top.admit(key)
             self._note_reused(key)
-        lease.found[key], lease.source[key] = restored(states), memory.top.name
+        lease.found[key], lease.source[key] = readable(states), memory.top.name
         tier = self._ahead.pop(key, None)
         if tier is not None:  # it was read for the first one who uses it
             lease.source[key] = tier
@@ -312,13 +324,19 @@ class StateLoader:
         """Reads the keys of a flight; returns those that no tier gives. The first tier may have
         them from a flight that just ended. What could not be read once is not tried again."""
         lost, left = self._counters.corrupt, []
+        reads: list[_Read] = []
         for key in flight.mine:
             if self._find(lease, key):
                 continue
-            if key in lease.unreadable or not self._read(lease, key):
+            read = None if key in lease.unreadable else self._read(lease, key)
+            if read is None:
                 left.append(key)
-            else:
-                flight.end([key])
+                continue
+            reads.append(read)
+            if not isinstance(self._memory.top.tier, DeviceTier):
+                self._keep_read(lease, flight, reads)
+                reads = []
+        self._keep_read(lease, flight, reads)  # a device gets all of them side by side
         known = [index.entries for index in self._persistent.indexes]
         lease.unreadable.update(key for key in left if any(key in each for each in known))
         lease.lost_blobs |= self._counters.corrupt > lost
@@ -354,11 +372,9 @@ class StateLoader:
     def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
         """Reads what other processes have recorded."""
         self._persistent.learn(rows)
-        for key in dict.fromkeys(row.key for row in rows):
-            if self._read(lease, key):
-                flight.end([key])
-            else:
-                lease.unreadable.add(key)
+        reads = {key: self._read(lease, key) for key in dict.fromkeys(row.key for row in rows)}
+        lease.unreadable.update(key for key, read in reads.items() if read is None)
+        self._keep_read(lease, flight, [read for read in reads.values() if read is not None])
 
     def _begin_claims(
         self, lease: Lease, flight: Flight, keys: Sequence[KVKey], *, shared: bool
@@ -391,7 +407,7 @@ class StateLoader:
                 lease.admitted[key] = self._admission.admits(origin, key, lease.tick)
             return lease.admitted[key]
 
-    def _read(self, lease: Lease, key: KVKey) -> bool:
+    def _read(self, lease: Lease, key: KVKey) -> _Read | None:
         """Looks into the tiers below the first."""
         memory = self._memory
         self._ahead.pop(key, None)
@@ -399,22 +415,29 @@ class StateLoader:
         known = any(key in each.entries for each in memory.every)
         admitted = known and self._admits(lease, key)
         found = found or self._persistent.read(key, partial(memory.room, admitted=admitted))
-        if found is None:
-            return False
-        index, stored = found
-        with memory.lock:
-            if key in index.entries:
-                index.touch(key, lease.tick)
-        if admitted and index.tier.persistent and index is not self._persistent.indexes[0]:
-            self._note_reused(key)
-        placed = memory.place(memory.top, key, stored, lease.tick, admitted=admitted)
-        states = placed or restored(stored)
-        if placed is None:
-            mapped = index.tier.name == "disk" and index.tier.kv_dtype == "model"
-            memory.keep_loose(key, states, beside=not mapped)
-        lease.found[key], lease.source[key] = states, index.name
-        lease.moved[index.name] += states.nbytes
-        return True
+        return None if found is None else _Read(key, *found, admitted)
+
+    def _keep_read(self, lease: Lease, flight: Flight, reads: Sequence[_Read]) -> None:
+        """Brings to the first tier what was read below it, and ends its flight."""
+        memory = self._memory
+        for read in reads:
+            with memory.lock:
+                if read.key in read.index.entries:
+                    read.index.touch(read.key, lease.tick)
+            below = read.index.tier.persistent and read.index is not self._persistent.indexes[0]
+            if read.admitted and below:
+                self._note_reused(read.key)
+        entries = [(read.key, read.states, read.admitted) for read in reads]
+        placed = memory.place_together(entries, lease.tick)
+        for read, here in zip(reads, placed, strict=True):
+            states = here or readable(read.states)
+            if here is None:
+                tier = read.index.tier
+                mapped = tier.name == "disk" and tier.kv_dtype == "model"
+                memory.keep_loose(read.key, states, beside=not mapped)
+            lease.found[read.key], lease.source[read.key] = states, read.index.name
+            lease.moved[read.index.name] += states.nbytes
+            flight.end([read.key])
 
     def _in_memory(self, key: KVKey) -> tuple[TierIndex, StoredStates] | None:
         """Looks into the tiers in memory below the first."""

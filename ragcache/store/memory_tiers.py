@@ -7,16 +7,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ragcache.db.ledger import StateMetadata, StateRow, UsageBuffer
 from ragcache.errors import StoreBudgetExceeded
-from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import StoredStates, restored
+from ragcache.states import KVKey
+from ragcache.states.quantization import StoredStates, readable
 from ragcache.states.serialization import Allocate
 from ragcache.store.eviction import Entries, KVEntry, Policy, choose_victims, expired
-from ragcache.store.tiers import HostTier, Tier
+from ragcache.store.tiers import DeviceTier, HostTier, Tier
 
+_ATTEMPTS = 4  # at an extent in one piece, each after an eviction
 _BLOCK = 4096  # bytes by which a blob may be larger than its states
 
 _Demoted = tuple[KVKey, StoredStates, int]  # with their last use
@@ -152,7 +154,7 @@ class MemoryTiers:
         self.dropped: dict[KVKey, tuple[str, str | None]] = {}  # to go after their last lease
         self._usage, self._counters = usage, counters
         self._held: Counter[KVKey] = Counter()
-        self._loose: dict[KVKey, tuple[KVStates, int]] = {}  # with bytes beside the budget
+        self._loose: dict[KVKey, tuple[StoredStates, int]] = {}  # with bytes beside the budget
         self._placing = {index.name: threading.RLock() for index in self.indexes}
 
     def hold(self, keys: Iterable[KVKey]) -> None:
@@ -233,24 +235,59 @@ class MemoryTiers:
 
     def place(
         self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, admitted: bool
-    ) -> KVStates | None:
+    ) -> StoredStates | None:
         """Puts states into a tier in memory; returns them as the tier has them, None where there
         is no room."""
+        tier = index.tier
         with self._placing[index.name]:
-            loaded = isinstance(index.tier, HostTier) and index.tier.owns(states)
-            room = 0 if loaded else index.tier.size_of(states)
-            need = index.tier.used_bytes + room - (index.tier.budget_bytes or room)
-            if need > 0 and not self._make_room(index, need, admitted=admitted):
+            loaded = isinstance(tier, HostTier) and tier.owns(states)
+            room = 0 if loaded else tier.size_of(states)
+            if not self._fit(index, room, admitted=admitted):
                 return None
-            try:
-                nbytes = index.tier.put(key, states)
-            except StoreBudgetExceeded:  # what was let go is still being read elsewhere
-                return None
-            row = self.row(index, key, nbytes, tick)
-            with self.lock:
-                self.enter(index, row, admitted=admitted)
-                self._usage.admitted(row)
-            return restored(index.tier.get(key))
+            for _ in range(_ATTEMPTS):
+                try:
+                    nbytes = tier.put(key, states)
+                except StoreBudgetExceeded:
+                    # what was let go is still being read elsewhere, or is not in one piece
+                    slabs = isinstance(tier, DeviceTier | HostTier) and tier.has_slabs
+                    if slabs and self._make_room(index, room, admitted=admitted):
+                        continue
+                    return None
+                return self._placed(index, key, nbytes, tick, admitted=admitted)
+            return None
+
+    def place_together(
+        self, entries: Sequence[tuple[KVKey, StoredStates, bool]], tick: int
+    ) -> list[StoredStates | None]:
+        """As `place` in the first tier, for each key with its states and whether it is admitted.
+        A device gets them side by side, if it has room for all."""
+        top = self.top
+        if isinstance(top.tier, DeviceTier) and len(entries) > 1:
+            with self._placing[top.name]:
+                room = sum(top.tier.size_of(states) for _, states, _ in entries)
+                if self._fit(top, room, admitted=all(admitted for *_, admitted in entries)):
+                    with suppress(StoreBudgetExceeded):
+                        sizes = top.tier.put_all([(key, states) for key, states, _ in entries])
+                        return [
+                            self._placed(top, key, nbytes, tick, admitted=admitted)
+                            for (key, _, admitted), nbytes in zip(entries, sizes, strict=True)
+                        ]
+        return [self.place(top, key, states, tick, admitted=a) for key, states, a in entries]
+
+    def _placed(
+        self, index: TierIndex, key: KVKey, nbytes: int, tick: int, *, admitted: bool
+    ) -> StoredStates:
+        """Notes states that a tier in memory has taken; returns them as the tier has them."""
+        row = self.row(index, key, nbytes, tick)
+        with self.lock:
+            self.enter(index, row, admitted=admitted)
+            self._usage.admitted(row)
+        return readable(index.tier.get(key))
+
+    def _fit(self, index: TierIndex, nbytes: int, *, admitted: bool) -> bool:
+        """Makes room for so many bytes within the budget; returns whether there is any."""
+        need = index.tier.used_bytes + nbytes - (index.tier.budget_bytes or nbytes)
+        return need <= 0 or self._make_room(index, need, admitted=admitted)
 
     def has_room(self, key: KVKey) -> bool:
         """Whether the first tier has room for a key now, by its size in another tier."""
@@ -261,27 +298,32 @@ class MemoryTiers:
         return bool(sizes) and min(sizes) - _BLOCK <= free
 
     def room(self, nbytes: int, *, admitted: bool) -> Allocate | None:
-        """Memory of the first tier to load so many bytes into, None where there is none. What is
-        loaded there is then placed without a copy."""
-        tier = self.top.tier
-        if not isinstance(tier, HostTier):
+        """Main memory to load so many bytes into, None where there is none. What is loaded into
+        the first tier is then placed without a copy; before a device, memory of the host tier is
+        only passed through, and pushes nothing out."""
+        index = next((index for index in self.indexes if isinstance(index.tier, HostTier)), None)
+        if index is None or not isinstance(index.tier, HostTier):
             return None
-        with self._placing[tier.name]:
-            need = tier.used_bytes + nbytes - (tier.budget_bytes or nbytes)
-            if need > 0 and not self._make_room(self.top, need, admitted=admitted):
+        if index is not self.top:
+            return index.tier.allocate if index.tier.has_slabs else None
+        with self._placing[index.name]:
+            if not self._fit(index, nbytes, admitted=admitted):
                 return None
-        return tier.allocate
+        return index.tier.allocate
 
-    def keep_loose(self, key: KVKey, states: KVStates, *, beside: bool) -> None:
+    def keep_loose(self, key: KVKey, states: StoredStates, *, beside: bool) -> None:
         """Keeps states for as long as they are leased. beside: whether they take room beside the
-        budget of the first tier. Raises `StoreBudgetExceeded`."""
-        nbytes = self.top.tier.size_of(states) if beside else 0
+        budget of the first tier. Raises `StoreBudgetExceeded`, also where the first tier is a
+        device that could not read them elsewhere."""
+        tier = self.top.tier
+        away = isinstance(tier, DeviceTier) and tier.is_gpu and not states.keys.is_cuda
+        nbytes = tier.size_of(states) if beside or away else 0
         with self.lock:
             entries = self.top.entries
             used = sum(size for _, size in self._loose.values())
             used += sum(entries.get(held).nbytes for held in self._held if held in entries)
-            budget = self.top.tier.budget_bytes
-            if nbytes and budget is not None and used + nbytes > budget:
+            budget = tier.budget_bytes
+            if away or (nbytes and budget is not None and used + nbytes > budget):
                 raise StoreBudgetExceeded(
                     f"the {self.top.name} tier holds {budget:,} bytes, of which {used:,} are in "
                     f"use by running requests; {nbytes:,} more do not fit. Raise "
@@ -341,7 +383,7 @@ class MemoryTiers:
         below = self._below(index)
         while demoted and below is not None:
             key, states, last_use = demoted.pop()
-            self.place(below, key, restored(states), last_use, admitted=True)
+            self.place(below, key, states, last_use, admitted=True)
 
     def _below(self, index: TierIndex) -> TierIndex | None:
         """The next tier in memory."""
@@ -349,6 +391,8 @@ class MemoryTiers:
         return after[0] if after else None
 
     def _make_room(self, index: TierIndex, need: int, *, admitted: bool) -> bool:
+        # a GPU reads states nowhere else: those of a question push others out, to the next tier
+        admitted = admitted or (isinstance(index.tier, DeviceTier) and index.tier.is_gpu)
         with self.lock:  # no other thread finds or chooses what leaves
             leaving = index.choose(need, time.time(), admitted=admitted)
             if leaving is None:

@@ -20,7 +20,7 @@ from ragcache.errors import (
     StoreError,
     StoreUnreadable,
 )
-from ragcache.states import KVKey, KVStates
+from ragcache.states import KVKey
 from ragcache.states.quantization import StoredStates, restored
 from ragcache.states.serialization import Allocate
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
@@ -155,7 +155,7 @@ class PersistentTiers:
         with self._memory.lock:
             index.remove(key)
 
-    def write(self, key: KVKey, states: KVStates, tick: int) -> None:
+    def write(self, key: KVKey, states: StoredStates, tick: int) -> None:
         """Stores states in every tier. The claim on the key, which this session holds, ends with
         the last row. Raises `StoreError` where the nearest tier cannot take them."""
         for number, index in enumerate(self.indexes):
@@ -169,7 +169,9 @@ class PersistentTiers:
                 self._counters.unreadable += 1
                 self._ledger.locks.release([key])
 
-    def add(self, key: KVKey, states: KVStates, tick: int, tier: TierIndex | None = None) -> None:
+    def add(
+        self, key: KVKey, states: StoredStates, tick: int, tier: TierIndex | None = None
+    ) -> None:
         """Stores states in a tier, or in all that lack them, unless another process has claimed the
         key. Raises `StoreError`."""
         with self._memory.lock:
@@ -185,7 +187,7 @@ class PersistentTiers:
                 self._ledger.locks.release(flight.mine)
 
     def _write(
-        self, index: TierIndex, key: KVKey, states: KVStates, tick: int, *, last: bool
+        self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, last: bool
     ) -> None:
         budget = index.tier.budget_bytes
         if budget is not None:

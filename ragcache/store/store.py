@@ -18,13 +18,13 @@ from uuid import uuid4
 import torch
 from sqlalchemy import func, select
 
-from ragcache.config import check_options, parse_bytes, parse_optional_bytes
+from ragcache.config import check_options, parse_optional_bytes
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateRow
 from ragcache.db.references import is_unowned, owned_among, retire
 from ragcache.db.tables import SessionTable, StateTable
-from ragcache.errors import LedgerUnavailable, StoreError
+from ragcache.errors import ConfigurationError, LedgerUnavailable, StoreError
 from ragcache.states import FORMAT_VERSION, KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
 from ragcache.store.eviction import Policy, check_policy
@@ -111,6 +111,15 @@ class KVStore:
     @property
     def disk(self) -> DiskTier:
         return next(s.tier for s in self.persistent.indexes if isinstance(s.tier, DiskTier))
+
+    def bind_device(self, stream: Any, *, keep_free: int = 0) -> None:
+        """Connects the device tier, if there is one, with the engine that reads it. stream: the one
+        that the engine computes on. keep_free: what a tier without a budget of its own leaves free
+        of its device. Raises `StoreFull`."""
+        for index in self.memory.indexes:
+            if isinstance(index.tier, DeviceTier):
+                index.tier.bind_stream(stream)
+                index.tier.reserve_free(keep_free)
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest | None = None) -> Lease:
         """Leases keys, some of which may come twice, and reads the states that the tiers have. The
@@ -377,13 +386,16 @@ def _is_alone(ledger: Ledger) -> bool:
 class TierOptions(TypedDict, total=False):
     """All optional. Sizes are bytes, or texts such as `8GiB`.
 
-    device_bytes: of a tier in the memory of the model's GPU. disk_bytes: without it, no limit.
-    remote: an fsspec URL (`s3://BUCKET/PATH`, `file:///MOUNT`), and remote_bytes. kv_dtype: how the
-    host, the disk and the remote keep states: `model`, `fp8` or `int8`. policy: `lru`, `gdsf` or
+    device_bytes: of a tier in the memory of the model's GPU; without it, what the engine leaves
+    free there. device_kv_dtype: how it keeps states: `model`, or `int8`, which attention reads in
+    place. disk_bytes: without it, no limit. remote: an fsspec URL (`s3://BUCKET/PATH`,
+    `file:///MOUNT`), and remote_bytes. kv_dtype: how the host, the disk and the remote keep states:
+    `model`, `fp8` or `int8`. policy: `lru`, `gdsf` or
     `lfu`. ledger: a database URL in place of the file in the state folder.
     """
 
     device_bytes: int | str
+    device_kv_dtype: str
     disk_bytes: int | str
     remote: str
     remote_bytes: int | str
@@ -397,8 +409,12 @@ def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
     check_options(options, TierOptions, "tiers")
     kv_dtype = check_kv_dtype(options.get("kv_dtype", "model"))
     on_device: Tier | None = None
-    if "device_bytes" in options:
-        on_device = DeviceTier(parse_bytes(options["device_bytes"]), device)
+    if "device_bytes" in options or device.type == "cuda":
+        budget = parse_optional_bytes(options.get("device_bytes"))
+        device_dtype = check_kv_dtype(options.get("device_kv_dtype", "model"))
+        if device_dtype == "fp8":
+            raise ConfigurationError("device_kv_dtype is `model` or `int8`: attention reads these")
+        on_device = DeviceTier(budget, device, kv_dtype=device_dtype)
     remote: Tier | None = None
     if "remote" in options:
         budget = parse_optional_bytes(options.get("remote_bytes"))

@@ -23,7 +23,7 @@ from ragcache.bench.gpu.session import (
 from ragcache.bench.gpu.table import Ceilings
 from ragcache.bench.harness import made_up_key
 from ragcache.states import Arrival, KVStates
-from ragcache.states.quantization import quantize
+from ragcache.states.quantization import quantize, restored
 
 _EVENT_BYTES = 2**23  # a copy of so many is nearly as fast as the bus
 
@@ -213,9 +213,8 @@ def _upload_of(session: GpuSession, nbytes: int) -> tuple[str, Upload]:
         keys = [made_up_key(number) for number, _ in enumerate(states)]
         for key in keys:
             tier.delete(key)
-        for key, each in zip(keys, states, strict=True):
-            tier.put(key, each)
-        return [tier.get(key) for key in keys]
+        tier.put_all(list(zip(keys, states, strict=True)))
+        return [restored(tier.get(key)) for key in keys]
 
     return "device tier", upload
 

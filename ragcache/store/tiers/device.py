@@ -1,84 +1,210 @@
-"""The device tier: states in GPU memory, under a budget of bytes."""
+"""The device tier: states in GPU memory, under a budget of bytes that is reserved once."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ragcache.errors import StateMissing, StoreFull
-from ragcache.states import KVKey, KVStates
+from ragcache.errors import StateMissing, StoreBudgetExceeded, StoreFull
+from ragcache.states import Arrival, KVKey, KVStates
+from ragcache.states.arrival import CopyEvent
 from ragcache.states.quantization import (
     KVDtype,
+    QuantizedStates,
     StoredStates,
     model_dtype,
+    quantize,
     quantized_nbytes,
     rebuild,
     restored,
     tensors_of,
 )
 from ragcache.store.tiers.base import check_budget
+from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, rounded
+from ragcache.store.tiers.streams import DeviceStreams, indexed
 
-_BLOCK = 512  # bytes: what CUDA's caching allocator of torch rounds every tensor up to
+_PIECE = 1 << 22  # bytes of a copy from which on the bus is nearly as fast as it gets
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """An extent in use. arrival: of the states that are copied there, as soon as it is known."""
+
+    extent: Extent
+    arrival: Arrival | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Freed:
+    """An extent that nothing refers to any longer, but that queued work may still read or write.
+    read: the end of what was queued on the compute stream when it was freed."""
+
+    memory: _Memory
+    read: CopyEvent | None
+
+    def is_idle(self) -> bool:
+        arrival = self.memory.arrival
+        return (self.read is None or self.read.query()) and (arrival is None or arrival.ready())
+
+    def order(self, streams: DeviceStreams) -> None:
+        """Makes everything that is queued from now on come after that work."""
+        if self.read is not None:
+            self.read.wait(streams.upload)
+        if self.memory.arrival is not None:
+            self.memory.arrival.wait(streams.compute)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """States on their way to views of an extent, by name."""
+
+    source: StoredStates
+    target: dict[str, Tensor]
+    memory: _Memory
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.source.keys.shape[0])
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the keys of one layer, as they cross."""
+        return self.source.keys.nbytes // max(1, self.num_layers)
+
+    def copy_layers(self, begin: int, end: int) -> None:
+        """Queues layers begin:end; numbers that are to be restored are so on the device."""
+        layers, source = slice(begin, end), self.source
+        parts = {name: tensor[layers] for name, tensor in tensors_of(source).items()}
+        if isinstance(source, QuantizedStates) and "key_scales" not in self.target:
+            device = self.target["keys"].device
+            there = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
+            parts = tensors_of(restored(rebuild(there, source.start, source.dtype)))
+        for name, part in parts.items():
+            self.target[name][layers].copy_(part, non_blocking=True)
+
+    def states(self) -> StoredStates:
+        """The states as they will be there."""
+        source = self.source
+        arrival = self.memory.arrival
+        return rebuild(self.target, source.start, model_dtype(source), arrival)
 
 
 class DeviceTier:
-    """States on one device. Copies run on a stream of their own, beside what computes there on the
-    default stream.
+    """States on one device: views of a slab that is reserved when the tier is made.
 
-    A `put` returns when its copy has ended, so that a thread that moves states waits for it and the
-    thread that computes does not. With `device="cpu"` it is a second host tier, for tests.
+    A `put` from main memory queues its copies layer by layer, on a stream of their own, and
+    returns: `KVStates.arrival` says when a layer can be read. Those of one `put_all` are copied
+    side by side, so that a step over all of them follows the copies. What was computed on the
+    device is copied in the order of the engine's stream and needs no waiting there.
+
+    An extent is counted until nothing refers to its states, and written again only behind
+    everything that was queued on the engine's stream until then; the host never waits for it. With
+    `device="cpu"` it is a second host tier, for tests.
     """
 
     name = "device"
     persistent = False
-    kv_dtype: KVDtype = "model"  # attention reads these
+    has_slabs = True
 
-    def __init__(self, budget_bytes: int, device: torch.device | str) -> None:
-        self.budget_bytes: int | None = budget_bytes
-        self.device = torch.device(device)
-        self._stream: torch.cuda.Stream | None = None
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._states: dict[KVKey, KVStates] = {}
-        self._lock = threading.Lock()
+    def __init__(
+        self, budget_bytes: int | None, device: torch.device | str, *,
+        kv_dtype: KVDtype = "model", streams: DeviceStreams | None = None,
+    ) -> None:  # fmt: skip
+        """budget_bytes: None for what is free when `reserve_free` is called. kv_dtype: `model`, or
+        `int8` for a GPU whose attention reads it where it is. Raises `StoreFull` where the device
+        has no room for the budget."""
+        self.budget_bytes: int | None = 0
+        self.kv_dtype = kv_dtype
+        self.device = indexed(torch.device(device))
+        self._streams = streams
+        self._pool = SlabPool(0, self._reserve)
+        if self.is_gpu:
+            self._streams = streams or DeviceStreams(self.device)
+        if budget_bytes is not None:
+            self._set_budget(budget_bytes)
+        self._states: dict[KVKey, StoredStates] = {}
+        self._lock = threading.RLock()
         self._used = 0
+        self._ended: deque[_Memory] = deque()  # filled by finalizers, at any moment
+        self._freed: deque[_Freed] = deque()
+        self._arriving: deque[Arrival] = deque()  # which keep their sources
 
     @property
     def used_bytes(self) -> int:
-        return self._used
+        with self._lock:
+            self._settle()
+            return self._used
+
+    @property
+    def largest_extent(self) -> int:
+        """The bytes of the largest states that fit without an eviction."""
+        with self._lock:
+            self._settle()
+            return self._pool.largest
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether what computes there can read states of no other tier."""
+        return self.device.type != "cpu"
+
+    def bind_stream(self, stream: Any) -> None:
+        """Names the stream on which states are read from now on: that of the engine."""
+        if self._streams is not None and stream is not None:
+            self._streams.compute = stream
+
+    def reserve_free(self, keep_free: int) -> None:
+        """Makes what is free on the GPU, but for `keep_free`, the budget of a tier without one."""
+        if self.is_gpu and not self.budget_bytes:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+            self._set_budget(max(0, free - keep_free))
+
+    def _set_budget(self, nbytes: int) -> None:
+        """On a GPU the budget is one slab, reserved now, so that what else is sized by free memory
+        sees it."""
+        self.budget_bytes = nbytes
+        slab_bytes = max(nbytes, SLAB_BYTES) if self.is_gpu else SLAB_BYTES
+        self._pool = SlabPool(nbytes, self._reserve, slab_bytes)
+        if self.is_gpu and nbytes:
+            self._pool.grow(1)
 
     def size_of(self, states: StoredStates) -> int:
-        return 2 * -(-quantized_nbytes(states, "model") // 2 // _BLOCK) * _BLOCK
+        if self.kv_dtype == "model":
+            return max(ALIGNMENT, 2 * rounded(quantized_nbytes(states, "model") // 2))
+        layers, heads, tokens, size = states.keys.shape
+        scales = torch.float32.itemsize * layers * heads
+        numbers = 2 * rounded(states.keys.numel())
+        return max(ALIGNMENT, rounded(scales * size) + rounded(scales * tokens) + numbers)
 
     def put(self, key: KVKey, states: StoredStates) -> int:
-        nbytes = self.size_of(states)
-        with self._lock:
-            check_budget(self.name, self.budget_bytes, self._used, nbytes)
-            self._used += nbytes
-        try:
-            with self._copying(states.keys.is_cuda):
-                placed = {name: self._place(t) for name, t in tensors_of(states).items()}
-                here = restored(rebuild(placed, states.start, model_dtype(states)))
-                self._finish(here)
-        except BaseException as error:
-            with self._lock:
-                self._used -= nbytes
-            if isinstance(error, torch.OutOfMemoryError):
-                raise StoreFull(
-                    f"{self.device} has no room for {nbytes:,} bytes of states, though the budget "
-                    "has; lower device_bytes"
-                ) from error
-            raise
-        with self._lock:
-            self._drop(key)
-            self._states[key] = here
-        return nbytes
+        return self.put_all([(key, states)])[0]
 
-    def get(self, key: KVKey) -> KVStates:
+    def put_all(self, entries: Sequence[tuple[KVKey, StoredStates]]) -> list[int]:
+        """As `put` for each key, all or none of them: layer l of all is copied before layer l + 1
+        of any."""
+        sources = [self._quantized(states) for _, states in entries]
+        with self._lock:
+            copies = self._begin(sources)
+            try:
+                self._copy_computed([copy for copy in copies if self._is_computed(copy.source)])
+                self._upload([copy for copy in copies if not self._is_computed(copy.source)])
+            except torch.OutOfMemoryError as error:
+                raise StoreFull(
+                    f"{self.device} has no room to restore states beside the {self._used:,} bytes "
+                    "of its tier; lower device_bytes"
+                ) from error
+            for (key, _), copy in zip(entries, copies, strict=True):
+                self._states[key] = copy.states()
+            return [copy.memory.extent.nbytes for copy in copies]
+
+    def get(self, key: KVKey) -> StoredStates:
         states = self._states.get(key)
         if states is None:
             raise StateMissing(f"the device tier does not hold {key}")
@@ -86,7 +212,8 @@ class DeviceTier:
 
     def delete(self, key: KVKey) -> None:
         with self._lock:
-            self._drop(key)
+            self._states.pop(key, None)
+            self._settle()
 
     def __contains__(self, key: KVKey) -> bool:
         return key in self._states
@@ -95,27 +222,127 @@ class DeviceTier:
         with self._lock:
             return iter(tuple(self._states))
 
-    def _drop(self, key: KVKey) -> None:
-        states = self._states.pop(key, None)
-        if states is not None:
-            self._used -= self.size_of(states)
+    def _reserve(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise StoreFull(
+                f"{self.device} has no room for {nbytes:,} bytes of states; lower device_bytes"
+            ) from error
 
-    def _copying(self, computed_here: bool) -> AbstractContextManager[object]:
-        if self._stream is None:
-            return nullcontext()
-        if computed_here:
-            self._stream.wait_stream(torch.cuda.default_stream(self.device))
-        return torch.cuda.stream(self._stream)
+    def _quantized(self, states: StoredStates) -> StoredStates:
+        """States as they are copied: those of a tier in the model's dtype are restored on the way,
+        on the device."""
+        return states if self.kv_dtype == "model" else quantize(states, self.kv_dtype)
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        """A compact copy on the device, perhaps still under way."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return copy.copy_(tensor, non_blocking=True)
+    def _begin(self, sources: Sequence[StoredStates]) -> list[_Copy]:
+        """Takes an extent for each of the sources, or raises `StoreBudgetExceeded`."""
+        self._settle()
+        shapes = [_target_shapes(states, self.kv_dtype) for states in sources]
+        sizes = [sum(rounded(nbytes) for _, _, nbytes in each.values()) for each in shapes]
+        check_budget(self.name, self.budget_bytes, self._used, sum(sizes))
+        copies = []
+        for states, shape, memory in zip(sources, shapes, self._take(sizes), strict=True):
+            end = partial(self._ended.append, memory)
+            room, at, target = self._pool.memory(memory.extent, end), 0, {}
+            for name, (size, dtype, nbytes) in shape.items():
+                target[name] = room[at : at + nbytes].view(dtype).view(size)
+                at += rounded(nbytes)
+            copies.append(_Copy(states, target, memory))
+        return copies
 
-    def _finish(self, states: KVStates) -> None:
-        if self._stream is None:
+    def _take(self, sizes: Sequence[int]) -> list[_Memory]:
+        taken: list[_Memory] = []
+        for nbytes in sizes:
+            extent = self._pool.take(nbytes)
+            while extent is None and self._freed:
+                self._reuse(self._freed.popleft())
+                extent = self._pool.take(nbytes)
+            if extent is None:
+                for memory in taken:
+                    self._pool.give_back(memory.extent)
+                raise StoreBudgetExceeded(
+                    f"the device tier may hold {self.budget_bytes:,} bytes, of which {self._used:,}"
+                    f" are taken; {nbytes:,} more are not free in one piece. Raise device_bytes"
+                )
+            taken.append(_Memory(extent))
+        self._used += sum(memory.extent.nbytes for memory in taken)
+        return taken
+
+    def _settle(self) -> None:
+        """Takes notice of what was let go and of what has ended."""
+        ended = len(self._ended)  # before the event: what ends later may be read after it
+        if ended:
+            streams = self._streams
+            read = None if streams is None else streams.record(streams.compute)
+            for _ in range(ended):
+                memory = self._ended.popleft()
+                self._used -= memory.extent.nbytes
+                self._freed.append(_Freed(memory, read))
+        while self._freed and self._freed[0].is_idle():
+            self._pool.give_back(self._freed.popleft().memory.extent)
+        while self._arriving and self._arriving[0].ready():
+            self._arriving.popleft()
+
+    def _reuse(self, freed: _Freed) -> None:
+        """Makes an extent free before what uses it has ended."""
+        assert self._streams is not None
+        freed.order(self._streams)
+        self._pool.give_back(freed.memory.extent)
+
+    def _is_computed(self, states: StoredStates) -> bool:
+        return self._streams is not None and self._streams.holds(states.keys)
+
+    def _copy_computed(self, copies: Sequence[_Copy]) -> None:
+        """Copies what was computed on this device, after what the calling thread has queued and in
+        the order of the engine's stream."""
+        streams = self._streams
+        if not copies or streams is None:
             return
-        for tensor in tensors_of(states).values():
-            # Freed memory goes to the next copy, which must wait for what computes with it now.
-            tensor.record_stream(torch.cuda.default_stream(self.device))
-        self._stream.synchronize()
+        streams.follow_thread()
+        with streams.on(streams.compute):
+            for copy in copies:
+                if copy.source.arrival is not None:
+                    copy.source.arrival.wait(streams.compute)
+                copy.copy_layers(0, copy.num_layers)
+        event = streams.record(streams.compute)
+        self._note_arrival(copies, [event], copies[0].num_layers, streams.compute)
+
+    def _upload(self, copies: Sequence[_Copy]) -> None:
+        """Queues copies from main memory, with an event after every few layers of all; without
+        streams they have ended."""
+        if not copies:
+            return
+        streams = self._streams
+        layers = max(copy.num_layers for copy in copies)
+        if streams is None:
+            for copy in copies:
+                copy.copy_layers(0, layers)
+            return
+        piece = max(1, sum(copy.layer_bytes for copy in copies) // len(copies))
+        step, events = min(layers, -(-_PIECE // piece)), []
+        for begin in range(0, layers, step):
+            with streams.on(streams.upload):
+                for copy in copies:
+                    copy.copy_layers(begin, begin + step)
+            events.append(streams.record(streams.upload))
+        self._note_arrival(copies, events, step)
+
+    def _note_arrival(
+        self, copies: Sequence[_Copy], events: Sequence[CopyEvent], step: int, stream: Any = None
+    ) -> None:
+        arrival = Arrival(events, step, [copy.source for copy in copies], stream)
+        self._arriving.append(arrival)
+        for copy in copies:
+            copy.memory.arrival = arrival
+
+
+_Shape = tuple[torch.Size, torch.dtype, int]
+
+
+def _target_shapes(states: StoredStates, kv_dtype: KVDtype) -> dict[str, _Shape]:
+    """Shape, dtype and bytes of each tensor that a tier of this `kv_dtype` keeps."""
+    if kv_dtype == "model" or isinstance(states, KVStates):
+        size, dtype = states.keys.shape, model_dtype(states)
+        return dict.fromkeys(("keys", "values"), (size, dtype, size.numel() * dtype.itemsize))
+    return {name: (t.shape, t.dtype, t.nbytes) for name, t in tensors_of(states).items()}

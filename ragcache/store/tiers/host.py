@@ -6,13 +6,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ragcache.errors import StateMissing, StoreError
+from ragcache.errors import StateMissing, StoreBudgetExceeded, StoreError
 from ragcache.openmp import keeps_no_workers
 from ragcache.states import KVKey
 from ragcache.states.quantization import (
@@ -23,8 +24,11 @@ from ragcache.states.quantization import (
     quantized_nbytes,
     rebuild,
     tensors_of,
+    wait_for_arrival,
 )
 from ragcache.store.tiers.base import check_budget
+from ragcache.store.tiers.slabs import SLAB_BYTES, Extent, SlabPool, rounded
+from ragcache.store.tiers.streams import downloading
 
 _PAGE, _LINE = 4096, 64  # bytes: what is pinned as a whole, what a processor fetches
 
@@ -33,26 +37,35 @@ class HostTier:
     """States of every key in one block of memory, which the tier allocates and counts.
 
     A block is counted, with what alignment adds, until nothing refers to it any more: states that
-    were deleted while a request reads them still take their room. Pinned blocks are ordinary memory
-    registered with CUDA, because its own allocator rounds up to powers of two.
+    were deleted while a request reads them still take their room. Pinned blocks are extents of
+    slabs: ordinary memory registered with CUDA once, because a registration takes 0.1 ms a MB, and
+    CUDA's own allocator rounds up to powers of two.
     """
 
     name = "host"
     persistent = False
 
     def __init__(
-        self, budget_bytes: int, *, kv_dtype: KVDtype = "model", pinned: bool | None = None
-    ) -> None:
+        self, budget_bytes: int, *, kv_dtype: KVDtype = "model", pinned: bool | None = None,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:  # fmt: skip
         """pinned: None where a GPU is present."""
         self.budget_bytes: int | None = budget_bytes
         self.kv_dtype = kv_dtype
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
-        self._align = _PAGE if self.pinned else _LINE
+        self._pool = SlabPool(budget_bytes, pinned_slab, slab_bytes) if self.pinned else None
         self._states: dict[KVKey, StoredStates] = {}
         self._lock = threading.RLock()
         self._blocks: dict[int, int] = {}  # address to bytes
         self._freed: deque[int] = deque()  # addresses; filled by finalizers, at any moment
+        self._addresses: dict[Extent, int] = {}
+        self._ended: deque[Extent] = deque()  # of slabs; filled in the same way
         self._used = 0
+
+    @property
+    def has_slabs(self) -> bool:
+        """Whether memory is taken from slabs, where what is free may be in several pieces."""
+        return self._pool is not None
 
     @property
     def used_bytes(self) -> int:
@@ -67,20 +80,30 @@ class HostTier:
         with self._lock:
             self._settle()
             check_budget(self.name, self.budget_bytes, self._used, size)
+            if self._pool is not None:
+                return self._take_extent(self._pool, size)[:nbytes]
             block = np.empty(size, np.uint8)
-            begin = -block.ctypes.data % self._align
+            begin = -block.ctypes.data % _LINE
             address = block.ctypes.data + begin
             self._settle()  # this may be the address of a block that was freed just now
             self._blocks[address] = size
             self._used += size
-        if self.pinned:
-            try:
-                pin(address, size - self._align)
-            except BaseException:
-                self._freed.append(address)
-                raise
-        weakref.finalize(block, self._release, address).atexit = False  # the process takes all
+        # the process takes all at its end
+        weakref.finalize(block, self._freed.append, address).atexit = False
         return torch.from_numpy(block[begin : begin + nbytes])
+
+    def _take_extent(self, pool: SlabPool, nbytes: int) -> Tensor:
+        extent = pool.take(nbytes)
+        if extent is None:
+            raise StoreBudgetExceeded(
+                f"the host tier may hold {self.budget_bytes:,} bytes, of which {self._used:,} are "
+                f"taken; {nbytes:,} more are not free in one piece. Raise host_bytes"
+            )
+        memory = pool.memory(extent, partial(self._ended.append, extent))
+        self._blocks[memory.data_ptr()] = nbytes
+        self._addresses[extent] = memory.data_ptr()
+        self._used += nbytes
+        return memory
 
     def size_of(self, states: StoredStates) -> int:
         return self._size(quantized_nbytes(states, self.kv_dtype))
@@ -113,10 +136,12 @@ class HostTier:
 
     def _size(self, nbytes: int) -> int:
         """Bytes of a block that holds so many at an aligned address."""
-        return -(-nbytes // self._align) * self._align + self._align
+        if self._pool is not None:
+            return rounded(max(1, nbytes))
+        return -(-nbytes // _LINE) * _LINE + _LINE
 
     def owns(self, states: StoredStates) -> bool:
-        """Whether states fill a block that `allocate` gave."""
+        """Whether states fill a block that `allocate` gave, or `begin_copy`."""
         addresses = {t.untyped_storage().data_ptr() for t in tensors_of(states).values()}
         if len(addresses) != 1 or states.keys.device.type != "cpu":
             return False
@@ -124,23 +149,42 @@ class HostTier:
             return self._blocks.get(addresses.pop()) == self._size(states.nbytes)
 
     def _copy(self, states: StoredStates) -> StoredStates:
+        """A copy in the tier's memory, which is there when this returns."""
+        copy = self.begin_copy(states)
+        wait_for_arrival(copy)
+        return rebuild(tensors_of(copy), states.start, model_dtype(states))
+
+    def begin_copy(self, states: StoredStates) -> StoredStates:
+        """A copy in the tier's memory, which is not of the tier. Of states on a GPU it is queued
+        on a stream of its own, and `arrival` says when it is there."""
         block, end = self.allocate(states.nbytes), 0
         copies = {}
-        for name, tensor in tensors_of(states).items():
-            place = block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = place.copy_(tensor)
-            end += tensor.nbytes
-        return rebuild(copies, states.start, model_dtype(states))
-
-    def _release(self, address: int) -> None:
-        """Runs before the memory of a block goes, in whichever thread lets go of it last."""
-        if self.pinned:
-            unpin(address)
-        self._freed.append(address)
+        with downloading(states) as download:
+            for name, tensor in tensors_of(states).items():
+                place = block[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies[name] = place.copy_(tensor, non_blocking=download.queued)
+                end += tensor.nbytes
+        return rebuild(copies, states.start, model_dtype(states), download.arrival)
 
     def _settle(self) -> None:
         while self._freed:
             self._used -= self._blocks.pop(self._freed.popleft())
+        while self._ended:
+            extent = self._ended.popleft()
+            self._used -= self._blocks.pop(self._addresses.pop(extent))
+            assert self._pool is not None
+            self._pool.give_back(extent)
+
+
+def pinned_slab(nbytes: int) -> Tensor:
+    """Memory registered with CUDA as long as a tensor refers to it, uint8 [nbytes]. Raises
+    `StoreError` where the system refuses."""
+    size = -(-nbytes // _PAGE) * _PAGE
+    block = np.empty(size + _PAGE, np.uint8)
+    begin = -block.ctypes.data % _PAGE
+    pin(block.ctypes.data + begin, size)
+    weakref.finalize(block, unpin, block.ctypes.data + begin).atexit = False
+    return torch.from_numpy(block[begin : begin + nbytes])
 
 
 def pin(address: int, nbytes: int) -> None:

@@ -59,6 +59,17 @@ def test_it_is_ready_with_its_last_event_and_waits_for_nothing_then() -> None:
     assert not events[0].waiting
 
 
+def test_the_stream_that_writes_states_waits_for_nothing() -> None:
+    event = Event()
+    arrival = Arrival([event], stream="writes")
+    arrival.wait("writes")
+    arrival.wait("reads")
+    assert event.waiting == ["reads"]
+    assert arrival.ready("writes")
+    assert not arrival.ready("reads")
+    assert not arrival.ready()
+
+
 @pytest.mark.parametrize("end", ["ready", "synchronize"])
 def test_sources_live_until_the_copy_has_ended(end: str) -> None:
     source, event = Source(), Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -12,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragcache.errors import StateMissing, StoreBudgetExceeded
-from ragcache.states import KVKey, KVStates
+from ragcache.states import KVStates
 from ragcache.states.quantization import (
     QuantizedStates,
-    StoredStates,
     kv_dtype_of,
     quantize,
     restored,
@@ -185,7 +183,9 @@ def test_a_tier_agrees_with_a_dictionary(make: Make, steps: list[tuple[str, int,
     for action, number, tokens in steps:
         key, states = make_key(number), make_states(number, tokens)
         if action == "put":
-            if tier.used_bytes + tier.size_of(states) <= 40_000:
+            size = tier.size_of(states)
+            in_pieces = isinstance(tier, DeviceTier) and tier.largest_extent < size
+            if tier.used_bytes + size <= 40_000 and not in_pieces:
                 model[number] = (tokens, tier.put(key, states))
             else:
                 with pytest.raises(StoreBudgetExceeded):
@@ -237,49 +237,3 @@ def test_quantized_states_cross_as_they_are_and_are_restored_there(device: str) 
     tier.put(make_key(1), host.get(make_key(1)))
     expected = restored(quantize(make_states(1, 30), "int8"))
     assert same(on_cpu(tier, 1), expected)  # type: ignore[arg-type]
-
-
-@needs_gpu
-def test_the_device_allocates_what_is_counted() -> None:
-    before = torch.cuda.memory_allocated()
-    tier = DeviceTier(10**8, "cuda")
-    for number in range(5):
-        tier.put(make_key(number), make_states(number, 100 + 999 * number))
-    assert torch.cuda.memory_allocated() - before == tier.used_bytes
-
-
-@needs_gpu
-def test_transfers_beside_compute_never_reach_what_is_being_read() -> None:
-    """States go and others come while the device still computes with the first ones."""
-    host, tier = HostTier(10**9), DeviceTier(10**9, "cuda")
-    for number in range(8):
-        host.put(make_key(number), make_states(number, 20_000))
-
-    def promote(key: KVKey) -> StoredStates:
-        tier.put(key, host.get(key))
-        return tier.get(key)
-
-    busy = torch.randn(4096, 4096, device="cuda")
-    sums = []
-    with ThreadPoolExecutor(2) as transfers:
-        for turn in range(64):
-            key = make_key(turn % 8)
-            states = transfers.submit(promote, key).result()
-            busy = busy @ busy / 4096  # keeps the stream behind
-            sums.append((turn % 8, states.keys.float().mean()))
-            tier.delete(key)
-            del states
-    assert all(float(mean) == number for number, mean in sums)
-
-
-@needs_gpu
-def test_states_computed_on_the_device_are_waited_for() -> None:
-    tier = DeviceTier(10**9, "cuda")
-    busy = torch.randn(4096, 4096, device="cuda")
-    states = make_states(3, 20_000)
-    keys = states.keys.cuda() * 0
-    for _ in range(20):
-        busy = busy @ busy / 4096
-    keys += 3 + 0 * busy.sum()
-    tier.put(make_key(3), type(states)(keys, -keys, 3))
-    assert float(tier.get(make_key(3)).keys.mean()) == 3

@@ -13,6 +13,7 @@ from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
 from ragcache.store.tiers import DiskTier, HostTier
 from ragcache.store.tiers import host as host_module
+from ragcache.store.tiers.slabs import rounded
 from tests.ragcache.conftest import make_key, make_states, same
 
 
@@ -115,19 +116,62 @@ class Pages:
         del self.registered[address]
 
 
-def test_pinned_blocks_are_whole_pages_registered_as_long_as_they_live(
+def test_pinned_blocks_are_parts_of_a_slab_that_is_registered_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pages = Pages(monkeypatch)
-    host = HostTier(10**8, pinned=True)
+    host = HostTier(10**7, pinned=True)
+    assert pages.registered == {}
     for turn in range(300):
         host.put(make_key(turn % 5), make_states(turn % 5, 1 + 97 * turn % 400))
-    assert len(pages.registered) == 5
-    assert host.used_bytes == sum(pages.registered.values()) + 5 * 4096
+    [(begin, nbytes)] = pages.registered.items()
+    assert nbytes < 10**7 + 4096
+    for number in range(5):
+        keys = host.get(make_key(number)).keys
+        assert begin <= keys.data_ptr() < begin + nbytes
+        assert keys.data_ptr() % 64 == 0
+        assert keys.unique().tolist() == [number]
+        del keys
+    held = host.get(make_key(0)).keys
     for key in list(host.keys()):
         host.delete(key)
+    assert host.used_bytes > 0
+    del host
+    assert pages.registered, "what is held is still in the slab"
+    del held
+    gc.collect()
     assert pages.registered == {}
-    assert host.used_bytes == 0
+
+
+def test_slabs_are_registered_when_the_first_states_come_that_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = Pages(monkeypatch)
+    host = HostTier(3 * 64_000, pinned=True, slab_bytes=60_000)
+    for number in range(3):
+        host.put(make_key(number), make_states(number, 990))  # 63,360 bytes
+        assert len(pages.registered) == number + 1
+    with pytest.raises(StoreBudgetExceeded):
+        host.put(make_key(3), make_states(3, 990))
+    host.delete(make_key(1))
+    host.put(make_key(3), make_states(3, 990))
+    assert len(pages.registered) == 3
+
+
+def test_free_bytes_in_two_pieces_do_not_hold_states_of_their_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Pages(monkeypatch)
+    size = 6400
+    host = HostTier(3 * rounded(size), pinned=True)
+    for number in range(3):
+        host.put(make_key(number), make_states(number, size // 64))
+    for number in (0, 2):
+        host.delete(make_key(number))
+    with pytest.raises(StoreBudgetExceeded, match="not free in one piece"):
+        host.put(make_key(3), make_states(3, 2 * size // 64))
+    host.delete(make_key(1))
+    host.put(make_key(3), make_states(3, 2 * size // 64))
 
 
 def test_a_block_that_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +190,7 @@ def test_blocks_are_pinned_beside_a_gpu() -> None:
     assert states.keys.is_pinned()
     assert states.values.is_pinned()
     assert same(states, make_states(1, 3000))  # type: ignore[arg-type]
-    assert host.used_bytes % 4096 == 0
+    assert host.used_bytes % 512 == 0
     del states
     for number in range(200):  # registering and ending it, at addresses that come again
         host.put(make_key(number % 3), make_states(number % 3, 1000 + number))
