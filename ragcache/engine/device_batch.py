@@ -188,21 +188,20 @@ class DevicePlanner:
         uses = _BlockUses.of(placed, past // size)
         tails = uses.shared_until(len(placed))
         # the last block, where it is just full, may yet be replaced: see `DeviceBatch.advance`
-        settled = np.maximum(past - 1, 0) // size
-        tails = np.where(past // size - tails >= LONG_SPAN, np.maximum(tails, settled), tails)
-        if self.gapless:
-            for index, each in enumerate(placed):
-                begin = self._gapless_tail(each, int(tails[index]))
-                if begin is None:
-                    return None
-                tails[index] = begin
+        settled = np.maximum(tails, np.maximum(past - 1, 0) // size)
+        tails = np.where(past // size - tails >= LONG_SPAN, settled, tails)
+        for index, each in enumerate(placed if self.gapless else ()):
+            begin = self._gapless_tail(each, int(tails[index]), int(settled[index]))
+            if begin is None:
+                return None
+            tails[index] = begin
         self._append_runs(placed, uses, uses.number < tails[uses.owner], reads)
         return tails
 
-    def _gapless_tail(self, placed: _PlacedChunk, begin: int) -> int | None:
-        """The first block from `begin` on after which positions have no gap."""
+    def _gapless_tail(self, placed: _PlacedChunk, *blocks: int) -> int | None:
+        """The first of these blocks from which positions have no gap."""
         size, past = self.pool.block_size, placed.past
-        for block in dict.fromkeys((begin, past // size)):
+        for block in blocks:
             if placed.position(past) - placed.position(block * size) == past - block * size:
                 return block
         return None

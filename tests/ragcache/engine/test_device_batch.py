@@ -1,0 +1,406 @@
+"""Batches for a device: what rows read through the tables is what their chunks say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.attention.triton.tables import (
+    AttentionTables,
+    HeadLayout,
+    TableCapacity,
+    TableOverflow,
+)
+from ragcache.engine import Segment
+from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
+from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
+from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.states import KVStates
+from ragcache.states.quantization import quantize
+from tests.ragcache.attention.tabled_reads import (
+    SeenKey,
+    assert_partials_reach_their_rows,
+    keys_of_rows,
+)
+
+BLOCK_SIZE = 4
+HEADS = HeadLayout(num_kv_heads=1, group=2, head_dim=1)
+CAPACITY = TableCapacity(rows=64, entries=4096, items=2048, bases=32, pages_per_row=MAX_TAIL_BLOCKS)
+POOL = BlockPool(torch.zeros(1, 1, 2000, 1), torch.zeros(1, 1, 2000, 1), BLOCK_SIZE)
+_MODULE = KVStates(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1), 3)
+MODULES = [
+    KVStates(torch.zeros(1, 1, 6, 1), torch.zeros(1, 1, 6, 1), 0),
+    _MODULE,
+    _MODULE.part(0, 9, 3),
+    _MODULE.part(0, 5, 3),
+    _MODULE.part(4, 9, 7),
+]
+
+
+def block_table(block_ids: Sequence[int], positions: Sequence[int]) -> BlockTable:
+    private = BlockTable(POOL)
+    private.block_ids += block_ids
+    private.advance(positions)
+    return private
+
+
+def chunk(
+    private: RequestKV, count: int = 1, segments: Sequence[Segment] = (), start: int | None = None
+) -> ScheduledChunk:
+    """Its next `count` tokens."""
+    if start is None:
+        start = private.positions[-1] + 1 if private.length else 100
+    tokens = list(range(count))
+    return ScheduledChunk(tuple(segments), private, tokens, range(start, start + count))
+
+
+def slot_of(private: RequestKV, token: int) -> int:
+    """The token of its base at which a request's token is."""
+    if isinstance(private, ContiguousKV):
+        return token
+    return private.block_ids[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
+
+
+def memory_of(private: RequestKV) -> int:
+    pool = private.pool if isinstance(private, BlockTable) else private
+    return pool.keys.data_ptr()
+
+
+NOWHERE = -1
+"""The position of private keys where nothing depends on it."""
+
+
+def defined_keys(chunks: Sequence[ScheduledChunk], gapless: bool) -> list[Counter[SeenKey]]:
+    """What each row sees: segments that begin at or before it, its past, and new tokens up to its
+    own."""
+    found = []
+    for each in chunks:
+        private = each.private
+        positions = [*private.positions, *each.position_ids]
+        for number, position in enumerate(each.position_ids):
+            seen: Counter[SeenKey] = Counter()
+            for segment in each.segments:
+                if segment.start <= position:
+                    address = segment.states.keys.data_ptr()
+                    seen.update(
+                        SeenKey(address, token, segment.delta, segment.start + token)
+                        for token in range(segment.states.length)
+                    )
+            for token in range(private.length + number + 1):
+                at = positions[token] if gapless else NOWHERE
+                seen[SeenKey(memory_of(private), slot_of(private, token), 0, at)] += 1
+            found.append(seen)
+    return found
+
+
+def tabled_keys(
+    tables: AttentionTables, batch: DeviceBatch, gapless: bool
+) -> list[Counter[SeenKey]]:
+    """What each row sees through the items and its tail."""
+    views = tables.views
+    pool = POOL.keys.data_ptr()
+    private = set(views.bases[:, 0].tolist()) - {each.keys.data_ptr() for each in MODULES}
+    found = []
+    for row, keys in enumerate(keys_of_rows(views, batch.rows)):
+        seen: Counter[SeenKey] = Counter()
+        for key, count in keys.items():
+            anywhere = not gapless and key.address in private
+            seen[key._replace(position=NOWHERE) if anywhere else key] += count
+        length, position = int(views.tail_length[row]), int(views.position_ids[row])
+        assert (length >= 0) == (batch.kind == "decode")
+        for token in range(length + 1):
+            page = int(views.pages[row, token // BLOCK_SIZE])
+            at = position - length + token if gapless else NOWHERE
+            seen[SeenKey(pool, page * BLOCK_SIZE + token % BLOCK_SIZE, 0, at)] += 1
+        found.append(seen)
+    return found
+
+
+def assert_rows_follow(
+    tables: AttentionTables, batch: DeviceBatch, chunks: Sequence[ScheduledChunk], gapless: bool
+) -> None:
+    """The tables on the device are those of the chunks."""
+    views, rows = tables.views, batch.rows
+    assert views.position_ids[:rows].tolist() == [p for each in chunks for p in each.position_ids]
+    assert views.token_ids[:rows].tolist() == [t for each in chunks for t in each.token_ids]
+    wanted, row, places = [], 0, []
+    for each in chunks:
+        first, row = row, row + len(each.token_ids)
+        wanted += [row - 1] if each.wants_logits else []
+        places += [
+            (memory_of(each.private), slot_of(each.private, each.private.length + number))
+            for number in range(row - first)
+        ]
+    assert views.logit_rows[: batch.logits].tolist() == wanted
+    assert views.bases[0, 0] == POOL.keys.data_ptr(), "the pool is base 0"
+    slots, bases = views.write_slot.tolist(), views.write_base.tolist()
+    if batch.kind == "mixed":
+        written = zip(bases[:rows], slots[:rows], strict=True)
+        assert [(int(views.bases[base, 0]), slot) for base, slot in written] == places
+    assert set(slots[0 if batch.kind == "decode" else rows :]) == {-1}
+    assert set(views.tail_length[rows:].tolist()) == {-1}
+    assert tabled_keys(tables, batch, gapless) == defined_keys(chunks, gapless)
+    assert_partials_reach_their_rows(views, rows)
+
+
+def new_tables() -> AttentionTables:
+    return AttentionTables(CAPACITY, "cpu")
+
+
+def planned(
+    chunks: Sequence[ScheduledChunk], tables: AttentionTables, *, gapless: bool = False
+) -> DeviceBatch:
+    batch = DevicePlanner(POOL, HEADS, gapless=gapless, programs=4).plan_batch(chunks, tables)
+    tables.upload_plan()
+    tables.upload_step()
+    return batch
+
+
+@dataclass
+class DrawnRequests:
+    """Requests whose blocks form a tree, as those of the radix cache."""
+
+    draw: Callable[[st.SearchStrategy[Any]], Any]
+    next_block: int = 1
+    private: list[BlockTable] = field(default_factory=list)
+
+    def new_blocks(self, count: int) -> list[int]:
+        """Neighbors, but for at most one."""
+        first = self.next_block + 1
+        away = self.draw(st.integers(0, 2 * count))
+        self.next_block = first + count
+        return [first + number + (number >= away) for number in range(count)]
+
+    def add(self, new: int) -> BlockTable:
+        """A request with room for so many new tokens."""
+        draw = self.draw
+        table = BlockTable(POOL)
+        if self.private and draw(st.booleans()):
+            parent = draw(st.sampled_from(self.private))
+            shared = draw(st.integers(0, parent.length // BLOCK_SIZE))
+            table.block_ids += parent.block_ids[:shared]
+            table.advance(parent.positions[: shared * BLOCK_SIZE])
+        own, gap = draw(st.integers(0, 40)), draw(st.integers(0, 80))
+        start = table.positions[-1] + 1 if table.positions else 0
+        table.advance([start + number + 5 * (number >= gap) for number in range(own)])
+        room = -(-(table.length + new) // BLOCK_SIZE) - len(table.block_ids)
+        table.block_ids += self.new_blocks(max(0, room))
+        self.private.append(table)
+        return table
+
+    def segments(self) -> list[Segment]:
+        draw = self.draw
+        chosen = draw(st.lists(st.sampled_from(MODULES), max_size=3))
+        return [Segment(states, draw(st.integers(0, 20) | st.integers(0, 80))) for states in chosen]
+
+    def chunk(self, private: RequestKV, new: int) -> ScheduledChunk:
+        last = private.positions[-1] if private.length else 4
+        start = last + self.draw(st.sampled_from([1, 1, 1, 1, 9]))
+        wants = self.draw(st.booleans())
+        return replace(chunk(private, new, self.segments(), start), wants_logits=wants)
+
+
+@st.composite
+def mixed_chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
+    requests, chunks = DrawnRequests(draw), []
+    for _ in range(draw(st.integers(1, 5))):
+        new = draw(st.sampled_from([1, 1, 2, 5, 9]))
+        private: RequestKV = requests.add(new)
+        if draw(st.sampled_from([False, False, True])):
+            room = torch.zeros(1, 1, private.length + new, 1)
+            contiguous = ContiguousKV(room, room.clone())
+            contiguous.advance(private.positions)
+            private = contiguous
+        chunks.append(requests.chunk(private, new))
+    return chunks
+
+
+@given(mixed_chunks(), st.booleans())
+def test_rows_of_any_step_see_what_their_chunks_say(
+    chunks: list[ScheduledChunk], gapless: bool
+) -> None:
+    tables = new_tables()
+    batch = planned(chunks, tables, gapless=gapless)
+    assert_rows_follow(tables, batch, chunks, gapless)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.booleans())
+def test_decoding_rows_see_what_their_chunks_say_in_every_step(
+    data: st.DataObject, gapless: bool
+) -> None:
+    """Blocks that just became full may be replaced by equal ones, at once or a step late."""
+    requests = DrawnRequests(data.draw)
+    chunks = [requests.chunk(requests.add(1), 1) for _ in range(data.draw(st.integers(1, 4)))]
+    tables = new_tables()
+    batch = planned(chunks, tables, gapless=gapless)
+    assert_rows_follow(tables, batch, chunks, gapless)
+    late = data.draw(st.sampled_from([0, 1]))
+    for _ in range(12):
+        following = []
+        for each in chunks:
+            private = each.private
+            assert isinstance(private, BlockTable)
+            private.advance(each.position_ids)
+            if private.length == private.capacity:
+                private.block_ids += requests.new_blocks(1)
+            if private.length % BLOCK_SIZE == late and private.length >= BLOCK_SIZE:
+                own = private.length // BLOCK_SIZE - 1
+                shared = sum(private.block_ids[own] in e.block_ids for e in requests.private) > 1
+                if not shared and data.draw(st.booleans()):
+                    [private.block_ids[own]] = requests.new_blocks(1)
+            position = each.position_ids[0] + 1
+            following.append(replace(each, position_ids=[position], token_ids=[position]))
+        chunks = following
+        known = data.draw(st.booleans())
+        if batch.advance(chunks if known else None):
+            if not known:
+                tables.step.token_ids[: batch.rows] = [each.token_ids[0] for each in chunks]
+            tables.upload_step()
+        else:
+            batch = planned(chunks, tables, gapless=gapless)
+        assert_rows_follow(tables, batch, chunks, gapless)
+
+
+def private_reads(batch: DeviceBatch) -> list[tuple[list[int], list[int]]]:
+    """The pool's blocks of each read, and the first rows of its readers."""
+    return [
+        (
+            list(range(read.run.begin // BLOCK_SIZE, -(-read.run.end // BLOCK_SIZE))),
+            [reader.first_row for reader in read.readers],
+        )
+        for read in batch.reads
+        if read.run.keys is POOL.keys
+    ]
+
+
+def tails_of(tables: AttentionTables, batch: DeviceBatch) -> list[list[int]]:
+    lengths = tables.step.tail_length[: batch.rows].tolist()
+    return [
+        tables.step.pages[row, : length // BLOCK_SIZE + 1].tolist()
+        for row, length in enumerate(lengths)
+    ]
+
+
+def test_shared_blocks_are_read_once_and_tails_follow_them() -> None:
+    tables = new_tables()
+    chunks = [
+        chunk(block_table([1, 2, 3, 9], range(14))),
+        chunk(block_table([1, 2, 3, 4, 8], range(17))),
+        chunk(block_table([1, 6], range(7))),
+    ]
+    batch = planned(chunks, tables)
+    assert batch.kind == "decode"
+    assert private_reads(batch) == [([1], [0, 1, 2]), ([2, 3], [0, 1])]
+    assert tails_of(tables, batch) == [[9], [4, 8], [6]]
+
+
+@pytest.mark.parametrize(("full", "tail"), [(LONG_SPAN - 1, LONG_SPAN), (LONG_SPAN, 1), (30, 1)])
+def test_long_pasts_are_runs_and_short_ones_tails(full: int, tail: int) -> None:
+    tables = new_tables()
+    batch = planned([chunk(block_table(range(5, 6 + full), range(full * BLOCK_SIZE + 1)))], tables)
+    assert [len(blocks) for blocks, _ in private_reads(batch)] == ([full] if tail == 1 else [])
+    assert tails_of(tables, batch) == [list(range(6 + full - tail, 6 + full))]
+
+
+def test_block_that_was_just_filled_stays_in_the_tail() -> None:
+    """Nobody shares it yet, so an equal block may still replace it."""
+    tables = new_tables()
+    filled = (LONG_SPAN + 1) * BLOCK_SIZE
+    private = block_table(range(5, 7 + LONG_SPAN), range(filled))
+    batch = planned([chunk(private)], tables)
+    assert tails_of(tables, batch) == [private.block_ids[-2:]]
+
+
+def test_scattered_blocks_are_runs_of_their_own() -> None:
+    tables = new_tables()
+    private = block_table([5, 6, 9, 8, 3, 20], range(5 * BLOCK_SIZE + 2))
+    batch = planned([chunk(private)], tables)
+    assert private_reads(batch) == [([5, 6], [0]), ([9], [0]), ([8], [0]), ([3], [0])]
+
+
+def test_tails_grow_to_their_most_blocks() -> None:
+    tables = new_tables()
+    private = block_table(range(3, 40), range(2))
+    batch = planned([chunk(private)], tables)
+    steps = 0
+    while batch.advance():
+        steps += 1
+    assert 2 + steps == MAX_TAIL_BLOCKS * BLOCK_SIZE - 1
+    assert tails_of(tables, batch) == [list(range(3, 3 + MAX_TAIL_BLOCKS))]
+    before = tables.step.position_ids.tolist()
+    assert not batch.advance()
+    assert tables.step.position_ids.tolist() == before, "nothing changed"
+
+
+def test_advance_stops_before_a_segment_that_was_ahead() -> None:
+    tables = new_tables()
+    ahead = [Segment(MODULES[0], 12), Segment(MODULES[1], 30)]
+    batch = planned([chunk(block_table([1, 2, 3], [9]), segments=ahead)], tables)
+    assert (batch.advance(), batch.advance()) == (True, False)
+    assert tables.step.position_ids[0] == 11
+
+
+def test_advance_refuses_positions_with_a_gap() -> None:
+    tables = new_tables()
+    private = block_table([1, 2, 3], [9])
+    batch = planned([chunk(private)], tables)
+    assert not batch.advance([chunk(private, start=12)])
+    assert batch.advance([chunk(private, start=11)])
+
+
+def test_a_gap_in_the_filling_block_makes_a_gapless_step_mixed() -> None:
+    tables = new_tables()
+    chunks = [chunk(block_table([1, 2], [0, 1, 2, 3, 4, 9]))]
+    assert planned(chunks, tables).kind == "decode"
+    batch = planned(chunks, tables, gapless=True)
+    assert batch.kind == "mixed"
+    assert not batch.advance(), "every step is planned"
+    assert_rows_follow(tables, batch, chunks, gapless=True)
+    behind = [chunk(block_table([1, 2], [0, 1, 2, 9, 10, 11]))]
+    batch = planned(behind, tables, gapless=True)
+    assert batch.kind == "decode"
+    assert tails_of(tables, batch) == [[2]]
+
+
+def test_new_tokens_are_written_behind_the_past() -> None:
+    tables = new_tables()
+    room = ContiguousKV(torch.zeros(1, 1, 8, 1), torch.zeros(1, 1, 8, 1))
+    room.advance([0, 1])
+    batch = planned(
+        [chunk(block_table([7, 3], range(3)), 3), chunk(room, 2), chunk(block_table([5], []))],
+        tables,
+    )
+    assert batch.kind == "mixed"
+    assert tables.step.write_slot[:7].tolist() == [31, 12, 13, 2, 3, 20, -1]
+    number = batch.plan.base_number(room.keys, room.values)
+    assert tables.step.write_base[:6].tolist() == [0, 0, 0, number, number, 0]
+
+
+def test_segments_in_eight_bits_come_with_their_scales() -> None:
+    tables = new_tables()
+    quantized = quantize(KVStates(torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 1), 0), "int8")
+    segments = [Segment(quantized, 0), Segment(MODULES[0], 6)]  # type: ignore[arg-type]
+    batch = planned([chunk(block_table([1], []), segments=segments)], tables)
+    assert (batch.plan.plain_items, batch.plan.quantized_items) == (1, 1)
+    number = batch.plan.base_number(quantized.keys, quantized.values)
+    assert batch.plan.items[:, 0].tolist()[1] == number
+    assert quantized.key_scales is not None
+    assert batch.plan.scales[number, 0] == quantized.key_scales.data_ptr()
+
+
+def test_overflow_leaves_the_tables_as_they_were() -> None:
+    tables = AttentionTables(replace(CAPACITY, entries=20, rows=20), "cpu")
+    planned([chunk(block_table([1], [3]))], tables)
+    before = tables.step.position_ids.tolist()
+    segments = [Segment(MODULES[0], 0), Segment(MODULES[1], 6)]
+    with pytest.raises(TableOverflow):
+        planned([chunk(block_table(range(9), []), 12, segments)], tables)
+    assert tables.step.position_ids.tolist() == before
