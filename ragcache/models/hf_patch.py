@@ -70,7 +70,8 @@ def attend_layer(
 ) -> Tensor:  # fmt: skip
     """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]."""
     if isinstance(metadata, OperatorMetadata):
-        return attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
+        out: Tensor = attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
+        return out
     layer = module.layer_idx
     assert isinstance(layer, int)
     return backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale)[None]

@@ -5,25 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ragcache.attention.triton.operator import OperatorMetadata, attend, register_step
+from tests.ragcache.attention.triton.own_tokens import OwnTokens
 
 SCALE = 0.25
-
-
-class CausalStep:
-    """Attention of the step's own tokens. Remembers the layers."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        self.layers.append(layer)
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous()
 
 
 class ReturnsItsQuery:
@@ -39,23 +25,23 @@ def tokens(rows: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_the_step_of_the_handle_attends() -> None:
-    first, second = CausalStep(), CausalStep()
+    first, second = OwnTokens(), OwnTokens()
     register_step(first)
     handle = register_step(second)
     out = attend(*tokens(), torch.tensor(3), SCALE, handle)
     assert out.shape == (1, 5, 4, 16)
     assert (first.layers, second.layers) == ([], [3])
-    torch.testing.assert_close(out, CausalStep().attend(0, *tokens(), SCALE))
+    torch.testing.assert_close(out, OwnTokens().attend(0, *tokens(), SCALE))
 
 
 def test_an_ended_step_is_not_found() -> None:
-    handle = register_step(CausalStep())
+    handle = register_step(OwnTokens())
     with pytest.raises(KeyError):
         attend(*tokens(), torch.tensor(0), SCALE, handle)
 
 
 def test_the_operator_passes_the_checks_of_pytorch() -> None:
-    step = CausalStep()
+    step = OwnTokens()
     arguments = (*tokens(), torch.tensor(1), SCALE, register_step(step))
     torch.library.opcheck(torch.ops.ragcache.attend.default, arguments)
 
@@ -68,7 +54,7 @@ def test_an_output_that_aliases_an_input_is_refused() -> None:
 
 
 def test_metadata_writes_no_states() -> None:
-    step = CausalStep()
+    step = OwnTokens()
     metadata = OperatorMetadata(register_step(step))
     _, key, value = tokens()
     metadata.write_states(0, key, value)

@@ -1,0 +1,158 @@
+"""Compiled layers: one graph for all decoder layers of a model and all numbers of rows.
+
+Eager modules launch 37 kernels a Llama layer, most of them elementwise. `prepare_for_device` merges
+the projections and compiles each decoder layer, which leaves the products, the attention and a few
+fused kernels. A trial step makes the graph at once, because none can be made while a CUDA graph is
+captured. Only steps whose attention goes through the operator `ragcache::attend` are compiled; any
+other call of the model takes the eager modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragcache.attention.triton.operator import OperatorMetadata, register_step
+from ragcache.models.hf_patch import SegmentCache, number_layers
+from ragcache.models.model import CausalLM, ForwardBatch
+from ragcache.models.projections import merge_projections
+
+logger = logging.getLogger(__name__)
+
+TRACED_ROWS = 61
+"""Rows of the step that is traced. A prime, because the compiler takes equal sizes for one: rows
+that equal a model's size would be compiled for that number only. Inductor tunes for this number."""
+FEWEST_ROWS = 2
+"""Rows that the same graph still serves; one row would be compiled apart."""
+
+Backend = str | Callable[..., Any]
+"""What compiles a traced graph: a name that `torch.compile` knows, or a function."""
+
+
+def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
+    """Takes the model's fingerprint, merges its projections and compiles its layers, in place.
+
+    Call it once the model is on its device, on the thread and stream that compute. A second call
+    changes nothing.
+    """
+    merge_projections(causal)
+    compile_layers(causal, backend)
+
+
+def compile_layers(causal: CausalLM, backend: Backend = "inductor") -> bool:
+    """Compiles the decoder layers and the last norm, in place, and runs two trial steps.
+
+    Returns: Whether they are compiled. Where they cannot be, a warning names the reason and the
+    eager modules stay.
+    """
+    number_layers(causal.model)
+    layers = decoder_layers(causal)
+    modules: list[nn.Module] = [*layers]
+    if isinstance(modules[0].forward, CompiledForward):
+        return True
+    _install(modules, backend, through_operator)
+    if (norm := last_norm(causal, layers)) is not None:
+        _install([norm], backend, in_inference)
+        modules.append(norm)
+    try:
+        with torch._dynamo.config.patch(specialize_float=True):  # as constants of the kernels
+            _try_step(causal, TRACED_ROWS)
+        with no_recompiles():
+            _try_step(causal, FEWEST_ROWS)
+    except Exception as error:  # compilers fail in more ways than have names
+        logger.warning("model layers stay eager, because they cannot be compiled: %s", error)
+        for module in modules:
+            module.forward = vars(module)["forward"].eager
+        return False
+    return True
+
+
+def no_recompiles() -> AbstractContextManager[Any]:
+    """Within it, an input that no compiled graph serves is an error. For the capture of CUDA
+    graphs, in which nothing can be compiled."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
+
+
+def decoder_layers(causal: CausalLM) -> nn.ModuleList:
+    """The list of the model's layers."""
+    for module in causal.model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == causal.num_layers:
+            return module
+    raise LookupError(f"no list of {causal.num_layers} layers in {type(causal.model).__name__}")
+
+
+def last_norm(causal: CausalLM, layers: nn.ModuleList) -> nn.Module | None:
+    """The norm behind the layers, where it is more than one kernel: a `LayerNorm` is one."""
+    for module in causal.model.modules():
+        children = list(module.children())
+        if layers in children:
+            behind = children[children.index(layers) + 1 :]
+            norms = [child for child in behind if "norm" in type(child).__name__.lower()]
+            return norms[-1] if norms and not isinstance(norms[-1], nn.LayerNorm) else None
+    return None
+
+
+class CompiledForward:
+    """Stands in place of a module's forward: compiled where `compiles` says so, else eager."""
+
+    def __init__(
+        self, module: nn.Module, run: Callable[..., Any], compiles: Callable[..., bool]
+    ) -> None:
+        self.module, self.eager = module, module.forward
+        self.run, self.compiles = run, compiles
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compiles(*args, **kwargs):
+            return self.run(self.module, *args, **kwargs)
+        return self.eager(*args, **kwargs)
+
+
+def through_operator(*args: Any, **kwargs: Any) -> bool:
+    """Whether a layer is called for a step whose attention goes through the operator."""
+    return any(
+        isinstance(each, SegmentCache) and isinstance(each.metadata, OperatorMetadata)
+        for each in (*args, *kwargs.values())
+    )
+
+
+def in_inference(*_args: Any, **_kwargs: Any) -> bool:
+    """Whether a module is called by `CausalLM.forward`, rather than by others in training."""
+    return torch.is_inference_mode_enabled()
+
+
+def _install(modules: list[nn.Module], backend: Backend, compiles: Callable[..., bool]) -> None:
+    """Gives modules of one class one compiled forward."""
+
+    # PyTorch keeps graphs by code object, and allows eight: each model has its own
+    own = FunctionType(_forward.__code__.replace(), globals(), _forward.__name__)
+    compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=True)
+    for module in modules:
+        module.forward = CompiledForward(module, compiled, compiles)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+class _NoAttention:
+    """A step of zeros: shapes are all that a trial needs."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float  # noqa: ARG002
+    ) -> Tensor:  # fmt: skip
+        batch, heads, rows, dim = query.shape
+        return query.new_zeros(batch, rows, heads, dim)
+
+
+def _try_step(causal: CausalLM, rows: int) -> None:
+    step = _NoAttention()
+    zeros = torch.zeros(rows, dtype=torch.int64, device=causal.device)
+    positions = torch.arange(rows, device=causal.device)
+    causal.forward(ForwardBatch(zeros, positions, zeros[:1], OperatorMetadata(register_step(step))))

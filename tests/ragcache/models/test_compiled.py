@@ -1,0 +1,198 @@
+"""Compiled layers: one graph for all layers, steps and numbers of rows. Traced, not compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from ragcache.attention.triton.operator import OperatorMetadata, register_step
+from ragcache.models import CausalLM, ForwardBatch, wrap_causal
+from ragcache.models.compiled import (
+    CompiledForward,
+    compile_layers,
+    decoder_layers,
+    no_recompiles,
+    prepare_for_device,
+)
+from ragcache.models.hf_patch import number_layers
+from ragcache.models.projections import merge_projections
+from tests.ragcache.attention.triton.own_tokens import OwnTokens
+from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt
+from tests.tiny_models import random_tokens, tiny_model
+
+LAYERS = 3
+RMS_NORM = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+"""Families whose last norm is compiled: a graph of its own. A `LayerNorm` is one kernel already."""
+ROTARY_OR_LEARNED = (*RMS_NORM, "phi", "gpt_neox", "falcon-7b", "falcon-40b", "gpt2", "opt")
+
+
+class Graphs(list[fx.GraphModule]):
+    """A compiler that keeps each traced graph, and runs it as it is."""
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.append(graph)
+        return graph.forward
+
+    def products(self) -> list[int]:
+        """Of linear layers, in each graph."""
+        return [
+            sum(node.target is torch._C._nn.linear for node in graph.graph.nodes) for graph in self
+        ]
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests() -> None:
+    torch._dynamo.reset()
+
+
+def deep(family: str, **changes: Any) -> CausalLM:
+    return wrap_causal(tiny_model(family, num_hidden_layers=LAYERS, **changes))
+
+
+def run_step(causal: CausalLM, step: OwnTokens, tokens: list[int], handle: int = 0) -> Tensor:
+    """Logits of the last token of a step through the operator."""
+    rows = torch.tensor([len(tokens) - 1])
+    metadata = OperatorMetadata(handle or register_step(step))
+    batch = ForwardBatch(torch.tensor(tokens), torch.arange(len(tokens)), rows, metadata)
+    return causal.forward(batch)[0]
+
+
+@torch.no_grad()
+def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
+    return causal.model(torch.tensor([tokens])).logits[0, -1]
+
+
+def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
+    causal, graphs = deep(family), Graphs()
+    number_layers(causal.model)
+    prompts = [random_tokens(rows) for rows in (2, 8, 16, 64, 300)]
+    expected = [run_step(causal, OwnTokens(), tokens) for tokens in prompts]
+    prepare_for_device(causal, graphs)
+    assert len(graphs) == 1 + (family in RMS_NORM)
+    with no_recompiles():
+        for tokens, logits in zip(prompts, expected, strict=True):
+            step = OwnTokens()
+            torch.testing.assert_close(run_step(causal, step, tokens), logits, **CLOSE)
+            assert step.layers == list(range(LAYERS))
+    assert len(graphs) == 1 + (family in RMS_NORM)
+
+
+@pytest.mark.parametrize("family", ROTARY_OR_LEARNED)
+def test_a_step_through_the_operator_equals_an_ordinary_call(family: str) -> None:
+    causal = deep(family)
+    tokens = random_tokens(40)
+    expected = ordinary(causal, tokens)
+    prepare_for_device(causal, Graphs())
+    torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "apart", "merged"), [("llama", 7, 4), ("qwen3", 7, 4), ("phi", 6, 4), ("opt", 6, 4)]
+)
+def test_merged_projections_are_one_product_in_the_graph(
+    family: str, apart: int, merged: int
+) -> None:
+    causal, graphs = deep(family), Graphs()
+    compile_layers(causal, graphs)
+    assert graphs.products()[0] == apart
+    causal, graphs = deep(family), Graphs()
+    merge_projections(causal)
+    compile_layers(causal, graphs)
+    assert graphs.products()[0] == merged
+
+
+def test_other_calls_of_a_prepared_model_are_as_before(family: str) -> None:
+    causal, graphs = deep(family), Graphs()
+    tokens = random_tokens(30)
+    pieces = Module(random_tokens(20)), tokens
+    expected = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
+    prepare_for_device(causal, graphs)
+    got = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert len(graphs) == 1 + (family in RMS_NORM)
+
+
+def test_preparing_leaves_the_fingerprint_and_greedy_answers() -> None:
+    causal = deep("llama")
+    ids = torch.tensor([random_tokens(12)])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    fingerprint, answer = deep("llama").fingerprint, causal.model.generate(ids, **options)
+    prepare_for_device(causal, Graphs())
+    assert causal.fingerprint == fingerprint
+    assert causal.model.generate(ids, **options).tolist() == answer.tolist()
+
+
+def test_preparing_twice_compiles_once() -> None:
+    causal, graphs = deep("llama"), Graphs()
+    prepare_for_device(causal, graphs)
+    prepare_for_device(causal, graphs)
+    assert len(graphs) == 2
+
+
+def test_models_do_not_share_the_limit_of_graphs() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            graphs = Graphs()
+            assert compile_layers(wrap_causal(tiny_model("gpt2")), graphs)
+            assert len(graphs) == 1
+
+
+def test_one_row_is_compiled_apart_and_refused_during_capture() -> None:
+    causal, graphs = deep("gpt2"), Graphs()
+    prepare_for_device(causal, graphs)
+    with no_recompiles(), pytest.raises(RuntimeError, match="recompile"):
+        run_step(causal, OwnTokens(), [5])
+    expected = ordinary(causal, [5])
+    torch.testing.assert_close(run_step(causal, OwnTokens(), [5]), expected, **CLOSE)
+    assert len(graphs) == 2
+
+
+def test_a_failing_compiler_leaves_the_eager_modules(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        raise RuntimeError("no compiler on this machine")
+
+    causal = deep("llama")
+    tokens = random_tokens(30)
+    expected = ordinary(causal, tokens)
+    with caplog.at_level(logging.WARNING):
+        assert not compile_layers(causal, fail)
+    [record] = [each for each in caplog.records if each.name == "ragcache.models.compiled"]
+    assert "no compiler on this machine" in record.message
+    assert not isinstance(decoder_layers(causal)[0].forward, CompiledForward)
+    torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), expected, **CLOSE)
+
+
+def test_layers_that_need_a_graph_each_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2 may scale its scores by the layer's number, which is a constant of the graph."""
+    causal = deep("gpt2", scale_attn_by_inverse_layer_idx=True)
+    tokens = random_tokens(30)
+    expected = ordinary(causal, tokens)
+    with torch._dynamo.config.patch(recompile_limit=LAYERS - 1):
+        assert not compile_layers(causal, Graphs())
+    assert "stay eager" in caplog.text
+    torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), expected, **CLOSE)
+
+
+class Strides(OwnTokens):
+    """Remembers the strides of the last layer's values."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self.strides = value.stride()
+        return super().attend(layer, query, key, value, scale)
+
+
+@pytest.mark.slow
+def test_compiled_code_hands_out_columns_of_the_merged_product_without_a_copy() -> None:
+    causal = deep("llama")
+    tokens = random_tokens(40)
+    expected = ordinary(causal, tokens)
+    prepare_for_device(causal)
+    assert isinstance(decoder_layers(causal)[0].forward, CompiledForward)
+    step = Strides()
+    torch.testing.assert_close(run_step(causal, step, tokens), expected, **CLOSE)
+    assert step.strides[1:] == (16, 4 * 16 + 2 * 16 + 2 * 16, 1)  # head, row of q, k and v, element

@@ -1,0 +1,101 @@
+"""Merged projections: the same numbers, fingerprint and bytes by fewer products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ragcache.models import wrap_causal
+from ragcache.models.projections import MergedLinear, merge_projections
+from tests.ragcache.models.reference import Module, last_logits, prompt
+from tests.tiny_models import DEVICE, random_tokens, tiny_model
+
+GROUPS = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 2, "phi": 1, "opt": 1}
+"""Merged in each layer; the other families' projections are one weight already."""
+EXACT = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {"rtol": 1e-4, "atol": 1e-5}
+PIECES = (Module(random_tokens(20)), random_tokens(9, seed=1))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
+
+
+@torch.no_grad()
+def ordinary(model: Any, tokens: list[int]) -> Tensor:
+    return model(torch.tensor([tokens])).logits
+
+
+def test_merging_changes_no_number(family: str) -> None:
+    causal = wrap_causal(tiny_model(family))
+    expected = ordinary(causal.model, PIECES[1]), last_logits(causal, [prompt(causal, PIECES)])
+    assert merge_projections(causal) == 2 * GROUPS.get(family, 0)
+    got = ordinary(causal.model, PIECES[1]), last_logits(causal, [prompt(causal, PIECES)])
+    torch.testing.assert_close(got, expected, **EXACT)
+
+
+def test_merging_leaves_the_fingerprint(family: str) -> None:
+    expected = wrap_causal(tiny_model(family)).fingerprint
+    causal = wrap_causal(tiny_model(family))
+    merge_projections(causal)
+    assert causal.fingerprint == expected
+
+
+def test_merged_weights_take_the_place_of_the_others(family: str) -> None:
+    causal = wrap_causal(tiny_model(family))
+    before = weight_bytes(causal.model)
+    merge_projections(causal)
+    assert weight_bytes(causal.model) == before
+    assert causal.dtype == torch.float32
+
+
+def test_merging_twice_changes_nothing() -> None:
+    causal = wrap_causal(tiny_model("llama"))
+    merge_projections(causal)
+    names = [name for name, _ in causal.model.named_parameters()]
+    assert merge_projections(causal) == 0
+    assert [name for name, _ in causal.model.named_parameters()] == names
+
+
+def test_biases_are_merged() -> None:
+    causal = wrap_causal(tiny_model("qwen2"))
+    attention = causal.model.model.layers[0].self_attn
+    for each in (attention.q_proj, attention.k_proj, attention.v_proj):
+        nn.init.normal_(each.bias)
+    expected = ordinary(causal.model, PIECES[1])
+    merge_projections(causal)
+    torch.testing.assert_close(ordinary(causal.model, PIECES[1]), expected, **EXACT)
+
+
+def test_no_product_is_kept(family: str) -> None:
+    causal = wrap_causal(tiny_model(family))
+    merge_projections(causal)
+    ordinary(causal.model, PIECES[1])
+    merged = [each for each in causal.model.modules() if isinstance(each, MergedLinear)]
+    assert len(merged) == 2 * GROUPS.get(family, 0)
+    assert all(each.input is None and each.product is None for each in merged)
+
+
+@pytest.mark.parametrize("order", [("k_proj", "v_proj", "q_proj"), ("v_proj", "q_proj", "k_proj")])
+def test_any_order_and_other_inputs_give_each_its_own_product(order: tuple[str, ...]) -> None:
+    causal = wrap_causal(tiny_model("llama"))
+    attention = causal.model.model.layers[0].self_attn
+    inputs = dict(zip(order, torch.randn(3, 1, 5, 64), strict=True))
+    expected = {name: getattr(attention, name)(inputs[name]) for name in order}
+    merge_projections(causal)
+    got = {name: getattr(attention, name)(inputs[name]) for name in order}
+    torch.testing.assert_close(got, expected, **EXACT)
+
+
+def test_layers_with_hooks_or_of_other_kinds_are_left() -> None:
+    class Adapted(nn.Linear):
+        """A layer whose forward may add something."""
+
+    causal = wrap_causal(tiny_model("llama"))
+    first, second = causal.model.model.layers
+    first.self_attn.q_proj.register_forward_hook(lambda *_: None)
+    second.self_attn.v_proj = Adapted(64, 32, bias=False)
+    assert merge_projections(causal) == 2  # those of the feed-forward layers
+    assert type(first.self_attn.k_proj) is nn.Linear
