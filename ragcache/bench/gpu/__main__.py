@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     load = QUICK if options.quick else GpuWorkload()
     shapes, parts = shapes_named(options.shape.split(",")), options.part.split(",")
-    run = SuiteRun(shapes, parts, load, options.device, progress, save, options.limit)
+    run = SuiteRun(
+        shapes, parts, load, options.device, progress, save, options.limit, options.profile
+    )
     return report(run.run(), check=options.check)
 
 
@@ -53,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     parser.add_argument("--check", action="store_true", help="exit 1 where a must is missed")
+    parser.add_argument(
+        "--profile", action="store_true", help="also list what the device does, kernel by kernel"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument(
         "--limit", type=float, default=150.0, help="seconds until a part that hangs ends all"

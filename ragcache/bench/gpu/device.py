@@ -6,6 +6,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +65,44 @@ def bench_attention(shape: LlamaShape, load: GpuWorkload, device: str) -> dict[s
 def _figures(shape: LlamaShape, rows: int, tokens: int, device: str) -> dict[str, float]:
     one = DecodeAttention(shape, rows, tokens, 1, device).microseconds()
     orders = DecodeAttention(shape, rows, tokens, 4, device).microseconds()
-    return {"us": one, "orders_us": orders, "orders_ratio": orders / one}
+    found = {"us": one, "orders_us": orders, "orders_ratio": orders / one}
+    if find_spec("flashinfer") is not None:
+        found["flashinfer_us"] = _flashinfer(shape, rows, tokens, device)
+    return found
+
+
+def _flashinfer(shape: LlamaShape, rows: int, tokens: int, device: str) -> float:
+    """The same over one run of tokens by FlashInfer's cascade, whose planning is not counted."""
+    flashinfer: Any = import_module("flashinfer")
+    heads, size, page = shape.num_kv_heads, shape.head_dim, 16
+    shared, own = tokens // page, _BLOCK // page
+    pages = shared + rows * own
+    layers = _layers(shape, rows, tokens)
+    caches = [
+        torch.empty(pages, 2, page, heads, size, dtype=torch.bfloat16, device=device).normal_()
+        for _ in range(layers)
+    ]
+    query = torch.randn(rows, shape.num_heads, size, dtype=torch.bfloat16, device=device)
+
+    def numbers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    workspace = torch.empty(2**28, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    wrapper.plan(
+        [numbers(0, rows), numbers(*range(rows + 1))],
+        [numbers(0, shared), numbers(*range(0, rows * own + 1, own))],
+        [numbers(*range(shared)), numbers(*range(shared, pages))],
+        [numbers(page), numbers(*[page] * rows)],
+        shape.num_heads, heads, size, page, q_data_type=torch.bfloat16,
+    )  # fmt: skip
+    return graph_microseconds(lambda: [wrapper.run(query, cache) for cache in caches]) / layers
+
+
+def _layers(shape: LlamaShape, rows: int, tokens: int) -> int:
+    """How many layers hold enough memory together."""
+    nbytes = 2 * shape.pair_elements * (tokens + rows * _BLOCK)
+    return max(2, min(_MOST_LAYERS, int(_MEMORY // nbytes)))
 
 
 class DecodeAttention:
@@ -83,8 +122,7 @@ class DecodeAttention:
         size, heads = shape.head_dim, shape.num_kv_heads
         rng = random.Random(3)
         self.orders = [rng.sample(range(runs), runs) for _ in range(rows)]
-        layer_bytes = 2 * shape.pair_elements * (tokens + rows * _BLOCK)
-        self.layers = max(2, min(_MOST_LAYERS, int(_MEMORY // layer_bytes)))
+        self.layers = _layers(shape, rows, tokens)
         self.rows, self.scale = rows, size**-0.5
 
         def drawn(*dimensions: int) -> Tensor:

@@ -3,6 +3,7 @@ orders, decoding."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -208,6 +209,7 @@ def _upload_of(session: GpuSession, nbytes: int) -> tuple[str, Upload]:
             return "no copy", lambda states: list(states)
         return "copies layer by layer", _LayeredCopies(session.device)
     tier = DeviceTier(2 * nbytes, session.device)
+    tier.bind_stream(session.engine.stream)
 
     def upload(states: Sequence[KVStates]) -> list[KVStates]:
         keys = [made_up_key(number) for number, _ in enumerate(states)]
@@ -247,6 +249,50 @@ class _LayeredCopies:
 
     def _room(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device=self.device)
+
+
+def bench_profile(session: GpuSession) -> dict[str, Any]:
+    """What the device does in first tokens after four documents and in decoding over them. The
+    profiler itself costs time, mostly between kernels."""
+    if session.device == "cpu":
+        return {"skipped": "there is no device"}
+    load = session.load
+
+    def first_tokens() -> None:
+        for _ in range(4):
+            _first_token(session, load.placed[0])
+
+    found = {"ttft": _profiled(first_tokens)}
+    for name, rows in load.order:
+        states = [session.rng.sample(session.documents, load.each) for _ in range(rows)]
+        contexts = [session.context(each, 12) for each in states]
+        found[f"decode_{name}"] = _profiled(partial(time_steps, session, contexts, 12))
+    return found
+
+
+def _profiled(run: Callable[[], object]) -> dict[str, Any]:
+    """Microseconds and calls by kernel, the longest first, and the share of the time between the
+    first kernel and the last in which one ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    spans: dict[str, list[float]] = {}
+    busy, end, first = 0.0, -math.inf, math.inf
+    events: list[Any] = [e for e in profiled.events() or [] if e.device_type.name == "CUDA"]
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        begin, until = event.time_range.start, event.time_range.end
+        spans.setdefault(event.name[:80], []).append(until - begin)
+        busy += max(0.0, until - max(begin, end))
+        first, end = min(first, begin), max(end, until)
+    longest = sorted(spans.items(), key=lambda item: -sum(item[1]))[:24]
+    return {
+        "busy_share": busy / (end - first) if events else None,
+        "kernels": [
+            {"name": name, "calls": len(each), "us": round(sum(each), 1)} for name, each in longest
+        ],
+    }
 
 
 ENGINE_PARTS: dict[str, Callable[[GpuSession, Ceilings], dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ragcache.bench.gpu.device import bench_attention, measure_ceilings
-from ragcache.bench.gpu.parts import ENGINE_PARTS
+from ragcache.bench.gpu.parts import ENGINE_PARTS, bench_profile
 from ragcache.bench.gpu.session import GpuSession, median_ms
 from ragcache.bench.gpu.table import Ceilings, GpuWorkload, rows_of
 from ragcache.bench.harness import SHAPES, LlamaShape, Progress, describe_machine
@@ -31,16 +31,17 @@ class SuiteRun:
     """A run under way: its document grows part by part.
 
     limit: seconds until a part that hangs ends the process, with the stacks of all threads; None
-    for ever. save: called with the document after every part.
+    for ever. save: called with the document after every part. profile: whether first tokens and
+    decoding run once more under the profiler.
     """
 
     def __init__(
         self, shapes: Mapping[str, LlamaShape], parts: Sequence[str], load: GpuWorkload,
         device: str = "cuda", progress: Progress = lambda _: None, save: Save = lambda _: None,
-        limit: float | None = None,
+        limit: float | None = None, profile: bool = False,
     ) -> None:  # fmt: skip
         self.load, self.device, self.progress = load, device, progress
-        self.save, self.limit = save, limit
+        self.save, self.limit, self.profile = save, limit, profile
         self.shapes = shapes
         chosen = [part for part in PARTS if part in parts]
         self.document = new_document(shapes, chosen, load, device)
@@ -77,6 +78,9 @@ class SuiteRun:
             for part in engine_parts:
                 run = partial(ENGINE_PARTS[part], session, ceilings)
                 results[part] = self._part(f"{name} {part}", run) or {}
+            if self.profile:
+                run = partial(bench_profile, session)
+                results["profile"] = self._part(f"{name} profile", run) or {}
         except Exception as error:
             self.document["errors"][name] = repr(error)
         finally:
@@ -137,11 +141,10 @@ def bench_hugging_face(session: GpuSession) -> dict[str, Any]:
 
 
 def _peers() -> dict[str, str]:
-    """What is said of peers that are measured only where they import."""
-    return {
-        name: "imports here" if find_spec(package) else "does not import here: not measured"
-        for name, package in (("FlashInfer", "flashinfer"), ("vLLM", "vllm"))
-    }
+    """What is said of peers beside Hugging Face."""
+    measured = "its cascade is measured in the part attention"
+    absent = "does not import here, so it is not measured"
+    return {"FlashInfer": measured if find_spec("flashinfer") is not None else absent}
 
 
 def shapes_named(names: Sequence[str]) -> dict[str, LlamaShape]:

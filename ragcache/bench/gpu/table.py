@@ -8,7 +8,7 @@ from typing import Any
 
 from ragcache.bench.harness import SHAPES, LlamaShape
 
-VLLM = "vLLM 0.26.0, one H200, measured 2026-11-22 on the same shapes"
+VLLM = "0.26.0 on one H200, 22 November 2026, same shapes and lengths; not run by this bench"
 """Where the constants in the column of vLLM come from."""
 
 ELEMENT = 2  # bytes of a bfloat16
@@ -436,6 +436,16 @@ def _details(shape: str, found: Mapping[str, Any]) -> list[str]:
         idle = each.get("idle_share")
         said.append(f"{shape} decode {name}: host {each['host_ms']:.2f} ms a step, device idle "
                     f"{'not counted' if idle is None else f'{100 * idle:.0f} %'}")  # fmt: skip
+    for name, each in (found.get("attention") or {}).items():
+        if "flashinfer_us" in each:
+            said.append(f"{shape} attention {name}: FlashInfer {each['flashinfer_us']:.0f} us")
+    for name, each in (found.get("profile") or {}).items():
+        if name == "skipped":
+            continue
+        kernels = ", ".join(f"{k['name'][:40]} {k['us']:.0f} us" for k in each["kernels"][:8])
+        said.append(
+            f"{shape} {name}, device busy {100 * (each['busy_share'] or 0):.0f} %: {kernels}"
+        )
     return said
 
 

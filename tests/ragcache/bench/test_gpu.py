@@ -176,7 +176,8 @@ def test_a_file_is_rendered_without_a_run(
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     saved: list[int] = []
-    run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])))
+    run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])),
+                   profile=True)  # fmt: skip
     result = run.run()
     assert saved == sorted(saved), "it is saved after every part"
     assert len(saved) > len(PARTS)
@@ -195,6 +196,8 @@ def test_every_part_runs_on_a_tiny_shape(document: dict[str, Any]) -> None:
     assert results["decode"]["256x4K"]["tokens_s"] > 0
     assert results["decode"]["32x4K"]["host_ms"] > 0
     assert results["hf"]["4"]["concat_ms"] > 0
+    assert results["tiers"]["ms"] > 0
+    assert results["profile"] == {"skipped": "there is no device"}
 
 
 def test_the_document_is_json_and_gives_the_same_table_again(document: dict[str, Any]) -> None:
