@@ -387,7 +387,7 @@ def test_new_tokens_are_written_behind_the_past() -> None:
 def test_segments_in_eight_bits_come_with_their_scales() -> None:
     tables = new_tables()
     quantized = quantize(KVStates(torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 1), 0), "int8")
-    segments = [Segment(quantized, 0), Segment(MODULES[0], 6)]  # type: ignore[arg-type]
+    segments = [Segment(quantized, 0), Segment(MODULES[0], 6)]
     batch = planned([chunk(block_table([1], []), segments=segments)], tables)
     assert (batch.plan.plain_items, batch.plan.quantized_items) == (1, 1)
     number = batch.plan.base_number(quantized.keys, quantized.values)
