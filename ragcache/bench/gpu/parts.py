@@ -208,7 +208,7 @@ def _upload_of(session: GpuSession, nbytes: int) -> tuple[str, Upload]:
         if session.device == "cpu":
             return "no copy", lambda states: list(states)
         return "copies layer by layer", _LayeredCopies(session.device)
-    tier = DeviceTier(2 * nbytes, session.device)
+    tier = DeviceTier(4 * nbytes, session.device)  # the engine lets go of the last ones late
     tier.bind_stream(session.engine.stream)
 
     def upload(states: Sequence[KVStates]) -> list[KVStates]:
