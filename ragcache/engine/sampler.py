@@ -159,14 +159,19 @@ def sample_tokens(
     results: list[SampledToken | UnusableLogits] = []
     for row, (token, state) in enumerate(zip(tokens, states, strict=True)):
         if token < 0:
-            results.append(UnusableLogits(
-                f"after {state.drawn} tokens every next one is forbidden, or the model's logits "
-                "are not finite; check the stop tokens, the model's weights and its dtype"
-            ))  # fmt: skip
+            results.append(unusable(state))
             continue
         state.record(token)
         results.append(reported.get(row) or SampledToken(token))
     return results
+
+
+def unusable(state: SamplerState) -> UnusableLogits:
+    """Why a row of the sequence has no token."""
+    return UnusableLogits(
+        f"after {state.drawn} tokens every next one is forbidden, or the model's logits are not "
+        "finite; check the stop tokens, the model's weights and its dtype"
+    )
 
 
 def _tokens(
@@ -183,10 +188,10 @@ def _tokens(
         simple = free and state.sampling.greedy and state.counts is None
         (plain if simple else others).append(row)
     if not others:
-        return _likeliest(logits).tolist()
+        return likeliest_tokens(logits).tolist()
     tokens = torch.empty(len(states), dtype=torch.int64, device=logits.device)
     if plain:
-        tokens[plain] = _likeliest(logits[plain])
+        tokens[plain] = likeliest_tokens(logits[plain])
     for rows in _portions(others, logits):
         tokens[rows] = _adjusted(
             logits[rows].float(),
@@ -202,7 +207,7 @@ def _portions(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
     return (rows[begin : begin + size] for begin in range(0, len(rows), size))
 
 
-def _likeliest(logits: Tensor) -> Tensor:
+def likeliest_tokens(logits: Tensor) -> Tensor:
     """The first of each row's largest logits, [R]; -1 where that is infinite or one is NaN."""
     largest, tokens = logits.max(dim=-1)
     return torch.where(largest.isfinite(), tokens, -1)
@@ -226,7 +231,7 @@ def _adjusted(
         where = torch.tensor(places, device=logits.device)
         logits[where[:, 0], where[:, 1]] = -torch.inf
     forbid(logits, masks)
-    tokens = _likeliest(logits)
+    tokens = likeliest_tokens(logits)
     random = [row for row, s in enumerate(states) if not s.sampling.greedy]
     if random:
         drawn = _drawn(logits[random], [states[row] for row in random])
@@ -246,14 +251,28 @@ def _with_logprobs(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int]
 ) -> list[SampledToken]:
     """logits: [R, V]. counts: how many alternatives each row reports."""
+    found = logprobs_of(logits, torch.tensor(tokens, device=logits.device))
+    return report_logprobs(tokens, counts, *found)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probability of each row's token, [R], and the ids and log-probabilities of the
+    likeliest. logits: [R, V]."""
     logprobs = logits.float().log_softmax(dim=-1)
-    own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
+    own = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
     # As many for every row, so that ties do not depend on the other rows.
     top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
-    columns = (tokens, counts, own[:, 0].tolist(), top.indices.tolist(), top.values.tolist())
+    return own, top.indices, top.values
+
+
+def report_logprobs(
+    tokens: Sequence[int], counts: Sequence[int], own: Tensor, ids: Tensor, values: Tensor
+) -> list[SampledToken]:
+    """The tokens with what `logprobs_of` found. counts: how many alternatives each row reports."""
     chosen = []
-    for token, count, logprob, ids, values in zip(*columns, strict=True):
-        pairs = [pair for pair in zip(ids, values, strict=True) if pair[1] > -torch.inf]
+    columns = (tokens, counts, own.tolist(), ids.tolist(), values.tolist())
+    for token, count, logprob, likeliest, theirs in zip(*columns, strict=True):
+        pairs = [pair for pair in zip(likeliest, theirs, strict=True) if pair[1] > -torch.inf]
         pairs.sort(key=lambda pair: (-pair[1], pair[0]))
         chosen.append(SampledToken(token, logprob, tuple(pairs[:count])))
     return chosen
@@ -268,10 +287,14 @@ HEAD = 1024
 def shares_of(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     """softmax(logits / temperature) in units of 2**-40, int64 [R, V]. logits: float32 [R, V], the
     largest of each row finite."""
-    divisors = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
+    return float_shares(logits, _column(temperatures, logits, torch.float32)).to(torch.int64)
+
+
+def float_shares(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """The same before they are cut to whole numbers, float32. temperatures: [R, 1]."""
     # The largest logit becomes 0 first, so that a small temperature cannot make it infinite.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(divisors)
-    return scaled.softmax(dim=-1).mul_(SHARES).to(torch.int64)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
+    return scaled.softmax(dim=-1).mul_(SHARES)
 
 
 def keep_likeliest(shares: Tensor, samplings: Sequence[SamplingParams], head: int = HEAD) -> Tensor:
@@ -345,7 +368,7 @@ class TokenCounts:
             vocabulary = logits.shape[-1]
             known = [token for token in self._prompt_tokens if 0 <= token < vocabulary]
             self._prompt = torch.zeros(vocabulary, dtype=torch.bool, device=logits.device)
-            self._prompt[torch.tensor(known, dtype=torch.int64, device=logits.device)] = True
+            self._prompt.index_fill_(0, upload(known, torch.int64, logits.device), True)
             self._counts = torch.zeros(vocabulary, device=logits.device)
             self._prompt_tokens = frozenset()
         return self._prompt, self._counts
@@ -355,22 +378,53 @@ class TokenCounts:
         assert self._counts is not None
         self._counts[token] += 1
 
+    def move(self, prompt: Tensor, counts: Tensor) -> None:
+        """Keeps its tables in this memory, which holds them already."""
+        self._prompt, self._counts = prompt, counts
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """The penalties of some rows, as columns [R, 1]."""
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+    @classmethod
+    def of(cls, samplings: Sequence[SamplingParams], logits: Tensor) -> Penalties:
+        return cls(
+            _column([s.repetition_penalty for s in samplings], logits, logits.dtype),
+            _column([s.frequency_penalty for s in samplings], logits, logits.dtype),
+            _column([s.presence_penalty for s in samplings], logits, logits.dtype),
+        )
+
+    def apply(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
+        """float32 logits [R, V] as a new tensor: repetition first, then frequency and presence.
+        prompt, counts: [R, V], see `TokenCounts.tables`."""
+        generated = counts > 0
+        repeated = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        penalized = torch.where(prompt | generated, repeated, logits)
+        return penalized - self.frequency * counts - self.presence * generated
+
 
 def penalize(
     logits: Tensor, samplings: Sequence[SamplingParams], counted: Sequence[TokenCounts]
 ) -> Tensor:
-    """Applies each row's penalties to float32 [R, V], as a new tensor: repetition first, then
-    frequency and presence."""
+    """Applies each row's penalties to float32 [R, V], as a new tensor."""
     tables = [each.tables(logits) for each in counted]
-    counts = torch.stack([counts for _, counts in tables])  # [R, V]
-    generated = counts > 0
-    seen = torch.stack([prompt for prompt, _ in tables]) | generated
-    repetition = _column([s.repetition_penalty for s in samplings], logits, logits.dtype)
-    frequency = _column([s.frequency_penalty for s in samplings], logits, logits.dtype)
-    presence = _column([s.presence_penalty for s in samplings], logits, logits.dtype)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    return torch.where(seen, repeated, logits) - frequency * counts - presence * generated
+    prompt = torch.stack([prompt for prompt, _ in tables])
+    counts = torch.stack([counts for _, counts in tables])
+    return Penalties.of(samplings, logits).apply(logits, prompt, counts)
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values on a device, without waiting for what it computes."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+    return upload(values, dtype, like.device)[:, None]

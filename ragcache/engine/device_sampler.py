@@ -1,0 +1,278 @@
+"""Sampling on a GPU: nothing waits for the device before the tokens are needed.
+
+The arithmetic is that of `sampler.sample_tokens`. Settings become columns on the device once for
+each list of states, what changes from step to step goes there through pinned memory, and filters
+and draws are one kernel (`sampling_kernels`) instead of sorts whose sizes the host would have to
+know. Penalties count tokens on the device, in one scatter for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ragcache.engine.constraint import pack
+from ragcache.engine.sampler import (
+    GPU_ROWS,
+    Penalties,
+    SampledToken,
+    SamplerState,
+    float_shares,
+    likeliest_tokens,
+    logprobs_of,
+    report_logprobs,
+    unusable,
+    upload,
+)
+from ragcache.errors import UnusableLogits
+
+BLOCK = 4096
+"""Tokens that a program of the kernel takes at a time."""
+
+
+class DeviceSampler:
+    """Samples on the current stream of its device.
+
+    On a CPU, under Triton's interpreter, it serves tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._rows: _Rows | None = None
+        self._bits = torch.arange(32, dtype=torch.int32, device=device)
+
+    @torch.inference_mode()
+    def launch(
+        self, logits: Tensor, states: Sequence[SamplerState],
+        forbidden: Sequence[Collection[int]] | None = None,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> _PendingTokens:  # fmt: skip
+        """See `TokenSampler.launch`."""
+        if not states:
+            return _PendingTokens(states, *self._fetched(torch.empty(0, device=self.device)))
+        rows = self._rows
+        if rows is None or rows.states is not states:
+            rows = self._rows = _Rows.of(states, logits)
+        banned = forbidden is not None and any(forbidden)
+        masked = masks is not None and any(mask is not None for mask in masks)
+        if rows.plain and not banned and not masked:
+            tokens = likeliest_tokens(logits)
+        else:
+            adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
+            rows.penalize(adjusted)
+            if banned and forbidden is not None:
+                self._forbid(adjusted, forbidden)
+            if masked and masks is not None:
+                self._mask(adjusted, masks)
+            tokens = likeliest_tokens(adjusted)
+            if rows.random:
+                tokens = rows.draw(adjusted, tokens)
+        inputs = tokens.clamp(min=0)
+        rows.count(tokens)
+        logprobs = rows.logprobs(logits, inputs)
+        host, event = self._fetched(tokens, *logprobs)
+        return _PendingTokens(states, host, event, inputs, rows.reporting)
+
+    def _fetched(self, *tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """The tensors on the host, complete after the event."""
+        if self.device.type != "cuda":
+            return list(tensors), None
+        found = []
+        for tensor in tensors:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            found.append(host.copy_(tensor, non_blocking=True))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return found, event
+
+    def _forbid(self, logits: Tensor, forbidden: Sequence[Collection[int]]) -> None:
+        """Sets the logits of forbidden tokens to minus infinity."""
+        size = logits.shape[-1]
+        places = [
+            row * size + token
+            for row, banned in enumerate(forbidden)
+            for token in banned
+            if 0 <= token < size
+        ]
+        if places:
+            logits.view(-1).index_fill_(0, upload(places, torch.int64, self.device), -torch.inf)
+
+    def _mask(self, logits: Tensor, masks: Sequence[Tensor | None]) -> None:
+        """Sets what the masks do not allow to minus infinity; see `Constraint.mask`."""
+        width = -(-logits.shape[-1] // 32)
+        pins = self.device.type == "cuda"
+        words = torch.zeros(len(masks), width, dtype=torch.int32, device="cpu", pin_memory=pins)
+        rows = words.numpy()
+        for row, mask in enumerate(masks):
+            if mask is None:
+                rows[row] = -1
+            else:
+                packed = (mask if mask.dtype == torch.int32 else pack(mask[None])[0])[:width]
+                rows[row, : len(packed)] = packed.numpy()
+        words = words.to(self.device, non_blocking=True)
+        for begin in range(0, len(masks), GPU_ROWS):
+            here = slice(begin, begin + GPU_ROWS)
+            allowed = (words[here, :, None] >> self._bits) & 1  # [R, W, 32]
+            added = torch.where(allowed.flatten(1)[:, : logits.shape[-1]] == 1, 0, -torch.inf)
+            logits[here] += added
+
+
+@dataclass(slots=True, eq=False)
+class _PendingTokens:
+    """See `PendingTokens`. host: the tokens, -1 where a row has none, and the log-probabilities of
+    the rows that report them."""
+
+    states: Sequence[SamplerState]
+    host: list[Tensor]
+    event: torch.cuda.Event | None
+    inputs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    reporting: Sequence[int] = ()
+
+    def wait(self) -> list[SampledToken | UnusableLogits]:
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[int] = self.host[0].tolist()
+        results: list[SampledToken | UnusableLogits] = [
+            SampledToken(token) if token >= 0 else unusable(state)
+            for token, state in zip(found, self.states, strict=True)
+        ]
+        if self.reporting:
+            tokens = [found[row] for row in self.reporting]
+            counts = [self.states[row].sampling.logprobs or 0 for row in self.reporting]
+            reported = report_logprobs(tokens, counts, *self.host[1:])
+            for row, each in zip(self.reporting, reported, strict=True):
+                if each.token >= 0:
+                    results[row] = each
+        for state, token in zip(self.states, found, strict=True):
+            if token >= 0:
+                state.drawn += 1
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The rows with penalties: their numbers, penalties, and tables [R, V]."""
+
+    rows: Tensor
+    penalties: Penalties
+    prompt: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Random:
+    """The rows that draw: their numbers, None for all, and settings."""
+
+    states: list[SamplerState]
+    rows: Tensor | None
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What follows from the states of rows, on the device."""
+
+    states: Sequence[SamplerState]
+    plain: bool
+    counted: _Counted | None
+    random: _Random | None
+    reporting: list[int]
+    reported: Tensor | None
+
+    @classmethod
+    def of(cls, states: Sequence[SamplerState], logits: Tensor) -> _Rows:
+        reporting = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
+        return cls(
+            states,
+            all(state.sampling.greedy and state.counts is None for state in states),
+            _counted(states, logits),
+            _random(states, logits.device),
+            reporting,
+            upload(reporting, torch.int64, logits.device) if reporting else None,
+        )
+
+    def penalize(self, logits: Tensor) -> None:
+        """Applies the penalties. logits: float32 [R, V], overwritten."""
+        counted = self.counted
+        if counted is not None:
+            own = logits.index_select(0, counted.rows)
+            penalized = counted.penalties.apply(own, counted.prompt, counted.counts)
+            logits.index_copy_(0, counted.rows, penalized)
+
+    def draw(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The tokens, drawn in the rows that draw and can. logits: float32 [R, V]."""
+        from ragcache.engine.sampling_kernels import draw_kernel
+
+        random = self.random
+        assert random is not None
+        own = logits if random.rows is None else logits.index_select(0, random.rows)
+        drawn = torch.empty(len(own), dtype=torch.int64, device=logits.device)
+        numbers = [state.uniform() for state in random.states]
+        uniforms = upload(numbers, torch.float64, logits.device)
+        for begin in range(0, len(own), GPU_ROWS):
+            here = slice(begin, begin + GPU_ROWS)
+            shares = float_shares(own[here], random.temperatures[here]).trunc_()
+            keys = shares.view(torch.int32)
+            draw_kernel[(len(keys),)](
+                keys, random.top_k[here], random.top_p[here], random.min_p[here], uniforms[here],
+                drawn[here], keys.shape[-1], BLOCK=BLOCK, num_warps=16,
+            )  # fmt: skip
+        if random.rows is not None:
+            drawn = tokens.index_copy(0, random.rows, drawn)
+        return torch.where(tokens >= 0, drawn, -1)
+
+    def count(self, tokens: Tensor) -> None:
+        """Counts the tokens of the rows with penalties."""
+        counted = self.counted
+        if counted is not None:
+            own = tokens.index_select(0, counted.rows)[:, None]
+            counted.counts.scatter_add_(1, own.clamp(min=0), (own >= 0).to(counted.counts.dtype))
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Sequence[Tensor]:
+        """See `logprobs_of`, of the rows that report them."""
+        if self.reported is None:
+            return ()
+        rows = torch.split(self.reported, GPU_ROWS)
+        found = [
+            logprobs_of(logits.index_select(0, own), tokens.index_select(0, own)) for own in rows
+        ]
+        return [torch.cat(each) for each in zip(*found, strict=True)]
+
+
+def _counted(states: Sequence[SamplerState], logits: Tensor) -> _Counted | None:
+    """Moves the tables of all rows with penalties side by side."""
+    pairs = [(row, s, s.counts) for row, s in enumerate(states) if s.counts is not None]
+    if not pairs:
+        return None
+    tables = [counts.tables(logits) for _, _, counts in pairs]
+    prompt = torch.stack([prompt for prompt, _ in tables])
+    counts = torch.stack([counts for _, counts in tables])
+    for (_, _, each), own_prompt, own_counts in zip(pairs, prompt, counts, strict=True):
+        each.move(own_prompt, own_counts)
+    penalties = Penalties.of([state.sampling for _, state, _ in pairs], logits)
+    rows = upload([row for row, _, _ in pairs], torch.int64, logits.device)
+    return _Counted(rows, penalties, prompt, counts)
+
+
+def _random(states: Sequence[SamplerState], device: torch.device) -> _Random | None:
+    pairs = [(row, state) for row, state in enumerate(states) if not state.sampling.greedy]
+    if not pairs:
+        return None
+    samplings = [state.sampling for _, state in pairs]
+    rows = None
+    if len(pairs) < len(states):
+        rows = upload([row for row, _ in pairs], torch.int64, device)
+    return _Random(
+        [state for _, state in pairs],
+        rows,
+        upload([s.temperature for s in samplings], torch.float32, device)[:, None],
+        upload([s.top_k for s in samplings], torch.int64, device),
+        upload([s.top_p for s in samplings], torch.float64, device),
+        upload([s.min_p for s in samplings], torch.float64, device),
+    )

@@ -1,0 +1,138 @@
+"""Sampling on a device draws what the host draws. The kernel runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragcache.engine.device_sampler import DeviceSampler
+from ragcache.engine.sampler import SHARES, SamplerState, draw, keep_likeliest, sample_tokens
+from ragcache.engine.sampling_params import SamplingParams
+from ragcache.errors import UnusableLogits
+from tests.conftest import scaled
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="a GPU is there: tests/gpu runs the kernels compiled"
+)
+
+V = 40
+CPU = torch.device("cpu")
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0, 0.3, 1, 2.5]),
+    top_k=st.sampled_from([0, 1, 5, V, V + 1]),
+    top_p=st.sampled_from([1, 1, 0.01, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0, 0, 0.05, 0.5, 1]),
+    repetition_penalty=st.sampled_from([1, 1, 1.3]),
+    frequency_penalty=st.sampled_from([0, 0, 0.5]),
+    presence_penalty=st.sampled_from([0, 0, 1.5]),
+    seed=st.integers(0, 5),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+)
+SHARE = st.sampled_from([0, 0, 1, 2, 3, 7, 2**23, 2**30 - 64, 2**38, SHARES // 3])
+
+
+def drawn(shares: Tensor, samplings: Sequence[SamplingParams], uniforms: list[float]) -> list[int]:
+    """What the kernel draws."""
+    from ragcache.engine.sampling_kernels import draw_kernel
+
+    tokens = torch.full((len(shares),), -1)
+    keys = shares.float().view(torch.int32)
+    draw_kernel[(len(shares),)](
+        keys,
+        torch.tensor([s.top_k for s in samplings]),
+        torch.tensor([s.top_p for s in samplings], dtype=torch.float64),
+        torch.tensor([s.min_p for s in samplings], dtype=torch.float64),
+        torch.tensor(uniforms, dtype=torch.float64),
+        tokens,
+        shares.shape[-1],
+        BLOCK=16,
+    )
+    return tokens.tolist()
+
+
+@settings(max_examples=scaled(200))
+@given(
+    shares=st.lists(SHARE, min_size=1, max_size=50).filter(any),
+    sampling=SAMPLINGS,
+    uniforms=st.lists(st.integers(0, 2**48 - 1), min_size=3, max_size=3),
+)
+def test_the_kernel_draws_what_the_definition_draws(
+    shares: list[int], sampling: SamplingParams, uniforms: list[int]
+) -> None:
+    rows = torch.tensor([shares] * 3).float().long()  # as float32 holds them
+    numbers = [uniform / 2**48 for uniform in uniforms]
+    expected = draw(keep_likeliest(rows, [sampling] * 3), numbers)
+    assert drawn(rows, [sampling] * 3, numbers) == expected.tolist()
+
+
+def test_the_ends_of_the_distribution_are_drawn() -> None:
+    shares = torch.tensor([[0, 5, 0, 2**39, 1, 0]] * 2)
+    assert drawn(shares, [SamplingParams()] * 2, [0.0, 1 - 2**-48]) == [1, 4]
+
+
+def masks_of(rows: int, seed: int) -> list[Tensor | None]:
+    """Packed and bool ones, shorter and longer than the vocabulary."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    packed = torch.randint(-(2**31), 2**31 - 1, (2,), generator=generator).int()
+    allowed = torch.rand(V - 3, generator=generator) < 0.5
+    return [(None, packed, allowed, packed[:1])[(row + seed) % 4] for row in range(rows)]
+
+
+@settings(max_examples=scaled(60))
+@given(
+    samplings=st.lists(SAMPLINGS, min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+    banned=st.booleans(),
+    masked=st.booleans(),
+)
+def test_a_device_samples_what_the_host_samples(
+    samplings: list[SamplingParams], seed: int, banned: bool, masked: bool
+) -> None:
+    """Over some steps, after which requests leave and join."""
+    mine = [SamplerState.start(s, (1, 2, 3), i) for i, s in enumerate(samplings)]
+    theirs = [SamplerState.start(s, (1, 2, 3), i) for i, s in enumerate(samplings)]
+    sampler = DeviceSampler(CPU)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for step in range(4):
+        if step == 2:
+            mine, theirs = mine[::-2], theirs[::-2]
+        logits = torch.randn(len(mine), V, generator=generator) * 2
+        bans = [{row, V + 1} if row % 2 else set() for row in range(len(mine))]
+        forbidden = bans if banned else [set() for _ in mine]
+        masks = masks_of(len(mine), seed) if masked else None
+        pending = sampler.launch(logits.clone(), mine, forbidden if banned else None, masks)
+        expected = sample_tokens(logits, theirs, forbidden, masks)
+        found = pending.wait()
+        for row, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if isinstance(other, UnusableLogits):
+                assert isinstance(one, UnusableLogits)
+                assert str(one) == str(other)
+                continue
+            assert one == other
+            assert pending.inputs[row] == other.token
+        assert [state.drawn for state in mine] == [state.drawn for state in theirs]
+
+
+@pytest.mark.parametrize("trouble", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_cannot_be_sampled_fail_alone(trouble: float) -> None:
+    states = [SamplerState.start(SamplingParams(temperature=1, seed=1), ()) for _ in range(3)]
+    logits = torch.randn(3, V)
+    logits[1, slice(None) if trouble < 0 else 9] = trouble
+    pending = DeviceSampler(CPU).launch(logits, states)
+    first, failed, last = pending.wait()
+    assert isinstance(failed, UnusableLogits)
+    assert not isinstance(first, UnusableLogits)
+    assert not isinstance(last, UnusableLogits)
+    assert pending.inputs.min() >= 0
+    assert [state.drawn for state in states] == [1, 0, 1]
+
+
+def test_no_rows_can_be_waited_for() -> None:
+    assert DeviceSampler(CPU).launch(torch.empty(0, V), []).wait() == []
