@@ -75,6 +75,10 @@ class EmptyQuestion(RequestError, ValueError):
     """A question without text."""
 
 
+class EncodingOutOfMemory(RequestError, MemoryError):
+    """The model's device has no memory for the states of a module, even with nothing beside it."""
+
+
 class EngineClosed(RequestError):
     """The engine is closed and accepts no requests."""
 

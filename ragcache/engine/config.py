@@ -11,6 +11,8 @@ GPU_RESERVE = 4 * 2**30
 """Bytes of a GPU that are left to activations, graphs and the allocator."""
 GPU_POOL_SHARE = 0.3
 """Of the rest: what the pool takes. Documents take what is left."""
+GPU_ENCODE_SHARE = 0.1
+"""Of the rest: what encodings and their states may take until these are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class EngineConfig:
         running: The most requests at once.
         queue: The most requests that wait; one more is refused.
         retained: The share of the pool that may hold states of requests that have ended.
+        encode_bytes: Memory for modules that are being encoded, and for finished states that their
+            callers have not taken. A larger module is encoded by itself.
         warm_up: Whether a GPU's graphs are captured when the engine starts, rather than when the
             first steps of their size come.
     """
@@ -35,6 +39,7 @@ class EngineConfig:
     running: int = 64
     queue: int = 1024
     retained: float = 0.5
+    encode_bytes: int = 2**31
     warm_up: bool = False
 
     @classmethod
@@ -44,9 +49,10 @@ class EngineConfig:
         limits: dict[str, Any] = {}
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            pool = int(max(free - GPU_RESERVE, free // 2) * GPU_POOL_SHARE)
+            rest = max(free - GPU_RESERVE, free // 2)
+            pool, encode = int(rest * GPU_POOL_SHARE), int(rest * GPU_ENCODE_SHARE)
             limits = {"pool_bytes": pool, "step_tokens": 512, "prefill_tokens": 8192}
-            limits["running"] = 256
+            limits |= {"running": 256, "encode_bytes": encode}
         given = {name: value for name, value in changes.items() if value is not None}
         return cls(**(limits | given))
 

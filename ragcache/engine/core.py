@@ -11,6 +11,7 @@ leaves a row in n + 1 that nobody reads. Where a plan needs what n gives, n is w
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -63,7 +64,7 @@ class EngineCore:
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._encode_queue = EncodeQueue(runner.model)
+        self._encode_queue = EncodeQueue(runner.model, config.encode_bytes)
         self._last_number = 0
         self._launched: LaunchedStep | None = None  # whose tokens are not known yet
         self._changed = True  # since the last step was launched, so that it cannot be continued
@@ -85,6 +86,17 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running or self._encode_queue or self._launched)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing is left but encodings for which there is no room until a caller takes
+        states."""
+        requests = self._waiting or self._running or self._launched
+        return not requests and self._encode_queue.is_stalled
+
+    def lift_encode_budget(self) -> None:
+        """Lets encodings begin whatever they take."""
+        self._encode_queue.budget_bytes = sys.maxsize
 
     def check_request(self, request: Request) -> None:
         """Raises `PromptTooLong` or `UnsupportedModel` for a request that could never run."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from weakref import WeakSet
+
+import torch
 
 from ragcache.engine.batch import ScheduledChunk
-from ragcache.engine.handle import RequestChannel
+from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.request import Segment
+from ragcache.errors import EncodingOutOfMemory
 from ragcache.models import LanguageModel
-from ragcache.states import KVStates
+from ragcache.states import Arrival, KVStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,10 @@ class Encoding:
         self.kv = ContiguousKV.allocate(model, len(job.token_ids))
 
     @property
+    def nbytes(self) -> int:
+        return self.kv.keys.nbytes + self.kv.values.nbytes
+
+    @property
     def pending(self) -> int:
         return len(self.job.token_ids) - self.kv.length
 
@@ -63,36 +71,89 @@ class Encoding:
         return self.kv.as_states(self.job.start)
 
 
-StatesChannel = RequestChannel[KVStates, None]
+_TAKEN = KVStates(torch.empty(0), torch.empty(0), 0)
+
+
+class StatesChannel(RequestChannel[KVStates, None]):
+    """Hands over states, each of them once: an iteration takes them, so that they end with their
+    caller. Tells the engine when there is room again, and when a caller waits."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__(wake)
+        self._untaken = 0
+
+    @property
+    def untaken_bytes(self) -> int:
+        """Bytes of finished states that the caller has not taken."""
+        return 0 if self.cancelled else self._untaken
+
+    def put(self, event: KVStates) -> None:
+        with self._lock:
+            self._untaken += event.nbytes
+        super().put(event)
+
+    def event(self, number: int) -> KVStates:
+        with self._lock:
+            states, self._events[number] = self._events[number], _TAKEN
+            assert states is not _TAKEN, "encoded states are handed over once"
+            self._untaken -= states.nbytes
+        self._wake()
+        return states
+
+    def add_waiter(self, waiter: Waiter) -> None:
+        super().add_waiter(waiter)
+        self._wake()
 
 
 @dataclass(slots=True, eq=False)
 class _EncodeTask:
-    """The jobs of one call. Their states are handed over in order."""
+    """The jobs of one call. Their states are handed over in order. short: the device had no memory
+    for the next one's room, which waits until it would be the only one."""
 
     jobs: deque[EncodeJob]
     channel: StatesChannel
     running: deque[Encoding] = field(default_factory=deque)
+    short: bool = False
 
 
 class EncodeQueue:
-    """Jobs of callers that wait for states, first come first served, in portions."""
+    """Jobs of callers that wait for states, first come first served, in portions.
 
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
+    A job begins when its room fits a budget of bytes beside the rooms under way and the states that
+    their callers have not taken, or when nothing else is held. So that nobody waits for somebody
+    who does not take, one job of a caller who waits begins in any case.
+    """
+
+    def __init__(self, model: LanguageModel, budget_bytes: int) -> None:
+        self.model, self.budget_bytes = model, budget_bytes
         self._tasks: deque[_EncodeTask] = deque()
+        self._channels: WeakSet[StatesChannel] = WeakSet()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the rooms under way and of finished states that no caller has taken."""
+        rooms = sum(each.nbytes for task in self._tasks for each in task.running)
+        return rooms + sum(channel.untaken_bytes for channel in self._channels)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing can be done until a caller takes states, waits or cancels."""
+        return bool(self._tasks) and not any(
+            task.running or not task.jobs or self._may_begin(task) for task in self._tasks
+        )
+
     def add_jobs(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
         self._tasks.append(_EncodeTask(deque(jobs), channel))
+        self._channels.add(channel)
 
     def portions(self, budget: int) -> Iterator[tuple[Encoding, int]]:
         """The next encodings with the number of tokens to compute, within the budget."""
         if budget <= 0:
             return
-        for task in self._tasks:
+        for task in tuple(self._tasks):
             for encoding in chain(tuple(task.running), self._begin(task)):
                 count = min(encoding.pending, budget)
                 if count:
@@ -105,7 +166,7 @@ class EncodeQueue:
         """Gives callers the states that are complete, as those of an empty job are at once."""
         for task in list(self._tasks):
             while task.running and not task.running[0].pending:
-                task.channel.put(task.running.popleft().states())
+                task.channel.put(_with_arrival(task.running.popleft().states()))
             if not task.jobs and not task.running:
                 self._tasks.remove(task)
                 task.channel.finish(None)
@@ -121,6 +182,49 @@ class EncodeQueue:
         self._tasks.clear()
 
     def _begin(self, task: _EncodeTask) -> Iterator[Encoding]:
-        while task.jobs:
-            task.running.append(Encoding(self.model, task.jobs.popleft()))
-            yield task.running[-1]
+        while task.jobs and self._may_begin(task):
+            try:
+                encoding = Encoding(self.model, task.jobs[0])
+            except torch.OutOfMemoryError as error:
+                self._run_short(task, error)
+                return
+            task.jobs.popleft()
+            task.short = False
+            task.running.append(encoding)
+            yield encoding
+
+    def _may_begin(self, task: _EncodeTask) -> bool:
+        held = self.held_bytes
+        if not held:
+            return True
+        if task.short:
+            return False
+        fits = held + len(task.jobs[0].token_ids) * self.model.bytes_per_token <= self.budget_bytes
+        return fits or (not task.running and task.channel.waiter_count > 0)
+
+    def _run_short(self, task: _EncodeTask, error: torch.OutOfMemoryError) -> None:
+        """Lets a job wait for all others; fails its call where it is the only one."""
+        if self.held_bytes:
+            task.short = True
+            return
+        tokens = len(task.jobs[0].token_ids)
+        failure = EncodingOutOfMemory(
+            f"{self.model.device} has no room for the states of {tokens:,} tokens, which take "
+            f"{tokens * self.model.bytes_per_token:,} bytes; give a smaller module_tokens, or "
+            "leave more of the device free with lower device_bytes and private_bytes"
+        )
+        failure.__cause__ = error
+        self._tasks.remove(task)
+        task.channel.fail(failure)
+
+
+def _with_arrival(states: KVStates) -> KVStates:
+    """States whose computation is queued on this thread's stream, with its end."""
+    if not states.keys.is_cuda:
+        return states
+    device = states.keys.device
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.current_stream(device)
+        event.record(stream)
+    return replace(states, arrival=Arrival([event], states.keys.shape[0], stream=stream))

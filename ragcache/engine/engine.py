@@ -104,7 +104,8 @@ class LLMEngine:
 
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
         """Queues modules to encode beside the requests. Returns a handle whose events are the jobs'
-        states, in order. Raises `EngineClosed`."""
+        states, in order. They are taken by one iteration, and those not taken bound what is begun:
+        see `EngineConfig.encode_bytes`. Raises `EngineClosed`."""
         channel = StatesChannel(self._wake)
         with self._lock:
             self._check_open()
@@ -149,6 +150,7 @@ class LLMEngine:
 
     def _stop(self, *, drain: bool) -> None:
         self._stopping = True
+        self._core.lift_encode_budget()  # a caller may close before it takes
         if not drain:
             self._core.fail_all(EngineClosed("the engine was closed before the request ended"))
 
@@ -158,7 +160,7 @@ class LLMEngine:
 
     def _run_steps(self) -> None:
         while not (self._stopping and not self._core.busy):
-            self._take_messages(wait=not self._core.busy)
+            self._take_messages(wait=not self._core.busy or self._core.is_stalled)
             try:
                 self._core.step()
             except Exception as error:  # the thread goes on, whatever a step raised

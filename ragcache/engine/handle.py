@@ -78,6 +78,10 @@ class RequestChannel(Generic[EventT, ResultT]):
         """The result, or what the caller sees raised; None while the request is under way."""
         return self._outcome[0] if isinstance(self._outcome, tuple) else self._outcome
 
+    def event(self, number: int) -> EventT:
+        """An event, for a caller that iterates."""
+        return self._events[number]
+
     def call_when_done(self, call: Callable[[], None]) -> None:
         """Calls once the request has ended, or at once: in the thread that ends it, at any line of
         it. So the call may neither wait nor raise, nor take a lock that this thread may hold."""
@@ -189,7 +193,7 @@ class RequestHandle(Generic[EventT, ResultT]):
         seen = 0
         try:
             while self._wait(seen) and seen < len(self._channel._events):
-                yield self._channel._events[seen]
+                yield self._channel.event(seen)
                 seen += 1
             self._get()  # raises where the request failed
         finally:
@@ -199,7 +203,7 @@ class RequestHandle(Generic[EventT, ResultT]):
         seen = 0
         try:
             while await self._ready(seen) and seen < len(self._channel._events):
-                yield self._channel._events[seen]
+                yield self._channel.event(seen)
                 seen += 1
             self._get()  # raises where the request failed
         finally:

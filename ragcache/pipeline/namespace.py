@@ -65,7 +65,7 @@ class SharedServices:
             warm_up=config.warm_up,
         )  # fmt: skip
         engine = LLMEngine(model.causal, limits)
-        store.bind_device(engine.stream, keep_free=GPU_RESERVE)
+        store.bind_device(engine.stream, keep_free=GPU_RESERVE + limits.encode_bytes)
         return cls(
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model), ApiKeys(database),

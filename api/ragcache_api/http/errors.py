@@ -28,7 +28,8 @@ STATUS = {
     "IdempotencyConflict": 409, "DocumentError": 422, "PMLError": 422, "QueueFull": 429,
     "EngineFailed": 500, "ModelError": 500, "StoreError": 500, "UnusableLogits": 500,
     "MissingExtra": 501,
-    "EngineClosed": 503, "LedgerUnavailable": 503, "RemoteUnavailable": 503,
+    "EncodingOutOfMemory": 503, "EngineClosed": 503, "LedgerUnavailable": 503,
+    "RemoteUnavailable": 503,
     "RequestCancelled": 503, "StoreBudgetExceeded": 503,
     "DeadlineExceeded": 504, "StoreFull": 507,
 }  # fmt: skip

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ragcache.engine import Context, EncodeJob, Request, Segment, encode
+from ragcache.engine import Context, EncodeJob, LLMEngine, Request, Segment, encode
 from ragcache.engine.batch import BatchBuilder
-from ragcache.engine.core import StatesChannel
-from ragcache.engine.encoding import Encoding
-from ragcache.engine.handle import RequestHandle
+from ragcache.engine.config import EngineConfig
+from ragcache.engine.core import EngineCore
+from ragcache.engine.encoding import Encoding, StatesChannel
+from ragcache.engine.handle import RequestHandle, Waiter
+from ragcache.engine.kv_cache import ContiguousKV
+from ragcache.errors import EncodingOutOfMemory
 from ragcache.models import CausalLM
 from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
@@ -209,3 +215,162 @@ def test_an_idle_engine_holds_no_states(causal: CausalLM) -> None:
     del states, context, handle, channel
     gc.collect()
     assert keys() is None
+
+
+def bounded_config(causal: CausalLM, tokens: int) -> EngineConfig:
+    return replace(config_of(causal), encode_bytes=tokens * causal.bytes_per_token)
+
+
+def bounded_core(causal: CausalLM, tokens: int) -> EngineCore:
+    """A core whose encodings may take the bytes of so many tokens."""
+    return core_of(causal, bounded_config(causal, tokens))
+
+
+def begin_encoding(core: EngineCore, lengths: Sequence[int]) -> RequestHandle[KVStates, None]:
+    channel = StatesChannel(lambda: None)
+    core.add_encoding([EncodeJob(random_tokens(n, seed=n)) for n in lengths], channel)
+    return RequestHandle(channel)
+
+
+def test_jobs_begin_within_the_budget_and_go_on_when_states_are_taken(causal: CausalLM) -> None:
+    core = bounded_core(causal, 25)
+    handle = begin_encoding(core, [10, 12, 11, 3])
+    core.step()
+    assert (handle.channel.count, core.stats.encoded_tokens) == (2, 22)
+    core.step()
+    assert core.stats.encoded_tokens == 22
+    assert core.is_stalled
+    states = iter(handle)
+    assert next(states).length == 10
+    assert not core.is_stalled
+    core.step()
+    assert (handle.channel.count, core.stats.encoded_tokens) == (3, 33)
+    assert [next(states).length, next(states).length] == [12, 11]
+    core.step()
+    assert [each.length for each in states] == [3]
+    assert not core.busy
+
+
+def test_a_job_beyond_the_budget_runs_by_itself(causal: CausalLM) -> None:
+    core = bounded_core(causal, 5)
+    handle = begin_encoding(core, [2, 20, 1])
+    states = iter(handle)
+    core.step()
+    assert handle.channel.count == 1
+    assert next(states).length == 2
+    core.step()
+    assert (handle.channel.count, next(states).length) == (2, 20)
+    core.step()
+    assert [each.length for each in states] == [1]
+
+
+def test_a_caller_who_waits_is_not_kept_waiting_by_one_who_does_not_take(
+    causal: CausalLM,
+) -> None:
+    core = bounded_core(causal, 10)
+    slow, quick = begin_encoding(core, [10, 10]), begin_encoding(core, [4, 5])
+    core.step()
+    assert (slow.channel.count, quick.channel.count) == (1, 0)
+    quick.channel.add_waiter(Waiter(0, lambda: None))
+    assert not core.is_stalled
+    core.step()
+    assert (slow.channel.count, quick.channel.count) == (1, 1)
+    core.step()
+    assert (slow.channel.count, quick.channel.count) == (1, 1)
+
+
+def test_states_of_a_cancelled_call_leave_room(causal: CausalLM) -> None:
+    core = bounded_core(causal, 10)
+    left, other = begin_encoding(core, [10, 10]), begin_encoding(core, [8])
+    core.step()
+    core.step()
+    assert core.is_stalled
+    left.cancel()
+    core.step()
+    assert [states.length for states in other] == [8]
+
+
+def test_states_that_were_taken_end_with_their_caller(causal: CausalLM) -> None:
+    core = core_of(causal)
+    handle = begin_encoding(core, [10, 12])
+    core.step()
+    states = iter(handle)
+    keys = weakref.ref(next(states).keys)
+    gc.collect()
+    assert keys() is None
+    with pytest.raises(AssertionError, match="once"):
+        next(iter(handle))
+
+
+def test_an_engine_waits_without_computing_until_states_are_taken(causal: CausalLM) -> None:
+    with LLMEngine(causal, bounded_config(causal, 10)) as engine:
+        jobs = [EncodeJob(random_tokens(8, seed=n)) for n in range(6)]
+        taken = []
+        for states in engine.encode(jobs):
+            time.sleep(0.01)
+            taken.append(states.length)
+            assert engine.stats.encoded_tokens <= 8 * (len(taken) + 1)
+        assert taken == [8] * 6
+        assert engine.encode(jobs).result(timeout=10) is None, "who waits for the end gets there"
+
+
+def test_a_closing_engine_encodes_what_nobody_takes(causal: CausalLM) -> None:
+    engine = LLMEngine(causal, bounded_config(causal, 1))
+    handle = engine.encode([EncodeJob(random_tokens(8, seed=n)) for n in range(4)])
+    engine.close(drain=True)
+    assert [states.length for states in handle] == [8] * 4
+
+
+class Memory:
+    """A device that holds rooms of so many tokens."""
+
+    def __init__(self, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = tokens
+        self._allocate = ContiguousKV.allocate
+        monkeypatch.setattr(ContiguousKV, "allocate", self.allocate)
+
+    def allocate(self, model: CausalLM, capacity: int) -> ContiguousKV:
+        if capacity > self.left:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.left -= capacity
+        room = self._allocate(model, capacity)
+        weakref.finalize(room.keys, self.free, capacity)
+        return room
+
+    def free(self, capacity: int) -> None:
+        self.left += capacity
+
+
+def test_a_job_without_memory_waits_for_the_others(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Memory(20, monkeypatch)
+    core = core_of(causal)
+    handle = begin_encoding(core, [8, 9, 12, 3])
+    states = iter(handle)
+    core.step()
+    assert handle.channel.count == 2
+    core.step()
+    assert core.is_stalled, "there may be memory when these are taken"
+    assert [next(states).length, next(states).length] == [8, 9]
+    core.step()
+    assert [each.length for each in states] == [12, 3]
+
+
+def test_a_job_that_no_memory_holds_fails_its_call_alone(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Memory(20, monkeypatch)
+    core = core_of(causal)
+    failing, other = begin_encoding(core, [4, 30, 4]), begin_encoding(core, [5])
+    states = iter(failing)
+    core.step()
+    assert next(states).length == 4
+    assert [each.length for each in other] == [5]
+    core.step()
+    with pytest.raises(EncodingOutOfMemory, match="states of 30 tokens"):
+        next(states)
+    assert not core.busy
+    again = begin_encoding(core, [20])
+    core.step()
+    assert [each.length for each in again] == [20]
