@@ -10,8 +10,10 @@ other call of the model takes the eager modules.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -46,20 +48,21 @@ def prepare_for_device(causal: CausalLM, backend: Backend = "inductor") -> None:
 
 
 def compile_layers(causal: CausalLM, backend: Backend = "inductor") -> bool:
-    """Compiles the decoder layers and the last norm, in place, and runs two trial steps.
+    """Compiles the decoder layers, and the rotary embedding and last norm around them, in place,
+    and runs two trial steps.
 
     Returns: Whether they are compiled. Where they cannot be, a warning names the reason and the
     eager modules stay.
     """
     number_layers(causal.model)
     layers = decoder_layers(causal)
-    modules: list[nn.Module] = [*layers]
-    if isinstance(modules[0].forward, CompiledForward):
+    if isinstance(layers[0].forward, CompiledForward):
         return True
-    _install(modules, backend, through_operator)
-    if (norm := last_norm(causal, layers)) is not None:
-        _install([norm], backend, in_inference)
-        modules.append(norm)
+    _install([*layers], type(layers[0]).forward, backend, through_operator)
+    modules: list[nn.Module] = [*layers]
+    for module, forward in _around(causal, layers):
+        _install([module], forward, backend, in_inference)
+        modules.append(module)
     try:
         with torch._dynamo.config.patch(specialize_float=True):  # as constants of the kernels
             _try_step(causal, TRACED_ROWS)
@@ -88,30 +91,36 @@ def decoder_layers(causal: CausalLM) -> nn.ModuleList:
     raise LookupError(f"no list of {causal.num_layers} layers in {type(causal.model).__name__}")
 
 
-def last_norm(causal: CausalLM, layers: nn.ModuleList) -> nn.Module | None:
-    """The norm behind the layers, where it is more than one kernel: a `LayerNorm` is one."""
-    for module in causal.model.modules():
-        children = list(module.children())
-        if layers in children:
-            behind = children[children.index(layers) + 1 :]
-            norms = [child for child in behind if "norm" in type(child).__name__.lower()]
-            return norms[-1] if norms and not isinstance(norms[-1], nn.LayerNorm) else None
-    return None
+def _around(
+    causal: CausalLM, layers: nn.ModuleList
+) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """What is computed before and behind the layers by more than one kernel, each with what to
+    compile: the rotary embedding, and the last norm where it is no `LayerNorm`."""
+    stack = next(each for each in causal.model.modules() if layers in each.children())
+    if isinstance(rotary := getattr(stack, "rotary_emb", None), nn.Module):
+        # transformers looks at the positions, which waits for the device, whether LongRoPE changes
+        # its frequencies; in the window they are the original ones, which one call sets
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=causal.device)
+        rotary(zero.to(causal.dtype), zero)
+        yield rotary, unwrap(type(rotary).forward)
+    children = list(stack.children())
+    behind = children[children.index(layers) + 1 :]
+    norms = [each for each in behind if "norm" in type(each).__name__.lower()]
+    if norms and not isinstance(norms[-1], nn.LayerNorm):
+        yield norms[-1], type(norms[-1]).forward
 
 
 class CompiledForward:
     """Stands in place of a module's forward: compiled where `compiles` says so, else eager."""
 
     def __init__(
-        self, module: nn.Module, run: Callable[..., Any], compiles: Callable[..., bool]
+        self, module: nn.Module, compiled: Callable[..., Any], compiles: Callable[..., bool]
     ) -> None:
-        self.module, self.eager = module, module.forward
-        self.run, self.compiles = run, compiles
+        self.eager, self.compiled, self.compiles = module.forward, compiled, compiles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.compiles(*args, **kwargs):
-            return self.run(self.module, *args, **kwargs)
-        return self.eager(*args, **kwargs)
+        forward = self.compiled if self.compiles(*args, **kwargs) else self.eager
+        return forward(*args, **kwargs)
 
 
 def through_operator(*args: Any, **kwargs: Any) -> bool:
@@ -127,18 +136,20 @@ def in_inference(*_args: Any, **_kwargs: Any) -> bool:
     return torch.is_inference_mode_enabled()
 
 
-def _install(modules: list[nn.Module], backend: Backend, compiles: Callable[..., bool]) -> None:
+def _install(
+    modules: list[nn.Module], forward: Callable[..., Any], backend: Backend,
+    compiles: Callable[..., bool],
+) -> None:  # fmt: skip
     """Gives modules of one class one compiled forward."""
-
     # PyTorch keeps graphs by code object, and allows eight: each model has its own
-    own = FunctionType(_forward.__code__.replace(), globals(), _forward.__name__)
+    own = FunctionType(_call.__code__.replace(), globals(), _call.__name__)
     compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=True)
     for module in modules:
-        module.forward = CompiledForward(module, compiled, compiles)
+        module.forward = CompiledForward(module, partial(compiled, forward, module), compiles)
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
+def _call(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(module, *args, **kwargs)
 
 
 class _NoAttention:
