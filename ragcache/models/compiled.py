@@ -55,23 +55,19 @@ def compile_layers(causal: CausalLM, backend: Backend = "inductor") -> bool:
     eager modules stay.
     """
     number_layers(causal.model)
-    layers = decoder_layers(causal)
-    if isinstance(layers[0].forward, CompiledForward):
+    if any(isinstance(module.forward, CompiledForward) for module in causal.model.modules()):
         return True
-    _install([*layers], type(layers[0]).forward, backend, through_operator)
-    modules: list[nn.Module] = [*layers]
-    for module, forward in _around(causal, layers):
-        _install([module], forward, backend, in_inference)
-        modules.append(module)
     try:
+        _install(causal, backend)
         with torch._dynamo.config.patch(specialize_float=True):  # as constants of the kernels
             _try_step(causal, TRACED_ROWS)
         with no_recompiles():
             _try_step(causal, FEWEST_ROWS)
     except Exception as error:  # compilers fail in more ways than have names
         logger.warning("model layers stay eager, because they cannot be compiled: %s", error)
-        for module in modules:
-            module.forward = vars(module)["forward"].eager
+        for module in causal.model.modules():
+            if isinstance(compiled := vars(module).get("forward"), CompiledForward):
+                module.forward = compiled.eager
         return False
     return True
 
@@ -136,7 +132,15 @@ def in_inference(*_args: Any, **_kwargs: Any) -> bool:
     return torch.is_inference_mode_enabled()
 
 
-def _install(
+def _install(causal: CausalLM, backend: Backend) -> None:
+    """Gives the modules that are compiled another forward."""
+    layers = decoder_layers(causal)
+    _replace_forward([*layers], type(layers[0]).forward, backend, through_operator)
+    for module, forward in _around(causal, layers):
+        _replace_forward([module], forward, backend, in_inference)
+
+
+def _replace_forward(
     modules: list[nn.Module], forward: Callable[..., Any], backend: Backend,
     compiles: Callable[..., bool],
 ) -> None:  # fmt: skip

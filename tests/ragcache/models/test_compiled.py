@@ -173,6 +173,13 @@ def test_a_failing_compiler_leaves_the_eager_modules(caplog: pytest.LogCaptureFi
     torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), expected, **CLOSE)
 
 
+def test_a_model_whose_layers_are_not_found_stays_eager(caplog: pytest.LogCaptureFixture) -> None:
+    causal, graphs = deep("llama"), Graphs()
+    causal.num_layers += 1
+    assert not compile_layers(causal, graphs)
+    assert "no list of 4 layers in LlamaForCausalLM" in caplog.text
+
+
 def test_layers_that_need_a_graph_each_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
     """GPT-2 may scale its scores by the layer's number, which is a constant of the graph."""
     causal = deep("gpt2", scale_attn_by_inverse_layer_idx=True)
