@@ -19,7 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts and prints the table. Returns the exit status."""
     options = _parser().parse_args(arguments)
     if options.render is not None:
-        print(render_markdown(json.loads(options.render.read_text(encoding="utf-8"))), end="")
+        table = render_markdown(json.loads(options.render.read_text(encoding="utf-8")))
+        if options.into is None:
+            print(table, end="")
+        else:
+            page = options.into.read_text(encoding="utf-8")
+            options.into.write_text(with_table(page, table), encoding="utf-8")
         return 0
     begin = time.perf_counter()
 
@@ -48,6 +53,16 @@ def report(document: dict[str, Any], *, check: bool) -> int:
     return int(bool(document["errors"]) or (check and bool(missed(document))))
 
 
+MARKS = ("<!-- gpu table -->", "<!-- end of gpu table -->")
+"""Before and after the table of a page."""
+
+
+def with_table(page: str, table: str) -> str:
+    """A page with another table between its marks."""
+    before, after = page.split(MARKS[0], maxsplit=1)[0], page.split(MARKS[1])[1]
+    return f"{before}{MARKS[0]}\n{table}{MARKS[1]}{after}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ragcache.bench.gpu", description=__doc__)
     parser.add_argument("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
@@ -64,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--render", type=Path, metavar="FILE", help="print a file's table as Markdown; run nothing"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="with --render: put it between the page's marks"
     )
     return parser
 

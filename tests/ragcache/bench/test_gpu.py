@@ -171,6 +171,15 @@ def test_a_file_is_rendered_without_a_run(
     file.write_text(json.dumps(GOOD))
     assert main(["--render", str(file)]) == 0
     assert capsys.readouterr().out == render_markdown(GOOD)
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n<!-- gpu table -->\nOld.\n<!-- end of gpu table -->\nAfter.\n")
+    for _ in range(2):
+        assert main(["--render", str(file), "--into", str(page)]) == 0
+    text = page.read_text()
+    assert render_markdown(GOOD) in text
+    assert "Old." not in text
+    assert text.startswith("Before.\n")
+    assert text.endswith("-->\nAfter.\n")
 
 
 @pytest.fixture(scope="module")
