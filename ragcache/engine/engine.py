@@ -51,14 +51,15 @@ class LLMEngine:
 
     def __init__(self, model: LanguageModel, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.for_device(model.device)
-        self._core = EngineCore(runner_for(model), self.config)
+        runner = runner_for(model, prefill_tokens=self.config.prefill_tokens)
+        self._core = EngineCore(runner, self.config)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock = threading.Lock()
         # waiting requests, and some that no longer wait
         self._queue: WeakSet[AnswerChannel] = WeakSet()
         self._open = True
         self._stopping = False
-        self.stream = _own_stream(model.device)
+        self.stream = runner.stream
         self._thread = threading.Thread(target=self._serve, name="ragcache-engine", daemon=True)
         self._thread.start()
         give_workers_back()  # those of the thread that loaded the model
@@ -159,6 +160,11 @@ class LLMEngine:
             self._run_steps()
 
     def _run_steps(self) -> None:
+        if self.config.warm_up:
+            try:
+                self._core.runner.warm_up()
+            except Exception:  # the first requests will tell, each by its own error
+                logger.exception("the engine could not be warmed up")
         while not (self._stopping and not self._core.busy):
             self._take_messages(wait=not self._core.busy or self._core.is_stalled)
             try:
@@ -181,12 +187,6 @@ class LLMEngine:
                 message = self._inbox.get_nowait()
         except Empty:
             return
-
-
-def _own_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that is current where an engine is made, which becomes that of its thread: what
-    was queued there, such as the model's weights, comes before its steps. None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _wake_up() -> None:
@@ -221,6 +221,8 @@ def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates
         chunks = [each.next_chunk(each.pending) for each in running if each.pending]
         if chunks:
             runner.prepare_batch(chunks)()
+            if runner.stream is not None:  # other threads and streams may read the states
+                runner.stream.synchronize()
         for each in running:
             each.computed(each.pending)
             yield each.states()

@@ -6,6 +6,7 @@ buffer compute each request apart, one after another.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from ragcache.engine.sampler import HostSampler, TokenSampler
 from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM, LanguageModel
 from ragcache.states.quantization import restored
 
+logger = logging.getLogger(__name__)
+
 
 class ModelRunner(Protocol):
     """Computes the scheduled chunks of a step."""
@@ -28,6 +31,9 @@ class ModelRunner(Protocol):
     """The most positions of prompt and answer."""
     asynchronous: bool
     """Whether steps are launched and run on; it is an `AsynchronousRunner` then."""
+
+    stream: torch.cuda.Stream | None
+    """Where all steps run; None on a CPU."""
 
     @property
     def model(self) -> LanguageModel: ...
@@ -47,6 +53,9 @@ class ModelRunner(Protocol):
 
     def release_batch(self) -> None:
         """Releases what is kept between steps; called when nothing runs."""
+
+    def warm_up(self) -> None:
+        """Does ahead of time what the first steps would do. Called in the thread of the steps."""
 
 
 class AsynchronousRunner(ModelRunner, Protocol):
@@ -80,6 +89,7 @@ class RaggedModelRunner:
 
     def __init__(self, model: CausalLM) -> None:
         self.model, self.window = model, model.window
+        self.stream = _stream_of(model)
         self.builder = BatchBuilder(model)
 
     def create_pool(self, nbytes: int) -> BlockPool:
@@ -99,6 +109,9 @@ class RaggedModelRunner:
     def release_batch(self) -> None:
         self.builder.forget()
 
+    def warm_up(self) -> None:
+        """Nothing to do."""
+
 
 class BufferedModelRunner:
     """Copies a request's segments to a buffer at its first chunk; its tokens follow there.
@@ -111,6 +124,7 @@ class BufferedModelRunner:
 
     def __init__(self, model: ContiguousLM) -> None:
         self.model, self.window = model, model.window
+        self.stream = _stream_of(model)
         self.buffers = BufferPool(model, keep_bytes=0)
         self._held: dict[RequestKV, Buffer] = {}
 
@@ -137,6 +151,9 @@ class BufferedModelRunner:
 
     def release_batch(self) -> None:
         """Buffers stay for the next request."""
+
+    def warm_up(self) -> None:
+        """Nothing to do."""
 
     def _run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
         await_segments(chunks, self.model.device)
@@ -204,9 +221,21 @@ def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> No
                 segment.states.arrival.wait(stream)
 
 
-def runner_for(model: LanguageModel) -> ModelRunner:
-    """The runner that suits a model."""
+def runner_for(model: LanguageModel, *, prefill_tokens: int = 8192) -> ModelRunner:
+    """The runner that suits a model and its device. prefill_tokens: the most rows of a step that
+    a GPU's tables have room for at first."""
     if isinstance(model, ContiguousLM):
         return BufferedModelRunner(model)
     assert isinstance(model, CausalLM)
+    if model.device.type == "cuda":
+        try:
+            from ragcache.engine.device_runner import DeviceModelRunner
+        except ImportError as error:  # Triton comes with torch's builds for CUDA
+            logger.warning("the GPU computes slowly, without Triton's kernels: %s", error)
+        else:
+            return DeviceModelRunner(model, prefill_tokens=prefill_tokens)
     return RaggedModelRunner(model)
+
+
+def _stream_of(model: LanguageModel) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(model.device) if model.device.type == "cuda" else None

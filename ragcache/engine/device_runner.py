@@ -1,0 +1,406 @@
+"""The model runner of a GPU: one stream, static tables, and CUDA graphs by row bucket.
+
+A step is laid out in tables whose addresses never change (`ragcache.attention.triton.tables`), so
+that one captured graph serves any requests, documents and orders. Steps that no graph holds run
+eagerly, over tables of their own: encodings and many questions at once, whose launches hide behind
+their products, and steps whose states are still on their way from main memory, which wait for them
+layer by layer.
+
+Nothing here waits for the device: a step is launched, and what reads its logits is launched behind
+it on the same stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragcache.attention import Rotation
+from ragcache.attention.triton.launch import RotationTables, StepKind, TritonKernels
+from ragcache.attention.triton.operator import OperatorMetadata, register_step
+from ragcache.attention.triton.tables import (
+    AttentionTables,
+    HeadLayout,
+    TableCapacity,
+    TableOverflow,
+    build_plan,
+)
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
+from ragcache.engine.device_sampler import DeviceSampler
+from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
+from ragcache.engine.sampler import HostSampler, TokenSampler
+from ragcache.models import CausalLM, ForwardBatch, Rotary
+from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
+from ragcache.states.arrival import Arrival
+from ragcache.states.quantization import QuantizedStates
+
+logger = logging.getLogger(__name__)
+
+BUCKETS: dict[StepKind, tuple[int, ...]] = {
+    "decode": (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
+    "mixed": (8, 16, 32, 64, 96, 128, 192, 256, 384, 512),
+}
+"""Rows of the graphs, by kind of step; a step is padded to the next."""
+
+MOST_LOGITS = 256
+"""Rows of logits of a graph."""
+
+EAGER_USES = 2
+"""Steps of a bucket that run eagerly before its graph is captured."""
+
+MOST_FAILURES = 3
+"""Captures that fail before no other is tried."""
+
+GRAPH_CAPACITY = TableCapacity(
+    rows=512, entries=2**15, items=2**13, bases=2**11, pages_per_row=MAX_TAIL_BLOCKS + 1
+)
+ENTRIES_PER_ROW = 6
+"""For which the tables of eager steps have room at first; they grow."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _StepAttention:
+    """The attention of the step that is launched or captured now; see `DeviceStep`."""
+
+    kernels: TritonKernels
+    tables: AttentionTables
+    kind: StepKind = "mixed"
+    arrivals: Sequence[Arrival] = ()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `DeviceStep.attend`."""
+        for arrival in self.arrivals:
+            arrival.wait(torch.cuda.current_stream(query.device), layer)
+        _, heads, rows, dim = query.shape
+        out = query.new_empty(1, rows, heads, dim)
+        self.kernels.attend(
+            self.tables.views, self.kind, rows, layer, query[0], key[0], value[0], scale, out[0]
+        )
+        return out
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Steps of one kind with up to so many rows. logits: [R, vocabulary], of the last replay."""
+
+    kind: StepKind
+    rows: int
+    uses: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    logits: Tensor | None = None
+
+    @property
+    def logit_rows(self) -> int:
+        return min(self.rows, MOST_LOGITS)
+
+
+class DeviceModelRunner:
+    """Computes all chunks of a step in one pass over segments, on a GPU.
+
+    Prepares the model: merges its projections and compiles its layers. On a CPU, under Triton's
+    interpreter, it serves tests: eagerly, with the model as it is.
+
+    graphs: whether graphs are captured.
+    """
+
+    shares_prefixes = True
+    asynchronous = True
+
+    def __init__(self, model: CausalLM, *, prefill_tokens: int = 8192, graphs: bool = True) -> None:
+        self.model, self.window = model, model.window
+        self.device = model.device
+        self.stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights, say
+            self._memory = torch.cuda.graph_pool_handle()
+        self._graphs = graphs and self.stream is not None
+        group = model.num_heads // model.num_kv_heads
+        self._heads = HeadLayout(model.num_kv_heads, group, model.head_dim)
+        self._rotation = rotation_tables(model)
+        self._quantized = False
+        capacity = replace(
+            GRAPH_CAPACITY, rows=max(prefill_tokens, GRAPH_CAPACITY.rows),
+            entries=max(ENTRIES_PER_ROW * prefill_tokens, GRAPH_CAPACITY.entries),
+        )  # fmt: skip
+        self._tables = AttentionTables(GRAPH_CAPACITY, self.device)  # of graphs
+        self._eager_tables = AttentionTables(capacity, self.device)
+        self._kernels = self._new_kernels(GRAPH_CAPACITY.entries)
+        self._eager_kernels = self._new_kernels(capacity.entries)
+        self._step = _StepAttention(self._kernels, self._tables)
+        self._metadata = OperatorMetadata(register_step(self._step))
+        self._buckets = {
+            kind: [_Bucket(kind, rows) for rows in sizes] for kind, sizes in BUCKETS.items()
+        }
+        self._planner: DevicePlanner | None = None
+        self._prepared = False
+        self._failures = 0
+        self._last: _Launch | None = None
+
+    def create_pool(self, nbytes: int) -> BlockPool:
+        pool = BlockPool.create(self.model, nbytes)
+        self._planner = DevicePlanner(
+            pool, self._heads, gapless=self.model.scheme.slopes is not None,
+            programs=self._kernels.programs, block_rows=self._kernels.block_rows,
+        )  # fmt: skip
+        return pool
+
+    def create_sampler(self) -> TokenSampler:
+        return DeviceSampler(self.device) if self.stream is not None else HostSampler()
+
+    def prepare_batch(
+        self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """See `AsynchronousRunner.prepare_batch`."""
+        self._enter()
+        launch = self._last = self._plan(chunks)
+        return partial(self._run, launch, previous)
+
+    def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
+        """See `AsynchronousRunner.continue_batch`."""
+        last = self._last
+        assert last is not None
+        self._enter()
+        if last.arrivals or not last.batch.advance():
+            chunks = [_next_chunk(chunk, row) for row, chunk in enumerate(last.chunks)]
+            launch = self._last = self._plan(chunks)
+            return partial(self._run, launch, previous)
+        last.planned = False
+        return partial(self._run, last, previous)
+
+    def release_states(self, private: RequestKV) -> None:
+        """Nothing to do: the blocks are the pool's."""
+
+    def release_batch(self) -> None:
+        self._last = None
+
+    def warm_up(self) -> None:
+        """Compiles the model and captures all graphs, the largest first. Says so in the log."""
+        self._enter()
+        begin = time.perf_counter()
+        every = [bucket for buckets in self._buckets.values() for bucket in buckets]
+        every.sort(key=lambda each: -each.rows)
+        self._empty_tables()
+        for number, bucket in enumerate(every if self._graphs else (), 1):
+            self._compute(bucket.kind, self._tables, bucket.rows, bucket.logit_rows)
+            self._capture(bucket)
+            logger.info("captured %d of %d graphs", number, len(every))
+        logger.info("warmed up in %.1f s", time.perf_counter() - begin)
+
+    def _plan(self, chunks: Sequence[ScheduledChunk]) -> _Launch:
+        """Lays a step out, in the tables of the graphs where it fits them."""
+        if self._planner is None:  # encodings need no pool
+            self.create_pool(BLOCK_SIZE * self.model.bytes_per_token)
+        assert self._planner is not None
+        if not self._quantized and _read_quantized(chunks):
+            self._read_eight_bits()
+        arrivals = _arriving(chunks)
+        rows = sum(len(chunk.position_ids) for chunk in chunks)
+        if not arrivals and rows <= GRAPH_CAPACITY.rows:
+            with suppress(TableOverflow):
+                batch = self._planner.plan_batch(chunks, self._tables)
+                bucket = self._bucket(batch.kind, rows, batch.logits)
+                return _Launch(tuple(chunks), batch, self._tables, arrivals, bucket)
+        while True:
+            try:
+                batch = self._planner.plan_batch(chunks, self._eager_tables)
+            except TableOverflow as error:
+                self._grow_tables(error)
+            else:
+                return _Launch(tuple(chunks), batch, self._eager_tables, arrivals, None)
+
+    def _bucket(self, kind: StepKind, rows: int, logits: int) -> _Bucket | None:
+        buckets = self._buckets[kind]
+        at = bisect_left(buckets, rows, key=lambda each: each.rows)
+        if at == len(buckets) or logits > buckets[at].logit_rows:
+            return None
+        return buckets[at]
+
+    def _run(self, launch: _Launch, previous: Tensor | None) -> Tensor:
+        """Launches a step; returns its logits, which the device has still to compute."""
+        if launch.planned:
+            launch.tables.upload_plan()
+        launch.tables.upload_step()
+        if previous is not None:
+            self._take_tokens(launch, previous)
+        self._step.arrivals = launch.arrivals
+        logits = self._replay(launch.bucket) if launch.bucket is not None else None
+        if logits is None:
+            rows, wanted = launch.batch.rows, launch.batch.logits
+            if launch.bucket is not None:
+                rows, wanted = launch.bucket.rows, launch.bucket.logit_rows
+            logits = self._compute(launch.batch.kind, launch.tables, max(rows, FEWEST_ROWS), wanted)
+        return logits[: launch.batch.logits]
+
+    def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
+        """Copies tokens that only the device knows to their rows."""
+        token_ids = launch.tables.views.token_ids
+        follows = launch.follows
+        if not launch.planned:
+            token_ids[: launch.batch.rows].copy_(previous[: launch.batch.rows])
+        elif len(follows):
+            places = torch.from_numpy(follows)
+            if self.stream is not None:
+                places = places.pin_memory().to(self.device, non_blocking=True)
+            token_ids.index_copy_(0, places[0], previous.index_select(0, places[1]))
+
+    def _replay(self, bucket: _Bucket) -> Tensor | None:
+        """The logits of a graph; None where there is none yet."""
+        bucket.uses += 1
+        if bucket.graph is None and self._graphs and bucket.uses > EAGER_USES:
+            self._capture(bucket)
+        if bucket.graph is None:
+            return None
+        bucket.graph.replay()
+        return bucket.logits
+
+    def _capture(self, bucket: _Bucket) -> None:
+        """Captures the graph of a bucket whose steps have run before. What another thread does with
+        the device may make it fail, so it is tried a few times; then steps stay eager, and a
+        warning says why."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with no_recompiles():
+                # other threads copy states meanwhile, which is no part of the graph
+                graph.capture_begin(self._memory, capture_error_mode="thread_local")
+                try:
+                    logits = self._compute(
+                        bucket.kind, self._tables, bucket.rows, bucket.logit_rows
+                    )
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                logger.warning("steps run without CUDA graphs: none can be captured: %s", error)
+                self._graphs = False
+        else:
+            bucket.graph, bucket.logits = graph, logits
+
+    def _compute(self, kind: StepKind, tables: AttentionTables, rows: int, logits: int) -> Tensor:
+        """Launches the model over the first rows of some tables."""
+        step, views = self._step, tables.views
+        step.kind, step.tables = kind, tables
+        step.kernels = self._kernels if tables is self._tables else self._eager_kernels
+        return self.model.forward(
+            ForwardBatch(
+                views.token_ids[:rows], views.position_ids[:rows], views.logit_rows[:logits],
+                self._metadata,
+            )
+        )  # fmt: skip
+
+    def _empty_tables(self) -> None:
+        """Lays out a step that reads and writes nothing."""
+        plan = build_plan([], rows=0, heads=self._heads, capacity=self._tables.capacity)
+        self._tables.set_plan(plan)
+        step = self._tables.step
+        step.write_slot[:] = step.tail_length[:] = -1
+        self._tables.upload_plan()
+        self._tables.upload_step()
+
+    def _grow_tables(self, overflow: TableOverflow) -> None:
+        """Gives eager steps tables twice as large."""
+        old = self._eager_tables.capacity
+        logger.info("larger attention tables: %s", overflow)
+        capacity = TableCapacity(
+            2 * old.rows, 2 * old.entries, 2 * old.items, 2 * old.bases, old.pages_per_row
+        )
+        self._eager_tables = AttentionTables(capacity, self.device)
+        self._eager_kernels = self._new_kernels(capacity.entries)
+
+    def _new_kernels(self, entries: int) -> TritonKernels:
+        return TritonKernels(
+            self._heads, self.model.dtype, self.device, self._rotation, self.model.scheme.slopes,
+            max_entries=entries, quantized=self._quantized,
+        )  # fmt: skip
+
+    def _read_eight_bits(self) -> None:
+        """Makes kernels that read states in eight bits too, which the first such states ask for."""
+        self._quantized = True
+        self._kernels = self._new_kernels(self._tables.capacity.entries)
+        self._eager_kernels = self._new_kernels(self._eager_tables.capacity.entries)
+        for buckets in self._buckets.values():
+            for bucket in buckets:
+                bucket.graph, bucket.logits, bucket.uses = None, None, 0
+
+    def _enter(self) -> None:
+        """Makes the runner's stream that of the calling thread, after all that it has queued."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if current != self.stream:
+            self.stream.wait_stream(current)
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)
+        if not self._prepared:
+            prepare_for_device(self.model)
+            self._prepared = True
+
+
+@dataclass(slots=True, eq=False)
+class _Launch:
+    """A step that is laid out. planned: its plan is not uploaded yet. It may go on many times."""
+
+    chunks: Sequence[ScheduledChunk]
+    batch: DeviceBatch
+    tables: AttentionTables
+    arrivals: Sequence[Arrival]
+    bucket: _Bucket | None
+    planned: bool = True
+
+    @property
+    def follows(self) -> NDArray[np.int64]:
+        """Rows whose tokens were sampled by the step before, and the places of these: [2, N]."""
+        pairs, row = [], 0
+        for chunk in self.chunks:
+            if chunk.follows is not None:
+                pairs.append((row, chunk.follows))
+            row += len(chunk.position_ids)
+        return np.asarray(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+
+
+def _arriving(chunks: Sequence[ScheduledChunk]) -> tuple[Arrival, ...]:
+    """The arrivals of states that a step reads and that are not all there."""
+    found: dict[Arrival, None] = {}
+    for chunk in chunks:
+        for segment in chunk.segments:
+            arrival = segment.states.arrival
+            if arrival is not None and not arrival.ready():
+                found[arrival] = None
+    return tuple(found)
+
+
+def _read_quantized(chunks: Sequence[ScheduledChunk]) -> bool:
+    return any(
+        isinstance(segment.states, QuantizedStates)
+        for chunk in chunks
+        for segment in chunk.segments
+    )
+
+
+def _next_chunk(chunk: ScheduledChunk, row: int) -> ScheduledChunk:
+    """The chunk of the step after one of single tokens, whose new token the device knows."""
+    position = chunk.private.positions[-1] + 1
+    return replace(chunk, token_ids=(0,), position_ids=(position,), follows=row)
+
+
+def rotation_tables(model: CausalLM) -> RotationTables | None:
+    """The angles of all positions by which a segment can be moved; None where queries do not
+    turn."""
+    scheme = model.scheme
+    if not isinstance(scheme, Rotary):
+        return None
+    deltas = torch.arange(model.window, device=model.device)
+    turned = Rotation.by(deltas, scheme.inverse_frequency, interleaved=scheme.interleaved)
+    return RotationTables(turned.cos, turned.sin, scheme.interleaved)

@@ -1,0 +1,170 @@
+"""The engine on a GPU beside the same model on the CPU: answers, probabilities and joins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    EngineConfig,
+    LLMEngine,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Segment,
+    complete,
+    encode,
+)
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.states import KVStates
+from tests.tiny_models import FAMILIES, random_tokens, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 12
+LENGTHS = (70, 130, 33, 200)
+MOVABLE = [family for family in FAMILIES if family not in ("gpt2", "opt")]
+
+
+def config(**changes: Any) -> EngineConfig:
+    return EngineConfig(**{"pool_bytes": 2**24, "running": 64, **changes})
+
+
+def encoded(causal: CausalLM) -> list[KVStates]:
+    """A preamble, and modules after it."""
+    [root] = encode(causal, [EncodeJob(random_tokens(9, seed=1))])
+    segment = Segment(root, 0)
+    jobs = [EncodeJob(random_tokens(n, seed=n), 9, segment) for n in LENGTHS]
+    return [root, *encode(causal, jobs)]
+
+
+def moved_request(
+    states: Sequence[KVStates], order: Sequence[int], seed: int, *, movable: bool = True,
+    limit: int = LIMIT, **options: Any,
+) -> Request:  # fmt: skip
+    """A question after the preamble and some modules, which stand in the order given."""
+    segments, start = [Segment(states[0], 0)], states[0].length
+    for number in order if movable else ():
+        segments.append(Segment(states[1 + number], start))
+        start += states[1 + number].length
+    tokens = random_tokens(3 + seed % 11, seed=seed)
+    end = start + len(tokens)
+    context = Context(tuple(segments), tuple(tokens), tuple(range(start, end)), end)
+    return Request(context, limit, sampling=SamplingParams(logprobs=2), **options)
+
+
+def requests_over(states: Sequence[KVStates], *, movable: bool = True) -> list[Request]:
+    rng = random.Random(3)
+    orders = [rng.sample(range(len(LENGTHS)), rng.randint(0, len(LENGTHS))) for _ in range(9)]
+    return [moved_request(states, each, n, movable=movable) for n, each in enumerate(orders)]
+
+
+def assert_same_answers(
+    found: Sequence[RequestOutput], expected: Sequence[RequestOutput], tolerance: float
+) -> None:
+    """Equal tokens up to the first that is nearly a tie, and close log-probabilities."""
+    for ours, theirs in zip(found, expected, strict=True):
+        pairs = zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=False)
+        for a, b in pairs:
+            assert a.logprob == pytest.approx(b.logprob, abs=tolerance)
+            if a.token != b.token:
+                assert abs(b.alternatives[0][1] - b.alternatives[1][1]) < tolerance
+                break
+
+
+def on_cpu(family: str) -> CausalLM:
+    return wrap_causal(tiny_model(family).to("cpu", torch.float32))
+
+
+def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return wrap_causal(tiny_model(family).to("cuda", dtype))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_every_family_are_those_of_the_cpu(family: str) -> None:
+    movable = family in MOVABLE
+    cpu, gpu = on_cpu(family), on_gpu(family)
+    expected = complete(cpu, requests_over(encoded(cpu), movable=movable), config())
+    found = complete(gpu, requests_over(encoded(gpu), movable=movable), config())
+    assert_same_answers(found, expected, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types_stay_close(dtype: torch.dtype) -> None:
+    cpu, gpu = on_cpu("llama"), on_gpu("llama", dtype)
+    expected = complete(cpu, requests_over(encoded(cpu)), config())
+    found = complete(gpu, requests_over(encoded(gpu)), config())
+    assert_same_answers(found, expected, 3e-2)
+
+
+def test_graphs_compute_what_eager_steps_do() -> None:
+    gpu = on_gpu("llama")
+    states = encoded(gpu)
+    eager = complete(gpu, requests_over(states), config())
+    for _ in range(3):  # buckets are captured on the way
+        again = complete(gpu, requests_over(states), config())
+        assert_same_answers(again, eager, 1e-4)
+    with LLMEngine(gpu, config(warm_up=True)) as engine:
+        handles = [engine.submit_request(request) for request in requests_over(states)]
+        assert_same_answers([handle.result() for handle in handles], eager, 1e-4)
+
+
+def test_random_joins_and_leaves() -> None:
+    """Requests come while others run, some are cancelled; each answers as it does alone."""
+    cpu, gpu = on_cpu("qwen2"), on_gpu("qwen2")
+    rng = random.Random(5)
+    limits = [rng.randint(1, 80) for _ in range(120)]
+    orders = [rng.sample(range(len(LENGTHS)), rng.randint(0, 3)) for _ in limits]
+    on_each = []
+    for causal in (cpu, gpu):
+        states = encoded(causal)
+        on_each.append([
+            moved_request(states, order, seed, limit=limit)
+            for seed, (order, limit) in enumerate(zip(orders, limits, strict=True))
+        ])  # fmt: skip
+    expected = complete(cpu, on_each[0], config())
+    with LLMEngine(gpu, config(running=24)) as engine:
+        handles = []
+        for request in on_each[1]:
+            handles.append(engine.submit_request(request))
+            if rng.random() < 0.3:
+                engine.submit_request(request).cancel()
+        found = [handle.result(120) for handle in handles]
+    assert_same_answers(found, expected, 1e-3)
+
+
+def test_freed_states_are_not_read_afterwards() -> None:
+    """Segments that a request has let go of are overwritten while others go on."""
+    gpu = on_gpu("llama")
+    states = encoded(gpu)
+    lasting = moved_request(states, (0, 1), 1, limit=60)
+    alone = complete(gpu, [lasting], config())
+    with LLMEngine(gpu, config(running=8)) as engine:
+        handle = engine.submit_request(lasting)
+        for seed in range(10):
+            own = [KVStates(s.keys.clone(), s.values.clone(), s.start) for s in states]
+            torch.cuda.current_stream().synchronize()
+            engine.submit_request(moved_request(own, (2, 3), seed, limit=3)).result(60)
+            for each in own:
+                each.keys.fill_(float("nan"))
+                each.values.fill_(float("nan"))
+        assert_same_answers([handle.result(60)], alone, 1e-4)
+
+
+def test_encodings_run_beside_answers() -> None:
+    cpu, gpu = on_cpu("llama"), on_gpu("llama")
+    jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (500, 64, 1, 333)]
+    expected = list(encode(cpu, jobs))
+    with LLMEngine(gpu, config(step_tokens=96)) as engine:
+        handle = engine.submit_request(moved_request(encoded(gpu), (1, 0), 4, limit=100))
+        found = list(engine.encode(jobs))
+        assert handle.result(60).choices[0].finish_reason == "length"
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.keys.cpu(), theirs.keys, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours.values.cpu(), theirs.values, rtol=1e-3, atol=1e-3)

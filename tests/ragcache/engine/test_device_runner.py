@@ -1,0 +1,139 @@
+"""The runner of GPUs, with its kernels in Triton's interpreter, beside that of CPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragcache.engine import Context, EncodeJob, EngineConfig, Request, SamplingParams, Segment
+from ragcache.engine.batch import ScheduledChunk
+from ragcache.engine.core import EngineCore
+from ragcache.engine.encoding import Encoding
+from ragcache.engine.kv_cache import BlockTable
+from ragcache.engine.runner import ModelRunner, RaggedModelRunner
+from ragcache.models import CausalLM, wrap_causal
+from ragcache.models.hf_patch import number_layers
+from ragcache.states import KVStates
+from ragcache.states.quantization import quantize
+from tests.ragcache.engine.stepped_engine import run_requests
+from tests.tiny_models import random_tokens, tiny_model
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    not triton.knobs.runtime.interpret, reason="a GPU is there: tests/gpu runs the kernels compiled"
+)
+
+LENGTHS = (7, 12, 5)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def causal_of(family: str) -> CausalLM:
+    causal = wrap_causal(
+        tiny_model(family, **({} if family == "mpt" else {"num_hidden_layers": 1}))
+    )
+    number_layers(causal.model)
+    return causal
+
+
+def device_runner(causal: CausalLM) -> ModelRunner:
+    from ragcache.engine.device_runner import DeviceModelRunner
+
+    return DeviceModelRunner(causal, prefill_tokens=64)
+
+
+def states_by(runner: ModelRunner, causal: CausalLM) -> list[KVStates]:
+    """A preamble, and modules behind it."""
+    jobs = [EncodeJob(random_tokens(4, seed=1))]
+    found = list[KVStates]()
+    while jobs:
+        running = [Encoding(causal, job) for job in jobs]
+        runner.prepare_batch([each.next_chunk(each.pending) for each in running])()
+        for each in running:
+            each.computed(each.pending)
+            found.append(each.states())
+        root = Segment(found[0], 0)
+        after = [EncodeJob(random_tokens(n, seed=n), 4, root) for n in LENGTHS]
+        jobs = after if len(found) == 1 else []
+    return found
+
+
+def request_over(states: list[KVStates], order: tuple[int, ...], limit: int) -> Request:
+    segments, start = [Segment(states[0], 0)], states[0].length
+    for number in order:
+        segments.append(Segment(states[1 + number], start))
+        start += states[1 + number].length
+    tokens = random_tokens(3 + len(order), seed=limit)
+    end = start + len(tokens)
+    context = Context(tuple(segments), tuple(tokens), tuple(range(start, end)), end)
+    return Request(context, limit, sampling=SamplingParams(logprobs=1))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("phi", marks=pytest.mark.slow),
+        pytest.param("mpt", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_are_those_of_the_ragged_runner(family: str) -> None:
+    causal = causal_of(family)
+    expected_states = states_by(RaggedModelRunner(causal), causal)
+    found_states = states_by(device_runner(causal), causal)
+    for found, expected in zip(found_states, expected_states, strict=True):
+        torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
+        torch.testing.assert_close(found.values, expected.values, **CLOSE)
+    answers = []
+    for runner in (RaggedModelRunner(causal), device_runner(causal)):
+        core = EngineCore(runner, EngineConfig(2**19, running=4))
+        requests = [
+            request_over(expected_states, (1, 0), 4),
+            request_over(expected_states, (2,), 3),
+        ]
+        answers.append(run_requests(core, *requests))
+    for theirs, ours in zip(*answers, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for a, b in zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def logits_over(runner: ModelRunner, causal: CausalLM, segments: list[Segment]) -> torch.Tensor:
+    """Of three rows after the segments."""
+    private = BlockTable(runner.create_pool(2**19))
+    blocks = private.pool.allocate_blocks(1)
+    assert blocks is not None
+    private.block_ids += blocks
+    end = max(segment.end for segment in segments)
+    chunk = ScheduledChunk(tuple(segments), private, (5, 6, 7), range(end, end + 3))
+    return runner.prepare_batch([chunk])()
+
+
+def test_states_in_eight_bits_are_read_in_place() -> None:
+    causal = causal_of("llama")
+    runner = device_runner(causal)
+    first, *modules = states_by(RaggedModelRunner(causal), causal)
+    plain = [Segment(first, 0), Segment(modules[0], 4), Segment(modules[1], 11)]
+    eight = [plain[0], *(Segment(quantize(s.states, "int8"), s.start) for s in plain[1:])]
+    found = logits_over(runner, causal, plain)
+    torch.testing.assert_close(
+        found, logits_over(RaggedModelRunner(causal), causal, plain), **CLOSE
+    )
+    found = logits_over(runner, causal, eight)
+    torch.testing.assert_close(
+        found, logits_over(RaggedModelRunner(causal), causal, eight), **CLOSE
+    )
+
+
+def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache.attention.triton.tables import TableCapacity
+    from ragcache.engine import device_runner as module
+
+    causal = causal_of("llama")
+    segments = [Segment(states, 0) for states in states_by(RaggedModelRunner(causal), causal)]
+    monkeypatch.setattr(module, "GRAPH_CAPACITY", TableCapacity(4, 4, 4, 2, 9))
+    monkeypatch.setattr(module, "ENTRIES_PER_ROW", 0)
+    runner = module.DeviceModelRunner(causal, prefill_tokens=4)
+    found = logits_over(runner, causal, segments)
+    torch.testing.assert_close(
+        found, logits_over(RaggedModelRunner(causal), causal, segments), **CLOSE
+    )
