@@ -118,13 +118,17 @@ class LateRunner(RaggedModelRunner):
     """Computes what is launched when its tokens are waited for, with `previous` as it is then.
 
     A step checks that nobody has given back the memory of the segments that it reads. prepared,
-    continued: how often each kind of step was planned. failures: raised by the next launches.
+    continued: how often each kind of step was planned. pending: steps that are not computed; ahead:
+    how often one was launched while another was pending. failures: raised by the next launches,
+    where they are not None.
     """
 
     model: CausalLM
     stream: Stream = field(default_factory=Stream)
     prepared: int = 0
     continued: int = 0
+    ahead: int = 0
+    pending: int = 0
     failures: deque[Exception | None] = field(default_factory=deque)
 
     asynchronous = True
@@ -132,6 +136,7 @@ class LateRunner(RaggedModelRunner):
     def __post_init__(self) -> None:
         super().__init__(self.model)
         self._chunks: list[ScheduledChunk] = []
+        self._read: list[weakref.ref[Tensor]] = []
 
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = LatePool.create(self.model, nbytes, BLOCK_SIZE)
@@ -145,7 +150,8 @@ class LateRunner(RaggedModelRunner):
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
     ) -> Callable[[], Tensor]:
         self.prepared += 1
-        return self._planned(list(chunks), previous)
+        self._read, self._chunks = _copied(chunks)
+        return self._planned(previous)
 
     def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
         self.continued += 1
@@ -156,15 +162,13 @@ class LateRunner(RaggedModelRunner):
             [before] = chunk.position_ids
             assert chunk.private.positions[-1] == before
             chunks.append(replace(chunk, position_ids=(before + 1,), follows=row))
-        return self._planned(chunks, previous)
-
-    def _planned(
-        self, chunks: list[ScheduledChunk], previous: Tensor | None
-    ) -> Callable[[], Tensor]:
         self._chunks = chunks
-        read, copies = _copied(chunks)
+        return self._planned(previous)
+
+    def _planned(self, previous: Tensor | None) -> Callable[[], Tensor]:
+        chunks, read = self._chunks, self._read
         self.builder.forget()
-        step = self.builder.build_batch(copies)
+        step = self.builder.build_batch(chunks)
         ends = torch.tensor([len(chunk.token_ids) for chunk in chunks]).cumsum(0).tolist()
         unknown = [
             (end - 1, chunk.follows)
@@ -182,11 +186,14 @@ class LateRunner(RaggedModelRunner):
                 assert previous[source] >= 0, "the token has been sampled"
                 tokens[row] = previous[source]
             logits.copy_(self.model.forward(replace(step, token_ids=tokens)))
+            self.pending -= 1
 
         def launch() -> Tensor:
             failure = self.failures.popleft() if self.failures else None
             if failure is not None:
                 raise failure
+            self.ahead += bool(self.pending)
+            self.pending += 1
             self.stream.launch(compute)
             return logits
 

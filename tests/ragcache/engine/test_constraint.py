@@ -17,6 +17,7 @@ from ragcache.engine.core import EngineCore
 from ragcache.engine.sampler import SampledToken, SamplerState, sample_tokens
 from ragcache.errors import ConstraintFailed, UnusableLogits
 from ragcache.models import CausalLM
+from tests.ragcache.engine.late_runner import late_core
 from tests.ragcache.engine.stepped_engine import (
     assert_all_blocks_free,
     config_of,
@@ -89,9 +90,10 @@ class Broken(Rising):
         super().accept(token)
 
 
-@pytest.fixture
-def core(causal: CausalLM) -> EngineCore:
-    return core_of(causal)
+@pytest.fixture(params=[core_of, late_core])
+def core(request: pytest.FixtureRequest, causal: CausalLM) -> EngineCore:
+    made: EngineCore = request.param(causal)
+    return made
 
 
 def one(core: EngineCore, tokens: int = 8, **changes: object) -> RequestOutput:

@@ -14,6 +14,7 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.errors import DeadlineExceeded, PromptTooLong, UnusableLogits
 from ragcache.models import CausalLM, wrap_causal
+from tests.ragcache.engine.late_runner import late_core
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
@@ -41,9 +42,10 @@ def causal() -> CausalLM:
     return wrap_causal(sharp_model())
 
 
-@pytest.fixture
-def core(causal: CausalLM) -> EngineCore:
-    return core_of(causal)
+@pytest.fixture(params=[core_of, late_core])
+def core(request: pytest.FixtureRequest, causal: CausalLM) -> EngineCore:
+    made: EngineCore = request.param(causal)
+    return made
 
 
 class Words:

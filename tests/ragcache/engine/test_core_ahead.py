@@ -1,0 +1,413 @@
+"""The engine core ahead of its device: the same answers, in order, over memory that is still there.
+
+The runner computes late (`late_runner`), so that all that the core reads too early is wrong.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache.engine import (
+    Context,
+    EncodeJob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Segment,
+    TokenDelta,
+    encode,
+)
+from ragcache.engine import core as core_module
+from ragcache.engine.core import EngineCore
+from ragcache.engine.encoding import StatesChannel
+from ragcache.engine.handle import RequestHandle
+from ragcache.errors import DeadlineExceeded, EngineFailed, RequestCancelled
+from ragcache.models import CausalLM, wrap_causal
+from tests.conftest import scaled
+from tests.ragcache.engine.late_runner import LateRunner, late_core
+from tests.ragcache.engine.stepped_engine import (
+    Answer,
+    ManualClock,
+    SmallBlockRunner,
+    assert_all_blocks_free,
+    config_of,
+    core_of,
+    drain,
+    plain_context,
+    run_requests,
+    submit_request,
+)
+from tests.ragcache.engine.test_constraint import Rising
+from tests.ragcache.engine.test_core_answers import Words, words
+from tests.tiny_models import random_tokens, tiny_model
+
+PROMPT = random_tokens(9, seed=2)
+
+
+@pytest.fixture(scope="module")
+def causal() -> CausalLM:
+    return wrap_causal(tiny_model("llama", initializer_range=0.2))
+
+
+def runner_of(core: EngineCore) -> LateRunner:
+    assert isinstance(core.runner, LateRunner)
+    return core.runner
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request in plain values, when it comes, and when it is given up."""
+
+    prompt: int
+    own: int
+    limit: int
+    n: int
+    sampling: SamplingParams
+    early: int
+    stop: tuple[int, ...]
+    text: str
+    constraint: str
+    timeout: float | None
+    tenant: str | None
+    arrives: int
+    leaves: int | None
+
+    def request(self, *, timeout: bool = True) -> Request:
+        tokens = [*random_tokens(12, seed=self.prompt), *random_tokens(self.own, seed=self.own)]
+        made: dict[str, Callable[[], Any] | None] = {
+            "": None, "rising": Rising, "short": lambda: Rising(length=3)
+        }  # fmt: skip
+        return Request(
+            plain_context(tokens), self.limit, frozenset(self.stop), self.sampling, self.n,
+            stop=(f"word{self.stop[0] + 1} ",) if self.text == "stops" and self.stop else (),
+            text=words if self.text else None, min_new_tokens=min(self.early, self.limit),
+            tenant=self.tenant, timeout=self.timeout if timeout else None,
+            constraint=made[self.constraint],
+        )  # fmt: skip
+
+
+PLANS = st.builds(
+    Plan,
+    prompt=st.integers(0, 1),
+    own=st.integers(1, 9),
+    limit=st.integers(1, 14),
+    n=st.sampled_from([1, 1, 1, 3]),
+    sampling=st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0, 0, 1]),
+        seed=st.just(3),
+        top_k=st.sampled_from([0, 7]),
+        presence_penalty=st.sampled_from([0, 0, 1.5]),
+        repetition_penalty=st.sampled_from([1, 1, 1.4]),
+        logprobs=st.sampled_from([None, None, 2]),
+    ),
+    early=st.sampled_from([0, 0, 4]),
+    stop=st.sampled_from([(), (), tuple(range(0, 128, 9)), tuple(range(0, 128, 5))]),
+    text=st.sampled_from(["", "words", "stops"]),
+    constraint=st.sampled_from(["", "", "", "rising", "short"]),
+    timeout=st.sampled_from([None, None, None, 3.0]),
+    tenant=st.sampled_from([None, "a", "a"]),
+    arrives=st.integers(0, 10),
+    leaves=st.none() | st.none() | st.integers(1, 16),
+)
+
+
+@pytest.fixture(scope="module")
+def alone(causal: CausalLM) -> Callable[[Plan], RequestOutput]:
+    def run(plan: Plan) -> RequestOutput:
+        [output] = run_requests(core_of(causal), plan.request(timeout=False))
+        return output
+
+    return run
+
+
+def play(core: EngineCore, clock: ManualClock, plans: list[Plan]) -> list[Answer]:
+    answers: dict[int, Answer] = {}
+    for step in range(18):
+        for number, plan in enumerate(plans):
+            if plan.arrives == step:
+                answers[number] = submit_request(core, plan.request())
+            if plan.leaves == step and number in answers:
+                answers[number].cancel()
+        core.step()
+        clock.now += 0.4
+    drain(core)
+    return [answers[number] for number in range(len(plans))]
+
+
+def check_deltas(handle: Answer, output: RequestOutput) -> None:
+    """The deltas of each answer are its tokens and its text, in order."""
+    deltas: list[TokenDelta] = list(handle)
+    for index, choice in enumerate(output.choices):
+        own = [delta for delta in deltas if delta.choice == index]
+        shown = [delta.chosen.token for delta in own if delta.chosen is not None]
+        assert tuple(shown) == choice.token_ids
+        assert "".join(delta.text for delta in own) == choice.text
+
+
+def plain(output: RequestOutput) -> list[tuple[object, ...]]:
+    """All but log-probabilities, which depend on a batch by their last digits."""
+    return [(c.token_ids, c.text, c.finish_reason, c.stopped_by) for c in output.choices]
+
+
+@settings(max_examples=scaled(100))
+@given(
+    plans=st.lists(PLANS, min_size=1, max_size=8),
+    blocks=st.sampled_from([10, 14, 200]),
+    running=st.sampled_from([2, 5, 64]),
+    step_tokens=st.sampled_from([3, 256]),
+)
+def test_answers_ahead_are_those_of_one_request(
+    causal: CausalLM,
+    alone: Callable[[Plan], RequestOutput],
+    plans: list[Plan],
+    blocks: int,
+    running: int,
+    step_tokens: int,
+) -> None:
+    clock = ManualClock()
+    core = late_core(causal, config_of(causal, blocks, step_tokens, 256, running), clock)
+    for plan, handle in zip(plans, play(core, clock, plans), strict=True):
+        try:
+            output = handle.result(0)
+        except RequestCancelled:
+            assert plan.leaves is not None
+        except DeadlineExceeded:
+            assert plan.timeout is not None
+        else:
+            assert plain(output) == plain(alone(plan))
+            check_deltas(handle, output)
+    runner_of(core).stream.synchronize()
+    assert_all_blocks_free(core)
+
+
+def test_the_host_is_ahead_by_a_step(causal: CausalLM) -> None:
+    core = late_core(causal)
+    requests = [Request(plain_context(random_tokens(5, seed=n)), 20) for n in range(3)]
+    run_requests(core, *requests)
+    runner = runner_of(core)
+    assert core.stats.steps == runner.prepared + runner.continued == 20
+    assert runner.ahead == 19
+
+
+def test_steady_steps_need_neither_scheduler_nor_batch(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = late_core(causal)
+    requests = [Request(plain_context(random_tokens(5, seed=n)), 40) for n in range(3)]
+    handles = [submit_request(core, request) for request in requests]
+    core.step()
+    core.step()
+    core.step()
+    prepared = runner_of(core).prepared
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("nothing has changed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core_module, "schedule", refused)
+        for _ in range(30):
+            core.step()
+    assert (runner_of(core).prepared, runner_of(core).continued) == (prepared, 31)
+    drain(core)
+    assert [len(handle.result(0).token_ids) for handle in handles] == [40] * 3
+    assert core.stats.decoded_tokens == 3 * 39
+
+
+def test_a_step_goes_on_while_requests_leave_and_join(causal: CausalLM) -> None:
+    """An answer that ends, or a prompt that comes, costs no step behind the device."""
+    core = late_core(causal)
+    early, late = (Request(plain_context(random_tokens(5, seed=n)), 9 + n) for n in range(2))
+    handles = [submit_request(core, early)]
+    for _ in range(4):
+        core.step()
+    handles.append(submit_request(core, late))
+    drain(core)
+    assert [len(handle.result(0).token_ids) for handle in handles] == [9, 10]
+    assert runner_of(core).ahead == core.stats.steps - 1
+
+
+def test_texts_are_delivered_in_order_while_the_device_goes_on(causal: CausalLM) -> None:
+    [expected] = run_requests(core_of(causal), Request(plain_context(PROMPT), 8))
+    core = late_core(causal)
+    handle = submit_request(core, Request(plain_context(PROMPT), 8, text=words))
+    counts = []
+    while core.busy:
+        core.step()
+        assert bool(runner_of(core).pending) == core.busy, "the device always has something to do"
+        counts.append(handle.channel.count)
+    assert counts == [0, *range(1, 9)]
+    assert all(later - sooner == 1 for sooner, later in pairwise(counts))
+    assert handle.result(0).choices[0].text == Words().decode(list(expected.token_ids))
+
+
+def over_modules(causal: CausalLM, seed: int) -> Context:
+    """A prompt over modules that nothing else references."""
+    jobs = [EncodeJob(random_tokens(6, seed=10 * seed + n)) for n in range(2)]
+    first, second = encode(causal, jobs)
+    segments = (Segment(first, 0), Segment(second, 6))
+    return Context(segments, tuple(random_tokens(4, seed=seed)), tuple(range(12, 16)), 16)
+
+
+@pytest.mark.parametrize("end", ["stop token", "stop string", "limit", "cancel", "deadline"])
+def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) -> None:
+    [output] = run_requests(core_of(causal), Request(over_modules(causal, 1), 12))
+    fifth = output.token_ids[4]
+    clock = ManualClock()
+    core = late_core(causal, clock=clock)
+    request = Request(
+        over_modules(causal, 1),
+        5 if end == "limit" else 12,
+        frozenset({fifth}) if end == "stop token" else frozenset(),
+        stop=(f"word{fifth} ",) if end == "stop string" else (),
+        text=words,
+        timeout=5.0 if end == "deadline" else None,
+    )
+    handle = submit_request(core, request)
+    other = submit_request(core, Request(over_modules(causal, 2), 20))
+    del request
+    for _ in range(6):
+        core.step()
+    if end == "cancel":
+        handle.cancel()
+    clock.now += 10
+    for _ in range(3):
+        core.step()
+        gc.collect()
+    assert handle.done
+    drain(core)
+    assert len(other.result(0).token_ids) == 20
+
+
+def test_an_answer_that_ends_frees_its_blocks_while_its_last_row_runs(causal: CausalLM) -> None:
+    """Others get them at once: what they write comes after what the row reads."""
+    core = late_core(causal, config_of(causal, blocks=12))
+    requests = [
+        Request(plain_context(random_tokens(6, seed=n)), 20, frozenset(range(n, 128, 7)))
+        for n in range(12)
+    ]
+    outputs = run_requests(core, *requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.choices == run_requests(core_of(causal), request)[0].choices
+    assert_all_blocks_free(core)
+
+
+def test_modules_are_handed_over_when_they_are_computed(causal: CausalLM) -> None:
+    core = late_core(causal, config_of(causal, step_tokens=8, prefill_tokens=8))
+    answer = submit_request(core, Request(plain_context(PROMPT), 20))
+    jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (30, 5, 12)]
+    channel = StatesChannel(lambda: None)
+    core.add_encoding(jobs, channel)
+    handle = RequestHandle(channel)
+    drain(core)
+    for found, expected in zip(handle, encode(causal, jobs), strict=True):
+        torch.testing.assert_close(found.keys, expected.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
+    assert len(answer.result(0).token_ids) == 20
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 6])
+def test_a_launch_that_fails_ends_the_requests_and_not_the_engine(
+    causal: CausalLM, after: int
+) -> None:
+    core = late_core(causal)
+    done = submit_request(core, Request(plain_context(PROMPT), after)) if after else None
+    handles = [submit_request(core, Request(plain_context(PROMPT), 12)) for _ in range(3)]
+    runner_of(core).failures.extend([*[None] * after, RuntimeError("broken")])
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        drain(core)
+    core.fail_all(caught.value)
+    assert not core.busy
+    for handle in handles:
+        with pytest.raises(RuntimeError, match="broken"):
+            handle.result(0)
+    if done is not None and after > 1:
+        assert len(list_of(done)) >= after - 1, "what was accepted was delivered"
+    [output] = run_requests(core, Request(plain_context(PROMPT), 12))
+    assert (
+        output.choices
+        == run_requests(core_of(causal), Request(plain_context(PROMPT), 12))[0].choices
+    )
+    runner_of(core).stream.synchronize()
+    assert_all_blocks_free(core)
+
+
+def list_of(handle: Answer) -> list[TokenDelta]:
+    """The deltas that came before the end, whatever that was."""
+    found: list[TokenDelta] = []
+
+    def deltas() -> Iterator[None]:
+        for delta in handle:
+            found.append(delta)
+            yield
+
+    try:
+        for _ in deltas():
+            pass
+    except RuntimeError:
+        pass
+    return found
+
+
+class ForgetfulRunner(SmallBlockRunner):
+    """Has too little memory for some steps."""
+
+    failures = 0
+    most_rows = 10**9
+
+    def prepare_batch(self, chunks: Any) -> Any:
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        if rows > self.most_rows:
+            type(self).failures += 1
+            raise torch.OutOfMemoryError("no memory")
+        return super().prepare_batch(chunks)
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 7])
+def test_a_step_is_tried_with_less_where_memory_ends(causal: CausalLM, most_rows: int) -> None:
+    runner = ForgetfulRunner(causal)
+    runner.most_rows = most_rows
+    core = EngineCore(runner, config_of(causal), ManualClock())
+    requests = [Request(plain_context(random_tokens(3 * n, seed=n)), 6) for n in range(1, 5)]
+    channel = StatesChannel(lambda: None)
+    core.add_encoding([EncodeJob(random_tokens(9))], channel)
+    outputs = run_requests(core, *requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.choices == run_requests(core_of(causal), request)[0].choices
+    assert len(list(RequestHandle(channel))) == 1
+    assert runner.failures
+    assert_all_blocks_free(core)
+
+
+def test_without_memory_for_a_token_the_request_fails(causal: CausalLM) -> None:
+    runner = ForgetfulRunner(causal)
+    runner.most_rows = 0
+    core = EngineCore(runner, config_of(causal), ManualClock())
+    handles = [submit_request(core, Request(plain_context(PROMPT), 6)) for _ in range(2)]
+    drain(core)
+    for handle in handles:
+        with pytest.raises(EngineFailed, match="no memory left"):
+            handle.result(0)
+    runner.most_rows = 100
+    assert len(run_requests(core, Request(plain_context(PROMPT), 6))[0].token_ids) == 6
+    assert_all_blocks_free(core)
+
+
+@pytest.mark.parametrize("at", range(9))
+def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, at: int) -> None:
+    core = late_core(causal)
+    runner_of(core).failures.extend([*[None] * at, torch.OutOfMemoryError("no memory")])
+    requests = [Request(plain_context(random_tokens(5, seed=n)), 4 + n) for n in range(4)]
+    outputs = run_requests(core, *requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.choices == run_requests(core_of(causal), request)[0].choices
+    assert_all_blocks_free(core)
