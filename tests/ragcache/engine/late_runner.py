@@ -13,7 +13,7 @@ from torch import Tensor
 from ragcache.engine import EngineConfig, Segment
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
-from ragcache.engine.kv_cache import BlockPool
+from ragcache.engine.kv_cache import BlockPool, BlockTable
 from ragcache.engine.runner import RaggedModelRunner
 from ragcache.engine.sampler import (
     PendingTokens,
@@ -137,6 +137,7 @@ class LateRunner(RaggedModelRunner):
         super().__init__(self.model)
         self._chunks: list[ScheduledChunk] = []
         self._read: list[weakref.ref[Tensor]] = []
+        self._blocks: list[list[int]] = []
 
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = LatePool.create(self.model, nbytes, BLOCK_SIZE)
@@ -151,6 +152,7 @@ class LateRunner(RaggedModelRunner):
     ) -> Callable[[], Tensor]:
         self.prepared += 1
         self._read, self._chunks = _copied(chunks)
+        self._blocks = [_blocks(chunk) for chunk in chunks]
         return self._planned(previous)
 
     def continue_batch(self, previous: Tensor) -> Callable[[], Tensor]:
@@ -161,6 +163,8 @@ class LateRunner(RaggedModelRunner):
             assert (len(chunk.token_ids), chunk.wants_logits) == (1, True)
             [before] = chunk.position_ids
             assert chunk.private.positions[-1] == before
+            known, self._blocks[row] = self._blocks[row], _blocks(chunk)
+            assert self._blocks[row][: len(known)] == known, "a device's tables have the old block"
             chunks.append(replace(chunk, position_ids=(before + 1,), follows=row))
         self._chunks = chunks
         return self._planned(previous)
@@ -198,6 +202,10 @@ class LateRunner(RaggedModelRunner):
             return logits
 
         return launch
+
+
+def _blocks(chunk: ScheduledChunk) -> list[int]:
+    return list(chunk.private.block_ids) if isinstance(chunk.private, BlockTable) else []
 
 
 def _copied(
