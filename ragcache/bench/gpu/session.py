@@ -169,8 +169,9 @@ class GpuSession:
         """Ends the engine and frees everything."""
         if "engine" in self.__dict__:
             self.engine.close()
-        self._documents = []
         self.__dict__ = {"device": self.device}
+        if self.device != "cpu":
+            torch._dynamo.reset()  # compiled layers refer to the model
         self.free_memory()
 
 

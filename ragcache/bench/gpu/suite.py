@@ -16,7 +16,7 @@ import torch
 from ragcache.bench.gpu.device import bench_attention, measure_ceilings
 from ragcache.bench.gpu.parts import ENGINE_PARTS, bench_profile
 from ragcache.bench.gpu.session import GpuSession, median_ms
-from ragcache.bench.gpu.table import Ceilings, GpuWorkload, rows_of
+from ragcache.bench.gpu.table import Ceilings, GpuWorkload, missed, rows_of
 from ragcache.bench.harness import SHAPES, LlamaShape, Progress, describe_machine
 from ragcache.bench.peers import concatenate, prefill, without_cudnn_attention
 
@@ -56,6 +56,7 @@ class SuiteRun:
             for name, shape in self.shapes.items():
                 self._shape(name, shape)
         self.document["rows"] = rows_of(self.document)
+        self.document["missed"] = [f"{row.shape} {row.name}" for row in missed(self.document)]
         self.save(self.document)
         return self.document
 

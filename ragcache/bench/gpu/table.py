@@ -432,6 +432,12 @@ def _details(shape: str, found: Mapping[str, Any]) -> list[str]:
         encode = found["encode"]
         said.append(f"{shape} encoding: {encode['tokens_s']:.0f} tokens/s, "
                     f"{100 * encode['share_of_product']:.0f} % of the product rate")  # fmt: skip
+    total = _at(found, ("serve", "model", "total_s"))
+    encoded = _at(found, ("encode", "seconds"))
+    if total is not None and encoded is not None:
+        said.append(
+            f"{shape} requests and the encoding of their documents: {total + encoded:.2f} s"
+        )
     for name, each in (found.get("decode") or {}).items():
         idle = each.get("idle_share")
         said.append(f"{shape} decode {name}: host {each['host_ms']:.2f} ms a step, device idle "
