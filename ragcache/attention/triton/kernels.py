@@ -317,8 +317,9 @@ def merge_kernel(
     weight = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, DP], tl.float32)
     acc, top, weight = _add_partials(
-        acc, top, weight, out, lse, row_entries, begin, end, head, HQ, HQ, D, DP, ENTRIES, HEADS
-    )
+        acc, top, weight, out, lse, row_entries, begin, end, head, HQ,
+        HQ, D, DP, ENTRIES, HEADS, HQ % HEADS == 0,
+    )  # fmt: skip
     acc = acc / tl.where(weight > 0, weight, 1.0)[:, None]
     h = head + tl.arange(0, HEADS)
     d = tl.arange(0, DP)
@@ -330,23 +331,55 @@ def merge_kernel(
 def _add_partials(
     acc, top, weight, out, lse, row_entries, begin, end, head, last,
     HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ENTRIES: tl.constexpr, HEADS: tl.constexpr,
+    ENTRIES: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Adds results of row_entries[begin:end] to those of the heads from `head` up to `last`."""
+    """Adds results of row_entries[begin:end] to those of the heads from `head` up to `last`.
+
+    acc: [HEADS, DP]. WHOLE: there are HEADS of them.
+    """
     h = head + tl.arange(0, HEADS)
     d = tl.arange(0, DP)
     for i in range(begin, end, ENTRIES):
         j = i + tl.arange(0, ENTRIES)
         entry = tl.load(row_entries + j, mask=j < end, other=0).to(tl.int64)
-        inside = (j < end)[:, None] & (h < last)[None, :]
+        inside = (j < end)[:, None]
+        if not WHOLE:
+            inside = inside & (h < last)[None, :]
         at = entry[:, None] * HQ + h[None, :]
         score = tl.load(lse + at, mask=inside, other=float("-inf")) * LOG2E
-        loaded = inside[:, :, None] & (d < D)[None, None, :]
+        loaded = inside[:, :, None]
+        if D != DP:
+            loaded = loaded & (d < D)[None, None, :]
         o = tl.load(out + at[:, :, None] * D + d[None, None, :], mask=loaded, other=0.0)
         highest = tl.maximum(top, tl.max(score, 0))
         share = tl.math.exp2(score - highest[None, :])
         shrink = tl.math.exp2(top - highest)
         acc = acc * shrink[:, None] + tl.sum(o.to(tl.float32) * share[:, :, None], 0)
+        weight = weight * shrink + tl.sum(share, 0)
+        top = highest
+    return acc, top, weight
+
+
+@triton.jit
+def _add_partials_of_head(
+    acc, top, weight, out, lse, row_entries, begin, end, head,
+    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """`_add_partials` of one head, acc [DP]: without a dimension for it no layout is converted."""
+    d = tl.arange(0, DP)
+    for i in range(begin, end, ENTRIES):
+        j = i + tl.arange(0, ENTRIES)
+        entry = tl.load(row_entries + j, mask=j < end, other=0).to(tl.int64)
+        score = tl.load(lse + entry * HQ + head, mask=j < end, other=float("-inf")) * LOG2E
+        loaded = (j < end)[:, None]
+        if D != DP:
+            loaded = loaded & (d < D)[None, :]
+        at = (entry * HQ + head)[:, None] * D + d[None, :]
+        o = tl.load(out + at, mask=loaded, other=0.0).to(tl.float32)
+        highest = tl.maximum(top, tl.max(score, 0))
+        share = tl.math.exp2(score - highest)
+        shrink = tl.math.exp2(top - highest)
+        acc = acc * shrink + tl.sum(o * share[:, None], 0)
         weight = weight * shrink + tl.sum(share, 0)
         top = highest
     return acc, top, weight
@@ -411,22 +444,30 @@ def tail_kernel(
             seen = n + j < length
             if WINDOW:
                 seen = seen & (n + j >= first)
-            loaded = seen[:, None] & inside[None, :]
-            k = tl.load(keys + slot + spread, mask=loaded, other=0.0).to(tl.float32)
-            v = tl.load(values + slot + spread, mask=loaded, other=0.0).to(tl.float32)
-            s = _base2(tl.sum(k * q[None, :], 1), scale, SOFTCAP)
+            loaded = seen[:, None]
+            if D != DP:
+                loaded = loaded & inside[None, :]
+            k = tl.load(keys + (slot + spread), mask=loaded, other=0.0)
+            v = tl.load(values + (slot + spread), mask=loaded, other=0.0)
+            s = _base2(tl.sum(k.to(tl.float32) * q[None, :], 1), scale, SOFTCAP)
             if ALIBI:
                 s += slope * (n + j - length).to(tl.float32)
             s = tl.where(seen, s, float("-inf"))
             highest = tl.maximum(top, tl.max(s, 0))
             p = tl.math.exp2(s - highest)
             shrink = tl.math.exp2(top - highest)
-            acc = acc * shrink + tl.sum(p[:, None] * v, 0)
+            acc = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
             weight = weight * shrink + tl.sum(p, 0)
             top = highest
-        top = tl.zeros([1], tl.float32) + top
-        weight = tl.zeros([1], tl.float32) + weight
-        acc = acc[None, :]
+        if DEPENDENT:  # all above is older than the grid before, the partial results are its
+            gdc_wait()
+            gdc_launch_dependents()
+        acc, top, weight = _add_partials_of_head(
+            acc, top, weight, out, lse, row_entries, begin, end, head, HKV, D, DP, ENTRIES
+        )
+        acc = tl.where(live, acc / weight, 0.0)
+        place = merged + (at_row * HKV + head) * D + d
+        tl.store(place, acc.to(merged.dtype.element_ty), mask=inside)
     else:
         line = tl.arange(0, LINES)
         g = tl.where(line < G, line, 0)
@@ -444,9 +485,11 @@ def tail_kernel(
             seen = n + j < length
             if WINDOW:
                 seen = seen & (n + j >= first)
-            loaded = seen[:, None] & inside[None, :]
-            k = tl.load(keys + slot + spread, mask=loaded, other=0.0)
-            v = tl.load(values + slot + spread, mask=loaded, other=0.0)
+            loaded = seen[:, None]
+            if D != DP:
+                loaded = loaded & inside[None, :]
+            k = tl.load(keys + (slot + spread), mask=loaded, other=0.0)
+            v = tl.load(values + (slot + spread), mask=loaded, other=0.0)
             s = _base2(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, SOFTCAP)
             if ALIBI:
                 s += slope[:, None] * (n + j - length).to(tl.float32)[None, :]
@@ -463,18 +506,19 @@ def tail_kernel(
         weight = tl.sum(tl.where(chosen[:, None], weight.reshape(LINES // GP, GP), 0.0), 0)
         acc = acc.reshape(LINES // GP, GP, DP)
         acc = tl.sum(tl.where(chosen[:, None, None], acc, 0.0), 0)
-    if DEPENDENT:  # everything above is older than the grid before, the partial results are not
-        gdc_wait()
-        gdc_launch_dependents()
-    last = head * G + G
-    acc, top, weight = _add_partials(
-        acc, top, weight, out, lse, row_entries, begin, end, head * G, last,
-        HKV * G, D, DP, ENTRIES, GP,
-    )  # fmt: skip
-    acc = tl.where(live, acc / weight[:, None], 0.0)
-    h = head * G + tl.arange(0, GP)
-    place = merged + (at_row * (HKV * G) + h)[:, None] * D + d[None, :]
-    tl.store(place, acc.to(merged.dtype.element_ty), mask=(h < last)[:, None] & inside[None, :])
+        if DEPENDENT:
+            gdc_wait()
+            gdc_launch_dependents()
+        last = head * G + G
+        acc, top, weight = _add_partials(
+            acc, top, weight, out, lse, row_entries, begin, end, head * G, last,
+            HKV * G, D, DP, ENTRIES, GP, G == GP,
+        )  # fmt: skip
+        acc = tl.where(live, acc / weight[:, None], 0.0)
+        h = head * G + tl.arange(0, GP)
+        place = merged + (at_row * (HKV * G) + h)[:, None] * D + d[None, :]
+        stored = (h < last)[:, None] & inside[None, :]
+        tl.store(place, acc.to(merged.dtype.element_ty), mask=stored)
 
 
 @triton.jit

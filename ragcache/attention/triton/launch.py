@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -65,21 +65,67 @@ class LaunchConfig:
     programs: int
 
 
-def choose_config(heads: HeadLayout, dtype: torch.dtype) -> LaunchConfig:
-    """Measured on an H200 for 16 bits and D = 128; the others are those without spills.
+def choose_config(
+    heads: HeadLayout, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)
+) -> LaunchConfig:
+    """Measured on an H200 for 16 bits and D = 128; for other shapes, what spills no registers.
 
-    Blocks of 64 rows with two programs a multiprocessor were faster there than blocks of 128, as
-    long as the group fits in one.
+    There, blocks of 64 rows and two programs a multiprocessor were faster than blocks of 128 also
+    where all are full, so that larger ones are taken for larger groups only.
     """
-    wide = heads.head_dim > 128
-    rows = max(64, triton.next_power_of_2(heads.group))
+    group = triton.next_power_of_2(heads.group)
     if dtype == torch.float32:  # multiplied exactly, without tensor cores
-        rows = max(16, triton.next_power_of_2(heads.group))
-        return LaunchConfig(rows, 32, 4, 1, 2)
-    warps = 4 if rows == 64 else 8
-    if wide:
-        return LaunchConfig(rows, 64, 8, 2, 1)
-    return LaunchConfig(rows, 64, warps, 3, 2 if rows == 64 else 1)
+        return LaunchConfig(max(16, group), 32, 4, 2, 2)
+    if heads.head_dim > 128:
+        return LaunchConfig(max(64, group), 32, 8, 3 if capability >= (9, 0) else 2, 1)
+    if group > 64:
+        return LaunchConfig(group, 64, 8, 2, 1)
+    return LaunchConfig(64, 64, 4, 3 if capability >= (9, 0) else 2, 2)
+
+
+class TailConfig(NamedTuple):
+    """Constants of the tail kernel: keys of a product, entries added at once, warps."""
+
+    keys: int
+    entries: int
+    warps: int
+
+
+def choose_tail(heads: HeadLayout, dtype: torch.dtype, rows: int) -> TailConfig:
+    """Programs of one warp, unless a group's results need more registers, or programs are few."""
+    group, dim = triton.next_power_of_2(heads.group), _padded(heads.head_dim)
+    most = 16 if rows < 256 else 8  # entries
+    if heads.group == 1:
+        return TailConfig(64 if rows <= 32 and dim <= 128 else 32, most, 1)
+    warps = max(1, max(group, max(16, group) // 4) * dim // 1024)
+    keys = 32
+    if dtype == torch.float32:
+        keys, warps = 16, max(4, warps)
+    elif rows <= 32 and dim <= 128:
+        keys, warps = 64, max(2, warps)
+    warps = min(warps, 8)
+    return TailConfig(keys, max(1, min(most, 4096 * warps // (group * dim))), warps)
+
+
+class MergeConfig(NamedTuple):
+    """Constants of the merge kernel: entries added at once, heads of a program, warps."""
+
+    entries: int
+    heads: int
+    warps: int
+
+
+def choose_merge(rows: int) -> MergeConfig:
+    """A program for each head of few rows; rows by the thousand, as of encodings, have few entries
+    each."""
+    if rows <= 512:
+        return MergeConfig(16, 1, 1)
+    return MergeConfig(8, 2, 1) if rows <= 4096 else MergeConfig(2, 4, 1)
+
+
+def _padded(head_dim: int) -> int:
+    """Widths of tensors are powers of two; products need 16 at least."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 class TritonKernels:
@@ -105,30 +151,20 @@ class TritonKernels:
         max_entries: int, windows: Sequence[int | None] = (), softcap: float | None = None,
         quantized: bool = False, config: LaunchConfig | None = None,
     ) -> None:  # fmt: skip
-        self._num_heads = heads.num_kv_heads * heads.group
         self.heads, self.dtype, self.device = heads, dtype, torch.device(device)
         self.rotation, self.slopes = rotation, slopes
         self.windows, self.softcap, self.quantized = tuple(windows), softcap, quantized
-        self.config = config or choose_config(heads, dtype)
-        on_gpu = self.device.type == "cuda"
-        self._processors, newest = 1, False
-        if on_gpu:
-            properties = torch.cuda.get_device_properties(self.device)
-            self._processors, newest = properties.multi_processor_count, properties.major >= 9
-        self.programs = self._processors * self.config.programs if on_gpu else _INTERPRETED_PROGRAMS
-        self._overlap: dict[str, Any] = {"launch_pdl": True} if newest else {}
-        self.out = torch.empty(
-            max_entries, self._num_heads, heads.head_dim, dtype=dtype, device=self.device
-        )
-        self.lse = torch.empty(
-            max_entries, self._num_heads, dtype=torch.float32, device=self.device
-        )
-        size, padded = dtype.itemsize, max(16, triton.next_power_of_2(heads.head_dim))
-        self._shape: dict[str, Any] = {
-            "HKV": heads.num_kv_heads, "G": heads.group, "D": heads.head_dim, "DP": padded,
-            "ALIGN": gcd(16, heads.head_dim * size), "DEPENDENT": newest,
-        }  # fmt: skip
-        self._score: dict[str, Any] = {"ALIBI": slopes is not None, "SOFTCAP": softcap or 0.0}
+        self.programs, capability = _INTERPRETED_PROGRAMS, (0, 0)
+        if self.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.device)
+        self.config = config or choose_config(heads, dtype, capability)
+        if self.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self.programs = processors * self.config.programs
+        self.overlapped = capability >= (9, 0)
+        sizes = max_entries, heads.num_kv_heads * heads.group
+        self.out = torch.empty(*sizes, heads.head_dim, dtype=dtype, device=self.device)
+        self.lse = torch.empty(*sizes, dtype=torch.float32, device=self.device)
 
     @property
     def block_rows(self) -> int:
@@ -155,73 +191,93 @@ class TritonKernels:
         if kind == "mixed":
             self._write(tables, rows, layer, key, value)
             self._partial(tables, layer, query, scale)
-            self._merge(tables, rows, out)
+            self._merge(tables, rows, layer, out)
         else:
             self._partial(tables, layer, query, scale)
             self._tail(tables, rows, layer, query, key, value, scale, out)
 
-    def _window(self, layer: int) -> int | None:
-        return self.windows[layer] if self.windows else None
+    def constants(self, layer: int) -> dict[str, Any]:
+        """What the kernels of a layer are compiled for."""
+        heads = self.heads
+        return {
+            "HKV": heads.num_kv_heads, "G": heads.group, "D": heads.head_dim,
+            "DP": _padded(heads.head_dim), "ALIGN": gcd(16, heads.head_dim * self.dtype.itemsize),
+            "ALIBI": self.slopes is not None, "WINDOW": self._window(layer) is not None,
+            "SOFTCAP": self.softcap or 0.0, "DEPENDENT": self.overlapped,
+        }  # fmt: skip
+
+    def partial_constants(self, layer: int) -> dict[str, Any]:
+        """Those of the partial kernel."""
+        config, rotation = self.config, self.rotation
+        return {
+            **self.constants(layer),
+            "ROTATED": rotation.rotated if rotation else 0,
+            "INTERLEAVED": rotation.interleaved if rotation else False,
+            "QUANTIZED": self.quantized, "ALIGN8": gcd(16, self.heads.head_dim),
+            "BM": config.block_rows, "BN": config.block_keys, "STAGES": config.stages,
+        }  # fmt: skip
+
+    def tail_constants(self, layer: int, config: TailConfig) -> dict[str, Any]:
+        """Those of the tail kernel."""
+        group = triton.next_power_of_2(self.heads.group)
+        return {
+            **self.constants(layer), "BLOCK": BLOCK_SIZE, "BN": config.keys,
+            "ENTRIES": config.entries, "GP": group, "LINES": max(16, group),
+        }  # fmt: skip
 
     def _write(self, tables: TableViews, rows: int, layer: int, key: Tensor, value: Tensor) -> None:
-        shape = {name: self._shape[name] for name in ("HKV", "D", "DP", "ALIGN", "DEPENDENT")}
-        together = min(8, triton.next_power_of_2(self.heads.num_kv_heads))
-        write_kernel[rows, triton.cdiv(self.heads.num_kv_heads, together)](
+        constants, heads = self.constants(layer), self.heads.num_kv_heads
+        together = min(8, triton.next_power_of_2(heads))
+        write_kernel[rows, triton.cdiv(heads, together)](
             key, key.stride(0), key.stride(1), value, value.stride(0), value.stride(1),
             tables.bases, tables.write_base, tables.write_slot, layer,
-            **shape, HEADS=together, num_warps=4, **self._overlap,
+            **{name: constants[name] for name in ("HKV", "D", "DP", "ALIGN", "DEPENDENT")},
+            HEADS=together, **self._options(4),
         )  # fmt: skip
 
     def _partial(self, tables: TableViews, layer: int, query: Tensor, scale: float) -> None:
-        config, window, rotation = self.config, self._window(layer), self.rotation
-        cos, sin = (self.lse, self.lse) if rotation is None else (rotation.cos, rotation.sin)
+        cos = sin = self.lse  # any tensor, where none is read
+        if self.rotation is not None:
+            cos, sin = self.rotation.cos, self.rotation.sin
         partial_kernel[self.programs,](
             query, query.stride(0), query.stride(1), self.out, self.lse,
             tables.counts, tables.bases, tables.scales, tables.items, tables.entry_row,
             tables.entry_delta, tables.entry_limit, tables.entry_origin, tables.position_ids,
-            cos, sin, self.lse if self.slopes is None else self.slopes, layer, window or 0, scale,
-            **self._shape, **self._score,
-            ROTATED=rotation.rotated if rotation else 0,
-            INTERLEAVED=rotation.interleaved if rotation else False,
-            WINDOW=window is not None, QUANTIZED=self.quantized,
-            ALIGN8=gcd(16, self.heads.head_dim),
-            BM=config.block_rows, BN=config.block_keys, STAGES=config.stages,
-            num_warps=config.warps, num_stages=config.stages, **self._overlap,
+            cos, sin, self._slopes(), layer, self._window(layer) or 0, scale,
+            **self.partial_constants(layer), **self._options(self.config.warps, self.config.stages),
         )  # fmt: skip
 
-    def _merge(self, tables: TableViews, rows: int, out: Tensor) -> None:
-        heads = self._num_heads
-        entries, together, warps = self._merge_config(rows)
-        merge_kernel[rows, triton.cdiv(heads, together)](
-            self.out, self.lse, tables.row_ptr, tables.row_entries, out,
-            HQ=heads, D=self._shape["D"], DP=self._shape["DP"], ENTRIES=entries, HEADS=together,
-            DEPENDENT=self._shape["DEPENDENT"], num_warps=warps, **self._overlap,
+    def _merge(self, tables: TableViews, rows: int, layer: int, out: Tensor) -> None:
+        constants, config = self.constants(layer), choose_merge(rows)
+        heads = self.heads.num_kv_heads * self.heads.group
+        merge_kernel[rows, triton.cdiv(heads, config.heads)](
+            self.out, self.lse, tables.row_ptr, tables.row_entries, out, HQ=heads,
+            **{name: constants[name] for name in ("D", "DP", "DEPENDENT")},
+            ENTRIES=config.entries, HEADS=config.heads, **self._options(config.warps),
         )  # fmt: skip
-
-    def _merge_config(self, rows: int) -> tuple[int, int, int]:
-        """Entries and heads at once, and warps: few rows need programs, many need few of them."""
-        if rows <= 512:
-            return 16, 1, 1
-        return (8, 2, 1) if rows <= 4096 else (2, 4, 1)
 
     def _tail(
         self, tables: TableViews, rows: int, layer: int,
         query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor,
     ) -> None:  # fmt: skip
-        window, group = self._window(layer), triton.next_power_of_2(self.heads.group)
-        keys, entries, warps = self._tail_config(rows)
+        config = choose_tail(self.heads, self.dtype, rows)
         tail_kernel[rows, self.heads.num_kv_heads](
             query, query.stride(0), query.stride(1), key, key.stride(0), key.stride(1),
             value, value.stride(0), value.stride(1), self.out, self.lse, out,
             tables.bases, tables.row_ptr, tables.row_entries, tables.tail_length, tables.pages,
-            tables.pages.stride(0), self.lse if self.slopes is None else self.slopes, layer,
-            window or 0, scale, **self._shape, **self._score, WINDOW=window is not None,
-            BLOCK=BLOCK_SIZE, BN=keys, ENTRIES=entries, GP=group, LINES=max(16, group),
-            num_warps=warps, num_stages=1, **self._overlap,
+            tables.pages.stride(0), self._slopes(), layer, self._window(layer) or 0, scale,
+            **self.tail_constants(layer, config), **self._options(config.warps),
         )  # fmt: skip
 
-    def _tail_config(self, rows: int) -> tuple[int, int, int]:
-        """Keys of a product, entries at once, and warps."""
-        keys = min(BLOCK_SIZE, 64 if rows <= 32 else 32)
-        entries, warps = (16, 1) if rows < 256 else (8, 1)
-        return keys, entries, warps
+    def _window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def _slopes(self) -> Tensor:
+        return self.lse if self.slopes is None else self.slopes
+
+    def _options(self, warps: int, stages: int = 1) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+        options["enable_fp_fusion"] = True  # scores are scaled and reduced by their maximum at once
+        if self.overlapped:
+            options["launch_pdl"] = True
+        return options

@@ -344,7 +344,7 @@ def make_kernels(step: Step, max_entries: int = 400, **options: Any) -> Any:
 
     scheme, rotation = step.scheme, None
     if scheme.rotated:
-        angles = scheme.angles(torch.arange(512))
+        angles = scheme.angles(torch.arange(1024))
         cos, sin = (t.float().to(step.device) for t in (angles.cos(), angles.sin()))
         rotation = RotationTables(cos, sin, scheme.interleaved)
     kernels = TritonKernels(

@@ -1,0 +1,100 @@
+"""Machine code of the kernels, compiled without a GPU: what is fast only by the compiler's grace.
+
+Small changes of a kernel, as a hint of alignment on an integer rather than a pointer, take the
+asynchronous copies away without a word; attention is then several times slower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache.attention.triton.tables import HeadLayout
+from tests.ragcache.attention.triton import compiled
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+LLAMA_7B, LLAMA_8B = HeadLayout(32, 1, 128), HeadLayout(8, 4, 128)
+READER, PHI, GEMMA = HeadLayout(2, 7, 64), HeadLayout(32, 1, 80), HeadLayout(8, 2, 256)
+COPIES = {64: 24, 80: 48, 128: 48, 256: 24}
+"""Asynchronous copies at least, by D: three stages of keys and values, for two loops."""
+
+
+def make_kernels(heads: HeadLayout, capability: int, **options: Any) -> Any:
+    from ragcache.attention.triton import launch
+
+    angles = torch.zeros(8, options.pop("rotated", heads.head_dim) // 2)
+    rotation = launch.RotationTables(angles, angles, options.pop("interleaved", False))
+    config = launch.choose_config(heads, torch.bfloat16, divmod(capability, 10))
+    kernels = launch.TritonKernels(
+        heads, torch.bfloat16, "cpu", rotation, max_entries=1, config=config, **options
+    )
+    kernels.overlapped = capability >= 90
+    return kernels
+
+
+def instructions(kernel: str, capability: int, constants: dict[str, Any], warps: int, stages: int
+) -> dict[str, int]:  # fmt: skip
+    from ragcache.attention.triton import launch
+
+    case = {
+        "kernel": kernel, "element": "bf16", "capability": capability, "constants": constants,
+        "warps": warps, "stages": stages,
+    }  # fmt: skip
+    source = Path(launch.__file__).with_name("kernels.py")
+    found = subprocess.run(
+        [sys.executable, compiled.__file__, source], input=json.dumps(case), text=True,
+        capture_output=True, check=False, env={**os.environ, "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    counts: dict[str, int] = json.loads(found.stdout)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("heads", "capability", "options"),
+    [
+        (LLAMA_7B, 90, {}),
+        (LLAMA_8B, 90, {"quantized": True}),
+        (READER, 90, {}),
+        (PHI, 90, {"rotated": 32}),
+        (LLAMA_8B, 90, {"windows": (4096,), "softcap": 30.0}),
+        (LLAMA_8B, 80, {}),
+        pytest.param(LLAMA_8B, 90, {"interleaved": True}, marks=pytest.mark.slow),
+        pytest.param(READER, 80, {}, marks=pytest.mark.slow),
+        pytest.param(GEMMA, 90, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_partial_copies_asynchronously_and_spills_nothing(
+    heads: HeadLayout, capability: int, options: dict[str, Any]
+) -> None:
+    kernels = make_kernels(heads, capability, **options)
+    config = kernels.config
+    constants = kernels.partial_constants(0)
+    counts = instructions("partial_kernel", capability, constants, config.warps, config.stages)
+    stages = 3 if capability >= 90 else 2
+    assert counts["LDGSTS"] >= COPIES[heads.head_dim] * stages // 3
+    assert counts["HGMMA" if capability >= 90 else "HMMA"] > 0
+    if heads.head_dim <= 128:
+        assert counts["STL"] == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows"),
+    [(LLAMA_7B, 16), (LLAMA_7B, 256), (LLAMA_8B, 16), (LLAMA_8B, 64), (READER, 64)],
+)
+def test_tail_spills_little(heads: HeadLayout, rows: int) -> None:
+    from ragcache.attention.triton.launch import choose_tail
+
+    config = choose_tail(heads, torch.bfloat16, rows)
+    constants = make_kernels(heads, 90).tail_constants(0, config)
+    counts = instructions("tail_kernel", 90, constants, config.warps, 1)
+    assert counts["STL"] <= 8  # once a program: less than another warp takes
+    assert counts["HMMA"] > 0 or heads.group == 1
