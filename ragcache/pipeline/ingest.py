@@ -33,7 +33,7 @@ from ragcache.errors import (
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.module_states import ModuleEncoder, portions
 from ragcache.retrieval import Retriever
-from ragcache.store import KVStore
+from ragcache.store import KVStore, Lease
 
 logger = logging.getLogger(__name__)
 
@@ -142,16 +142,18 @@ class Ingestor:
         total = sum(len(modules) for _, modules in prepared)
         with jobs.running(f"collection {collection}", total, queued) as job:
             note = jobs.progress(job)
-            for document, modules in prepared:
-                for part in portions([ids for _, ids in modules]):
-                    jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
-                    with self.encoder.lease(part, "rooted", "ingest") as lease:
+            with _Writing() as writing:
+                for document, modules in prepared:
+                    for part in portions([ids for _, ids in modules]):
+                        jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
+                        lease = self.encoder.lease(part, "rooted", "ingest")
                         done += len(part)
                         encoded += sum(tier == "encoded" for tier in lease.source.values())
-                    note(done)
-                    if progress is not None:
-                        progress(done, total)
-                rows.append(self._row(document, modules))
+                        writing.follow(lease)
+                        note(done)
+                        if progress is not None:
+                            progress(done, total)
+                    rows.append(self._row(document, modules))
             self.store.discard(self.catalog.replace_documents(collection, rows, job))
         return encoded
 
@@ -187,6 +189,29 @@ class Ingestor:
             document.id, document.uri, self._digest(document), rows, document.metadata,
             document.text,
         )  # fmt: skip
+
+
+class _Writing:
+    """The lease whose blobs are written while the next modules are encoded."""
+
+    def __init__(self) -> None:
+        self._lease: Lease | None = None
+
+    def follow(self, lease: Lease) -> None:
+        """Releases the lease before this one, and this one unless its blobs are under way. Raises
+        what releases raise."""
+        before, self._lease = self._lease, lease
+        if before is not None:
+            before.release()
+        if not lease.is_writing:
+            lease.release()
+
+    def __enter__(self) -> _Writing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.release()
 
 
 @dataclass(slots=True, eq=False)

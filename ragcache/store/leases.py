@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -22,13 +23,15 @@ from typing import Literal
 from ragcache.db.ledger import Ledger, StateMetadata, StateRow
 from ragcache.errors import LedgerUnavailable, StoreError, StoreFull, StoreUnwritable
 from ragcache.states import KVKey, KVStates
-from ragcache.states.quantization import StoredStates, readable
+from ragcache.states.quantization import StoredStates, readable, wait_for_arrival
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import Flight, PersistentTiers, SingleFlight
 from ragcache.store.tiers import DeviceTier
 
 logger = logging.getLogger(__name__)
 
+_WRITERS = 2  # threads that write blobs of what GPUs have computed
+_WRITES = 8  # of one lease that are under way, each with a copy in main memory
 ENCODING_SECONDS = 600.0  # that another process may take to encode what this one waits for
 
 Origin = Literal["ingest", "warm", "question"]
@@ -121,7 +124,8 @@ class Lease:
     `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
     admitted: for keys that were not in the first tier, whether they may push others out.
     unreadable: keys whose rows exist, but whose states no tier could give. lost_blobs: whether a
-    blob turned out to be corrupt or vanished, and has to be replaced.
+    blob turned out to be corrupt or vanished, and has to be replaced. writes: of blobs of states
+    that were put, from a copy in main memory, beside what the caller does next.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class Lease:
         self.unreadable: set[KVKey] = set()
         self.lost_blobs = False
         self.claimed: _Claimed | None = None
+        self.writes: deque[Future[None]] = deque()
         self._loader = loader
         self._released = False
 
@@ -163,9 +168,11 @@ class Lease:
         return self._loader.claim(self)
 
     def put(self, key: KVKey, states: KVStates) -> None:
-        """Stores the states of a claimed key, and shares them. Raises `ValueError` for another key,
-        `StoreError` where they cannot be stored and are not for a question, and
-        `StoreBudgetExceeded` where more is in use than the first tier may hold."""
+        """Stores the states of a claimed key, and shares them. The blob of states that a GPU has
+        computed may be written after this returns: what fails then, a later `put` or `release`
+        raises. Raises `ValueError` for another key, `StoreError` where they cannot be stored and
+        are not for a question, and `StoreBudgetExceeded` where more is in use than the first tier
+        may hold."""
         self._loader.put(self, key, states)
 
     def extend(self, keys: Sequence[KVKey], request: LeaseRequest) -> None:
@@ -173,8 +180,14 @@ class Lease:
         the preamble that they depend on."""
         self._loader.extend(self, keys, request)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether blobs of this lease may still be under way."""
+        return bool(self.writes)
+
     def release(self) -> None:
-        """Ends the lease, and its claims if any are left; further calls do nothing."""
+        """Ends the lease when its blobs are written, and its claims if any are left; further calls
+        do nothing. Raises `StoreError` where a blob could not be written."""
         if not self._released:
             self._released = True
             self._loader.release(self)
@@ -196,6 +209,7 @@ class StateLoader:
     ) -> None:  # fmt: skip
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._admission, self._counters = flights, admission, counters
+        self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # none until there is work
         self._reused: set[KVKey] = set()  # on probation, and to be written to the disk
         self._ahead: dict[KVKey, str] = {}  # read ahead and not used since: the tiers they are from
 
@@ -222,12 +236,23 @@ class StateLoader:
     def release(self, lease: Lease) -> None:
         """Ends a lease and notes its uses; one that ends with claims used nothing."""
         abandoned = lease.claimed is not None
+        failures = [write.exception() for write in lease.writes]  # waits for each
+        lease.writes.clear()
         self._end_claims(lease)
         self._memory.let_go(dict.fromkeys(lease.keys))
+        if isinstance(self._memory.top.tier, DeviceTier):
+            lease.found.clear()  # memory of a device is used again when nothing refers to it
         if not abandoned:
             found = [key for key, tier in lease.source.items() if tier != "encoded"]
             self._counters.hits.update(lease.source[key] for key in found)
             self._ledger.usage.touch(found, self._ledger.advance_clock())
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def close(self) -> None:
+        """Waits for blobs that are being written."""
+        self._writers.shutdown()
 
     def load(self, lease: Lease, *, wait: bool = False) -> None:
         """Brings what the tiers have to memory. wait: also for keys that are in flight in other
@@ -269,7 +294,7 @@ class StateLoader:
         self._keep(lease, claimed, key, states)
         claimed.lengths[key] = states.length
         del claimed.keys[key]
-        claimed.flight.end([key])
+        claimed.flight.end([key])  # unless it was given to a writer
         if not claimed.keys:
             self._end_claims(lease)
             tokens = max(1, sum(claimed.lengths.values()))
@@ -452,7 +477,9 @@ class StateLoader:
         memory = self._memory
         memory.describe(key, lease.request.metadata(states.length))
         admitted = claimed.persists or self._admits(lease, key)
-        if claimed.persists:
+        if claimed.persists and self._write_later(lease, claimed, key, states):
+            pass
+        elif claimed.persists:
             try:
                 self._persistent.write(key, states, lease.tick)
                 claimed.in_ledger.discard(key)
@@ -468,3 +495,32 @@ class StateLoader:
             memory.keep_loose(key, states, beside=True)
         lease.found[key], lease.source[key] = placed or states, "encoded"
         self._counters.encoded += 1
+
+    def _write_later(self, lease: Lease, claimed: _Claimed, key: KVKey, states: KVStates) -> bool:
+        """Hands states that a GPU has computed to a writer: copied to main memory beside what the
+        GPU computes next, and to a blob from there. False where they are written now."""
+        if lease.request.origin == "question":
+            return False
+        while len(lease.writes) >= _WRITES or (lease.writes and lease.writes[0].done()):
+            lease.writes.popleft().result()
+        copy = self._memory.begin_download(states)
+        if copy is None:
+            return False
+        claimed.in_ledger.discard(key)
+        flight = claimed.flight.give_away([key])
+        lease.writes.append(self._writers.submit(self._write, flight, key, copy, lease.tick))
+        return True
+
+    def _write(self, flight: Flight, key: KVKey, states: StoredStates, tick: int) -> None:
+        """In a writer's thread: the blob, its row, and then the end of claim and flight."""
+        with flight:
+            try:
+                wait_for_arrival(states)
+                self._persistent.write(key, states, tick)
+            except BaseException:
+                try:
+                    self._ledger.locks.release([key])
+                except StoreError as error:
+                    logger.warning("%s; a claim stays until this process ends", error)
+                raise
+            self._memory.end_download(key, states, tick)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from ragcache.db.ledger import StateMetadata, StateRow, UsageBuffer
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVKey
-from ragcache.states.quantization import StoredStates, readable
+from ragcache.states.quantization import StoredStates, quantize, readable
 from ragcache.states.serialization import Allocate
 from ragcache.store.eviction import Entries, KVEntry, Policy, choose_victims, expired
 from ragcache.store.tiers import DeviceTier, HostTier, Tier
 
+_READING_SECONDS, _POLL_SECONDS = 1.0, 0.002
 _ATTEMPTS = 4  # at an extent in one piece, each after an eviction
 _BLOCK = 4096  # bytes by which a blob may be larger than its states
 
@@ -128,6 +129,10 @@ class TierIndex:
             if not (entry.leased or entry.pinned):
                 need -= entry.nbytes
                 yield Victim(key, entry.nbytes, None)
+
+
+def _is_gpu(tier: Tier) -> bool:
+    return isinstance(tier, DeviceTier) and tier.is_gpu
 
 
 class MemoryTiers:
@@ -244,17 +249,26 @@ class MemoryTiers:
             room = 0 if loaded else tier.size_of(states)
             if not self._fit(index, room, admitted=admitted):
                 return None
-            for _ in range(_ATTEMPTS):
+            left, deadline = _ATTEMPTS, time.monotonic() + _READING_SECONDS
+            while True:
                 try:
                     nbytes = tier.put(key, states)
                 except StoreBudgetExceeded:
-                    # what was let go is still being read elsewhere, or is not in one piece
-                    slabs = isinstance(tier, DeviceTier | HostTier) and tier.has_slabs
-                    if slabs and self._make_room(index, room, admitted=admitted):
+                    if self._reading(tier, room) and time.monotonic() < deadline:
+                        time.sleep(_POLL_SECONDS)
                         continue
+                    slabs = isinstance(tier, DeviceTier | HostTier) and tier.has_slabs
+                    left -= 1
+                    if slabs and left and self._make_room(index, room, admitted=admitted):
+                        continue  # what was free was not in one piece
                     return None
                 return self._placed(index, key, nbytes, tick, admitted=admitted)
-            return None
+
+    def _reading(self, tier: Tier, nbytes: int) -> bool:
+        """Whether a GPU's tier has no room because of states that were let go, and that a step
+        still reads: for one or two steps."""
+        budget = tier.budget_bytes
+        return _is_gpu(tier) and budget is not None and tier.used_bytes + nbytes > budget
 
     def place_together(
         self, entries: Sequence[tuple[KVKey, StoredStates, bool]], tick: int
@@ -286,7 +300,9 @@ class MemoryTiers:
 
     def _fit(self, index: TierIndex, nbytes: int, *, admitted: bool) -> bool:
         """Makes room for so many bytes within the budget; returns whether there is any."""
-        need = index.tier.used_bytes + nbytes - (index.tier.budget_bytes or nbytes)
+        tier = index.tier
+        used = index.entries.used_bytes if _is_gpu(tier) else tier.used_bytes
+        need = used + nbytes - (tier.budget_bytes or nbytes)
         return need <= 0 or self._make_room(index, need, admitted=admitted)
 
     def has_room(self, key: KVKey) -> bool:
@@ -301,22 +317,47 @@ class MemoryTiers:
         """Main memory to load so many bytes into, None where there is none. What is loaded into
         the first tier is then placed without a copy; before a device, memory of the host tier is
         only passed through, and pushes nothing out."""
-        index = next((index for index in self.indexes if isinstance(index.tier, HostTier)), None)
-        if index is None or not isinstance(index.tier, HostTier):
+        found = self._host()
+        if found is None:
             return None
+        index, host = found
         if index is not self.top:
-            return index.tier.allocate if index.tier.has_slabs else None
+            return host.allocate if host.has_slabs else None
         with self._placing[index.name]:
             if not self._fit(index, nbytes, admitted=admitted):
                 return None
-        return index.tier.allocate
+        return host.allocate
+
+    def begin_download(self, states: StoredStates) -> StoredStates | None:
+        """A copy in memory of the host tier, which is not an entry yet, of states that the device
+        before it has computed; None for others, and where there is no room."""
+        found, device = self._host(), self.top.tier
+        if found is None or not (isinstance(device, DeviceTier) and device.is_computed(states)):
+            return None
+        index, host = found
+        kept = quantize(states, host.kv_dtype)
+        with self._placing[index.name]:
+            if self._fit(index, host.size_of(kept), admitted=True):
+                with suppress(StoreBudgetExceeded):
+                    return host.begin_copy(kept)
+        return None
+
+    def end_download(self, key: KVKey, states: StoredStates, tick: int) -> None:
+        """Keeps a copy that has ended, on probation: the device may let go of its own for free."""
+        found = self._host()
+        if found is not None and key not in found[0].entries:
+            self.place(found[0], key, states, tick, admitted=False)
+
+    def _host(self) -> tuple[TierIndex, HostTier] | None:
+        tiers = ((index, index.tier) for index in self.indexes)
+        return next(((i, tier) for i, tier in tiers if isinstance(tier, HostTier)), None)
 
     def keep_loose(self, key: KVKey, states: StoredStates, *, beside: bool) -> None:
         """Keeps states for as long as they are leased. beside: whether they take room beside the
         budget of the first tier. Raises `StoreBudgetExceeded`, also where the first tier is a
         device that could not read them elsewhere."""
         tier = self.top.tier
-        away = isinstance(tier, DeviceTier) and tier.is_gpu and not states.keys.is_cuda
+        away = isinstance(tier, DeviceTier) and tier.is_gpu and not tier.is_computed(states)
         nbytes = tier.size_of(states) if beside or away else 0
         with self.lock:
             entries = self.top.entries
@@ -392,7 +433,7 @@ class MemoryTiers:
 
     def _make_room(self, index: TierIndex, need: int, *, admitted: bool) -> bool:
         # a GPU reads states nowhere else: those of a question push others out, to the next tier
-        admitted = admitted or (isinstance(index.tier, DeviceTier) and index.tier.is_gpu)
+        admitted = admitted or _is_gpu(index.tier)
         with self.lock:  # no other thread finds or chooses what leaves
             leaving = index.choose(need, time.time(), admitted=admitted)
             if leaving is None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Room = Callable[[int], Allocate | None]
 
+_NO_THREAD = 0
 _ATTEMPTS = 16  # at making room, against other processes that fill it
 
 
@@ -57,6 +58,12 @@ class SingleFlight:
                     self._ends[key] = mine[key], me
         return Flight(self, mine, others)
 
+    def disown(self, keys: Iterable[KVKey]) -> None:
+        """Lets any thread wait for flights, also the one that began them."""
+        with self._lock:
+            for key in keys:
+                self._ends[key] = self._ends[key][0], _NO_THREAD
+
     def end(self, ended: Iterable[tuple[KVKey, threading.Event]]) -> None:
         """Ends flights, and wakes those that wait for them."""
         with self._lock:
@@ -80,6 +87,12 @@ class Flight:
         """Ends the flight on some of its keys, or on all; one that has ended is no error."""
         ended = self._open if keys is None else self._open.keys() & set(keys)
         self._flights.end([(key, self._open.pop(key)) for key in list(ended)])
+
+    def give_away(self, keys: Iterable[KVKey]) -> Flight:
+        """A flight of its own on some of the keys, for another thread to end."""
+        given = {key: self._open.pop(key) for key in keys}
+        self._flights.disown(given)
+        return Flight(self._flights, given, ())
 
     def wait_for_others(self) -> None:
         """Waits for the ends of the flights on all other keys."""

@@ -243,6 +243,7 @@ class KVStore:
 
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""
+        self._loader.close()
         self._background.stop()
         self.ledger.end()
 

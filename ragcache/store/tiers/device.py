@@ -125,7 +125,7 @@ class DeviceTier:
         self.device = indexed(torch.device(device))
         self._streams = streams
         self._pool = SlabPool(0, self._reserve)
-        if self.is_gpu:
+        if self.device.type == "cuda":
             self._streams = streams or DeviceStreams(self.device)
         if budget_bytes is not None:
             self._set_budget(budget_bytes)
@@ -152,7 +152,11 @@ class DeviceTier:
     @property
     def is_gpu(self) -> bool:
         """Whether what computes there can read states of no other tier."""
-        return self.device.type != "cpu"
+        return self._streams is not None
+
+    def is_computed(self, states: StoredStates) -> bool:
+        """Whether states were computed on the tier's device, and not loaded for it."""
+        return self._streams is not None and self._streams.holds(states.keys)
 
     def bind_stream(self, stream: Any) -> None:
         """Names the stream on which states are read from now on: that of the engine."""
@@ -193,8 +197,8 @@ class DeviceTier:
         with self._lock:
             copies = self._begin(sources)
             try:
-                self._copy_computed([copy for copy in copies if self._is_computed(copy.source)])
-                self._upload([copy for copy in copies if not self._is_computed(copy.source)])
+                self._copy_computed([copy for copy in copies if self.is_computed(copy.source)])
+                self._upload([copy for copy in copies if not self.is_computed(copy.source)])
             except torch.OutOfMemoryError as error:
                 raise StoreFull(
                     f"{self.device} has no room to restore states beside the {self._used:,} bytes "
@@ -289,9 +293,6 @@ class DeviceTier:
         assert self._streams is not None
         freed.order(self._streams)
         self._pool.give_back(freed.memory.extent)
-
-    def _is_computed(self, states: StoredStates) -> bool:
-        return self._streams is not None and self._streams.holds(states.keys)
 
     def _copy_computed(self, copies: Sequence[_Copy]) -> None:
         """Copies what was computed on this device, after what the calling thread has queued and in

@@ -3,70 +3,18 @@ plays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ragcache.errors import StoreBudgetExceeded
 from ragcache.states import KVStates
 from ragcache.states.quantization import QuantizedStates, quantize, restored
 from ragcache.store.tiers import DeviceTier, HostTier
 from ragcache.store.tiers import device as device_module
-from ragcache.store.tiers.streams import DeviceStreams
 from tests.ragcache.conftest import make_key, make_states, same
-
-
-@dataclass(eq=False)
-class Event:
-    """The end of what was queued on a stream so far."""
-
-    log: list[str]
-    name: str
-    ended: bool = False
-
-    def query(self) -> bool:
-        return self.ended
-
-    def wait(self, stream: Any) -> None:
-        self.log.append(f"{stream} waits for {self.name}")
-
-    def synchronize(self) -> None:
-        self.ended = True
-
-
-@dataclass(eq=False)
-class Streams(DeviceStreams):
-    """Streams whose queue is a log. computed: tensors that are taken for the device's own."""
-
-    log: list[str] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    computed: list[Tensor] = field(default_factory=list)
-    upload: Any = "upload"
-    compute: Any = "compute"
-
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        self.log.append(f"copy on {stream}")
-        yield
-
-    def record(self, stream: Any) -> Event:
-        self.events.append(Event(self.log, f"{stream} {len(self.events)}"))
-        return self.events[-1]
-
-    def holds(self, tensor: Tensor) -> bool:
-        return any(tensor is each for each in self.computed)
-
-    def follow_thread(self) -> None:
-        self.log.append("compute follows the thread")
-
-    def end_all(self) -> None:
-        for event in self.events:
-            event.ended = True
+from tests.ragcache.store.played_streams import Streams
 
 
 def layered(number: int, layers: int, tokens: int = 4) -> KVStates:
