@@ -23,7 +23,7 @@ LOAD = GpuWorkload(
 
 
 def test_every_part_gives_its_figure() -> None:
-    document = SuiteRun({"7b": SMALL}, PARTS, LOAD, "cuda", profile=True).run()
+    document = SuiteRun({"7b": SMALL}, PARTS, LOAD, "cuda").run()
     assert document["errors"] == {}
     for row in document["rows"]:
         assert row["value"] is not None or row["name"] == "serve_int8", row

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragcache.bench.gpu.suite import PARTS, QUICK, SuiteRun, shapes_named
+from ragcache.bench.gpu.suite import DEFAULT_PARTS, PARTS, QUICK, SuiteRun, shapes_named
 from ragcache.bench.gpu.table import GpuWorkload, missed, render_markdown, render_text
 from ragcache.bench.harness import SHAPES
 
@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     load = QUICK if options.quick else GpuWorkload()
     shapes, parts = shapes_named(options.shape.split(",")), options.part.split(",")
-    run = SuiteRun(
-        shapes, parts, load, options.device, progress, save, options.limit, options.profile
-    )
+    run = SuiteRun(shapes, parts, load, options.device, progress, save, options.limit)
     return report(run.run(), check=options.check)
 
 
@@ -65,14 +63,11 @@ def with_table(page: str, table: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ragcache.bench.gpu", description=__doc__)
-    parser.add_argument("--part", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--part", default=",".join(DEFAULT_PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--shape", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here")
     parser.add_argument("--check", action="store_true", help="exit 1 where a must is missed")
-    parser.add_argument(
-        "--profile", action="store_true", help="also list what the device does, kernel by kernel"
-    )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument(
         "--limit", type=float, default=150.0, help="seconds until a part that hangs ends all"

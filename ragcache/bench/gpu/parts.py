@@ -119,9 +119,8 @@ def bench_serve(session: GpuSession, _: Ceilings) -> dict[str, Any]:
     """A batch of requests over documents in random order, from its submission to its end: over the
     states as the model computed them, and in eight bits where attention reads those."""
     found = {"model": _batches(session, session.documents)}
-    runner = session.engine.core.runner
-    if not getattr(runner, "reads_quantized", False):
-        found["int8"] = {"skipped": "this engine reads no int8 states"}
+    if not session.engine.core.runner.asynchronous:
+        found["int8"] = {"skipped": "int8 states are restored here"}
         return found
     session.progress("int8 states")
     states: Any = [quantize(each, "int8") for each in session.documents]
@@ -251,7 +250,7 @@ class _LayeredCopies:
         return torch.empty_like(like, device=self.device)
 
 
-def bench_profile(session: GpuSession) -> dict[str, Any]:
+def bench_profile(session: GpuSession, _: Ceilings) -> dict[str, Any]:
     """What the device does in first tokens after four documents and in decoding over them. The
     profiler itself costs time, mostly between kernels."""
     if session.device == "cpu":
@@ -299,8 +298,10 @@ ENGINE_PARTS: dict[str, Callable[[GpuSession, Ceilings], dict[str, Any]]] = {
     "encode": bench_encode,
     "ttft": bench_ttft,
     "tiers": bench_tiers,
-    "serve": bench_serve,
     "order": bench_order,
     "decode": bench_decode,
+    "profile": bench_profile,
+    "serve": bench_serve,
 }
-"""In the order in which they run: what was encoded is read by the others."""
+"""In the order in which they run: the others read what was encoded, and once a step has read int8
+states, all graphs are for both kinds."""

@@ -134,6 +134,7 @@ class GpuSession:
         shape = self.shape
         size = (2, shape.num_layers, shape.num_kv_heads, tokens, shape.head_dim)
         keys, values = torch.empty(size, dtype=torch.bfloat16, device=self.device).normal_()
+        self.synchronize()  # the engine reads on a stream of its own
         return KVStates(keys, values, start)
 
     def tokens(self, count: int) -> list[int]:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from ragcache.bench.gpu.device import bench_attention, measure_ceilings
-from ragcache.bench.gpu.parts import ENGINE_PARTS, bench_profile
+from ragcache.bench.gpu.parts import ENGINE_PARTS
 from ragcache.bench.gpu.session import GpuSession, median_ms
 from ragcache.bench.gpu.table import Ceilings, GpuWorkload, missed, rows_of
 from ragcache.bench.harness import SHAPES, LlamaShape, Progress, describe_machine
 from ragcache.bench.peers import concatenate, prefill, without_cudnn_attention
 
 PARTS = ("attention", *ENGINE_PARTS)
+DEFAULT_PARTS = tuple(part for part in PARTS if part != "profile")
 QUICK = GpuWorkload(runs=9, serve_runs=2, decode_tokens=32, peer_runs=1)
 """Fewer repetitions of everything."""
 
@@ -31,17 +32,16 @@ class SuiteRun:
     """A run under way: its document grows part by part.
 
     limit: seconds until a part that hangs ends the process, with the stacks of all threads; None
-    for ever. save: called with the document after every part. profile: whether first tokens and
-    decoding run once more under the profiler.
+    for ever. save: called with the document after every part.
     """
 
     def __init__(
         self, shapes: Mapping[str, LlamaShape], parts: Sequence[str], load: GpuWorkload,
         device: str = "cuda", progress: Progress = lambda _: None, save: Save = lambda _: None,
-        limit: float | None = None, profile: bool = False,
+        limit: float | None = None,
     ) -> None:  # fmt: skip
         self.load, self.device, self.progress = load, device, progress
-        self.save, self.limit, self.profile = save, limit, profile
+        self.save, self.limit = save, limit
         self.shapes = shapes
         chosen = [part for part in PARTS if part in parts]
         self.document = new_document(shapes, chosen, load, device)
@@ -79,9 +79,6 @@ class SuiteRun:
             for part in engine_parts:
                 run = partial(ENGINE_PARTS[part], session, ceilings)
                 results[part] = self._part(f"{name} {part}", run) or {}
-            if self.profile:
-                run = partial(bench_profile, session)
-                results["profile"] = self._part(f"{name} profile", run) or {}
         except Exception as error:
             self.document["errors"][name] = repr(error)
         finally:

@@ -185,8 +185,7 @@ def test_a_file_is_rendered_without_a_run(
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     saved: list[int] = []
-    run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])),
-                   profile=True)  # fmt: skip
+    run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])))
     result = run.run()
     assert saved == sorted(saved), "it is saved after every part"
     assert len(saved) > len(PARTS)
