@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragcache.attention.triton.tables import (
+    AttentionTables,
+    KVRead,
+    KVRun,
+    Reader,
+    TableCapacity,
+    build_plan,
+)
 from tests.ragcache.attention.triton.steps import (
     Asking,
     Scheme,
+    Step,
     attend,
     error,
     make_kernels,
@@ -101,3 +110,37 @@ def test_steps_without_requests_are_zeros() -> None:
         step = make_step(Scheme(), kind, (), (), padding=3)
         kernels = make_kernels(step)
         assert not attend(step, kernels, step.tables(kernels.block_rows)).any()
+
+
+def planned(step: Step, block_rows: int) -> AttentionTables:
+    """The step's tables as the engine makes them."""
+    capacity = TableCapacity(step.rows, 400, 100, 8, len(step.pages[0]))
+    tables = AttentionTables(capacity, step.device)
+    reads = []
+    for read in step.reads:
+        run = KVRun(*step.pool, read.begin, read.end)
+        if read.base:
+            states = step.documents[read.base - 1]
+            scales = getattr(states, "key_scales", None), getattr(states, "value_scales", None)
+            run = KVRun(states.keys, states.values, read.begin, read.end, *scales)
+        readers = [Reader(row, row + 1, *rest) for row, *rest in read.entries]
+        reads.append(KVRead(run, readers))
+    plan = build_plan(
+        reads, rows=step.rows, heads=step.scheme.heads, capacity=capacity, pool=step.pool,
+        programs=8, block_rows=block_rows, min_keys=40,
+    )  # fmt: skip
+    tables.set_plan(plan)
+    tables.upload_plan()
+    tables.step.position_ids[:], tables.step.write_slot[:] = step.position_ids, step.slots
+    tables.step.tail_length[:], tables.step.pages[:] = step.tails, step.pages
+    tables.upload_step()
+    return tables
+
+
+@pytest.mark.parametrize("name", ["half", "heads 2x7", "alibi", "window", "int8"])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_planned_steps_equal_the_definition(name: str, kind: str) -> None:
+    step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind], seed=5)
+    kernels = make_kernels(step)
+    tables = planned(step, kernels.block_rows)
+    assert error(step, attend(step, kernels, tables.views)) < 1e-6
