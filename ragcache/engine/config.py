@@ -62,7 +62,9 @@ class EngineStats:
     """Counters of an engine. Tokens are rows of steps; seconds are of its thread.
 
     planning: scheduling and building batches; forward: the model; sampling: choosing tokens and
-    handing them to callers. queued: the sum of the seconds that admitted requests waited.
+    handing them to callers. queued: the sum of the seconds that admitted requests waited. On a GPU,
+    which computes while the thread goes on, forward and idle are seconds of the device; idle: it
+    had nothing to do between two steps.
     """
 
     steps: int = 0
@@ -76,3 +78,4 @@ class EngineStats:
     planning: float = 0.0
     forward: float = 0.0
     sampling: float = 0.0
+    idle: float = 0.0

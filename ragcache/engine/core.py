@@ -29,7 +29,7 @@ from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request, RequestOutput, TokenDelta, check_window
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
-from ragcache.engine.sampler import SampledToken
+from ragcache.engine.sampler import Mark, SampledToken
 from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Share
@@ -70,6 +70,7 @@ class EngineCore:
         self._changed = True  # since the last step was launched, so that it cannot be continued
         self._most_running = config.running  # less after memory ended
         self._lap_at = 0.0
+        self._last_mark: Mark | None = None  # behind the last step that was computed
 
     @property
     def pool(self) -> BlockPool:
@@ -176,7 +177,7 @@ class EngineCore:
             self._deliver(accepted, now)
         if not self.busy:
             self.runner.release_batch()
-            self.snapshot, self._seen = IDLE, None
+            self.snapshot, self._seen, self._last_mark = IDLE, None, None
         self.stats.sampling += self._lap()
 
     def _lap(self) -> float:
@@ -204,11 +205,8 @@ class EngineCore:
         """Launches the next step. None where there is nothing to do, or where the tokens of the
         step that runs have to be known first."""
         last = self._launched
-        if last is not None:
-            if last.lineup is not None and self._continues(last.lineup):
-                return self._continue(last, last.lineup)
-            if last.encodes:  # its portions count only when they are computed
-                return None
+        if last is not None and last.lineup is not None and self._continues(last.lineup):
+            return self._continue(last, last.lineup)
         shares = self._plan(self._lap_at, last)
         return self._start(shares, last) if shares else None
 
@@ -230,14 +228,16 @@ class EngineCore:
         assert self._ahead is not None
         assert last.tokens is not None
         try:
-            logits = self._ahead.continue_batch(last.tokens.inputs)()
+            launch = self._ahead.continue_batch(last.tokens.inputs)
+            marks = self._marks()
+            logits = launch()
         except torch.OutOfMemoryError:
             self._changed = True
             return None
         self.stats.planning += self._lap()
         lineup.advance()
         self._launched = LaunchedStep(
-            last.shares, logits, last.sequences, last.states, lineup, continued=True
+            last.shares, logits, last.sequences, last.states, lineup, True, marks=marks
         )
         return self._launched
 
@@ -249,7 +249,7 @@ class EngineCore:
             if seen != self._seen:  # else the step is like the last one
                 self.snapshot, self._seen = BatchSnapshot.of(shares), seen
             try:
-                logits = self._compute(shares, last)
+                logits, marks = self._compute(shares, last)
             except torch.OutOfMemoryError as error:
                 if last is not None:  # once its tokens are known, some may be preempted
                     return None
@@ -258,30 +258,40 @@ class EngineCore:
                     return None
         sequences = []
         for share in shares:
-            if isinstance(share.owner, Sequence):
+            if isinstance(share.owner, Encoding):
+                share.owner.launched(share.count)
+            else:
                 share.chunk.private.advance(share.chunk.position_ids)
                 if share.chunk.wants_logits:
                     sequences.append(share.owner)
         states = [sequence.sampler for sequence in sequences]
-        self._launched = LaunchedStep(shares, logits, sequences, states)
+        self._launched = LaunchedStep(shares, logits, sequences, states, marks=marks)
         alike = len(sequences) == len(shares) == len(self._running)
         if self._ahead is not None and alike and all(share.decodes for share in shares):
             self._launched.lineup = Lineup(shares, sequences)
         self._changed = False
         return self._launched
 
-    def _compute(self, shares: list[Share], last: LaunchedStep | None) -> Tensor:
+    def _marks(self) -> list[Mark]:
+        """A new list of marks, with that before the next step."""
+        mark = self._sampler.mark()
+        return [] if mark is None else [mark]
+
+    def _compute(self, shares: list[Share], last: LaunchedStep | None) -> tuple[Tensor, list[Mark]]:
+        """Launches a step of these shares; its logits, and the mark before it."""
         chunks = [share.chunk for share in shares]
         if self._ahead is None:
             compute = self.runner.prepare_batch(chunks)
             self.stats.planning += self._lap()
             logits = compute()
             self.stats.forward += self._lap()
-            return logits
+            return logits, []
         inputs = None if last is None or last.tokens is None else last.tokens.inputs
-        logits = self._ahead.prepare_batch(chunks, inputs)()
+        launch = self._ahead.prepare_batch(chunks, inputs)
+        marks = self._marks()
+        logits = launch()
         self.stats.planning += self._lap()
-        return logits
+        return logits, marks
 
     def _plan(self, now: float, last: LaunchedStep | None) -> list[Share]:
         """What each request computes in this step, after preemption and admission. last: the step
@@ -381,7 +391,9 @@ class EngineCore:
         if step.lineup is None or not step.lineup.free:
             forbidden = [sequence.forbidden() for sequence in step.sequences]
             masks = [None if each.finished else each.mask() for each in step.sequences]
+        step.marks += self._marks() if step.marks else []
         step.tokens = self._sampler.launch(step.logits, step.states, forbidden, masks)
+        step.marks += self._marks() if step.marks else []
 
     def _accept(self, step: LaunchedStep) -> tuple[list[Sequence], float]:
         """Waits for the tokens of a step, and gives them to their sequences. Returns the sequences
@@ -389,7 +401,7 @@ class EngineCore:
         assert step.tokens is not None
         self.stats.sampling += self._lap()
         tokens = step.tokens.wait()
-        self.stats.forward += self._lap()
+        self._time(step, self._lap())
         now = self._lap_at
         self.stats.steps += 1
         if self._launched is step:
@@ -412,6 +424,17 @@ class EngineCore:
         self._retire(accepted)
         return accepted, now
 
+    def _time(self, step: LaunchedStep, waited: float) -> None:
+        """Counts the seconds of a step that has been computed."""
+        if not step.marks:
+            self.stats.forward += waited
+            return
+        begin, computed, end = step.marks
+        self.stats.forward += begin.elapsed_time(computed) / 1e3
+        if self._last_mark is not None:
+            self.stats.idle += self._last_mark.elapsed_time(begin) / 1e3
+        self._last_mark = end
+
     def _account(self, step: LaunchedStep) -> None:
         """Counts the tokens whose states the step has written."""
         if step.continued:
@@ -423,7 +446,7 @@ class EngineCore:
             return
         for share in step.shares:
             if isinstance(share.owner, Encoding):
-                share.owner.computed(share.count)
+                share.owner.computed()
                 self.stats.encoded_tokens += share.count
                 continue
             if share.owner.private is share.chunk.private:
@@ -464,12 +487,13 @@ class EngineCore:
 
     def _drop_gone(self, now: float) -> None:
         """Ends requests that were cancelled or are past their deadline."""
-        for sequence in (*self._running, *self._waiting):
-            group = sequence.group
+        groups = [sequence.group for sequence in (*self._running, *self._waiting)]
+        for group in [g for g in groups if g.channel.cancelled or now >= g.expires_at]:
             if group.channel.cancelled:
                 self._drop(group)
-            elif group.expires_at is not None and now >= group.expires_at:
-                self._fail(group, _too_late(group, started=sequence in self._running))
+            else:
+                started = any(sequence.group is group for sequence in self._running)
+                self._fail(group, _too_late(group, started=started))
         self._encode_queue.drop_cancelled()
 
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:

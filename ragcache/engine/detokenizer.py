@@ -46,6 +46,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Takes the next token. Returns the text that is now safe, "" if none is or if stopped."""
+        if not self._stops.strings:
+            return self._detokenizer.push(token_id)
         if self.stopped is not None:
             return ""
         return self._stops.push(self._detokenizer.push(token_id))
@@ -71,9 +73,9 @@ class StopChecker:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stops = check_stop_strings(stop)
+        self.strings = check_stop_strings(stop)
         self._window = ""
-        self._begins = [0] * len(self._stops)  # in the window: where each begins, or first may
+        self._begins = [0] * len(self.strings)  # in the window: where each begins, or first may
         self.stopped: str | None = None
 
     def push(self, piece: str) -> str:
@@ -84,13 +86,13 @@ class StopChecker:
     def finish(self, piece: str) -> str:
         """Takes the last piece. Returns the text before the first stop string that is complete."""
         self._extend(piece)
-        pairs = zip(self._stops, self._begins, strict=True)
+        pairs = zip(self.strings, self._begins, strict=True)
         complete = [begin for stop, begin in pairs if self._window.startswith(stop, begin)]
         return self._cut(min(complete, default=len(self._window)))
 
     def _extend(self, piece: str) -> None:
         self._window += piece
-        pairs = zip(self._stops, self._begins, strict=True)
+        pairs = zip(self.strings, self._begins, strict=True)
         self._begins = [self._next(stop, begin) for stop, begin in pairs]
 
     def _next(self, stop: str, begin: int) -> int:
@@ -103,7 +105,7 @@ class StopChecker:
 
     def _cut(self, end: int) -> str:
         """Releases the window up to `end`; notes the longest stop string that is complete there."""
-        pairs = zip(self._stops, self._begins, strict=True)
+        pairs = zip(self.strings, self._begins, strict=True)
         found = [
             stop for stop, begin in pairs if begin == end and self._window.startswith(stop, end)
         ]

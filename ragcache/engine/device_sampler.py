@@ -44,6 +44,14 @@ class DeviceSampler:
         self._rows: _Rows | None = None
         self._bits = torch.arange(32, dtype=torch.int32, device=device)
 
+    def mark(self) -> torch.cuda.Event | None:
+        """See `TokenSampler.mark`."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
     @torch.inference_mode()
     def launch(
         self, logits: Tensor, states: Sequence[SamplerState],

@@ -46,6 +46,7 @@ class Encoding:
     def __init__(self, model: LanguageModel, job: EncodeJob) -> None:
         self.job = job
         self.kv = ContiguousKV.allocate(model, len(job.token_ids))
+        self._steps = 0  # under way
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +54,12 @@ class Encoding:
 
     @property
     def pending(self) -> int:
+        """Tokens that no step was launched for."""
         return len(self.job.token_ids) - self.kv.length
+
+    @property
+    def complete(self) -> bool:
+        return not self.pending and not self._steps
 
     def next_chunk(self, count: int) -> ScheduledChunk:
         begin = self.kv.length
@@ -62,12 +68,18 @@ class Encoding:
         tokens, positions = self.job.token_ids[here], self.job.positions[here]
         return ScheduledChunk(root, self.kv, tokens, positions, wants_logits=False)
 
-    def computed(self, count: int) -> None:
+    def launched(self, count: int) -> None:
+        """A step that computes its next `count` tokens was launched."""
         begin = self.kv.length
         self.kv.advance(self.job.positions[begin : begin + count])
+        self._steps += 1
+
+    def computed(self) -> None:
+        """The first step that was launched has been computed."""
+        self._steps -= 1
 
     def states(self) -> KVStates:
-        assert self.pending == 0
+        assert self.complete
         return self.kv.as_states(self.job.start)
 
 
@@ -165,7 +177,7 @@ class EncodeQueue:
     def hand_over(self) -> None:
         """Gives callers the states that are complete, as those of an empty job are at once."""
         for task in list(self._tasks):
-            while task.running and not task.running[0].pending:
+            while task.running and task.running[0].complete:
                 task.channel.put(_with_arrival(task.running.popleft().states()))
             if not task.jobs and not task.running:
                 self._tasks.remove(task)

@@ -224,7 +224,8 @@ def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates
             if runner.stream is not None:  # other threads and streams may read the states
                 runner.stream.synchronize()
         for each in running:
-            each.computed(each.pending)
+            each.launched(each.pending)
+            each.computed()
             yield each.states()
 
 

@@ -127,6 +127,8 @@ class RequestChannel(Generic[EventT, ResultT]):
         return True
 
     def _take_ready(self) -> list[Waiter]:
+        if not self._waiters:
+            return []
         ready = [waiter for waiter in self._waiters if self._is_ready(waiter.seen)]
         self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
         return ready

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,8 +92,18 @@ class PendingTokens(Protocol):
         """Waits until the step has been computed; see `sample_tokens`. Called once."""
 
 
+class Mark(Protocol):
+    """A place in the work of a device, at which its time is taken."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to there, once both have been computed."""
+
+
 class TokenSampler(Protocol):
     """Samples the tokens of step after step."""
+
+    def mark(self) -> Mark | None:
+        """A mark behind what was launched. None where the host's clock shows what steps take."""
 
     def launch(
         self, logits: Tensor, states: Sequence[SamplerState],
@@ -121,6 +131,9 @@ class _SampledTokens:
 
 class HostSampler:
     """Samples at once."""
+
+    def mark(self) -> None:
+        """Nothing runs on."""
 
     def launch(
         self, logits: Tensor, states: Sequence[SamplerState],

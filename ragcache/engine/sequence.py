@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from torch import Tensor
@@ -29,6 +30,7 @@ class SequenceGroup:
         self.choices: dict[int, Choice] = {}
         self.shared_tokens = 0
         self.admitted_at = self.first_token_at = 0.0
+        self.expires_at = math.inf if request.timeout is None else submitted_at + request.timeout
         root = request.root
         if root is None and request.n > 1:  # its answers share the prompt nevertheless
             root = EphemeralRoot()
@@ -37,11 +39,6 @@ class SequenceGroup:
     @property
     def seniority(self) -> float:
         return self.submitted_at - AGEING * self.request.priority
-
-    @property
-    def expires_at(self) -> float | None:
-        timeout = self.request.timeout
-        return None if timeout is None else self.submitted_at + timeout
 
     def close_choice(self, index: int, choice: Choice, now: float) -> None:
         """Records a finished answer; the last one ends the request."""

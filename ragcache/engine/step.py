@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.encoding import Encoding
-from ragcache.engine.sampler import PendingTokens, SamplerState
+from ragcache.engine.sampler import Mark, PendingTokens, SamplerState
 from ragcache.engine.sequence import Sequence
 
 
@@ -81,7 +81,8 @@ class LaunchedStep:
     """A step that was launched, and perhaps still runs. It keeps what the step reads.
 
     sequences: whose next tokens are sampled, in the order of the rows of the logits. lineup: of
-    these, where nothing else is computed. tokens: None until they are sampled.
+    these, where nothing else is computed. tokens: None until they are sampled. marks: before the
+    model, behind it, and behind the sampling (`TokenSampler.mark`).
     """
 
     shares: list[Share]
@@ -91,10 +92,7 @@ class LaunchedStep:
     lineup: Lineup | None = None
     continued: bool = False
     tokens: PendingTokens | None = None
-
-    @property
-    def encodes(self) -> bool:
-        return any(isinstance(share.owner, Encoding) for share in self.shares)
+    marks: list[Mark] = field(default_factory=list)
 
     def rows(self) -> dict[int, int]:
         """The row of each sequence, by its number."""

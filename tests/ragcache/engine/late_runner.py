@@ -36,17 +36,18 @@ class Stream:
 
     def __init__(self) -> None:
         self._queue: deque[Work] = deque()
+        self.computed = 0
 
     def launch(self, work: Work) -> None:
         self._queue.append(work)
 
     def synchronize(self) -> None:
-        while self._queue:
-            self._queue.popleft()()
+        self.run_until(lambda: not self._queue)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():
             self._queue.popleft()()
+            self.computed += 1
 
 
 class LatePool(BlockPool):
@@ -88,16 +89,37 @@ class LateTokens:
 
 
 @dataclass
+class LateMark:
+    """A place in a stream, by how much work comes before it."""
+
+    at: int | None = None
+
+    def elapsed_time(self, end: LateMark, /) -> float:
+        assert self.at is not None, "the mark was not reached"
+        assert end.at is not None, "the mark was not reached"
+        return end.at - self.at
+
+
+@dataclass
 class LateSampler:
+    """Samples when the stream comes to it."""
+
     stream: Stream
-    launched: int = 0
+
+    def mark(self) -> LateMark:
+        mark = LateMark()
+
+        def reach() -> None:
+            mark.at = self.stream.computed
+
+        self.stream.launch(reach)
+        return mark
 
     def launch(
         self, logits: Tensor, states: Sequence[SamplerState],
         forbidden: Sequence[Collection[int]] | None = None,
         masks: Sequence[Tensor | None] | None = None,
     ) -> PendingTokens:  # fmt: skip
-        self.launched += 1
         pending = LateTokens(self.stream, torch.full((len(states),), -1))
         bans = [frozenset(each) for each in forbidden or [()] * len(states)]
         # a constraint may use one buffer for all of its masks
@@ -124,7 +146,7 @@ class LateRunner(RaggedModelRunner):
     """
 
     model: CausalLM
-    stream: Stream = field(default_factory=Stream)
+    late: Stream = field(default_factory=Stream)
     prepared: int = 0
     continued: int = 0
     ahead: int = 0
@@ -141,11 +163,11 @@ class LateRunner(RaggedModelRunner):
 
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = LatePool.create(self.model, nbytes, BLOCK_SIZE)
-        pool.stream = self.stream
+        pool.stream = self.late
         return pool
 
     def create_sampler(self) -> TokenSampler:
-        return LateSampler(self.stream)
+        return LateSampler(self.late)
 
     def prepare_batch(
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
@@ -198,7 +220,7 @@ class LateRunner(RaggedModelRunner):
                 raise failure
             self.ahead += bool(self.pending)
             self.pending += 1
-            self.stream.launch(compute)
+            self.late.launch(compute)
             return logits
 
         return launch

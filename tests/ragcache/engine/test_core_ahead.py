@@ -186,7 +186,7 @@ def test_answers_ahead_are_those_of_one_request(
         else:
             assert plain(output) == plain(alone(plan))
             check_deltas(handle, output)
-    runner_of(core).stream.synchronize()
+    runner_of(core).late.synchronize()
     assert_all_blocks_free(core)
 
 
@@ -337,7 +337,7 @@ def test_a_launch_that_fails_ends_the_requests_and_not_the_engine(
         output.choices
         == run_requests(core_of(causal), Request(plain_context(PROMPT), 12))[0].choices
     )
-    runner_of(core).stream.synchronize()
+    runner_of(core).late.synchronize()
     assert_all_blocks_free(core)
 
 
@@ -411,3 +411,13 @@ def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, a
     for request, output in zip(requests, outputs, strict=True):
         assert output.choices == run_requests(core_of(causal), request)[0].choices
     assert_all_blocks_free(core)
+
+
+def test_the_seconds_of_the_device_are_counted(causal: CausalLM) -> None:
+    """Its time goes on with each piece of work: a mark, a forward pass, the sampling."""
+    core = late_core(causal)
+    run_requests(core, Request(plain_context(PROMPT), 10))
+    steps, cleared = 10, 1
+    assert core.stats.steps == steps
+    assert core.stats.forward == pytest.approx((steps + steps) / 1e3, abs=cleared / 1e3)
+    assert 0 < core.stats.idle < core.stats.forward

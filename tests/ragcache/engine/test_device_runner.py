@@ -49,7 +49,8 @@ def states_by(runner: ModelRunner, causal: CausalLM) -> list[KVStates]:
         running = [Encoding(causal, job) for job in jobs]
         runner.prepare_batch([each.next_chunk(each.pending) for each in running])()
         for each in running:
-            each.computed(each.pending)
+            each.launched(each.pending)
+            each.computed()
             found.append(each.states())
         root = Segment(found[0], 0)
         after = [EncodeJob(random_tokens(n, seed=n), 4, root) for n in LENGTHS]

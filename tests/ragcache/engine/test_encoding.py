@@ -145,7 +145,8 @@ def test_a_job_in_portions_equals_a_job_at_once(causal: CausalLM) -> None:
     encoding = Encoding(causal, job)
     for count in (1, 5, 1, 4, 2):
         causal.forward(BatchBuilder(causal).build_batch([encoding.next_chunk(count)]))
-        encoding.computed(count)
+        encoding.launched(count)
+        encoding.computed()
     assert encoding.pending == 0
     [whole] = encode(causal, [job])
     same(encoding.states(), whole)
