@@ -4,9 +4,10 @@
     ├── ConfigurationError
     ├── DocumentError: NoDocuments, UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
-    ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EngineClosed, EngineFailed,
-    │   IdempotencyConflict, InvalidRequest, PromptTooLong, QueueFull, RequestCancelled,
-    │   UnknownCollection, UnknownJob, UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
+    ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
+    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, PromptTooLong, QueueFull,
+    │   RequestCancelled, UnknownCollection, UnknownJob, UnknownKey, UnknownModule, UnknownSchema,
+    │   UnusableLogits
     └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
         StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable
 

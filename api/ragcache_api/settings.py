@@ -64,7 +64,12 @@ class ServiceSettings(BaseSettings):
     private_bytes: Size | None = Field(
         None, description="Room for questions' own states: 512 MiB; a share of a GPU."
     )
-    device_bytes: Size | None = Field(None, description="Budget of a tier on the GPU.")
+    device_bytes: Size | None = Field(
+        None, description="Budget of the tier on the GPU; else what the engine leaves free there."
+    )
+    device_kv_dtype: Literal["model", "int8"] | None = Field(
+        None, description="How that tier keeps states."
+    )
     disk_bytes: Size | None = Field(None, description="Budget of the disk; else no limit.")
     remote: str | None = Field(None, description="An fsspec URL of a remote tier.")
     remote_bytes: Size | None = Field(None, description="Budget of the remote tier.")
@@ -142,8 +147,8 @@ class ServiceSettings(BaseSettings):
         """The arguments of `RagCache.open` besides state and model."""
         names = {
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
-            "scaffold_after", "device_bytes", "disk_bytes", "remote", "remote_bytes", "kv_dtype",
-            "policy", "ledger", "ingestion_bytes", "device",
+            "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
+            "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

@@ -42,7 +42,7 @@ from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
 from ragcache.models import CausalLM, ForwardBatch, Rotary
 from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
-from ragcache.states.arrival import Arrival
+from ragcache.states.arrival import Arrival, capture_lock
 from ragcache.states.quantization import QuantizedStates
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class DeviceModelRunner:
         assert self._planner is not None
         if not self._quantized and _read_quantized(chunks):
             self._read_eight_bits()
-        arrivals = _arriving(chunks)
+        arrivals = _arriving(chunks, self.stream)
         rows = sum(len(chunk.position_ids) for chunk in chunks)
         if not arrivals and rows <= GRAPH_CAPACITY.rows:
             with suppress(TableOverflow):
@@ -271,7 +271,7 @@ class DeviceModelRunner:
         warning says why."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with no_recompiles():
+            with capture_lock, no_recompiles():
                 # other threads copy states meanwhile, which is no part of the graph
                 graph.capture_begin(self._memory, capture_error_mode="thread_local")
                 try:
@@ -370,13 +370,15 @@ class _Launch:
         return np.asarray(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
 
-def _arriving(chunks: Sequence[ScheduledChunk]) -> tuple[Arrival, ...]:
-    """The arrivals of states that a step reads and that are not all there."""
+def _arriving(
+    chunks: Sequence[ScheduledChunk], stream: torch.cuda.Stream | None
+) -> tuple[Arrival, ...]:
+    """The arrivals of states that a step on this stream reads, and that are not all there."""
     found: dict[Arrival, None] = {}
     for chunk in chunks:
         for segment in chunk.segments:
             arrival = segment.states.arrival
-            if arrival is not None and not arrival.ready():
+            if arrival is not None and not arrival.ready(stream):
                 found[arrival] = None
     return tuple(found)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+capture_lock = threading.RLock()
+"""Held while a graph is captured on a stream that computes, and while another thread queues
+anything there, which would become part of the graph."""
 
 
 class CopyEvent(Protocol):

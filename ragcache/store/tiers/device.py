@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ragcache.errors import StateMissing, StoreBudgetExceeded, StoreFull
 from ragcache.states import Arrival, KVKey, KVStates
-from ragcache.states.arrival import CopyEvent
+from ragcache.states.arrival import CopyEvent, capture_lock
 from ragcache.states.quantization import (
     KVDtype,
     QuantizedStates,
@@ -58,7 +58,8 @@ class _Freed:
         if self.read is not None:
             self.read.wait(streams.upload)
         if self.memory.arrival is not None:
-            self.memory.arrival.wait(streams.compute)
+            with capture_lock:
+                self.memory.arrival.wait(streams.compute)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,7 +229,8 @@ class DeviceTier:
 
     def _reserve(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # zeros: whatever is read beside states must be finite
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise StoreFull(
                 f"{self.device} has no room for {nbytes:,} bytes of states; lower device_bytes"

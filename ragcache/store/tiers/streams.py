@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragcache.states import Arrival
-from ragcache.states.arrival import CopyEvent
+from ragcache.states.arrival import CopyEvent, capture_lock
 from ragcache.states.quantization import StoredStates
 
 
@@ -25,13 +25,15 @@ class DeviceStreams:
         self.upload: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.compute: Any = torch.cuda.current_stream(device)
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
         """Queues what follows on a stream, on its device."""
-        return torch.cuda.stream(stream)
+        with capture_lock, torch.cuda.stream(stream):
+            yield
 
     def record(self, stream: Any) -> CopyEvent:
         """An event after what is queued on a stream."""
-        with torch.cuda.device(self.device):
+        with capture_lock, torch.cuda.device(self.device):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return event
@@ -44,7 +46,8 @@ class DeviceStreams:
         """Makes the compute stream come after what the calling thread has queued on its own."""
         own = torch.cuda.current_stream(self.device)
         if own != self.compute:
-            self.compute.wait_stream(own)
+            with capture_lock:
+                self.compute.wait_stream(own)
 
 
 def indexed(device: torch.device) -> torch.device:
