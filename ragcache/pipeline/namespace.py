@@ -65,7 +65,11 @@ class SharedServices:
             warm_up=config.warm_up,
         )  # fmt: skip
         engine = LLMEngine(model.causal, limits)
-        store.bind_device(engine.stream, keep_free=GPU_RESERVE + limits.encode_bytes)
+        try:
+            store.bind_device(engine.stream, keep_free=GPU_RESERVE + limits.encode_bytes)
+        except BaseException:
+            engine.close()
+            raise
         return cls(
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model), ApiKeys(database),

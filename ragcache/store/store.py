@@ -225,6 +225,8 @@ class KVStore:
                 self.persistent.expel(index, [each.key for each in overdue], "ttl")
             else:
                 self.memory.take_out(index, overdue)
+            if isinstance(index.tier, DeviceTier):
+                index.tier.settle()
         self.memory.forget_limits(now)
         self._keep_reused()
         self.persistent.discard_later()

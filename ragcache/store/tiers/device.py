@@ -167,9 +167,10 @@ class DeviceTier:
     def reserve_free(self, keep_free: int) -> None:
         """Makes what is free on the GPU, but for `keep_free`, the budget of a tier without one."""
         if self.is_gpu and not self.budget_bytes:
-            torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(self.device)
-            self._set_budget(max(0, free - keep_free))
+            with capture_lock:  # returning memory waits for the device, which a capture forbids
+                torch.cuda.empty_cache()
+                free, _ = torch.cuda.mem_get_info(self.device)
+                self._set_budget(max(0, free - keep_free))
 
     def _set_budget(self, nbytes: int) -> None:
         """On a GPU the budget is one slab, reserved now, so that what else is sized by free memory
@@ -230,11 +231,14 @@ class DeviceTier:
     def _reserve(self, nbytes: int) -> Tensor:
         try:
             # zeros: whatever is read beside states must be finite
-            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            slab = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise StoreFull(
                 f"{self.device} has no room for {nbytes:,} bytes of states; lower device_bytes"
             ) from error
+        if slab.is_cuda:  # other streams write there
+            torch.cuda.current_stream(self.device).synchronize()
+        return slab
 
     def _quantized(self, states: StoredStates) -> StoredStates:
         """States as they are copied: those of a tier in the model's dtype are restored on the way,
@@ -275,8 +279,12 @@ class DeviceTier:
         self._used += sum(memory.extent.nbytes for memory in taken)
         return taken
 
+    def settle(self) -> None:
+        """Takes notice of what was let go and of copies that have ended, whose sources go then."""
+        with self._lock:
+            self._settle()
+
     def _settle(self) -> None:
-        """Takes notice of what was let go and of what has ended."""
         ended = len(self._ended)  # before the event: what ends later may be read after it
         if ended:
             streams = self._streams

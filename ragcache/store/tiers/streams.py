@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,12 +28,12 @@ class DeviceStreams:
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Queues what follows on a stream, on its device."""
-        with capture_lock, torch.cuda.stream(stream):
+        with self._no_capture(stream), torch.cuda.stream(stream):
             yield
 
     def record(self, stream: Any) -> CopyEvent:
         """An event after what is queued on a stream."""
-        with capture_lock, torch.cuda.device(self.device):
+        with self._no_capture(stream), torch.cuda.device(self.device):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return event
@@ -41,6 +41,9 @@ class DeviceStreams:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device."""
         return tensor.device == self.device
+
+    def _no_capture(self, stream: Any) -> AbstractContextManager[object]:
+        return capture_lock if stream == self.compute else nullcontext()
 
     def follow_thread(self) -> None:
         """Makes the compute stream come after what the calling thread has queued on its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,3 +125,24 @@ def test_what_a_step_still_reads_is_not_written_after_its_lease(
     del held, states
     with store.lease(keys(3)) as other:
         check(other, 3)
+
+
+def test_the_upkeep_lets_go_of_what_ended_copies_have_read(
+    store: KVStore, streams: Streams
+) -> None:
+    lease = store.lease(keys(0))
+    [states] = lease.states
+    assert states.arrival is not None
+    source = weakref.ref(states.arrival._sources[0].keys)  # type: ignore[index]
+    assert source() is not None
+    streams.end_all()
+    store.sweep()
+    assert source() is None
+    lease.release()
+
+
+def test_the_streams_of_engine_and_tier_are_bound(store: KVStore, streams: Streams) -> None:
+    store.bind_device("the engine's")
+    assert streams.compute == "the engine's"
+    store.bind_device(None)
+    assert streams.compute == "the engine's", "an engine on a CPU has none"
