@@ -165,6 +165,7 @@ class DevicePlanner:
             min_keys=LONG_PIECE if rows >= MANY_ROWS else SHORT_PIECE,
         )  # fmt: skip
         tables.set_plan(plan)
+        tables.begin_step(rows)
         step = tables.step
         logits = _put_rows(step, placed)
         if tails is None:
@@ -394,19 +395,14 @@ def _hidden_from(hidden: dict[int, int], rows: int) -> Ints | None:
 
 
 def _put_rows(step: StepArrays, placed: Sequence[_PlacedChunk]) -> int:
-    """Tokens, positions and the rows whose logits are wanted, of which it returns the number. All
-    else is padding until it is filled."""
+    """Tokens, positions and the rows whose logits are wanted, of which it returns the number."""
     rows = placed[-1].end_row
     chunks = [each.chunk for each in placed]
     positions = chain.from_iterable(chunk.position_ids for chunk in chunks)
     step.position_ids[:rows] = np.fromiter(positions, np.int64, rows)
-    step.position_ids[rows:] = step.token_ids[rows:] = 0
     _put_token_ids(step, chunks, rows)
     wanted = [each.end_row - 1 for each in placed if each.chunk.wants_logits]
     step.logit_rows[: len(wanted)] = wanted
-    step.logit_rows[len(wanted) :] = 0
-    step.write_base[:] = 0
-    step.write_slot[:] = step.tail_length[:] = -1
     return len(wanted)
 
 

@@ -229,9 +229,7 @@ class DeviceModelRunner:
 
     def _run(self, launch: _Launch, previous: Tensor | None) -> Tensor:
         """Launches a step; returns its logits, which the device has still to compute."""
-        if launch.planned:
-            launch.tables.upload_plan()
-        launch.tables.upload_step()
+        launch.tables.upload()
         if previous is not None:
             self._take_tokens(launch, previous)
         self._step.arrivals = launch.arrivals
@@ -304,10 +302,8 @@ class DeviceModelRunner:
         """Lays out a step that reads and writes nothing."""
         plan = build_plan([], rows=0, heads=self._heads, capacity=self._tables.capacity)
         self._tables.set_plan(plan)
-        step = self._tables.step
-        step.write_slot[:] = step.tail_length[:] = -1
-        self._tables.upload_plan()
-        self._tables.upload_step()
+        self._tables.begin_step(0)
+        self._tables.upload()
 
     def _grow_tables(self, overflow: TableOverflow) -> None:
         """Gives eager steps tables twice as large."""
@@ -350,7 +346,7 @@ class DeviceModelRunner:
 
 @dataclass(slots=True, eq=False)
 class _Launch:
-    """A step that is laid out. planned: its plan is not uploaded yet. It may go on many times."""
+    """A step that is laid out. planned: its plan is its own. It may go on many times."""
 
     chunks: Sequence[ScheduledChunk]
     batch: DeviceBatch

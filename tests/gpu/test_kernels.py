@@ -186,10 +186,9 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
         block_rows=kernels.block_rows, min_keys=1024,
     )  # fmt: skip
     tables.set_plan(plan)
-    tables.upload_plan()
     tables.step.write_slot[:] = range(rows)
     tables.step.write_base[:] = plan.base_number(states[0], states[1])
-    tables.upload_step()
+    tables.upload()
     out = torch.full((rows, 32, 128), torch.nan, dtype=torch.bfloat16, device="cuda")
     kernels.attend(tables.views, "mixed", rows, 1, query, key, value, 128**-0.5, out)
     seen = torch.ones(rows, rows, dtype=torch.bool, device="cuda").tril()

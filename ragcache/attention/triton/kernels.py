@@ -1,4 +1,5 @@
-"""Triton kernels of a step's attention: write, partial, merge, and the tail of a decode step.
+"""Triton kernels of a step's attention: write, partial, merge, the tail of a decode step, and the
+upload of its tables.
 
 Addresses are data: a table of bases holds where keys and values [L, Hkv, S, D] are, items and
 entries say which rows read which tokens (`tables.TableViews`), so that a captured graph serves any
@@ -25,6 +26,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # below any score; minus infinity would make NaN of an empty row
 FIELDS = tl.constexpr(8)  # of an item
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def upload_kernel(host, tables, WORDS: tl.constexpr, LINES: tl.constexpr):
+    """Copies the lines wanted of each section from pinned memory, LINES of them a program.
+
+    host, tables: int32, lines of WORDS. They begin with the first line of every section, and the
+    number of its lines to copy.
+    """
+    section = tl.program_id(0)
+    first = tl.load(host + 2 * section)
+    lines = tl.load(host + 2 * section + 1)
+    at = tl.program_id(1) * (LINES * WORDS) + tl.arange(0, LINES * WORDS)
+    inside = at < lines * WORDS
+    at += first * WORDS
+    tl.store(tables + at, tl.load(host + at, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["layer"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,9 +35,26 @@ PIECE_TOKENS: Final = 128
 """Runs are cut at multiples of so many tokens after their begin."""
 
 HOST_BUFFERS: Final = 3
-"""Uploads of a region that can be under way at once."""
+"""Uploads that can be under way at once."""
+
+LINE_WORDS: Final = 32
+"""Sections are aligned to lines of so many int32, and copied in whole lines."""
+
+LINE_BYTES: Final = 4 * LINE_WORDS
+
+UPLOAD_LINES: Final = 32
+"""Lines that a program of the upload copies."""
 
 ITEM_WIDTH, COUNTS, BASE_WIDTH, SCALES_WIDTH = 8, 16, 4, 6
+
+PLANNED: Final = (
+    "bases", "scales", "items", "entry_row", "entry_delta", "entry_limit", "entry_origin",
+    "row_entries",
+)  # fmt: skip
+"""Sections of a plan between `counts` and `row_ptr`."""
+
+STEP_SECTIONS: Final = 7
+"""The last sections: those of `StepArrays`."""
 
 
 class TableOverflow(RagCacheError):
@@ -187,144 +205,173 @@ class StepArrays:
 class AttentionTables:
     """The tables of one step at fixed addresses of a device.
 
-    A plan region, uploaded where the plan changes, and a step region, uploaded in every step. An
-    upload is queued on the current stream; a region's host memory is used again when its copy has
-    run. Not thread-safe.
+    An upload is queued on the current stream; the host memory that it reads is used again when it
+    has run. Not thread-safe.
 
     views: on the device. step: on the host; filled by the caller, and kept between steps.
 
     Example:
         tables.set_plan(build_plan(reads, rows=rows, heads=heads, capacity=tables.capacity))
-        tables.upload_plan()
+        tables.begin_step(rows)
         tables.step.position_ids[:rows] = positions
-        tables.upload_step()
+        tables.upload()
     """
 
     def __init__(self, capacity: TableCapacity, device: torch.device | str) -> None:
         self.capacity, self.device = capacity, torch.device(device)
-        plan, step = _plan_sections(capacity), _step_sections(capacity)
-        self._plan = _Region(plan, self.device)
-        self._step = _Region(step, self.device)
-        self.views = TableViews(**self._plan.views(), **self._step.views())
-        self._master = np.zeros(self._step.nbytes, dtype=np.uint8)
-        self.step = StepArrays(**_arrays(self._master, step))
+        self._memory = _TableMemory(_sections(capacity), self.device)
+        self.views = TableViews(**self._memory.views())
+        master = np.zeros_like(self._memory.buffers[0])
+        self._step_sections = self._memory.sections[-STEP_SECTIONS:]
+        self._master = master
+        self.step = StepArrays(**{each.name: each.array(master) for each in self._step_sections})
         self.step.write_slot[:] = -1
         self.step.tail_length[:] = -1
+        self._rows = self._uploaded_rows = capacity.rows
 
     def set_plan(self, plan: AttentionPlan) -> None:
-        """Lays a plan out in host memory. Rows beyond its own get no entries."""
-        host = self._plan.next_host()
-        host["counts"][:] = 0
+        """Lays out a plan for the next upload. Rows beyond its own get no entries."""
+        host, lines = self._memory.open_host(), self._memory.lines
         host["counts"][:2] = plan.plain_items, plan.quantized_items
-        for name in ("bases", "scales", "items", "entry_row", "entry_delta", "entry_limit",
-                     "entry_origin", "row_entries"):  # fmt: skip
+        for number, name in enumerate(PLANNED, 1):
             array = getattr(plan, name)
             host[name][: len(array)] = array
+            lines[number] = -(-array.nbytes // LINE_BYTES)
         host["row_ptr"][: plan.rows + 1] = plan.row_ptr
         host["row_ptr"][plan.rows + 1 :] = plan.entries
+        lines[0], lines[len(PLANNED) + 1] = 1, -(-host["row_ptr"].nbytes // LINE_BYTES)
 
-    def upload_plan(self) -> None:
-        """Queues the copy of the plan that was set last."""
-        self._plan.upload()
+    def begin_step(self, rows: int) -> None:
+        """Makes all rows padding, and the first `rows` those that uploads take."""
+        step, filled = self.step, max(rows, self._rows)
+        step.write_slot[:filled] = step.tail_length[:filled] = -1
+        step.logit_rows[:filled] = 0
+        self._rows = rows
 
-    def upload_step(self) -> None:
-        """Queues the copy of `step`, which may be changed directly afterwards."""
-        self._step.next_buffer()[:] = self._master
-        self._step.upload()
+    def upload(self) -> None:
+        """Queues the copies of `step`, which may be changed directly afterwards, and of the plan
+        where one was set since the last upload."""
+        self._memory.open_host()
+        buffer, lines, capacity = self._memory.buffer, self._memory.lines, self.capacity.rows
+        rows = max(self._rows, self._uploaded_rows)  # those that are padding again too
+        for number, section in enumerate(self._step_sections, len(lines) - STEP_SECTIONS):
+            count = lines[number] = -(-section.nbytes * rows // (capacity * LINE_BYTES))
+            here = slice(section.first_line, section.first_line + count)
+            buffer[here] = self._master[here]
+        self._memory.upload()
+        self._uploaded_rows = self._rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Section:
+    """An array in memory that is counted in lines."""
+
     name: str
     shape: tuple[int, ...]
-    wide: bool = False
+    wide: bool
+    first_line: int
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * (8 if self.wide else 4)
+        return prod(self.shape) * (8 if self.wide else 4)
+
+    @property
+    def lines(self) -> int:
+        return -(-self.nbytes // LINE_BYTES)
+
+    def array(self, memory: Int32s) -> NDArray[Any]:
+        """memory: [lines, words]."""
+        words = memory.reshape(-1)[self.first_line * LINE_WORDS :][: self.nbytes // 4]
+        return words.view(np.int64 if self.wide else np.int32).reshape(self.shape)
+
+    def tensor(self, memory: Tensor) -> Tensor:
+        """memory: [lines, words]."""
+        words = memory.view(-1)[self.first_line * LINE_WORDS :][: self.nbytes // 4]
+        return words.view(torch.int64 if self.wide else torch.int32).view(self.shape)
 
 
-def _plan_sections(capacity: TableCapacity) -> list[_Section]:
-    entries = (capacity.entries,)
-    return [
-        _Section("counts", (COUNTS,)),
-        _Section("bases", (capacity.bases, BASE_WIDTH), wide=True),
-        _Section("scales", (capacity.bases, SCALES_WIDTH), wide=True),
-        _Section("items", (capacity.items, ITEM_WIDTH)),
-        *(_Section(f"entry_{name}", entries) for name in ("row", "delta", "limit", "origin")),
-        _Section("row_ptr", (capacity.rows + 1,)),
-        _Section("row_entries", entries),
+def _sections(capacity: TableCapacity) -> list[_Section]:
+    """Those of the plan, then those of the step."""
+    entries, rows = (capacity.entries,), (capacity.rows,)
+    shapes: list[tuple[str, tuple[int, ...], bool]] = [
+        ("counts", (COUNTS,), False),
+        ("bases", (capacity.bases, BASE_WIDTH), True),
+        ("scales", (capacity.bases, SCALES_WIDTH), True),
+        ("items", (capacity.items, ITEM_WIDTH), False),
+        *((f"entry_{name}", entries, False) for name in ("row", "delta", "limit", "origin")),
+        ("row_entries", entries, False),
+        ("row_ptr", (capacity.rows + 1,), False),
+        *((name, rows, True) for name in ("position_ids", "token_ids", "logit_rows")),
+        *((name, rows, False) for name in ("write_base", "write_slot", "tail_length")),
+        ("pages", (capacity.rows, capacity.pages_per_row), False),
     ]
+    sections: list[_Section] = []
+    line = -(-2 * len(shapes) // LINE_WORDS)  # behind the places of sections
+    for name, shape, wide in shapes:
+        sections.append(_Section(name, shape, wide, line))
+        line += sections[-1].lines
+    return sections
 
 
-def _step_sections(capacity: TableCapacity) -> list[_Section]:
-    rows = (capacity.rows,)
-    return [
-        *(_Section(name, rows, wide=True) for name in ("position_ids", "token_ids", "logit_rows")),
-        *(_Section(name, rows) for name in ("write_base", "write_slot", "tail_length")),
-        _Section("pages", (capacity.rows, capacity.pages_per_row)),
-    ]
+class _TableMemory:
+    """Sections in one device buffer, and the ring of host buffers that they are copied from.
 
-
-def _offsets(sections: Sequence[_Section]) -> list[int]:
-    """Where each section begins, at a multiple of 128 bytes, and where the last one ends."""
-    return [0, *np.cumsum([-(-section.nbytes // 128) * 128 for section in sections]).tolist()]
-
-
-def _arrays(buffer: NDArray[np.uint8], sections: Sequence[_Section]) -> dict[str, NDArray[Any]]:
-    return {
-        each.name: buffer[at : at + each.nbytes]
-        .view(np.int64 if each.wide else np.int32)
-        .reshape(each.shape)
-        for each, at in zip(sections, _offsets(sections), strict=False)
-    }
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-class _Region:
-    """Sections in one device buffer, and the ring of host buffers that they are copied from."""
+    A buffer begins with the first line of every section, and the number of lines to copy. buffer:
+    the host's that is open, [lines, words]. lines: to copy by the next upload.
+    """
 
     def __init__(self, sections: Sequence[_Section], device: torch.device) -> None:
         self.sections = sections
-        self.nbytes = _offsets(sections)[-1]
+        self.lines = [0] * len(sections)
         pinned = device.type == "cuda"
-        self.memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        shape = sections[-1].first_line + sections[-1].lines, LINE_WORDS
+        self._device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._ring = [
-            torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
             for _ in range(HOST_BUFFERS if pinned else 1)
         ]
-        self._buffers = [each.numpy() for each in self._ring]
-        self._hosts = [_arrays(buffer, sections) for buffer in self._buffers]
-        self._copied = [_new_event() for _ in self._ring] if pinned else []
-        self._at = 0
+        self.buffers: list[Int32s] = [each.numpy() for each in self._ring]
+        self._arrays = [{e.name: e.array(memory) for e in sections} for memory in self.buffers]
+        self._places = [memory.reshape(-1)[: 2 * len(sections)] for memory in self.buffers]
+        for places in self._places:
+            places[::2] = [each.first_line for each in sections]
+        self._copied = [torch.cuda.Event() for _ in self._ring] if pinned else []  # type: ignore[no-untyped-call]
+        self._at, self._opened = 0, False
+
+    @property
+    def buffer(self) -> Int32s:
+        return self.buffers[self._at]
 
     def views(self) -> dict[str, Tensor]:
-        return {
-            each.name: self.memory[at : at + each.nbytes]
-            .view(torch.int64 if each.wide else torch.int32)
-            .view(each.shape)
-            for each, at in zip(self.sections, _offsets(self.sections), strict=False)
-        }
+        return {each.name: each.tensor(self._device) for each in self.sections}
 
-    def next_buffer(self) -> NDArray[np.uint8]:
-        """Host memory that no copy reads any longer, for the next upload."""
-        self._at = (self._at + 1) % len(self._ring)
-        if self._copied:
-            self._copied[self._at].synchronize()
-        return self._buffers[self._at]
-
-    def next_host(self) -> dict[str, NDArray[Any]]:
-        """The sections of `next_buffer`."""
-        self.next_buffer()
-        return self._hosts[self._at]
+    def open_host(self) -> dict[str, NDArray[Any]]:
+        """The sections of the next upload, in memory that no copy reads any longer."""
+        if not self._opened:
+            self._at = (self._at + 1) % len(self._ring)
+            if self._copied:
+                self._copied[self._at].synchronize()
+            self._opened = True
+        return self._arrays[self._at]
 
     def upload(self) -> None:
-        self.memory.copy_(self._ring[self._at], non_blocking=True)
+        """Copies the lines wanted of all sections. On a GPU a kernel reads them over the bus: in
+        a copy engine they would queue behind whole documents."""
         if self._copied:
+            from ragcache.attention.triton.kernels import upload_kernel
+
+            self._places[self._at][1::2] = self.lines
+            blocks = -(-max(self.lines) // UPLOAD_LINES)
+            upload_kernel[len(self.sections), blocks](
+                self._ring[self._at], self._device, WORDS=LINE_WORDS, LINES=UPLOAD_LINES
+            )
             self._copied[self._at].record()
+        else:
+            for section, lines in zip(self.sections, self.lines, strict=True):
+                here = slice(section.first_line, section.first_line + lines)
+                self._device[here] = self._ring[self._at][here]
+        self.lines[:] = [0] * len(self.lines)
+        self._opened = False
 
 
 def build_plan(

@@ -166,12 +166,11 @@ class DecodeAttention:
                 programs=self.kernels.programs, block_rows=self.kernels.block_rows,
             )
         )  # fmt: skip
-        made.upload_plan()
         step = made.step
         step.position_ids[:] = length * len(self.states) + _BLOCK - 1
         step.tail_length[:] = _BLOCK - 1
         step.pages[:, 0] = range(self.rows)
-        made.upload_step()
+        made.upload()
         return made
 
     def launch(self) -> None:

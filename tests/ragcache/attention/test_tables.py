@@ -43,7 +43,7 @@ def uploaded(plan: AttentionPlan) -> AttentionTables:
     for memory in (tables.views.items, tables.views.row_ptr, tables.views.entry_row):
         memory.fill_(77)  # of the plan before
     tables.set_plan(plan)
-    tables.upload_plan()
+    tables.upload()
     return tables
 
 
@@ -187,19 +187,33 @@ def test_runs_are_cut_less_where_pieces_would_not_fit() -> None:
 
 def test_step_arrays_reach_the_device_and_stay() -> None:
     tables = AttentionTables(CAPACITY, "cpu")
-    tables.upload_step()
+    tables.upload()
     assert tables.views.write_slot.tolist() == [-1] * CAPACITY.rows, "at first all is padding"
     assert tables.views.tail_length.tolist() == [-1] * CAPACITY.rows
     tables.step.position_ids[:2] = 2**40, 5
     tables.step.pages[1] = (1, 2, 3, 4)
-    tables.upload_step()
+    tables.upload()
     tables.step.position_ids[:] += 1
     assert tables.views.position_ids.tolist()[:2] == [2**40, 5]
-    tables.upload_step()
+    tables.upload()
     assert tables.views.position_ids.tolist()[:2] == [2**40 + 1, 6]
     assert tables.views.pages[1].tolist() == [1, 2, 3, 4]
     assert tables.views.logit_rows.dtype == torch.int64
     assert tables.views.pages.dtype == torch.int32
+
+
+def test_uploads_leave_no_rows_of_the_steps_before() -> None:
+    tables = AttentionTables(TableCapacity(200, 8, 8, 8, pages_per_row=2), "cpu")
+    for rows, is_uploaded in ((150, True), (70, False), (3, True), (33, True)):
+        tables.begin_step(rows)
+        tables.step.write_slot[:rows] = tables.step.tail_length[:rows] = range(rows)
+        tables.step.logit_rows[:rows] = range(rows)
+        if is_uploaded:
+            tables.upload()
+            padding = [-1] * (200 - rows)
+            assert tables.views.write_slot.tolist() == [*range(rows), *padding]
+            assert tables.views.tail_length.tolist() == [*range(rows), *padding]
+            assert tables.views.logit_rows.tolist() == [*range(rows), *[0] * (200 - rows)]
 
 
 def test_sections_do_not_overlap_and_keep_their_addresses() -> None:
@@ -211,7 +225,6 @@ def test_sections_do_not_overlap_and_keep_their_addresses() -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     reads = [KVRead(run_of(0, 0, 40), [Reader(0, 4)])]
     tables.set_plan(build_plan(reads, rows=4, heads=HEADS, capacity=CAPACITY))
-    tables.upload_plan()
-    tables.upload_step()
+    tables.upload()
     assert [getattr(tables.views, name).data_ptr() for name in names] == before
     assert np.array_equal(tables.views.entry_limit[:4].numpy(), [ALL_TOKENS] * 4)

@@ -130,10 +130,9 @@ def planned(step: Step, block_rows: int) -> AttentionTables:
         programs=8, block_rows=block_rows, min_keys=40,
     )  # fmt: skip
     tables.set_plan(plan)
-    tables.upload_plan()
     tables.step.position_ids[:], tables.step.write_slot[:] = step.position_ids, step.slots
     tables.step.tail_length[:], tables.step.pages[:] = step.tails, step.pages
-    tables.upload_step()
+    tables.upload()
     return tables
 
 
@@ -144,3 +143,17 @@ def test_planned_steps_equal_the_definition(name: str, kind: str) -> None:
     kernels = make_kernels(step)
     tables = planned(step, kernels.block_rows)
     assert error(step, attend(step, kernels, tables.views)) < 1e-6
+
+
+def test_upload_copies_the_lines_wanted_of_every_section() -> None:
+    from ragcache.attention.triton.kernels import upload_kernel
+
+    words, sections = 8, [(1, 3), (4, 0), (6, 1), (9, 5)]
+    host = torch.arange(1000, 1000 + 15 * words, dtype=torch.int32).view(15, words)
+    host[0] = torch.tensor([number for section in sections for number in section])
+    tables = torch.zeros_like(host)
+    upload_kernel[len(sections), 3](host, tables, WORDS=words, LINES=2)
+    expected = torch.zeros_like(host)
+    for first, lines in sections:
+        expected[first : first + lines] = host[first : first + lines]
+    assert torch.equal(tables, expected)
