@@ -38,6 +38,9 @@ from ragcache.errors import DeadlineExceeded, EngineFailed, PromptTooLong, Unsup
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
 
+ANSWER_AHEAD = 256
+"""Tokens of an answer whose states a device finds one after another, where there is room."""
+
 
 class EngineCore:
     """Schedules requests and encodings, runs the model, and samples the next tokens.
@@ -54,7 +57,9 @@ class EngineCore:
         self._sampler = runner.create_sampler()
         pool = runner.create_pool(config.pool_bytes)
         self.kv_manager = KVCacheManager(
-            pool, RadixCache(pool.block_size, int(config.retained * pool.num_blocks))
+            pool,
+            RadixCache(pool.block_size, int(config.retained * pool.num_blocks)),
+            ahead=ANSWER_AHEAD if runner.asynchronous else 0,
         )
         self.stats = EngineStats()
         self.snapshot = IDLE

@@ -10,7 +10,7 @@ recently used first.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -40,6 +40,9 @@ class BlockPool:
         self.keys, self.values, self.block_size = keys, values, block_size
         self.num_blocks = keys.shape[2] // block_size
         self._free = _FreeRuns(self.num_blocks)
+        # free ones behind a block in use, which its sequence may continue into: see `ahead`
+        self._kept: dict[int, range] = {}
+        self._kept_count = 0
 
     @classmethod
     def create(
@@ -60,37 +63,69 @@ class BlockPool:
     @property
     def free_count(self) -> int:
         """How many blocks can be allocated."""
-        return self._free.count
+        return self._free.count + self._kept_count
 
     @property
     def used_count(self) -> int:
         """How many blocks are allocated."""
-        return self.num_blocks - self._free.count
+        return self.num_blocks - self.free_count
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block's keys and values over all layers."""
         return (self.keys.nbytes + self.values.nbytes) // self.num_blocks
 
-    def allocate_blocks(self, count: int, after: int | None = None) -> list[int] | None:
+    def allocate_blocks(
+        self, count: int, after: int | None = None, ahead: int = 0
+    ) -> list[int] | None:
         """Numbers of `count` free blocks, or None where fewer are free (then none is taken).
 
         after: a block in use that the new ones shall continue. Those that directly follow it come
-        first; the rest is one consecutive run where there is one, else the lowest numbers.
+        first; the rest is one consecutive run where there is one, else the lowest numbers. ahead:
+        so many that follow them go to others only when no more are free.
         """
         assert count >= 0
-        if count > self._free.count:
+        if count > self.free_count:
             return None
-        taken = [] if after is None else self._free.take_at(after + 1, count)
-        taken += self._free.take_run(count - len(taken))
+        taken = [] if after is None else self._take_after(after, count)
+        missing = count - len(taken)
+        if missing and ahead:
+            run = self._free.take_run(missing + ahead)
+            taken += run[:missing]
+            if run:
+                self._keep(range(taken[-1] + 1, taken[-1] + 1 + ahead))
+                missing = 0
+        if missing > self._free.count:
+            self._give_up(list(self._kept))
+        taken += self._free.take_run(missing)
         taken += self._free.take_lowest(count - len(taken))
         self.clear_blocks(taken)
         return taken
 
+    def _take_after(self, after: int, count: int) -> list[int]:
+        """Up to `count` free blocks that directly follow one in use."""
+        kept = self._kept.pop(after, range(0))
+        self._kept_count -= len(kept)
+        taken = list(kept[:count])
+        self._keep(kept[count:])
+        return taken + self._free.take_at(after + len(taken) + 1, count - len(taken))
+
+    def _keep(self, numbers: range) -> None:
+        if numbers:
+            self._kept[numbers[0] - 1] = numbers
+            self._kept_count += len(numbers)
+
+    def _give_up(self, block_ids: Iterable[int]) -> None:
+        """Lets anybody have what is kept behind these blocks."""
+        for block_id in block_ids:
+            for number in self._kept.pop(block_id, ()):
+                self._kept_count -= 1
+                self._free.give_back(number)
+
     def clear_blocks(self, block_ids: Iterable[int]) -> None:
         """Fills blocks with zeros: slots beyond a block's tokens are masked, but must be finite."""
-        for block_id in block_ids:
-            here = slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+        for begin, end in _runs(block_ids):
+            here = slice(begin * self.block_size, end * self.block_size)
             self.keys[:, :, here] = 0
             self.values[:, :, here] = 0
 
@@ -98,6 +133,7 @@ class BlockPool:
         """Takes blocks back. Each must be in use."""
         for block_id in block_ids:
             assert 0 <= block_id < self.num_blocks, f"the pool has no block {block_id}"
+            self._give_up([block_id])
             self._free.give_back(block_id)
 
     def copy_block(self, source: int, target: int) -> None:
@@ -106,6 +142,19 @@ class BlockPool:
         for states in (self.keys, self.values):
             copied = states[:, :, begin : begin + self.block_size]  # [L, Hkv, block_size, D]
             states[:, :, into : into + self.block_size] = copied
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Runs begin:end of numbers that follow each other."""
+    begin = end = -1
+    for number in numbers:
+        if number != end:
+            if begin < end:
+                yield begin, end
+            begin = number
+        end = number + 1
+    if begin < end:
+        yield begin, end
 
 
 class _FreeRuns:

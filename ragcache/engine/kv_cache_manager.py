@@ -11,10 +11,13 @@ class KVCacheManager:
 
     Blocks that no request uses any longer are retained in the radix cache within its budget, and
     evicted first when the pool runs out.
+
+    ahead: for so many tokens of its answer, a sequence gets blocks that follow each other, as long
+    as nobody else needs them: what is consecutive is read at once.
     """
 
-    def __init__(self, pool: BlockPool, radix_cache: RadixCache) -> None:
-        self.pool, self.radix_cache = pool, radix_cache
+    def __init__(self, pool: BlockPool, radix_cache: RadixCache, ahead: int = 0) -> None:
+        self.pool, self.radix_cache, self.ahead = pool, radix_cache, ahead
 
     @property
     def available_blocks(self) -> int:
@@ -36,7 +39,10 @@ class KVCacheManager:
         found = len(path.nodes) * self.pool.block_size
         private.advance(positions[:found])
         sequence.path, sequence.private = path, private
-        self.allocate_slots(sequence, len(sequence.tokens) - found)
+        size, end = self.pool.block_size, len(sequence.tokens)
+        answer = min(sequence.tokens_left, self.ahead)
+        ahead = -(-(end + answer) // size) + -end // size
+        self.allocate_slots(sequence, end - found, ahead)
         return found
 
     def fork_sequence(self, leader: Sequence, sequence: Sequence) -> bool:
@@ -55,9 +61,9 @@ class KVCacheManager:
             private.advance(sequence.positions[found:-1])
         return True
 
-    def allocate_slots(self, sequence: Sequence, tokens: int) -> None:
-        """Allocates blocks for the next `tokens`. The scheduler has made sure that there are
-        any."""
+    def allocate_slots(self, sequence: Sequence, tokens: int, ahead: int = 0) -> None:
+        """Allocates blocks for the next `tokens`. The scheduler has made sure that there are any.
+        ahead: see `BlockPool.allocate_blocks`."""
         private = sequence.private
         assert private is not None
         missing = private.length + tokens - private.capacity
@@ -68,7 +74,7 @@ class KVCacheManager:
         if needed > self.pool.free_count:
             evicted = self.radix_cache.evict_blocks(needed - self.pool.free_count)
             self.pool.free_blocks(evicted)
-        blocks = self.pool.allocate_blocks(needed, after)
+        blocks = self.pool.allocate_blocks(needed, after, ahead)
         assert blocks is not None
         private.block_ids += blocks
 

@@ -181,6 +181,49 @@ def check_preferences(taken: list[int], free: set[int], after: int | None) -> No
         assert rest == sorted(left)[:more], "else the lowest"
 
 
+@given(st.integers(1, 24), st.data())
+def test_what_is_kept_ahead_is_neither_lost_nor_refused(total: int, data: st.DataObject) -> None:
+    pool, used = make_pool(total), list[int]()
+    for _ in range(data.draw(st.integers(1, 20))):
+        free = set(range(total)) - set(used)
+        if used and data.draw(st.booleans()):
+            back = data.draw(st.lists(st.sampled_from(used), unique=True))
+            pool.free_blocks(back)
+            used = [block_id for block_id in used if block_id not in back]
+        else:
+            count = data.draw(st.integers(0, total))
+            after = data.draw(st.none() | st.sampled_from(used)) if used else None
+            taken = pool.allocate_blocks(count, after, data.draw(st.integers(0, 5)))
+            assert (taken is None) == (count > len(free))
+            if taken is not None:
+                assert set(taken) <= free
+                assert len(set(taken)) == count
+                used += taken
+        assert pool.used_count == len(used)
+        assert pool.free_count + pool.used_count == total
+    pool.free_blocks(used)
+    assert pool.allocate_blocks(total) == list(range(total))
+
+
+def test_sequences_that_grow_side_by_side_stay_consecutive() -> None:
+    pool = make_pool(20)
+    ends = [pool.allocate_blocks(2, ahead=3) for _ in range(4)]
+    assert ends == [[0, 1], [5, 6], [10, 11], [15, 16]]
+    for step in range(3):
+        grown = [pool.allocate_blocks(1, 5 * number + 1 + step) for number in range(4)]
+        assert grown == [[5 * number + 2 + step] for number in range(4)]
+    assert pool.free_count == 0
+
+
+def test_kept_blocks_go_to_whoever_needs_them() -> None:
+    pool = make_pool(10)
+    assert pool.allocate_blocks(2, ahead=6) == [0, 1]
+    assert pool.allocate_blocks(2) == [8, 9]
+    assert pool.free_count == 6
+    assert pool.allocate_blocks(4) == [2, 3, 4, 5]
+    assert pool.allocate_blocks(1, after=1) == [6]
+
+
 SMALL_BLOCK = 2
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, position ids
 
