@@ -66,23 +66,44 @@ class DeviceSampler:
             rows = self._rows = _Rows.of(states, logits)
         banned = forbidden is not None and any(forbidden)
         masked = masks is not None and any(mask is not None for mask in masks)
-        if rows.plain and not banned and not masked:
-            tokens = likeliest_tokens(logits)
-        else:
-            adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            rows.penalize(adjusted)
-            if banned and forbidden is not None:
-                self._forbid(adjusted, forbidden)
-            if masked and masks is not None:
-                self._mask(adjusted, masks)
-            tokens = likeliest_tokens(adjusted)
-            if rows.random:
-                tokens = rows.draw(adjusted, tokens)
+        if rows.plain and not rows.reporting and not banned and not masked:
+            return self._launch_likeliest(logits, states)
+        adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        rows.penalize(adjusted)
+        if banned and forbidden is not None:
+            self._forbid(adjusted, forbidden)
+        if masked and masks is not None:
+            self._mask(adjusted, masks)
+        tokens = likeliest_tokens(adjusted)
+        if rows.random:
+            tokens = rows.draw(adjusted, tokens)
         inputs = tokens.clamp(min=0)
         rows.count(tokens)
         logprobs = rows.logprobs(logits, inputs)
         host, event = self._fetched(tokens, *logprobs)
         return _PendingTokens(states, host, event, inputs, rows.reporting)
+
+    def _launch_likeliest(self, logits: Tensor, states: Sequence[SamplerState]) -> _PendingTokens:
+        """The usual case, in one launch."""
+        from ragcache.engine.sampling_kernels import likeliest_kernel
+
+        count, vocabulary = logits.shape
+        assert logits.stride(1) == 1
+        on_gpu = self.device.type == "cuda"
+        host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        inputs = torch.empty(count, dtype=torch.int64, device=self.device)
+        likeliest_kernel[(count,)](
+            logits, logits.stride(0), inputs, host, vocabulary, BLOCK=BLOCK, num_warps=8
+        )
+        return _PendingTokens(states, [host], self._event(), inputs)
+
+    def _event(self) -> torch.cuda.Event | None:
+        """After what is launched so far."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _fetched(self, *tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """The tensors on the host, complete after the event."""
@@ -92,9 +113,7 @@ class DeviceSampler:
         for tensor in tensors:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             found.append(host.copy_(tensor, non_blocking=True))
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return found, event
+        return found, self._event()
 
     def _forbid(self, logits: Tensor, forbidden: Sequence[Collection[int]]) -> None:
         """Sets the logits of forbidden tokens to minus infinity."""

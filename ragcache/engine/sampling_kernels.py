@@ -1,4 +1,6 @@
-"""A Triton kernel that draws tokens from shares: top-k, top-p and min-p by bisection, no sort.
+"""Triton kernels that choose tokens: the likeliest, or one drawn from shares.
+
+A draw finds top-k, top-p and min-p by bisection, without a sort.
 
 Shares are whole numbers up to 2**40 (`sampler.shares_of`), given as float32, which holds each of
 them exactly. The bits of floats that are not negative are ordered as the floats are, so a share's
@@ -11,6 +13,31 @@ import triton
 import triton.language as tl
 
 LARGEST_KEY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def likeliest_kernel(logits, row_stride, inputs, host, vocabulary, BLOCK: tl.constexpr):
+    """The first of a row's largest logits; -1 where that is infinite or one is NaN.
+
+    host [R], int64: in pinned memory, which the device writes over the bus. inputs [R], int64: the
+    same on the device, 0 in place of -1.
+    """
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    largest = tl.full((), float("-inf"), tl.float32)
+    found = tl.zeros((), tl.int32)
+    unordered = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, vocabulary, BLOCK):
+        here = logits + row.to(tl.int64) * row_stride + begin + at
+        x = tl.load(here, mask=begin + at < vocabulary, other=float("-inf")).to(tl.float32)
+        unordered |= (x != x).to(tl.int32)
+        most, place = tl.max(x, 0, return_indices=True)
+        found = tl.where(most > largest, begin + place, found)
+        largest = tl.maximum(largest, most)
+    usable = (tl.max(unordered, 0) == 0) & (tl.abs(largest) < float("inf"))
+    token = tl.where(usable, found, -1).to(tl.int64)
+    tl.store(host + row, token)
+    tl.store(inputs + row, tl.maximum(token, 0))
 
 
 @triton.jit

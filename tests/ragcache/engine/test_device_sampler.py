@@ -134,5 +134,25 @@ def test_rows_that_cannot_be_sampled_fail_alone(trouble: float) -> None:
     assert [state.drawn for state in states] == [1, 0, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_likeliest_is_the_first_of_equals_and_of_finite_rows_only(dtype: torch.dtype) -> None:
+    states = [SamplerState.start(SamplingParams(), ()) for _ in range(7)]
+    logits = torch.randn(7, 9000).clamp(max=3).to(dtype)
+    logits[0, [8200, 4095, 4096]] = 7  # equal, in two blocks
+    logits[1, 8999] = 9
+    logits[2, 17] = torch.nan
+    logits[3, 5000] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, :8999] = -torch.inf
+    logits[6, 0] = 11
+    pending = DeviceSampler(CPU).launch(logits, states)
+    expected = sample_tokens(logits, [SamplerState.start(SamplingParams(), ()) for _ in states],
+                             [()] * 7)  # fmt: skip
+    found = [getattr(each, "token", None) for each in pending.wait()]
+    assert found == [getattr(each, "token", None) for each in expected]
+    assert found == [4095, 8999, None, None, None, 8999, 0]
+    assert pending.inputs.tolist() == [4095, 8999, 0, 0, 0, 8999, 0]
+
+
 def test_no_rows_can_be_waited_for() -> None:
     assert DeviceSampler(CPU).launch(torch.empty(0, V), []).wait() == []
