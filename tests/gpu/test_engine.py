@@ -25,7 +25,10 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.states import KVStates
 from tests.tiny_models import FAMILIES, random_tokens, tiny_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LIMIT = 12
 LENGTHS = (70, 130, 33, 200)
