@@ -13,7 +13,7 @@ the pool are base 0 of the tables.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Final, Literal
@@ -39,6 +39,10 @@ from ragcache.states.quantization import StoredStates
 
 Ints = NDArray[np.int64]
 
+_BlockRun = tuple[int, int, int, int, int]
+"""The first reader of a run of blocks, the number and id of its first block, the group of its
+readers, and how many blocks."""
+
 MAX_TAIL_BLOCKS: Final = 8
 """Blocks that a tail may grow to. One program reads it for a row and a head."""
 
@@ -48,7 +52,7 @@ MANY_ROWS: Final = 1024
 SHORT_PIECE, LONG_PIECE = 256, 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _PlacedChunk:
     """A chunk at its rows of the step. past: tokens before the new ones; tokens: with them."""
 
@@ -186,8 +190,9 @@ class DevicePlanner:
             return None
         size = self.pool.block_size
         past = _ints([each.past for each in placed])
-        uses = _BlockUses.of(placed, past // size)
-        tails = uses.shared_until(len(placed))
+        blocks = _blocks_of(placed, past // size)
+        uses = None if _all_differ(blocks) else _BlockUses.of(blocks)
+        tails = np.zeros_like(past) if uses is None else uses.shared_until(len(placed))
         # the last block, where it is just full, may yet be replaced: see `DeviceBatch.advance`
         settled = np.maximum(tails, np.maximum(past - 1, 0) // size)
         tails = np.where(past // size - tails >= LONG_SPAN, settled, tails)
@@ -196,7 +201,13 @@ class DevicePlanner:
             if begin is None:
                 return None
             tails[index] = begin
-        self._append_runs(placed, uses, uses.number < tails[uses.owner], reads)
+        if uses is None:
+            blocks = [ids[:count] for ids, count in zip(blocks, tails.tolist(), strict=True)]
+            self._append_runs(placed, _own_runs(blocks), (), reads)
+        else:
+            self._append_runs(
+                placed, uses.runs(uses.number < tails[uses.owner]), uses.readers, reads
+            )
         return tails
 
     def _gapless_tail(self, placed: _PlacedChunk, *blocks: int) -> int | None:
@@ -218,19 +229,24 @@ class DevicePlanner:
             else:
                 with_blocks.append(each)
         size = self.pool.block_size
-        uses = _BlockUses.of(with_blocks, _ints([-(-each.tokens // size) for each in with_blocks]))
-        self._append_runs(with_blocks, uses, np.ones(len(uses.owner), dtype=bool), reads)
+        blocks = _blocks_of(with_blocks, [-(-each.tokens // size) for each in with_blocks])
+        if _all_differ(blocks):
+            self._append_runs(with_blocks, _own_runs(blocks), (), reads)
+        else:
+            uses = _BlockUses.of(blocks)
+            kept = np.ones(len(uses.owner), dtype=bool)
+            self._append_runs(with_blocks, uses.runs(kept), uses.readers, reads)
 
     def _append_runs(
-        self, placed: Sequence[_PlacedChunk], uses: _BlockUses, kept: NDArray[np.bool_],
-        reads: list[KVRead],
+        self, placed: Sequence[_PlacedChunk], runs: Iterable[_BlockRun],
+        groups: Sequence[Sequence[int]], reads: list[KVRead],
     ) -> None:  # fmt: skip
         size = self.pool.block_size
-        for owner, number, block_id, group, count in uses.runs(kept):
+        for owner, number, block_id, group, count in runs:
             own = placed[owner]
             readers = [own]
             if group >= len(placed):
-                readers = [placed[reader] for reader in uses.readers[group - len(placed)]]
+                readers = [placed[reader] for reader in groups[group - len(placed)]]
             tokens = (number * size, min((number + count) * size, own.tokens))
             self._append_parts(
                 self.pool.keys, self.pool.values, block_id * size, own, tokens, readers, reads
@@ -268,23 +284,23 @@ class DevicePlanner:
     def _put_writes(
         self, step: StepArrays, placed: Sequence[_PlacedChunk], plan: AttentionPlan
     ) -> None:
-        size = self.pool.block_size
+        size, slots = self.pool.block_size, list[range]()
+        step.write_base[: placed[-1].end_row] = 0
         for each in placed:
-            private, rows = each.chunk.private, slice(each.first_row, each.end_row)
+            private = each.chunk.private
             if isinstance(private, ContiguousKV):
                 assert each.tokens <= private.keys.shape[2]
-                step.write_base[rows] = plan.base_number(private.keys, private.values)
-                step.write_slot[rows] = np.arange(each.past, each.tokens)
+                base = plan.base_number(private.keys, private.values)
+                step.write_base[each.first_row : each.end_row] = base
+                slots.append(range(each.past, each.tokens))
                 continue
             assert each.tokens <= private.capacity
-            step.write_base[rows] = 0
-            first = each.past // size
-            if each.tokens == each.past + 1:
-                step.write_slot[rows] = private.block_ids[first] * size + each.past % size
-                continue
-            blocks = _ints(private.block_ids[first : -(-each.tokens // size)])
-            at = np.arange(each.past, each.tokens)
-            step.write_slot[rows] = blocks[at // size - first] * size + at % size
+            for number in range(each.past // size, -(-each.tokens // size)):
+                first, moved = number * size, (private.block_ids[number] - number) * size
+                begin, end = max(first, each.past), min(first + size, each.tokens)
+                slots.append(range(begin + moved, end + moved))
+        rows = placed[-1].end_row
+        step.write_slot[:rows] = np.fromiter(chain.from_iterable(slots), np.int32, rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,16 +320,11 @@ class _BlockUses:
     readers: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, placed: Sequence[_PlacedChunk], counts: Ints) -> _BlockUses:
-        """The first `counts` blocks of each."""
-        tables = [each.chunk.private for each in placed]
-        ids = [
-            table.block_ids[:count]
-            for table, count in zip(tables, counts.tolist(), strict=True)
-            if isinstance(table, BlockTable)
-        ]
+    def of(cls, ids: Sequence[Sequence[int]]) -> _BlockUses:
+        """ids: the blocks of each table."""
+        tables, counts = len(ids), _ints([len(each) for each in ids])
         block_id = _ints([*chain.from_iterable(ids)])
-        owner = np.repeat(np.arange(len(placed)), counts)
+        owner = np.repeat(np.arange(tables), counts)
         number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         order = np.argsort(block_id, kind="stable")
         first = np.flatnonzero(np.diff(block_id[order], prepend=-1))
@@ -322,7 +333,7 @@ class _BlockUses:
         groups: dict[tuple[int, ...], int] = {}
         for at in np.flatnonzero(uses > 1).tolist():
             readers = tuple(owner[order[first[at] : first[at] + uses[at]]].tolist())
-            group[at] = groups.setdefault(readers, len(placed) + len(groups))
+            group[at] = groups.setdefault(readers, tables + len(groups))
         leads = np.zeros(len(owner), dtype=bool)
         leads[order[first]] = True
         group_of = np.empty_like(owner)
@@ -336,9 +347,8 @@ class _BlockUses:
         np.maximum.at(until, self.owner[shared], self.number[shared] + 1)
         return until
 
-    def runs(self, kept: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int, int]]:
-        """Runs of neighboring blocks with the same readers: the first reader, the number and id of
-        its first block, the group, and how many blocks."""
+    def runs(self, kept: NDArray[np.bool_]) -> Iterator[_BlockRun]:
+        """Runs of neighboring blocks with the same readers."""
         at = np.flatnonzero(kept & self.leads)
         table = np.stack([self.owner, self.number, self.block_id, self.group])[:, at]
         if not len(at):
@@ -347,6 +357,31 @@ class _BlockUses:
         first = np.concatenate([[0], np.flatnonzero(steps.any(axis=0)) + 1])
         counts = np.diff(first, append=len(at))
         return zip(*table[:, first].tolist(), counts.tolist(), strict=True)
+
+
+def _blocks_of(placed: Sequence[_PlacedChunk], counts: Iterable[int]) -> list[list[int]]:
+    """The first `counts` blocks of each."""
+    tables = [each.chunk.private for each in placed]
+    return [
+        table.block_ids[:count]
+        for table, count in zip(tables, counts, strict=True)
+        if isinstance(table, BlockTable)
+    ]
+
+
+def _all_differ(blocks: Sequence[Sequence[int]]) -> bool:
+    """Whether no block is in two tables."""
+    return len(set().union(*blocks)) == sum(map(len, blocks))
+
+
+def _own_runs(blocks: Sequence[Sequence[int]]) -> Iterator[_BlockRun]:
+    """`_BlockUses.runs` where all blocks differ."""
+    for owner, ids in enumerate(blocks):
+        first = 0
+        for number in range(1, len(ids) + 1):
+            if number == len(ids) or ids[number] != ids[number - 1] + 1:
+                yield owner, first, ids[first], owner, number - first
+                first = number
 
 
 def _place(chunks: Sequence[ScheduledChunk]) -> list[_PlacedChunk]:

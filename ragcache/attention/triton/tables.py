@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -47,12 +47,6 @@ UPLOAD_LINES: Final = 32
 
 ITEM_WIDTH, COUNTS, BASE_WIDTH, SCALES_WIDTH = 8, 16, 4, 6
 
-PLANNED: Final = (
-    "bases", "scales", "items", "entry_row", "entry_delta", "entry_limit", "entry_origin",
-    "row_entries",
-)  # fmt: skip
-"""Sections of a plan between `counts` and `row_ptr`."""
-
 STEP_SECTIONS: Final = 7
 """The last sections: those of `StepArrays`."""
 
@@ -81,8 +75,7 @@ class HeadLayout:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KVRun:
+class KVRun(NamedTuple):
     """Tokens begin:end of a base. Keys and values in eight bits come with scales [L, Hkv, 1, D]
     and [L, Hkv, S, 1], float32."""
 
@@ -109,7 +102,7 @@ class Reader(NamedTuple):
     limit: int = ALL_TOKENS
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KVRead:
     """A run, and who reads it. A row reads a token at most once in a step."""
 
@@ -117,10 +110,10 @@ class KVRead:
     readers: list[Reader] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AttentionPlan:
     """The arrays of `TableViews` up to `row_entries`, without their padding. Items of runs in eight
-    bits come after all others; the kernels launch a second grid over them."""
+    bits come after all others. entry_fields [4, entries]: row, delta, limit and origin."""
 
     rows: int
     plain_items: int
@@ -128,18 +121,15 @@ class AttentionPlan:
     bases: Int64s
     scales: Int64s
     items: Int32s
-    entry_row: Int32s
-    entry_delta: Int32s
-    entry_limit: Int32s
-    entry_origin: Int32s
+    entry_fields: Int32s
     row_ptr: Int32s
-    row_entries: Int32s
+    row_entries: Int64s
     base_numbers: Mapping[tuple[int, int], int]
 
     @property
     def entries(self) -> int:
         """Partial results of every query head."""
-        return len(self.entry_row)
+        return len(self.row_entries)
 
     def base_number(self, keys: Tensor, values: Tensor) -> int:
         """The number of a base that the plan reads."""
@@ -233,13 +223,20 @@ class AttentionTables:
         """Lays out a plan for the next upload. Rows beyond its own get no entries."""
         host, lines = self._memory.open_host(), self._memory.lines
         host["counts"][:2] = plan.plain_items, plan.quantized_items
-        for number, name in enumerate(PLANNED, 1):
-            array = getattr(plan, name)
-            host[name][: len(array)] = array
-            lines[number] = -(-array.nbytes // LINE_BYTES)
-        host["row_ptr"][: plan.rows + 1] = plan.row_ptr
-        host["row_ptr"][plan.rows + 1 :] = plan.entries
-        lines[0], lines[len(PLANNED) + 1] = 1, -(-host["row_ptr"].nbytes // LINE_BYTES)
+        bases, items, entries = len(plan.bases), len(plan.items), plan.entries
+        host["bases"][:bases] = plan.bases
+        host["scales"][:bases] = plan.scales
+        host["items"][:items] = plan.items
+        host["entry_fields"][:, :entries] = plan.entry_fields
+        host["row_entries"][:entries] = plan.row_entries
+        row_ptr = host["row_ptr"]
+        row_ptr[: plan.rows + 1] = plan.row_ptr
+        row_ptr[plan.rows + 1 :] = entries
+        words = (
+            COUNTS, 2 * BASE_WIDTH * bases, 2 * SCALES_WIDTH * bases, ITEM_WIDTH * items,
+            entries, entries, entries, entries, entries, len(row_ptr),
+        )  # fmt: skip
+        lines[:-STEP_SECTIONS] = [-(-count // LINE_WORDS) for count in words]
 
     def begin_step(self, rows: int) -> None:
         """Makes all rows padding, and the first `rows` those that uploads take."""
@@ -313,6 +310,17 @@ def _sections(capacity: TableCapacity) -> list[_Section]:
     return sections
 
 
+def _host_arrays(sections: Sequence[_Section], memory: Int32s) -> dict[str, NDArray[Any]]:
+    """The sections, and `entry_fields`: four of them at once."""
+    arrays = {each.name: each.array(memory) for each in sections}
+    first, last = (
+        next(each for each in sections if each.name == name)
+        for name in ("entry_row", "entry_origin")
+    )
+    fields = memory[first.first_line : last.first_line + last.lines]
+    return {**arrays, "entry_fields": fields.reshape(4, -1)}
+
+
 class _TableMemory:
     """Sections in one device buffer, and the ring of host buffers that they are copied from.
 
@@ -331,7 +339,7 @@ class _TableMemory:
             for _ in range(HOST_BUFFERS if pinned else 1)
         ]
         self.buffers: list[Int32s] = [each.numpy() for each in self._ring]
-        self._arrays = [{e.name: e.array(memory) for e in sections} for memory in self.buffers]
+        self._arrays = [_host_arrays(sections, memory) for memory in self.buffers]
         self._places = [memory.reshape(-1)[: 2 * len(sections)] for memory in self.buffers]
         for places in self._places:
             places[::2] = [each.first_line for each in sections]
@@ -398,38 +406,37 @@ def build_plan(
     bases = _Bases()
     if pool is not None:
         bases.number(KVRun(*pool, 0, 0))
-    asked = _asked_entries(reads)
-    blocks = _entry_blocks(reads, bases, asked, max(1, block_rows // heads.group))
-    pieces = _Pieces.cut(blocks, heads.num_kv_heads, programs, min_keys, capacity)
-    items, source = _items(blocks, pieces)
-    row = asked.row[source]
+    asked, ends = _asked_entries(reads)
+    size = max(1, block_rows // heads.group)
+    blocks = _entry_blocks(reads, bases, asked, ends, size)
+    cut = _Cut.of(blocks, heads.num_kv_heads, programs, min_keys, capacity)
     room = (capacity.rows, capacity.bases, capacity.items, capacity.entries)
-    needed = (rows, len(bases.rows), len(items), len(source))
+    needed = (rows, len(bases.rows), cut.items, cut.entries)
     if any(need > have for need, have in zip(needed, room, strict=True)):
         raise TableOverflow(
             "a step needs {} rows, {} bases, {} items and {} entries".format(*needed)
             + "; the attention tables hold {}, {}, {} and {}".format(*room)
         )
+    items, quantized, sources = _items(blocks, cut.tokens, size)
+    entries = asked[:, :0]
+    if sources:
+        entries = np.concatenate([asked[:, first:end] for first, end in sources], axis=1)
+    row = entries[0]
     row_ptr = np.zeros(rows + 1, dtype=np.int32)
-    np.cumsum(np.bincount(row, minlength=rows), out=row_ptr[1:])
-    quantized = int(np.count_nonzero(items[:, 5]))
+    np.bincount(row, minlength=rows).cumsum(out=row_ptr[1:])
     return AttentionPlan(
         rows=rows,
-        plain_items=len(items) - quantized,
+        plain_items=cut.items - quantized,
         quantized_items=quantized,
-        bases=np.asarray(bases.rows, dtype=np.int64).reshape(-1, BASE_WIDTH),
-        scales=np.asarray(bases.scales, dtype=np.int64).reshape(-1, SCALES_WIDTH),
-        items=items,
-        entry_row=row,
-        entry_delta=asked.delta[source],
-        entry_limit=asked.limit[source],
-        entry_origin=asked.origin[source],
+        bases=np.array(bases.rows, dtype=np.int64).reshape(-1, BASE_WIDTH),
+        scales=bases.scales(),
+        items=np.array(items, dtype=np.int32).reshape(-1, ITEM_WIDTH),
+        entry_fields=entries,
         row_ptr=row_ptr,
         # stable sorting of 16 bits is a radix sort
-        row_entries=np.argsort(row.astype(np.uint16) if rows < 2**16 else row, kind="stable")
-        .astype(np.int32),
+        row_entries=(row.astype(np.uint16) if rows < 2**16 else row).argsort(kind="stable"),
         base_numbers=bases.numbers,
-    )  # fmt: skip
+    )
 
 
 class _Bases:
@@ -437,145 +444,146 @@ class _Bases:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, ...]] = []
-        self.scales: list[tuple[int, ...]] = []
         self.numbers: dict[tuple[int, int], int] = {}
+        self._scaled: dict[int, tuple[int, ...]] = {}
         self._objects: dict[tuple[int, int], int] = {}
 
     def number(self, run: KVRun) -> int:
-        objects = (id(run.keys), id(run.values))  # alive while a plan is built
+        keys, values = run.keys, run.values
+        objects = (id(keys), id(values))  # alive while a plan is built
         number = self._objects.get(objects)
         if number is None:
-            memory = (run.keys.data_ptr(), run.values.data_ptr())
+            memory = (keys.data_ptr(), values.data_ptr())
+            layer, head, token, element = strides = keys.stride()
             number = self.numbers.setdefault(memory, len(self.rows))
             if number == len(self.rows):
-                self._add(run, memory)
-            layer, head = run.keys.stride()[:2]
+                assert values.stride() == strides
+                assert (token, element) == (keys.shape[3], 1), "tokens of a head are contiguous"
+                self.rows.append((*memory, layer, head))
+                if run.key_scales is not None and run.value_scales is not None:
+                    self._scaled[number] = _scales_row(run.key_scales, run.value_scales)
             assert self.rows[number][2:] == (layer, head), "one address with two strides"
             self._objects[objects] = number
         return number
 
-    def _add(self, run: KVRun, memory: tuple[int, int]) -> None:
-        layer, head, token, element = run.keys.stride()
-        assert run.values.stride() == (layer, head, token, element)
-        assert (token, element) == (run.keys.shape[3], 1), "tokens of a head are contiguous"
-        self.rows.append((*memory, layer, head))
-        if run.key_scales is None or run.value_scales is None:
-            self.scales.append((0,) * SCALES_WIDTH)
-            return
-        addresses = (run.key_scales.data_ptr(), run.value_scales.data_ptr())
-        strides = (*run.key_scales.stride()[:2], *run.value_scales.stride()[:2])
-        self.scales.append((*addresses, *strides))
+    def scales(self) -> Int64s:
+        """See `TableViews`."""
+        scales = np.zeros((len(self.rows), SCALES_WIDTH), dtype=np.int64)
+        for number, row in self._scaled.items():
+            scales[number] = row
+        return scales
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _AskedEntries:
-    """Before any run is cut: one entry for every row that reads it, read after read. counts: of
-    each read."""
-
-    counts: Int64s
-    row: Int32s
-    delta: Int32s
-    limit: Int32s
-    origin: Int32s
+def _scales_row(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    return (keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], *values.stride()[:2])
 
 
-def _asked_entries(reads: Sequence[KVRead]) -> _AskedEntries:
-    numbers = chain.from_iterable(chain.from_iterable(read.readers for read in reads))
-    table = np.fromiter(numbers, dtype=np.int64).reshape(-1, 5)
-    first, end, delta, origin, limit = table.T.astype(np.int32)
-    counts = (end - first).astype(np.int64)
-    within = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)).astype(
-        np.int32
-    )
-    limits = np.repeat(limit, counts)
-    limits += np.where(limits < ALL_TOKENS, within, 0)
-    per_read = np.fromiter((len(read.readers) for read in reads), np.int64, len(reads))
-    total = np.concatenate([[0], np.cumsum(counts)])[np.concatenate([[0], np.cumsum(per_read)])]
-    return _AskedEntries(
-        np.diff(total), np.repeat(first, counts) + within, np.repeat(delta, counts), limits,
-        np.repeat(origin, counts),
-    )  # fmt: skip
+def _asked_entries(reads: Sequence[KVRead]) -> tuple[Int32s, list[int]]:
+    """One entry for every row that reads a run, read after read, before any run is cut; and where
+    those of each read end. [4, N]: row, delta, limit, origin."""
+    numbers = chain.from_iterable(chain.from_iterable([read.readers for read in reads]))
+    readers = np.fromiter(numbers, np.int32).reshape(-1, 5).T
+    counts = readers[1] - readers[0]
+    ends = counts.cumsum()
+    asked = readers[[0, 2, 4, 3]].repeat(counts, axis=1)
+    within = np.arange(asked.shape[1]) - (ends - counts).repeat(counts)
+    asked[0] += within
+    limits = asked[2]
+    limits += within
+    np.minimum(limits, ALL_TOKENS, out=limits)
+    totals = [0, *ends.tolist()]
+    return asked, [totals[end] for end in accumulate([len(read.readers) for read in reads])]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _EntryBlocks:
-    """Blocks of adjacent entries of one read, and the tokens begin:begin + length that at least one
-    of them sees. quantized: 0 or 1."""
+class _EntryBlocks(NamedTuple):
+    """The entries first:end of one read, in blocks that see its tokens begin:begin + length."""
 
-    base: Int64s
-    begin: Int64s
-    length: Int64s
-    first: Int64s
-    count: Int64s
-    quantized: Int64s
+    quantized: bool
+    base: int
+    begin: int
+    length: int
+    first: int
+    end: int
+    blocks: int
 
 
 def _entry_blocks(
-    reads: Sequence[KVRead], bases: _Bases, asked: _AskedEntries, size: int
-) -> _EntryBlocks:
-    runs = [
-        (bases.number(run), run.begin, run.end, run.key_scales is not None)
-        for run in (read.run for read in reads)
-    ]
-    per_read = -(-asked.counts // size)
-    table = np.repeat(np.asarray(runs, dtype=np.int64).reshape(-1, 4), per_read, axis=0)
-    base, begin, end, quantized = table.T
-    within = np.arange(len(table)) - np.repeat(np.cumsum(per_read) - per_read, per_read)
-    counts = np.repeat(asked.counts, per_read)
-    first = np.repeat(np.cumsum(asked.counts) - asked.counts, per_read) + within * size
-    count = np.minimum(size, counts - within * size)
-    seen = np.maximum.reduceat(asked.limit, first) if len(first) else first
-    length = np.minimum(end, seen) - begin
-    some = length > 0
-    return _EntryBlocks(
-        base[some], begin[some], length[some], first[some], count[some], quantized[some]
-    )
+    reads: Sequence[KVRead], bases: _Bases, asked: Int32s, ends: Sequence[int], size: int
+) -> list[_EntryBlocks]:
+    """All entries. Blocks of rows that do not see the whole run are cut short, each for itself."""
+    found, first = [], 0
+    for read, end in zip(reads, ends, strict=True):
+        run = read.run
+        base, scaled = bases.number(run), run.key_scales is not None
+        if first == end:
+            continue
+        if min([reader[4] for reader in read.readers]) >= run.end:
+            parts = [(first, end, run.end)]
+        else:
+            edges = [*range(first, end, size), end]
+            limits = asked[2]
+            parts = [(a, b, min(run.end, int(limits[a:b].max()))) for a, b in pairwise(edges)]
+        found += [
+            _EntryBlocks(scaled, base, run.begin, seen - run.begin, a, b, -(-(b - a) // size))
+            for a, b, seen in parts
+            if seen > run.begin
+        ]
+        first = end
+    return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pieces:
-    """How many pieces the tokens of each block are cut into, and of how many tokens each."""
+class _Cut(NamedTuple):
+    """How many tokens the pieces of each read have, and how many items and entries that makes."""
 
-    number: Int64s
-    tokens: Int64s
+    tokens: Sequence[int]
+    items: int
+    entries: int
 
     @classmethod
-    def cut(
-        cls, blocks: _EntryBlocks, kv_heads: int, programs: int, min_keys: int,
+    def of(
+        cls, blocks: Sequence[_EntryBlocks], kv_heads: int, programs: int, min_keys: int,
         capacity: TableCapacity,
-    ) -> _Pieces:  # fmt: skip
+    ) -> _Cut:  # fmt: skip
         """Pieces of about equal length, as many as fit the tables."""
-        plain = blocks.length[blocks.quantized == 0].sum()
-        work = np.where(blocks.quantized, blocks.length.sum() - plain, plain) * kv_heads
-        target = np.maximum(min_keys, -(-work // programs))
+        work = [0, 0]  # of plain runs, and of those in eight bits
+        for each in blocks:
+            work[each.quantized] += each.length * each.blocks
+        targets = [max(min_keys, -(-keys * kv_heads // programs)) for keys in work]
         while True:
-            number = np.maximum(1, (blocks.length / target + 0.5).astype(np.int64))
-            tokens = -(-blocks.length // (number * PIECE_TOKENS)) * PIECE_TOKENS
-            number = -(-blocks.length // tokens)
-            fits = number.sum() <= capacity.items
-            if (fits and number @ blocks.count <= capacity.entries) or (number == 1).all():
-                return cls(number, tokens)
-            target *= 2
+            tokens, items, entries, whole = [], 0, 0, True
+            for quantized, _, _, length, first, end, count in blocks:
+                number = max(1, int(length / targets[quantized] + 0.5))
+                piece = -(-length // (number * PIECE_TOKENS)) * PIECE_TOKENS
+                number = -(-length // piece)
+                tokens.append(piece)
+                items += number * count
+                entries += number * (end - first)
+                whole = whole and number == 1
+            if whole or (items <= capacity.items and entries <= capacity.entries):
+                return cls(tokens, items, entries)
+            targets = [2 * target for target in targets]
 
 
-def _items(blocks: _EntryBlocks, pieces: _Pieces) -> tuple[Int32s, Int64s]:
-    """The items in the order in which they run, and for each of their entries its number among
-    those asked."""
-    number = pieces.number
-    block = np.repeat(np.arange(len(number)), number)
-    piece = np.arange(len(block)) - np.repeat(np.cumsum(number) - number, number)
-    skipped = piece * pieces.tokens[block]
-    length = np.minimum(pieces.tokens[block], blocks.length[block] - skipped)
+def _items(
+    blocks: Sequence[_EntryBlocks], tokens: Sequence[int], size: int
+) -> tuple[list[int], int, list[tuple[int, int]]]:
+    """The fields of all items in the order in which they run, how many are in eight bits, and which
+    of the entries asked are theirs, one range after another."""
     # plain ones first, then long ones; blocks that read the same tokens are neighbors
-    order = np.lexsort((skipped, -length, blocks.quantized[block]))
-    block, skipped, length = block[order], skipped[order], length[order]
-    count = blocks.count[block]
-    first = np.cumsum(count) - count
-    items = np.zeros((len(block), ITEM_WIDTH), dtype=np.int32)
-    begin = blocks.begin[block] + skipped
-    for column, values in enumerate(
-        (blocks.base[block], begin, begin + length, first, count, blocks.quantized[block])
-    ):
-        items[:, column] = values
-    source = np.arange(count.sum()) + np.repeat(blocks.first[block] - first, count)
-    return items, source
+    pieces = sorted(
+        (each.quantized, -min(piece, each.length - skipped), skipped, number)
+        for number, (each, piece) in enumerate(zip(blocks, tokens, strict=True))
+        for skipped in range(0, each.length, piece)
+    )
+    items: list[int] = []
+    sources, at, scaled = [], 0, 0
+    for quantized, length, skipped, number in pieces:
+        _, base, begin, _, first, end, count = blocks[number]
+        begin += skipped
+        for left in range(end - first, 0, -size):
+            own = min(size, left)
+            items += (base, begin, begin - length, at, own, quantized, 0, 0)
+            at += own
+        scaled += quantized * count
+        sources.append((first, end))
+    return items, scaled, sources

@@ -145,7 +145,7 @@ def test_blocks_of_a_causal_run_end_with_their_last_row() -> None:
         [100, 108, 4, 4],
         [100, 104, 8, 4],
     ]
-    assert plan.entry_row.tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert plan.entry_fields[0].tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3]
 
 
 def test_the_pool_is_base_zero_and_views_of_one_memory_are_one_base() -> None:
