@@ -17,16 +17,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Final, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ragcache.attention.triton.tables import (
     ALL_TOKENS,
     AttentionPlan,
     AttentionTables,
     HeadLayout,
+    KVBase,
     KVRead,
     KVRun,
     Reader,
@@ -148,6 +149,8 @@ class DevicePlanner:
         block_rows: int = 64,
     ) -> None:  # fmt: skip
         self.pool, self.heads, self.gapless = pool, heads, gapless
+        self._pool_base = KVBase(pool.keys, pool.values)
+        self._bases = WeakKeyDictionary[StoredStates, KVBase]()
         self.programs, self.block_rows = programs, block_rows
 
     def plan_batch(self, chunks: Sequence[ScheduledChunk], tables: AttentionTables) -> DeviceBatch:
@@ -157,15 +160,14 @@ class DevicePlanner:
             TableOverflow: The tables have no room for it; they are as before.
         """
         placed = _place(chunks)
-        reads, hidden = _segment_reads(placed)
+        reads, hidden = self._segment_reads(placed)
         tails = self._decode_reads(placed, reads)
         if tails is None:
             self._mixed_reads(placed, reads)
         rows = placed[-1].end_row
         plan = build_plan(
             reads, rows=rows, heads=self.heads, capacity=tables.capacity,
-            pool=(self.pool.keys, self.pool.values), programs=self.programs,
-            block_rows=self.block_rows,
+            pool=self._pool_base, programs=self.programs, block_rows=self.block_rows,
             min_keys=LONG_PIECE if rows >= MANY_ROWS else SHORT_PIECE,
         )  # fmt: skip
         tables.set_plan(plan)
@@ -180,6 +182,41 @@ class DevicePlanner:
         self._put_tails(step, tables_of_blocks, tails)
         continuation = _Continuation(tables_of_blocks, tails, _hidden_from(hidden, rows))
         return DeviceBatch("decode", rows, logits, plan, reads, step, continuation)
+
+    def _segment_reads(self, placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[int, int]]:
+        """Segments by the memory that they read, so that views of one module are one read; and
+        where the first segment begins that the last row of a chunk does not see yet."""
+        by_memory: dict[tuple[int, int], KVRead] = {}
+        by_states: dict[StoredStates, KVRead] = {}
+        hidden: dict[int, int] = {}
+        for each in placed:
+            positions, first_row, end = each.chunk.position_ids, each.first_row, each.end_row
+            begins_at, ends_at = positions[0], positions[-1]
+            for segment in each.chunk.segments:
+                states, start = segment.states, segment.start
+                if start > ends_at:
+                    hidden[end - 1] = min(start, hidden.get(end - 1, start))
+                    continue
+                read = by_states.get(states)
+                if read is None:
+                    base = self._base(states)
+                    read = by_memory.setdefault(
+                        (base.memory[0], base.tokens), KVRead(KVRun(base, 0, base.tokens))
+                    )
+                    by_states[states] = read
+                first = first_row
+                if start > begins_at:
+                    first += bisect_left(positions, start)
+                read.readers.append(Reader(first, end, start - states.start, start))
+        return list(by_memory.values()), hidden
+
+    def _base(self, states: StoredStates) -> KVBase:
+        """Kept as long as the states, which most steps share with the ones before."""
+        base = self._bases.get(states)
+        if base is None:
+            base = KVBase(states.keys, states.values, states.key_scales, states.value_scales)
+            self._bases[states] = base
+        return base
 
     def _decode_reads(self, placed: Sequence[_PlacedChunk], reads: list[KVRead]) -> Ints | None:
         """Appends the reads before the tails, and returns the first block of each tail; None where
@@ -224,8 +261,8 @@ class DevicePlanner:
         for each in placed:
             private = each.chunk.private
             if isinstance(private, ContiguousKV):
-                self._append_parts(private.keys, private.values, 0, each, (0, each.tokens), [each],
-                                   reads)  # fmt: skip
+                base = KVBase(private.keys, private.values)
+                self._append_parts(base, 0, each, (0, each.tokens), [each], reads)
             else:
                 with_blocks.append(each)
         size = self.pool.block_size
@@ -248,13 +285,11 @@ class DevicePlanner:
             if group >= len(placed):
                 readers = [placed[reader] for reader in groups[group - len(placed)]]
             tokens = (number * size, min((number + count) * size, own.tokens))
-            self._append_parts(
-                self.pool.keys, self.pool.values, block_id * size, own, tokens, readers, reads
-            )
+            self._append_parts(self._pool_base, block_id * size, own, tokens, readers, reads)
 
     def _append_parts(
-        self, keys: Tensor, values: Tensor, begin: int, own: _PlacedChunk,
-        tokens: tuple[int, int], readers: Sequence[_PlacedChunk], reads: list[KVRead],
+        self, base: KVBase, begin: int, own: _PlacedChunk, tokens: tuple[int, int],
+        readers: Sequence[_PlacedChunk], reads: list[KVRead],
     ) -> None:  # fmt: skip
         """Appends the read of `own`'s tokens, which are contiguous from the base's token `begin`
         on."""
@@ -263,7 +298,7 @@ class DevicePlanner:
             at = begin + first - tokens[0]
             origin = own.position(first) - at
             limit = ALL_TOKENS if end <= own.past + 1 else at + own.past + 1 - first
-            run = KVRun(keys, values, at, at + end - first)
+            run = KVRun(base, at, at + end - first)
             who = [Reader(each.first_row, each.end_row, 0, origin, limit) for each in readers]
             reads.append(KVRead(run, who))
 
@@ -391,36 +426,6 @@ def _place(chunks: Sequence[ScheduledChunk]) -> list[_PlacedChunk]:
         placed.append(_PlacedChunk(chunk, row, row + new, past, past + new))
         row += new
     return placed
-
-
-def _segment_reads(placed: Sequence[_PlacedChunk]) -> tuple[list[KVRead], dict[int, int]]:
-    """Segments by the memory that they read, so that views of one module are one read; and where
-    the first segment begins that the last row of a chunk does not see yet."""
-    by_memory: dict[tuple[int, int], KVRead] = {}
-    by_states: dict[StoredStates, KVRead] = {}
-    hidden: dict[int, int] = {}
-    for each in placed:
-        positions, end = each.chunk.position_ids, each.end_row
-        begins_at, ends_at = positions[0], positions[-1]
-        for segment in each.chunk.segments:
-            states, start = segment.states, segment.start
-            if start > ends_at:
-                hidden[end - 1] = min(start, hidden.get(end - 1, start))
-                continue
-            read = by_states.get(states)
-            if read is None:
-                memory = (states.keys.data_ptr(), states.length)
-                read = by_states[states] = by_memory.setdefault(memory, _read_of(states))
-            first = each.first_row
-            if start > begins_at:
-                first += bisect_left(positions, start)
-            read.readers.append(Reader(first, end, start - states.start, start))
-    return list(by_memory.values()), hidden
-
-
-def _read_of(states: StoredStates) -> KVRead:
-    scales = (states.key_scales, states.value_scales)
-    return KVRead(KVRun(states.keys, states.values, 0, states.length, *scales))
 
 
 def _hidden_from(hidden: dict[int, int], rows: int) -> Ints | None:

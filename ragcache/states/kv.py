@@ -12,7 +12,7 @@ from torch import Tensor
 from ragcache.states.arrival import Arrival
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVStates:
     """Keys and values of a run of tokens, encoded at positions start, start+1, ...
 

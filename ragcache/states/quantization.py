@@ -32,7 +32,7 @@ _KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class QuantizedStates:
     """Quantized keys and values of a run of tokens.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ragcache.attention.triton.tables import (
     AttentionTables,
     HeadLayout,
+    KVBase,
     KVRead,
     KVRun,
     Reader,
@@ -178,8 +179,8 @@ def test_many_rows_of_the_real_tables(rows: int) -> None:
     capacity = TableCapacity(rows, 40_000, 8192, 16, 1)
     tables = AttentionTables(capacity, "cuda")
     reads = [
-        KVRead(KVRun(states[0], states[1], 0, rows), [Reader(0, rows, limit=1)]),
-        KVRead(KVRun(preamble[0], preamble[1], 0, 64), [Reader(0, rows)]),
+        KVRead(KVRun(KVBase(states[0], states[1]), 0, rows), [Reader(0, rows, limit=1)]),
+        KVRead(KVRun(KVBase(preamble[0], preamble[1]), 0, 64), [Reader(0, rows)]),
     ]
     plan = build_plan(
         reads, rows=rows, heads=heads, capacity=capacity, programs=kernels.programs,

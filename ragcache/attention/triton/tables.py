@@ -45,6 +45,9 @@ LINE_BYTES: Final = 4 * LINE_WORDS
 UPLOAD_LINES: Final = 32
 """Lines that a program of the upload copies."""
 
+FEW_READERS: Final = 32
+"""Readers of a step up to which their entries are laid out one by one."""
+
 ITEM_WIDTH, COUNTS, BASE_WIDTH, SCALES_WIDTH = 8, 16, 4, 6
 
 STEP_SECTIONS: Final = 7
@@ -75,16 +78,37 @@ class HeadLayout:
     head_dim: int
 
 
-class KVRun(NamedTuple):
-    """Tokens begin:end of a base. Keys and values in eight bits come with scales [L, Hkv, 1, D]
-    and [L, Hkv, S, 1], float32."""
+class KVBase:
+    """Keys and values that runs are parts of. In eight bits they come with scales [L, Hkv, 1, D]
+    and [L, Hkv, S, 1], float32.
 
-    keys: Tensor
-    values: Tensor
+    memory: the addresses of keys and values. strides: of a layer and of a head, in elements.
+    """
+
+    __slots__ = ("keys", "memory", "scales", "strides", "tokens", "values")
+
+    def __init__(
+        self, keys: Tensor, values: Tensor,
+        key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        layer, head, token, element = strides = keys.stride()
+        self.tokens, width = keys.shape[2:]
+        assert values.stride() == strides
+        assert (token, element) == (width, 1), "tokens of a head are contiguous"
+        self.keys, self.values = keys, values
+        self.memory, self.strides = (keys.data_ptr(), values.data_ptr()), (layer, head)
+        self.scales: tuple[int, ...] | None = None
+        if key_scales is not None and value_scales is not None:
+            addresses = (key_scales.data_ptr(), value_scales.data_ptr())
+            self.scales = (*addresses, *key_scales.stride()[:2], *value_scales.stride()[:2])
+
+
+class KVRun(NamedTuple):
+    """Tokens begin:end of a base."""
+
+    base: KVBase
     begin: int
     end: int
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
 
 
 class Reader(NamedTuple):
@@ -384,7 +408,7 @@ class _TableMemory:
 
 def build_plan(
     reads: Sequence[KVRead], *, rows: int, heads: HeadLayout, capacity: TableCapacity,
-    pool: tuple[Tensor, Tensor] | None = None, programs: int = 264, block_rows: int = 64,
+    pool: KVBase | None = None, programs: int = 264, block_rows: int = 64,
     min_keys: int = 256,
 ) -> AttentionPlan:  # fmt: skip
     """Cuts reads into work items.
@@ -394,7 +418,7 @@ def build_plan(
         rows: How many rows the step has.
         heads: The heads of the model.
         capacity: The room of the tables.
-        pool: Keys and values of the pool of blocks, which become base 0.
+        pool: The pool of blocks, which becomes base 0.
         programs: Programs of a kernel that run at once. Runs are cut so that each has about one
             piece of keys and a head.
         block_rows: Query lines, rows times `heads.group`, that an item holds at most.
@@ -405,13 +429,13 @@ def build_plan(
     """
     bases = _Bases()
     if pool is not None:
-        bases.number(KVRun(*pool, 0, 0))
+        bases.number(pool)
     asked, ends = _asked_entries(reads)
     size = max(1, block_rows // heads.group)
     blocks = _entry_blocks(reads, bases, asked, ends, size)
     cut = _Cut.of(blocks, heads.num_kv_heads, programs, min_keys, capacity)
     room = (capacity.rows, capacity.bases, capacity.items, capacity.entries)
-    needed = (rows, len(bases.rows), cut.items, cut.entries)
+    needed = (rows, len(bases), cut.items, cut.entries)
     if any(need > have for need, have in zip(needed, room, strict=True)):
         raise TableOverflow(
             "a step needs {} rows, {} bases, {} items and {} entries".format(*needed)
@@ -428,7 +452,7 @@ def build_plan(
         rows=rows,
         plain_items=cut.items - quantized,
         quantized_items=quantized,
-        bases=np.array(bases.rows, dtype=np.int64).reshape(-1, BASE_WIDTH),
+        bases=bases.addresses(),
         scales=bases.scales(),
         items=np.array(items, dtype=np.int32).reshape(-1, ITEM_WIDTH),
         entry_fields=entries,
@@ -443,56 +467,72 @@ class _Bases:
     """Numbers bases in the order in which they are first met."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, ...]] = []
         self.numbers: dict[tuple[int, int], int] = {}
-        self._scaled: dict[int, tuple[int, ...]] = {}
-        self._objects: dict[tuple[int, int], int] = {}
+        self._bases: list[KVBase] = []
 
-    def number(self, run: KVRun) -> int:
-        keys, values = run.keys, run.values
-        objects = (id(keys), id(values))  # alive while a plan is built
-        number = self._objects.get(objects)
-        if number is None:
-            memory = (keys.data_ptr(), values.data_ptr())
-            layer, head, token, element = strides = keys.stride()
-            number = self.numbers.setdefault(memory, len(self.rows))
-            if number == len(self.rows):
-                assert values.stride() == strides
-                assert (token, element) == (keys.shape[3], 1), "tokens of a head are contiguous"
-                self.rows.append((*memory, layer, head))
-                if run.key_scales is not None and run.value_scales is not None:
-                    self._scaled[number] = _scales_row(run.key_scales, run.value_scales)
-            assert self.rows[number][2:] == (layer, head), "one address with two strides"
-            self._objects[objects] = number
+    def __len__(self) -> int:
+        return len(self._bases)
+
+    def number(self, base: KVBase) -> int:
+        bases = self._bases
+        number = self.numbers.setdefault(base.memory, len(bases))
+        if number == len(bases):
+            bases.append(base)
+        assert bases[number].strides == base.strides, "one address with two strides"
         return number
 
+    def addresses(self) -> Int64s:
+        """The section `bases` of `TableViews`."""
+        rows = [(*base.memory, *base.strides) for base in self._bases]
+        return np.array(rows, dtype=np.int64).reshape(-1, BASE_WIDTH)
+
     def scales(self) -> Int64s:
-        """See `TableViews`."""
-        scales = np.zeros((len(self.rows), SCALES_WIDTH), dtype=np.int64)
-        for number, row in self._scaled.items():
-            scales[number] = row
+        """The section `scales`."""
+        scales = np.zeros((len(self._bases), SCALES_WIDTH), dtype=np.int64)
+        for number, base in enumerate(self._bases):
+            if base.scales is not None:
+                scales[number] = base.scales
         return scales
-
-
-def _scales_row(keys: Tensor, values: Tensor) -> tuple[int, ...]:
-    return (keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], *values.stride()[:2])
 
 
 def _asked_entries(reads: Sequence[KVRead]) -> tuple[Int32s, list[int]]:
     """One entry for every row that reads a run, read after read, before any run is cut; and where
     those of each read end. [4, N]: row, delta, limit, origin."""
-    numbers = chain.from_iterable(chain.from_iterable([read.readers for read in reads]))
-    readers = np.fromiter(numbers, np.int32).reshape(-1, 5).T
-    counts = readers[1] - readers[0]
+    readers = [reader for read in reads for reader in read.readers]
+    asked, ends = (_few_entries if len(readers) <= FEW_READERS else _many_entries)(readers)
+    totals = [0, *ends]
+    return asked, [totals[end] for end in accumulate([len(read.readers) for read in reads])]
+
+
+def _few_entries(readers: Sequence[Reader]) -> tuple[Int32s, list[int]]:
+    """The entries of readers one after another, and where those of each end. Of few readers it is
+    faster than `_many_entries`, above all where a processor has last run other code."""
+    ends = [*accumulate([end - first for first, end, *_ in readers])]
+    asked = np.empty((4, ends[-1] if ends else 0), dtype=np.int32)
+    row, deltas, limits, origins = asked
+    at = 0
+    for (first, end, delta, origin, limit), to in zip(readers, ends, strict=True):
+        row[at:to] = np.arange(first, end)
+        deltas[at:to] = delta
+        origins[at:to] = origin
+        limits[at:to] = limit if limit == ALL_TOKENS else np.arange(limit, limit + end - first)
+        at = to
+    return asked, ends
+
+
+def _many_entries(readers: Sequence[Reader]) -> tuple[Int32s, list[int]]:
+    """The same for many readers."""
+    numbers = chain.from_iterable(readers)
+    fields = np.fromiter(numbers, np.int32, 5 * len(readers)).reshape(-1, 5).T
+    counts = fields[1] - fields[0]
     ends = counts.cumsum()
-    asked = readers[[0, 2, 4, 3]].repeat(counts, axis=1)
+    asked = fields[[0, 2, 4, 3]].repeat(counts, axis=1)
     within = np.arange(asked.shape[1]) - (ends - counts).repeat(counts)
     asked[0] += within
     limits = asked[2]
     limits += within
     np.minimum(limits, ALL_TOKENS, out=limits)
-    totals = [0, *ends.tolist()]
-    return asked, [totals[end] for end in accumulate([len(read.readers) for read in reads])]
+    return asked, ends.tolist()
 
 
 class _EntryBlocks(NamedTuple):
@@ -514,7 +554,7 @@ def _entry_blocks(
     found, first = [], 0
     for read, end in zip(reads, ends, strict=True):
         run = read.run
-        base, scaled = bases.number(run), run.key_scales is not None
+        base, scaled = bases.number(run.base), run.base.scales is not None
         if first == end:
             continue
         if min([reader[4] for reader in read.readers]) >= run.end:

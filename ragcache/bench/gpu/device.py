@@ -151,7 +151,8 @@ class DecodeAttention:
         from ragcache.attention.triton import tables
 
         reads = [
-            tables.KVRead(tables.KVRun(keys, values, 0, length)) for keys, values in self.states
+            tables.KVRead(tables.KVRun(tables.KVBase(keys, values), 0, length))
+            for keys, values in self.states
         ]
         for row, order in enumerate(self.orders):
             for place, number in enumerate(order):
@@ -159,7 +160,7 @@ class DecodeAttention:
                 reads[number].readers.append(tables.Reader(row, row + 1, origin, origin))
         capacity = tables.TableCapacity(self.rows, entries, 16384, 64, 1)
         made = tables.AttentionTables(capacity, device)
-        pool = (self.pool[0], self.pool[1])
+        pool = tables.KVBase(self.pool[0], self.pool[1])
         made.set_plan(
             tables.build_plan(
                 reads, rows=self.rows, heads=self.heads, capacity=capacity, pool=pool,

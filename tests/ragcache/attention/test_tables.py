@@ -11,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache.attention.triton import tables as tables_module
 from ragcache.attention.triton.tables import (
     ALL_TOKENS,
     PIECE_TOKENS,
     AttentionPlan,
     AttentionTables,
     HeadLayout,
+    KVBase,
     KVRead,
     KVRun,
     Reader,
@@ -49,7 +51,7 @@ def uploaded(plan: AttentionPlan) -> AttentionTables:
 
 def run_of(base: int, begin: int, end: int) -> KVRun:
     scales = SCALES if base == 3 else (None, None)
-    return KVRun(*BASES[base], begin, end, *scales)
+    return KVRun(KVBase(*BASES[base], *scales), begin, end)
 
 
 @st.composite
@@ -79,21 +81,23 @@ def defined_keys(reads: list[KVRead]) -> list[Counter[SeenKey]]:
                 limit = run.end if everything else min(run.end, reader.limit + number)
                 for token in range(run.begin, limit):
                     at = reader.origin + token
-                    seen[row][SeenKey(run.keys.data_ptr(), token, reader.delta, at)] += 1
+                    seen[row][SeenKey(run.base.memory[0], token, reader.delta, at)] += 1
     return seen
 
 
 @given(
     sets_of_reads(), st.sampled_from([1, 3, 9, 64]), st.sampled_from([1, 8, 264]),
-    st.sampled_from([1, 256]),
+    st.sampled_from([1, 256]), st.sampled_from([0, 99]),
 )  # fmt: skip
 def test_visible_keys_are_covered_once(
-    reads: list[KVRead], block_rows: int, programs: int, min_keys: int
+    reads: list[KVRead], block_rows: int, programs: int, min_keys: int, few: int
 ) -> None:
-    plan = build_plan(
-        reads, rows=ROWS, heads=HEADS, capacity=CAPACITY, block_rows=block_rows,
-        programs=programs, min_keys=min_keys,
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables_module, "FEW_READERS", few)
+        plan = build_plan(
+            reads, rows=ROWS, heads=HEADS, capacity=CAPACITY, block_rows=block_rows,
+            programs=programs, min_keys=min_keys,
+        )  # fmt: skip
     tables = uploaded(plan)
     assert keys_of_rows(tables.views, ROWS) == defined_keys(reads)
     assert_partials_reach_their_rows(tables.views, ROWS)
@@ -150,9 +154,9 @@ def test_blocks_of_a_causal_run_end_with_their_last_row() -> None:
 
 def test_the_pool_is_base_zero_and_views_of_one_memory_are_one_base() -> None:
     keys, values = BASES[1]
-    part = KVRun(keys[:, :, :50], values[:, :, :50], 0, 50)
+    part = KVRun(KVBase(keys[:, :, :50], values[:, :, :50]), 0, 50)
     reads = [KVRead(part, [Reader(0, 1)]), KVRead(run_of(1, 50, 60), [Reader(0, 1)])]
-    plan = build_plan(reads, rows=1, heads=HEADS, capacity=CAPACITY, pool=BASES[2])
+    plan = build_plan(reads, rows=1, heads=HEADS, capacity=CAPACITY, pool=KVBase(*BASES[2]))
     assert plan.bases[:, 0].tolist() == [BASES[2][0].data_ptr(), keys.data_ptr()]
     assert plan.bases[:, 2:].tolist() == [[2 * TOKENS, TOKENS]] * 2
     assert plan.items[:, 0].tolist() == [1, 1]

@@ -277,7 +277,7 @@ def private_reads(batch: DeviceBatch) -> list[tuple[list[int], list[int]]]:
             [reader.first_row for reader in read.readers],
         )
         for read in batch.reads
-        if read.run.keys is POOL.keys
+        if read.run.base.keys is POOL.keys
     ]
 
 

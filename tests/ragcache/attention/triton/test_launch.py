@@ -7,6 +7,7 @@ import torch
 
 from ragcache.attention.triton.tables import (
     AttentionTables,
+    KVBase,
     KVRead,
     KVRun,
     Reader,
@@ -118,15 +119,16 @@ def planned(step: Step, block_rows: int) -> AttentionTables:
     tables = AttentionTables(capacity, step.device)
     reads = []
     for read in step.reads:
-        run = KVRun(*step.pool, read.begin, read.end)
+        run = KVRun(KVBase(*step.pool), read.begin, read.end)
         if read.base:
             states = step.documents[read.base - 1]
             scales = getattr(states, "key_scales", None), getattr(states, "value_scales", None)
-            run = KVRun(states.keys, states.values, read.begin, read.end, *scales)
+            base = KVBase(states.keys, states.values, *scales)
+            run = KVRun(base, read.begin, read.end)
         readers = [Reader(row, row + 1, *rest) for row, *rest in read.entries]
         reads.append(KVRead(run, readers))
     plan = build_plan(
-        reads, rows=step.rows, heads=step.scheme.heads, capacity=capacity, pool=step.pool,
+        reads, rows=step.rows, heads=step.scheme.heads, capacity=capacity, pool=KVBase(*step.pool),
         programs=8, block_rows=block_rows, min_keys=40,
     )  # fmt: skip
     tables.set_plan(plan)
