@@ -30,7 +30,12 @@ from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import Request, RequestOutput, TokenDelta, check_window
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import Mark, SampledToken
-from ragcache.engine.scheduler import SchedulerConfig, SchedulerOutput, schedule
+from ragcache.engine.scheduler import (
+    SchedulableRequest,
+    SchedulerConfig,
+    SchedulerOutput,
+    schedule,
+)
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Share
 from ragcache.errors import DeadlineExceeded, EngineFailed, PromptTooLong, UnsupportedModel
@@ -311,14 +316,15 @@ class EngineCore:
         config = self._scheduler_config
         if config.running != self._most_running - ending:
             config = replace(config, running=self._most_running - ending)
+        running = [sequence.schedulable(unknown=sequence.number in rows) for sequence in going]
         output = schedule(
-            [sequence.schedulable(unknown=sequence.number in rows) for sequence in going],
+            running,
             (sequence.schedulable() for sequence in self._waiting),
             config,
             free_blocks=self.kv_manager.available_blocks,
             now=now,
         )
-        if output.preempted and last is not None:
+        if last is not None and (output.preempted or self._lacks_blocks(running, output)):
             return []
         self._preempt(output)
         self._admit(output, now)
@@ -337,6 +343,12 @@ class EngineCore:
         for encoding, count in self._encode_queue.portions(left):
             shares.append(Share.of(encoding, encoding.next_chunk(count)))
         return shares
+
+    def _lacks_blocks(self, running: list[SchedulableRequest], output: SchedulerOutput) -> bool:
+        """Whether a request lacks blocks that those hold which only wait for their last tokens."""
+        size, tokens = self.pool.block_size, output.tokens
+        needed = sum(each.blocks_for(tokens.get(each.number, 0), size) for each in running)
+        return needed > self.kv_manager.available_blocks
 
     def _fewer(self, shares: list[Share], error: torch.OutOfMemoryError) -> list[Share]:
         """What to try where the device had too little memory for these shares: without encodings,

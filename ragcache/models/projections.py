@@ -19,8 +19,9 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedLinear(nn.Module):
-    """Linear layers over the same input, multiplied at once. Keeps the last input and its product
-    until the last of them was handed out."""
+    """Linear layers over the same input, multiplied at once. Keeps the last input with its product
+    until the last of them was handed out. Threads may call it at once: they see both or neither.
+    """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
@@ -30,16 +31,14 @@ class MergedLinear(nn.Module):
         if parts[0].bias is not None:
             bias = torch.cat([part.bias.detach() for part in parts])
             self.bias = nn.Parameter(bias, requires_grad=False)
-        self.input: Tensor | None = None
-        self.product: Tensor | None = None  # of the input
+        self.kept: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The product, [..., all columns]; computed where the input is another than before."""
-        product = self.product
-        if product is None or self.input is not hidden:
-            self.input, self.product = hidden, F.linear(hidden, self.weight, self.bias)
-            product = self.product
-        return product
+        kept = self.kept
+        if kept is None or kept[0] is not hidden:
+            self.kept = kept = hidden, F.linear(hidden, self.weight, self.bias)
+        return kept[1]
 
 
 class ProjectionSlice(nn.Module):
@@ -55,7 +54,7 @@ class ProjectionSlice(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         product: Tensor = self.merged(hidden)
         if self.last:
-            self.merged.input = self.merged.product = None
+            self.merged.kept = None
         return product[..., self.begin : self.end]
 
 
@@ -69,7 +68,10 @@ def merge_projections(language: LanguageModel) -> int:
     """
     assert language.fingerprint
     merged = 0
-    for owner in list(language.model.modules()):
+    first = tuple(names[0] for names in GROUPS)
+    # owners alone: a list of all modules would keep all weights until its end
+    owners = [m for m in language.model.modules() if any(hasattr(m, name) for name in first)]
+    for owner in owners:
         for names in GROUPS:
             if parts := _plain_linears(owner, names):
                 _merge(owner, names, parts)

@@ -413,6 +413,21 @@ def test_memory_that_ends_ahead_of_the_device_is_tried_later(causal: CausalLM, a
     assert_all_blocks_free(core)
 
 
+@pytest.mark.parametrize("limit", range(5, 12))
+def test_a_request_waits_for_the_blocks_of_one_that_only_waits_for_its_last_token(
+    causal: CausalLM, limit: int
+) -> None:
+    core = late_core(causal, config_of(causal, blocks=5))
+    requests = [
+        Request(plain_context(random_tokens(5, seed=1)), limit),
+        Request(plain_context(random_tokens(7, seed=2)), 4),
+    ]
+    outputs = run_requests(core, *requests)
+    for request, output in zip(requests, outputs, strict=True):
+        assert output.choices == run_requests(core_of(causal), request)[0].choices
+    assert_all_blocks_free(core)
+
+
 def test_the_seconds_of_the_device_are_counted(causal: CausalLM) -> None:
     """Its time goes on with each piece of work: a mark, a forward pass, the sampling."""
     core = late_core(causal)
