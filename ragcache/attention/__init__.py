@@ -1,6 +1,6 @@
 """Attention over segments: pure tensor functions, no model and no store."""
 
-from ragcache.attention.backend import AttentionBackend, backend_for
+from ragcache.attention.backend import AttentionBackend, backend_for, has_kernels
 from ragcache.attention.metadata import (
     AttentionMetadata,
     CausalBlock,
@@ -26,6 +26,6 @@ from ragcache.attention.reference import ReferenceAttentionBackend
 __all__ = [
     "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
     "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend", "Rotation", "SharedKV",
-    "SharedQueries", "backend_for", "causal_bias", "grouped", "merge_state", "merge_states",
-    "partial_attention", "rotate",
+    "SharedQueries", "backend_for", "causal_bias", "grouped", "has_kernels", "merge_state",
+    "merge_states", "partial_attention", "rotate",
 ]  # fmt: skip

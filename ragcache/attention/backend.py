@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -24,6 +25,17 @@ class AttentionBackend(Protocol):
         query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's own,
         already written where the metadata wants them; scale: of the scores. Returns [T, Hq, D].
         """
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels (`ragcache.attention.triton`) compute attention on this device."""
+    if device.type != "cuda":
+        return False
+    try:
+        import_module("triton")
+    except ImportError:
+        return False
+    return True
 
 
 def backend_for(device: torch.device) -> AttentionBackend:

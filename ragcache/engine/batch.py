@@ -32,6 +32,7 @@ from ragcache.attention import (
 )
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
 from ragcache.engine.request import Segment
+from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, ForwardBatch
 from ragcache.states.quantization import restored
 
@@ -218,9 +219,15 @@ def _private_group(joined: _JoinedSpan, readers: Sequence[Rows]) -> SharedPrefix
 
 class BatchBuilder:
     """Builds forward batches, and keeps what does not change while the same requests decode.
-    rebuilt: how often the layout was made anew."""
+    rebuilt: how often the layout was made anew. Raises `UnsupportedModel` for a model whose
+    attention only the kernels of a GPU compute."""
 
     def __init__(self, model: CausalLM) -> None:
+        if model.needs_kernels:
+            raise UnsupportedModel(
+                "sliding windows, soft caps, and frequencies that differ by layer are read from "
+                "segments by the kernels of a GPU only"
+            )
         self.model = model
         self.rebuilt = 0
         self._signature: object = None

@@ -40,7 +40,7 @@ from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePla
 from ragcache.engine.device_sampler import DeviceSampler
 from ragcache.engine.kv_cache import BLOCK_SIZE, BlockPool, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
-from ragcache.models import CausalLM, ForwardBatch, Rotary
+from ragcache.models import CausalLM, ForwardBatch, LayeredRotary, Rotary
 from ragcache.models.compiled import FEWEST_ROWS, no_recompiles, prepare_for_device
 from ragcache.states.arrival import Arrival, capture_lock
 from ragcache.states.quantization import QuantizedStates
@@ -139,7 +139,7 @@ class DeviceModelRunner:
         self._kernels = self._new_kernels(GRAPH_CAPACITY.entries)
         self._eager_kernels = self._new_kernels(capacity.entries)
         self._step = _StepAttention(self._kernels, self._tables)
-        self._metadata = OperatorMetadata(register_step(self._step))
+        self._metadata = OperatorMetadata(register_step(self._step), model.softcap)
         self._buckets = {
             kind: [_Bucket(kind, rows) for rows in sizes] for kind, sizes in BUCKETS.items()
         }
@@ -150,8 +150,9 @@ class DeviceModelRunner:
 
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = BlockPool.create(self.model, nbytes)
+        by_position = self.model.scheme.slopes is not None or bool(self.model.windows)
         self._planner = DevicePlanner(
-            pool, self._heads, gapless=self.model.scheme.slopes is not None,
+            pool, self._heads, gapless=by_position,
             programs=self._kernels.programs, block_rows=self._kernels.block_rows,
         )  # fmt: skip
         return pool
@@ -318,7 +319,8 @@ class DeviceModelRunner:
     def _new_kernels(self, entries: int) -> TritonKernels:
         return TritonKernels(
             self._heads, self.model.dtype, self.device, self._rotation, self.model.scheme.slopes,
-            max_entries=entries, quantized=self._quantized,
+            max_entries=entries, windows=self.model.windows, softcap=self.model.softcap,
+            quantized=self._quantized,
         )  # fmt: skip
 
     def _read_eight_bits(self) -> None:
@@ -393,12 +395,17 @@ def _next_chunk(chunk: ScheduledChunk, row: int) -> ScheduledChunk:
     return replace(chunk, token_ids=(0,), position_ids=(position,), follows=row)
 
 
-def rotation_tables(model: CausalLM) -> RotationTables | None:
-    """The angles of all positions by which a segment can be moved; None where queries do not
-    turn."""
+def rotation_tables(model: CausalLM) -> RotationTables | list[RotationTables] | None:
+    """The angles of all positions by which a segment can be moved, by layer where layers differ;
+    None where queries do not turn."""
     scheme = model.scheme
-    if not isinstance(scheme, Rotary):
-        return None
+    if isinstance(scheme, LayeredRotary):
+        tables = {each: _tables_of(each, model) for each in set(scheme.layers)}
+        return [tables[each] for each in scheme.layers]
+    return _tables_of(scheme, model) if isinstance(scheme, Rotary) else None
+
+
+def _tables_of(rotary: Rotary, model: CausalLM) -> RotationTables:
     deltas = torch.arange(model.window, device=model.device)
-    turned = Rotation.by(deltas, scheme.inverse_frequency, interleaved=scheme.interleaved)
-    return RotationTables(turned.cos, turned.sin, scheme.interleaved)
+    turned = Rotation.by(deltas, rotary.inverse_frequency, interleaved=rotary.interleaved)
+    return RotationTables(turned.cos, turned.sin, rotary.interleaved)

@@ -17,11 +17,11 @@ from ragcache.models.model import (
     ForwardBatch,
     LanguageModel,
 )
-from ragcache.models.positions import Alibi, Learned, PositionScheme, Rotary
+from ragcache.models.positions import Alibi, LayeredRotary, Learned, PositionScheme, Rotary
 
 __all__ = [
     "Alibi", "Buffer", "BufferPool", "CausalLM", "ContiguousLM", "Dimensions", "Family",
-    "ForwardBatch", "LanguageModel", "Learned", "LoadedModel", "PositionScheme", "PromptFrame",
-    "Rotary", "ThreadSafeTokenizer", "load_model", "prompt_frame", "register", "wrap",
-    "wrap_causal", "wrap_contiguous",
+    "ForwardBatch", "LanguageModel", "LayeredRotary", "Learned", "LoadedModel", "PositionScheme",
+    "PromptFrame", "Rotary", "ThreadSafeTokenizer", "load_model", "prompt_frame", "register",
+    "wrap", "wrap_causal", "wrap_contiguous",
 ]  # fmt: skip

@@ -97,7 +97,9 @@ def _around(
         # transformers looks at the positions, which waits for the device, whether LongRoPE changes
         # its frequencies; in the window they are the original ones, which one call sets
         zero = torch.zeros(1, 1, dtype=torch.int64, device=causal.device)
-        rotary(zero.to(causal.dtype), zero)
+        for layer_type in getattr(rotary, "layer_types", (None,)):
+            kind = {} if layer_type is None else {"layer_type": layer_type}
+            rotary(zero.to(causal.dtype), zero, **kind)
         yield rotary, unwrap(type(rotary).forward)
     children = list(stack.children())
     behind = children[children.index(layers) + 1 :]
@@ -170,4 +172,5 @@ def _try_step(causal: CausalLM, rows: int) -> None:
     step = _NoAttention()
     zeros = torch.zeros(rows, dtype=torch.int64, device=causal.device)
     positions = torch.arange(rows, device=causal.device)
-    causal.forward(ForwardBatch(zeros, positions, zeros[:1], OperatorMetadata(register_step(step))))
+    metadata = OperatorMetadata(register_step(step), causal.softcap)
+    causal.forward(ForwardBatch(zeros, positions, zeros[:1], metadata))

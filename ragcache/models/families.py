@@ -1,8 +1,9 @@
 """The table of served model families: what differs between architectures.
 
 `wrap` prepares a loaded Hugging Face model for the engine: as a `CausalLM` where its attention can
-read segments, else as a `ContiguousLM`. A row of `FAMILIES` names what differs from a model with
-rotary positions whose attention goes through `transformers.AttentionInterface`. A user adds one:
+read segments on its device, else as a `ContiguousLM`. A row of `FAMILIES` names what differs from a
+model with rotary positions whose attention goes through `transformers.AttentionInterface`. A user
+adds one:
 
     register(Family(("cohere",), interleaved=True))
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ragcache.attention import backend_for
+from ragcache.attention import backend_for, has_kernels
 from ragcache.errors import UnsupportedModel
 from ragcache.models.hf_patch import patch_attention, patch_bloom, patch_falcon, patch_mpt
 from ragcache.models.model import SLIDING, CausalLM, ContiguousLM, Dimensions, LanguageModel
@@ -49,23 +50,33 @@ MPT_BIAS_MAX = 8.0
 def wrap(model: Any) -> LanguageModel:
     """Prepares a loaded Hugging Face model for the engine, in place: it reads segments if it can,
     else one buffer. Raises `UnsupportedModel` before anything is changed."""
-    family_of(model.config)  # a model that no family serves is refused for that
-    return wrap_causal(model) if whole_context(model.config) is None else wrap_contiguous(model)
+    family = family_of(model.config)  # a model that no family serves is refused for that
+    if whole_context(model.config) is None or (family.scheme is None and has_kernels(model.device)):
+        return wrap_causal(model)
+    return wrap_contiguous(model)
 
 
-def wrap_causal(model: Any) -> CausalLM:
+def wrap_causal(model: Any, *, kernels: bool | None = None) -> CausalLM:
     """Patches a Hugging Face model in place so that it reads segments. Raises `UnsupportedModel`
-    before anything is changed."""
+    before anything is changed.
+
+    kernels: whether `DeviceModelRunner` computes its attention, with windows, caps and frequencies
+    by layer; None where the device has such kernels.
+    """
     config = model.config
     family = family_of(config)
     family.check(config)
     obstacle = whole_context(config)
-    if obstacle is not None:
-        _refuse(config, f"{obstacle}, so it cannot read segments")
+    if kernels is None:
+        kernels = has_kernels(model.device)
+    if obstacle is not None and (family.scheme is not None or not kernels):
+        _refuse(config, f"{obstacle}, so it cannot read segments here")
     scheme, dimensions = family.position_scheme(model), family.dimensions(config)
+    windows = layer_windows(config, dimensions)
+    softcap = getattr(config, "attn_logit_softcapping", None)
     family.patch(model)
     model.eval()
-    return CausalLM(model, scheme, backend_for(model.device), dimensions)
+    return CausalLM(model, scheme, backend_for(model.device), dimensions, windows, softcap)
 
 
 def wrap_contiguous(model: Any) -> ContiguousLM:
@@ -110,8 +121,8 @@ def check_properties(config: Any) -> None:
 
 
 def whole_context(config: Any) -> str | None:
-    """Why the attention cannot be split over segments, though it can read one buffer. None where
-    it can."""
+    """Why the attention cannot be split over segments, except by the kernels of a GPU, though it
+    can read one buffer. None where it can anywhere."""
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None:
         return f"caps its attention scores at {cap} (attn_logit_softcapping)"
@@ -122,8 +133,7 @@ def whole_context(config: Any) -> str | None:
             f"attends through a sliding window of {window} tokens, shorter than its context of "
             f"{context}; a cached module could stand outside the window"
         )
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if any(isinstance(each, dict) for each in parameters.values()):
+    if has_layered_frequencies(config):
         return "turns queries and keys by other frequencies in some layers than in others"
     return None
 
@@ -148,6 +158,20 @@ def layer_types(config: Any) -> tuple[str, ...]:
     return (every,) * int(config.num_hidden_layers)
 
 
+def layer_windows(config: Any, dimensions: Dimensions) -> tuple[int | None, ...]:
+    """See `CausalLM.windows`."""
+    window = sliding_window(config)
+    if window is None or window >= dimensions.window:
+        return ()
+    return tuple(window if each == SLIDING else None for each in layer_types(config))
+
+
+def has_layered_frequencies(config: Any) -> bool:
+    """Whether the rotary frequencies of some layers may be others than those of the rest."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(each, dict) for each in parameters.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Models that are served alike.
@@ -157,7 +181,7 @@ class Family:
         interleaved: Whether rotary dimensions 2i and 2i+1 turn as a pair, not i and i + R/2.
         rotary_embedding: Finds the module that holds the rotary frequencies of a model.
         scheme: Makes the position scheme of a model that is not plainly rotary. Such a family reads
-            segments only, never one buffer.
+            segments only, never one buffer, and has no windows, caps or frequencies by layer.
         dimensions: Reads the sizes of a model from its configuration.
         patch: Makes a model attend to a step's metadata where it is given one, in place. Raises
             `UnsupportedModel` before it changes anything.
@@ -181,8 +205,11 @@ class Family:
         """How the model knows the positions of its tokens."""
         if self.scheme is not None:
             return self.scheme(model)
-        embedding = self.rotary_embedding(model)
-        return Rotary.of(model.config, embedding, interleaved=self.interleaved)
+        config, embedding = model.config, self.rotary_embedding(model)
+        if has_layered_frequencies(config):
+            types = layer_types(config)
+            return LayeredRotary.of(config, embedding, types, interleaved=self.interleaved)
+        return Rotary.of(config, embedding, interleaved=self.interleaved)
 
 
 FAMILIES: dict[str, Family] = {}
@@ -258,7 +285,7 @@ for _family in (
     Family(("llama", "mistral", "qwen2", "qwen3")),
     Family(("phi", "phi3")),  # all of a head turns, or a part of it
     Family(("gpt_neox",)),  # a quarter of a head turns
-    Family(("gemma2", "gemma3_text")),  # soft caps and sliding windows: read from one buffer
+    Family(("gemma2", "gemma3_text")),  # soft caps, windows, frequencies by layer type
     # Falcon's own attention repeats grouped keys before it keeps them, so no buffer serves it
     Family(("falcon",), scheme=_falcon_scheme, dimensions=_falcon_dimensions, patch=patch_falcon),
     Family(

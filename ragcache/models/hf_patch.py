@@ -68,7 +68,8 @@ def attend_layer(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float,
     metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend,
 ) -> Tensor:  # fmt: skip
-    """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]."""
+    """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]. Windows and soft caps
+    are the step's own, which the operator finds."""
     if isinstance(metadata, OperatorMetadata):
         out: Tensor = attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
         return out
@@ -87,11 +88,20 @@ def number_layers(model: nn.Module) -> None:
 
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, scaling: float | None = None,
+    *, scaling: float | None = None, softcap: float | None = None,
     attention_metadata: AttentionMetadata | OperatorMetadata | None = None,
     backend: AttentionBackend | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`."""
+    """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`. Raises
+    `UnsupportedModel` where scores would not be capped as the layer wants."""
+    cap = None
+    if isinstance(attention_metadata, OperatorMetadata):
+        cap = attention_metadata.softcap
+    if softcap != cap:
+        raise UnsupportedModel(
+            f"this layer caps its scores at {softcap}, and its attention at {cap}; a model that "
+            "was wrapped for a GPU's kernels is called by the engine only"
+        )
     if attention_metadata is None or backend is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -1,10 +1,11 @@
 """Hugging Face causal language models as the engine runs them.
 
-`CausalLM` reads segments. `ContiguousLM` serves models whose attention cannot be split over
-segments, by Prompt Cache's buffered concatenation (§3.4 and §4.2): Gemma 2 caps its scores and both
-Gemma 2 and 3 see some layers through a sliding window, each with rotary frequencies of its own.
-There the model's own code attends to one contiguous buffer, into which cached states are copied and
-turned; the masks are given by position, so that gaps and segments out of order are right.
+`CausalLM` reads segments. `ContiguousLM` serves, on a CPU, models whose attention is not split over
+segments there, by Prompt Cache's buffered concatenation (§3.4 and §4.2): Gemma 2 caps its scores,
+Gemma 2 and 3 see some layers through a sliding window, and those of Gemma 3 have rotary frequencies
+of their own. The model's own code attends to one contiguous buffer, into which cached states are
+copied and turned; the masks are given by position, so that gaps and segments out of order are
+right. A GPU's kernels know all three, so that such models read segments there.
 
 `ragcache.models.families.wrap` makes either of a loaded model.
 """
@@ -116,15 +117,35 @@ class ForwardBatch:
 
 
 class CausalLM(LanguageModel):
-    """A patched Hugging Face model whose attention reads segments (`families.wrap_causal`)."""
+    """A patched Hugging Face model whose attention reads segments (`families.wrap_causal`).
+
+    windows: of each layer, how many positions up to its own a row sees, or None for all; empty
+    where no layer has a window within the model's. softcap: the bound of scores,
+    cap * tanh(score / cap), or None.
+
+    Only the kernels of a GPU compute windows, caps, and frequencies that differ by layer. They are
+    exact, because scores are capped and masked one by one, before anything is summed. Key i of a
+    segment is taken to be at position start + i, which `KVStates` promises: tokens that were
+    encoded with gaps are read as one segment for each run without gaps (`KVStates.part`), as by
+    prompts of PML. A request's own tokens, and those of an encoding under way, may have gaps
+    anywhere.
+    """
 
     scheme: PositionScheme
 
     def __init__(
-        self, model: Any, scheme: PositionScheme, backend: AttentionBackend, dimensions: Dimensions
-    ) -> None:
+        self, model: Any, scheme: PositionScheme, backend: AttentionBackend,
+        dimensions: Dimensions, windows: tuple[int | None, ...] = (), softcap: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, scheme, dimensions)
         self.backend = backend
+        self.windows, self.softcap = windows, softcap
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether only the kernels of a GPU compute its attention."""
+        layered = isinstance(self.scheme, LayeredRotary)
+        return layered or bool(self.windows) or self.softcap is not None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:

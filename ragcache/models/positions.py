@@ -113,6 +113,10 @@ class LayeredRotary:
     def name(self) -> str:
         return "+".join(dict.fromkeys(layer.name for layer in self.layers))
 
+    def relocation(self, delta: Tensor) -> Rotation:  # noqa: ARG002
+        """See `PositionScheme.relocation`. Kernels and buffers turn by layer instead."""
+        raise UnsupportedModel("queries turn by other frequencies in some layers than in others")
+
     def rotations(self, delta: int) -> list[Rotation]:
         """How the keys of each layer turn when they move by `delta` positions."""
         moved: dict[Rotary, Rotation] = {}

@@ -21,8 +21,9 @@ from ragcache.engine import (
     complete,
     encode,
 )
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.models import CausalLM, LanguageModel, wrap
 from ragcache.states import KVStates
+from tests.ragcache.models.reference import tiny_gemma
 from tests.tiny_models import FAMILIES, random_tokens, tiny_model
 
 pytestmark = [
@@ -32,14 +33,16 @@ pytestmark = [
 
 LIMIT = 12
 LENGTHS = (70, 130, 33, 200)
-MOVABLE = [family for family in FAMILIES if family not in ("gpt2", "opt")]
+WINDOWED = ("mistral-64", "gemma2", "gemma3")
+"""Read from one buffer on the CPU; windows end within a document."""
+MOVABLE = [family for family in (*FAMILIES, *WINDOWED) if family not in ("gpt2", "opt")]
 
 
 def config(**changes: Any) -> EngineConfig:
     return EngineConfig(**{"pool_bytes": 2**24, "running": 64, **changes})
 
 
-def encoded(causal: CausalLM) -> list[KVStates]:
+def encoded(causal: LanguageModel) -> list[KVStates]:
     """A preamble, and modules after it."""
     [root] = encode(causal, [EncodeJob(random_tokens(9, seed=1))])
     segment = Segment(root, 0)
@@ -81,21 +84,38 @@ def assert_same_answers(
                 break
 
 
-def on_cpu(family: str) -> CausalLM:
-    return wrap_causal(tiny_model(family).to("cpu", torch.float32))
+def model_of(family: str) -> Any:
+    if family.startswith("gemma"):
+        return tiny_gemma(family, sliding_window=100)
+    name, _, window = family.partition("-")
+    return tiny_model(name, sliding_window=64) if window == "64" else tiny_model(family)
+
+
+def on_cpu(family: str) -> LanguageModel:
+    return wrap(model_of(family).to("cpu", torch.float32))
 
 
 def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return wrap_causal(tiny_model(family).to("cuda", dtype))
+    causal = wrap(model_of(family).to("cuda", dtype))
+    assert isinstance(causal, CausalLM)
+    return causal
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_answers_of_every_family_are_those_of_the_cpu(family: str) -> None:
     movable = family in MOVABLE
     cpu, gpu = on_cpu(family), on_gpu(family)
     expected = complete(cpu, requests_over(encoded(cpu), movable=movable), config())
     found = complete(gpu, requests_over(encoded(gpu), movable=movable), config())
     assert_same_answers(found, expected, 1e-3)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_states_of_windows_and_caps_are_those_of_the_cpu(family: str) -> None:
+    cpu, gpu = on_cpu(family), on_gpu(family)
+    for ours, theirs in zip(encoded(gpu), encoded(cpu), strict=True):
+        torch.testing.assert_close(ours.keys.cpu(), theirs.keys, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours.values.cpu(), theirs.values, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -133,7 +133,8 @@ class TritonKernels:
         heads: The model's heads.
         dtype: Of queries and states: bfloat16, float16 or float32.
         device: A CUDA device, or the CPU under Triton's interpreter.
-        rotation: Tables of the rotary embedding, or None where queries do not turn.
+        rotation: Tables of the rotary embedding, of all layers or of each; None where queries do
+            not turn.
         slopes: ALiBi's slopes [Hq], float32.
         max_entries: Capacity of the partial results, that of the tables.
         windows: Of each layer: None, or how many positions up to its own a row sees. An empty
@@ -145,7 +146,8 @@ class TritonKernels:
 
     def __init__(
         self, heads: HeadLayout, dtype: torch.dtype, device: torch.device | str,
-        rotation: RotationTables | None = None, slopes: Tensor | None = None, *,
+        rotation: RotationTables | Sequence[RotationTables] | None = None,
+        slopes: Tensor | None = None, *,
         max_entries: int, windows: Sequence[int | None] = (), softcap: float | None = None,
         quantized: bool = False, config: LaunchConfig | None = None,
     ) -> None:  # fmt: skip
@@ -206,7 +208,7 @@ class TritonKernels:
 
     def partial_constants(self, layer: int) -> dict[str, Any]:
         """Those of the partial kernel."""
-        config, rotation = self.config, self.rotation
+        config, rotation = self.config, self._rotation(layer)
         return {
             **self.constants(layer),
             "ROTATED": rotation.rotated if rotation else 0,
@@ -235,8 +237,8 @@ class TritonKernels:
 
     def _partial(self, tables: TableViews, layer: int, query: Tensor, scale: float) -> None:
         cos = sin = self.lse  # any tensor, where none is read
-        if self.rotation is not None:
-            cos, sin = self.rotation.cos, self.rotation.sin
+        if (rotation := self._rotation(layer)) is not None:
+            cos, sin = rotation.cos, rotation.sin
         partial_kernel[self.programs,](
             query, query.stride(0), query.stride(1), self.out, self.lse,
             tables.counts, tables.bases, tables.scales, tables.items, tables.entry_row,
@@ -269,6 +271,11 @@ class TritonKernels:
 
     def _window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def _rotation(self, layer: int) -> RotationTables | None:
+        if self.rotation is None or isinstance(self.rotation, RotationTables):
+            return self.rotation
+        return self.rotation[layer]
 
     def _slopes(self) -> Tensor:
         return self.lse if self.slopes is None else self.slopes

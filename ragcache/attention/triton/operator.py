@@ -35,10 +35,11 @@ class DeviceStep(Protocol):
 class OperatorMetadata:
     """Stands in place of `AttentionMetadata` where a layer attends through the operator.
 
-    handle: of the step, by `register_step`.
+    handle: of the step, by `register_step`. softcap: the bound that its attention puts on scores.
     """
 
     handle: int
+    softcap: float | None = None
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Nothing: the operator writes them."""

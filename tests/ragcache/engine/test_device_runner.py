@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,12 +13,14 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.kv_cache import BlockTable
-from ragcache.engine.runner import ModelRunner, RaggedModelRunner
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.engine.runner import BufferedModelRunner, ModelRunner, RaggedModelRunner
+from ragcache.errors import UnsupportedModel
+from ragcache.models import CausalLM, ContiguousLM, LanguageModel, wrap_causal, wrap_contiguous
 from ragcache.models.hf_patch import number_layers
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
 from tests.ragcache.engine.stepped_engine import run_requests
+from tests.ragcache.models.reference import FULL, SLIDING, tiny_gemma
 from tests.tiny_models import random_tokens, tiny_model
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -41,7 +46,9 @@ def device_runner(causal: CausalLM) -> ModelRunner:
     return DeviceModelRunner(causal, prefill_tokens=64)
 
 
-def states_by(runner: ModelRunner, causal: CausalLM) -> list[KVStates]:
+def states_by(
+    runner: ModelRunner, causal: LanguageModel, lengths: Sequence[int] = LENGTHS
+) -> list[KVStates]:
     """A preamble, and modules behind it."""
     jobs = [EncodeJob(random_tokens(4, seed=1))]
     found = list[KVStates]()
@@ -53,7 +60,7 @@ def states_by(runner: ModelRunner, causal: CausalLM) -> list[KVStates]:
             each.computed()
             found.append(each.states())
         root = Segment(found[0], 0)
-        after = [EncodeJob(random_tokens(n, seed=n), 4, root) for n in LENGTHS]
+        after = [EncodeJob(random_tokens(n, seed=n), 4, root) for n in lengths]
         jobs = after if len(found) == 1 else []
     return found
 
@@ -138,3 +145,84 @@ def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(
         found, logits_over(RaggedModelRunner(causal), causal, segments), **CLOSE
     )
+
+
+WINDOW = 8
+
+
+def windowed_pair(family: str) -> tuple[ContiguousLM, CausalLM]:
+    """A model whose window hides a part of every prompt: from one buffer, and from segments."""
+    sizes = {"sliding_window": WINDOW, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+    def model() -> Any:
+        if family == "mistral":
+            return tiny_model(family, **sizes, num_hidden_layers=1)
+        return tiny_gemma(family, **sizes, num_hidden_layers=2, layer_types=[SLIDING, FULL])
+
+    causal = wrap_causal(model(), kernels=True)
+    number_layers(causal.model)
+    return wrap_contiguous(model()), causal
+
+
+GAPS = ((*range(16, 20), 27, 28), (29, 33), (34,))
+"""Steps of a text between the modules and of one after them, and a token over a gap."""
+LONG = (range(27, 36), (36,))
+
+
+def logits_of_steps(
+    runner: ModelRunner, segments: tuple[Segment, ...], steps: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Of the last rows of one request's steps, each of tokens at some positions."""
+    private = BlockTable(runner.create_pool(2**19))
+    blocks = private.pool.allocate_blocks(1)
+    assert blocks is not None
+    private.block_ids += blocks
+    found = []
+    for positions in steps:
+        tokens = random_tokens(len(positions), seed=positions[0])
+        found.append(runner.prepare_batch([ScheduledChunk(segments, private, tokens, positions)])())
+        private.advance(positions)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_windows_and_caps_by_segments_are_those_of_the_buffer(family: str) -> None:
+    """Each reads the states of the other, which are interchangeable: their keys are the same."""
+    buffered, causal = windowed_pair(family)
+    assert causal.scheme.name == buffered.scheme.name
+    assert causal.fingerprint == buffered.fingerprint
+    runners = BufferedModelRunner(buffered), device_runner(causal)
+    expected_states = states_by(runners[0], buffered, LENGTHS[:2])
+    found_states = states_by(runners[1], causal, LENGTHS[:2])
+    for found, expected in zip(found_states, expected_states, strict=True):
+        torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
+        torch.testing.assert_close(found.values, expected.values, **CLOSE)
+    for steps in (GAPS, LONG):
+        logits = []
+        for runner, (root, *modules) in zip(runners, (found_states, expected_states), strict=True):
+            segments = Segment(root, 0), Segment(modules[1], 4), Segment(modules[0], 20)
+            logits.append(logits_of_steps(runner, segments, steps))
+        torch.testing.assert_close(*logits, **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_answers_through_windows_are_those_of_the_buffer(family: str) -> None:
+    """Prefilled in portions, and longer than the window."""
+    buffered, causal = windowed_pair(family)
+    states = states_by(BufferedModelRunner(buffered), buffered)
+    answers = []
+    for runner in (BufferedModelRunner(buffered), device_runner(causal)):
+        config = EngineConfig(2**19, step_tokens=5, prefill_tokens=5, running=4)
+        requests = [request_over(states, (1, 0), WINDOW + 2), request_over(states, (2,), 3)]
+        answers.append(run_requests(EngineCore(runner, config), *requests))
+    for theirs, ours in zip(*answers, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for a, b in zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def test_a_runner_without_kernels_refuses_windows() -> None:
+    for family in ("mistral", "gemma2", "gemma3"):
+        with pytest.raises(UnsupportedModel, match="by the kernels of a GPU only"):
+            RaggedModelRunner(windowed_pair(family)[1])

@@ -22,14 +22,16 @@ from ragcache.models.compiled import (
 from ragcache.models.hf_patch import number_layers
 from ragcache.models.projections import merge_projections
 from tests.ragcache.attention.triton.own_tokens import OwnTokens
-from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt
-from tests.tiny_models import random_tokens, tiny_model
+from tests.ragcache.models.reference import CLOSE, Module, last_logits, prompt, tiny_gemma
+from tests.tiny_models import FAMILIES, random_tokens, tiny_model
 
 LAYERS = 3
 RMS_NORM = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Families whose last norm is compiled: a graph of its own. A `LayerNorm` is one kernel already."""
 ROTARY = (*RMS_NORM, "phi", "gpt_neox", "falcon-7b", "falcon-40b")
 """Families whose rotary embedding is compiled: a graph of its own."""
+GEMMAS = ("gemma2", "gemma3")
+"""Layers with a window and without; in Gemma 3 each kind has frequencies and a graph of its own."""
 
 
 class Graphs(list[fx.GraphModule]):
@@ -53,17 +55,21 @@ def _no_graphs_of_other_tests() -> None:
 
 def graph_count(family: str) -> int:
     """One for all layers, and those before and behind them."""
+    if family in GEMMAS:
+        return 3 + (family == "gemma3")
     return 1 + (family in ROTARY) + (family in RMS_NORM)
 
 
 def deep(family: str, **changes: Any) -> CausalLM:
+    if family in GEMMAS:
+        return wrap_causal(tiny_gemma(family, **changes), kernels=True)
     return wrap_causal(tiny_model(family, num_hidden_layers=LAYERS, **changes))
 
 
 def run_step(causal: CausalLM, step: OwnTokens, tokens: list[int], handle: int = 0) -> Tensor:
     """Logits of the last token of a step through the operator."""
     rows = torch.tensor([len(tokens) - 1])
-    metadata = OperatorMetadata(handle or register_step(step))
+    metadata = OperatorMetadata(handle or register_step(step), causal.softcap)
     batch = ForwardBatch(torch.tensor(tokens), torch.arange(len(tokens)), rows, metadata)
     return causal.forward(batch)[0]
 
@@ -73,6 +79,7 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
     return causal.model(torch.tensor([tokens])).logits[0, -1]
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *GEMMAS])
 def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
     causal, graphs = deep(family), Graphs()
     number_layers(causal.model)
@@ -88,9 +95,9 @@ def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
     assert len(graphs) == graph_count(family)
 
 
-@pytest.mark.parametrize("family", [*ROTARY, "gpt2", "opt"])
+@pytest.mark.parametrize("family", [*ROTARY, "gpt2", "opt", "gemma3"])
 def test_a_step_through_the_operator_equals_an_ordinary_call(family: str) -> None:
-    causal = deep(family)
+    causal = deep(family, **({"sliding_window": 40} if family in GEMMAS else {}))
     tokens = random_tokens(40)
     expected = ordinary(causal, tokens)
     prepare_for_device(causal, Graphs())

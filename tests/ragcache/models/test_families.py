@@ -37,6 +37,7 @@ from ragcache.models.hf_patch import IMPLEMENTATION
 from ragcache.models.positions import Learned
 from tests.ragcache.models.reference import (
     CLOSE,
+    SLIDING,
     Module,
     last_logits,
     prompt,
@@ -159,6 +160,34 @@ def test_gemmas_go_to_the_buffer(family: str, property_: str) -> None:
     with pytest.raises(UnsupportedModel, match=property_):
         wrap_causal(tiny_gemma(family))
     assert isinstance(wrap(tiny_gemma(family)), ContiguousLM)
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "gemma2", "gemma3"])
+def test_kernels_read_windows_and_caps_by_segments(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_gemma(family) if family.startswith("gemma") else windowed(family)
+    buffered = wrap(model)
+    monkeypatch.setattr("ragcache.models.families.has_kernels", lambda _: True)
+    served = wrap(model)
+    assert isinstance(buffered, ContiguousLM)
+    assert isinstance(served, CausalLM)
+    assert served.needs_kernels
+    short = buffered.sliding_window
+    assert served.windows == tuple(short if t == SLIDING else None for t in buffered.layer_types)
+    assert served.softcap == (2.0 if family == "gemma2" else None)
+    assert served.scheme.name == buffered.scheme.name
+    assert not wrap_causal(tiny_model("mistral", sliding_window=512)).needs_kernels
+
+
+def test_an_ordinary_call_sees_through_the_window_and_refuses_to_leave_out_a_cap() -> None:
+    tokens = torch.tensor([random_tokens(40)])
+    with torch.no_grad():
+        expected = tiny_gemma("gemma3")(tokens).logits
+        found = wrap_causal(tiny_gemma("gemma3"), kernels=True).model(tokens).logits
+        torch.testing.assert_close(found, expected, **CLOSE)
+        with pytest.raises(UnsupportedModel, match=r"caps its scores at 2.0, .* at None"):
+            wrap_causal(tiny_gemma("gemma2"), kernels=True).model(tokens)
 
 
 def test_layers_with_frequencies_of_their_own_go_to_the_buffer() -> None:
