@@ -447,7 +447,7 @@ def build_plan(
         entries = np.concatenate([asked[:, first:end] for first, end in sources], axis=1)
     row = entries[0]
     row_ptr = np.zeros(rows + 1, dtype=np.int32)
-    np.bincount(row, minlength=rows).cumsum(out=row_ptr[1:])
+    row_ptr[1:] = [*accumulate(np.bincount(row, minlength=rows).tolist())]
     return AttentionPlan(
         rows=rows,
         plain_items=cut.items - quantized,
@@ -562,7 +562,7 @@ def _entry_blocks(
         else:
             edges = [*range(first, end, size), end]
             limits = asked[2]
-            parts = [(a, b, min(run.end, int(limits[a:b].max()))) for a, b in pairwise(edges)]
+            parts = [(a, b, min(run.end, max(limits[a:b].tolist()))) for a, b in pairwise(edges)]
         found += [
             _EntryBlocks(scaled, base, run.begin, seen - run.begin, a, b, -(-(b - a) // size))
             for a, b, seen in parts
