@@ -248,7 +248,7 @@ class DeviceModelRunner:
         follows = launch.follows
         if not launch.planned:
             token_ids[: launch.batch.rows].copy_(previous[: launch.batch.rows])
-        elif len(follows):
+        elif follows.size:
             places = torch.from_numpy(follows)
             if self.stream is not None:
                 places = places.pin_memory().to(self.device, non_blocking=True)
@@ -310,6 +310,7 @@ class DeviceModelRunner:
         """Gives eager steps tables twice as large."""
         old = self._eager_tables.capacity
         logger.info("larger attention tables: %s", overflow)
+        self._finish_steps()
         capacity = TableCapacity(
             2 * old.rows, 2 * old.entries, 2 * old.items, 2 * old.bases, old.pages_per_row
         )
@@ -326,11 +327,18 @@ class DeviceModelRunner:
     def _read_eight_bits(self) -> None:
         """Makes kernels that read states in eight bits too, which the first such states ask for."""
         self._quantized = True
+        self._finish_steps()
         self._kernels = self._new_kernels(self._tables.capacity.entries)
         self._eager_kernels = self._new_kernels(self._eager_tables.capacity.entries)
         for buckets in self._buckets.values():
             for bucket in buckets:
                 bucket.graph, bucket.logits, bucket.uses = None, None, 0
+
+    def _finish_steps(self) -> None:
+        """Waits for the steps that run: they use memory that is then replaced, of which neither
+        allocator knows that a kernel of this stream reads it."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
     def _enter(self) -> None:
         """Makes the runner's stream that of the calling thread, after all that it has queued."""
@@ -342,7 +350,8 @@ class DeviceModelRunner:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self.stream)
         if not self._prepared:
-            prepare_for_device(self.model)
+            with capture_lock:  # while another engine captures, nothing can be compiled or freed
+                prepare_for_device(self.model)
             self._prepared = True
 
 

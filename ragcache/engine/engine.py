@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
@@ -156,7 +156,7 @@ class LLMEngine:
             self._core.fail_all(EngineClosed("the engine was closed before the request ended"))
 
     def _serve(self) -> None:
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+        with _computing_on(self.stream):
             self._run_steps()
 
     def _run_steps(self) -> None:
@@ -208,8 +208,9 @@ def complete(
         channel = AnswerChannel(lambda: None)
         core.add_request(request, channel, time.perf_counter())
         handles.append(RequestHandle(channel))
-    while core.busy:
-        core.step()
+    with _computing_on(core.runner.stream):
+        while core.busy:
+            core.step()
     return [handle.result() for handle in handles]
 
 
@@ -217,16 +218,29 @@ def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates
     """Encodes modules in the calling thread. Yields the states of each job, in order."""
     runner = runner_for(model)
     for batch in _batches(jobs):
-        running = [Encoding(model, job) for job in batch]
-        chunks = [each.next_chunk(each.pending) for each in running if each.pending]
-        if chunks:
-            runner.prepare_batch(chunks)()
-            if runner.stream is not None:  # other threads and streams may read the states
-                runner.stream.synchronize()
+        with _computing_on(runner.stream):
+            running = [Encoding(model, job) for job in batch]
+            chunks = [each.next_chunk(each.pending) for each in running if each.pending]
+            if chunks:
+                runner.prepare_batch(chunks)()
+                if runner.stream is not None:  # other threads and streams may read the states
+                    runner.stream.synchronize()
         for each in running:
             each.launched(each.pending)
             each.computed()
             yield each.states()
+
+
+@contextmanager
+def _computing_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Queues what the block computes on a stream, behind what its thread's own stream has queued;
+    the thread's stream and device are as before afterwards."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _batches(jobs: Sequence[EncodeJob]) -> Iterator[list[EncodeJob]]:

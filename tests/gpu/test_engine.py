@@ -191,3 +191,14 @@ def test_encodings_run_beside_answers() -> None:
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.keys.cpu(), theirs.keys, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(ours.values.cpu(), theirs.values, rtol=1e-3, atol=1e-3)
+
+
+def test_the_stream_and_device_of_the_caller_stay() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    causal = wrap(tiny_model("llama").to(device))
+    before = torch.cuda.current_device(), torch.cuda.current_stream(device)
+    jobs = [EncodeJob(random_tokens(9, seed=n)) for n in range(2)]
+    for states in encode(causal, jobs):
+        assert (torch.cuda.current_device(), torch.cuda.current_stream(device)) == before
+        complete(causal, [moved_request([states], (), 0, limit=3)], config())
+        assert (torch.cuda.current_device(), torch.cuda.current_stream(device)) == before

@@ -9,7 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import pytest
@@ -29,8 +30,11 @@ from ragcache.engine import (
     complete,
     encode,
 )
+from ragcache.engine import engine as engine_module
+from ragcache.engine.engine import MAX_TOKENS_PER_PASS
 from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import TokenDelta
+from ragcache.engine.runner import RaggedModelRunner
 from ragcache.errors import EngineClosed, EngineFailed, PromptTooLong, QueueFull, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
@@ -423,6 +427,52 @@ def fresh_at(tokens: tuple[int, ...]) -> int:
 
 def test_no_requests_give_no_completions(causal: CausalLM) -> None:
     assert complete(causal, []) == []
+
+
+@dataclass
+class PlayedStream:
+    """A GPU's stream, as far as the calling thread uses one. log: what was done to it."""
+
+    log: list[str] = field(default_factory=list)
+    device: torch.device = torch.device("cpu")
+
+    def wait_stream(self, stream: str) -> None:
+        self.log.append(f"waits for {stream}")
+
+    def synchronize(self) -> None:
+        self.log.append("has computed")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        self.log.append("begin")
+        yield
+        self.log.append("end")
+
+
+@pytest.fixture
+def played_stream(causal: CausalLM, monkeypatch: pytest.MonkeyPatch) -> PlayedStream:
+    stream, runner = PlayedStream(), RaggedModelRunner(causal)
+    monkeypatch.setattr(runner, "stream", stream)
+    monkeypatch.setattr(engine_module, "runner_for", lambda *_, **__: runner)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", PlayedStream.current)
+    return stream
+
+
+def test_completions_leave_the_stream_of_the_caller(
+    causal: CausalLM, played_stream: PlayedStream
+) -> None:
+    complete(causal, [Request(plain_context(PROMPTS[0]), 2)])
+    assert played_stream.log == ["waits for the caller's", "begin", "end"]
+
+
+def test_encoding_leaves_the_stream_of_the_caller_between_states(
+    causal: CausalLM, played_stream: PlayedStream
+) -> None:
+    once = ["waits for the caller's", "begin", "has computed", "end"]
+    found = encode(causal, [EncodeJob([1] * MAX_TOKENS_PER_PASS), EncodeJob([2])])
+    for number, _ in enumerate(found, 1):
+        assert played_stream.log == number * once
 
 
 def test_completions_come_in_the_order_of_the_requests(causal: CausalLM) -> None:
