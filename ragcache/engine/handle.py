@@ -1,7 +1,7 @@
 """A request between its caller and the engine's thread: events one way, cancellation the other.
 
 The engine holds the `RequestChannel`, the caller the `RequestHandle`. Nobody polls: threads wait on
-an event of their own, asyncio tasks on a future that is set in their loop. A step ends with news
+a lock of their own, asyncio tasks on a future that is set in their loop. A step ends with news
 for many requests, whose tasks are mostly in one loop. Each wake-up of a loop costs system calls in
 both threads and hands the interpreter over, so `coalesced_wakeups` makes one of them all.
 """
@@ -229,14 +229,17 @@ class RequestHandle(Generic[EventT, ResultT]):
         """Blocks until there are more than `seen` events or the end, or until the timeout."""
         if self._channel._is_ready(seen):
             return True
-        woken = threading.Event()
-        waiter = Waiter(seen, woken.set)
+        woken = threading.Lock()  # an `Event` takes longer to wake
+        woken.acquire()
+        waiter = Waiter(seen, woken.release)
         self._channel.add_waiter(waiter)
+        is_woken = False
         try:
-            return woken.wait(timeout)
+            is_woken = woken.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            if not woken.is_set():
+            if not is_woken:
                 self._channel.remove_waiter(waiter)
+        return is_woken
 
     async def _ready(self, seen: float) -> bool:
         """Waits in the running loop until there are more than `seen` events or the end."""
