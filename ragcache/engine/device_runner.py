@@ -314,25 +314,32 @@ class DeviceModelRunner:
         capacity = TableCapacity(
             2 * old.rows, 2 * old.entries, 2 * old.items, 2 * old.bases, old.pages_per_row
         )
-        self._eager_tables = AttentionTables(capacity, self.device)
-        self._eager_kernels = self._new_kernels(capacity.entries)
+        tables, kernels = (
+            AttentionTables(capacity, self.device),
+            self._new_kernels(capacity.entries),
+        )
+        self._eager_tables, self._eager_kernels = (
+            tables,
+            kernels,
+        )  # both, or neither for want of memory
 
-    def _new_kernels(self, entries: int) -> TritonKernels:
+    def _new_kernels(self, entries: int, *, quantized: bool | None = None) -> TritonKernels:
         return TritonKernels(
             self._heads, self.model.dtype, self.device, self._rotation, self.model.scheme.slopes,
             max_entries=entries, windows=self.model.windows, softcap=self.model.softcap,
-            quantized=self._quantized,
+            quantized=self._quantized if quantized is None else quantized,
         )  # fmt: skip
 
     def _read_eight_bits(self) -> None:
         """Makes kernels that read states in eight bits too, which the first such states ask for."""
-        self._quantized = True
         self._finish_steps()
-        self._kernels = self._new_kernels(self._tables.capacity.entries)
-        self._eager_kernels = self._new_kernels(self._eager_tables.capacity.entries)
         for buckets in self._buckets.values():
             for bucket in buckets:
                 bucket.graph, bucket.logits, bucket.uses = None, None, 0
+        tables = (self._tables, self._eager_tables)
+        kernels = [self._new_kernels(each.capacity.entries, quantized=True) for each in tables]
+        self._kernels, self._eager_kernels = kernels
+        self._quantized = True  # and not where memory has ended before
 
     def _finish_steps(self) -> None:
         """Waits for the steps that run: they use memory that is then replaced, of which neither

@@ -202,6 +202,8 @@ class DeviceTier:
                 self._copy_computed([copy for copy in copies if self.is_computed(copy.source)])
                 self._upload([copy for copy in copies if not self.is_computed(copy.source)])
             except torch.OutOfMemoryError as error:
+                if self._streams is not None:  # some copies are queued
+                    self._note_arrival(copies, [self._streams.record(self._streams.upload)], 1)
                 raise StoreFull(
                     f"{self.device} has no room to restore states beside the {self._used:,} bytes "
                     "of its tier; lower device_bytes"

@@ -147,6 +147,30 @@ def test_tables_grow_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_states_in_eight_bits_are_read_after_memory_for_that_has_ended_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ragcache.engine import device_runner as module
+
+    causal = causal_of("llama")
+    states = states_by(RaggedModelRunner(causal), causal)
+    segments = [Segment(quantize(each, "int8"), 0) for each in states]
+    runner = module.DeviceModelRunner(causal, prefill_tokens=4)
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "TritonKernels", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            logits_over(runner, causal, segments)
+    torch.testing.assert_close(
+        logits_over(runner, causal, segments),
+        logits_over(RaggedModelRunner(causal), causal, segments),
+        **CLOSE,
+    )
+
+
 WINDOW = 8
 
 

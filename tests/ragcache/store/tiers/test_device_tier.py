@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache.errors import StoreBudgetExceeded
+from ragcache.errors import StoreBudgetExceeded, StoreFull
 from ragcache.states import KVStates
 from ragcache.states.quantization import QuantizedStates, quantize, restored
 from ragcache.store.tiers import DeviceTier, HostTier
@@ -133,6 +133,27 @@ def test_memory_whose_copy_has_not_ended_is_not_written_by_the_engine_before() -
     tier.put(make_key(2), states)
     wait = streams.log.index("compute waits for upload 0")
     assert wait < streams.log.index("copy on compute")
+
+
+def test_memory_of_a_put_that_fails_is_not_written_before_its_copies_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams()
+    states = make_states(1, 40)
+    tier = DeviceTier(DeviceTier(0, "cpu").size_of(states), "cpu", streams=streams)
+
+    def no_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_module._Copy, "copy_layers", no_memory)
+        with pytest.raises(StoreFull):
+            tier.put(make_key(1), states)
+    streams.computed.append(states.keys)
+    tier.put(make_key(2), states)
+    queued = streams.events[0].name
+    assert queued.startswith("upload")
+    assert streams.log.index(f"compute waits for {queued}") < streams.log.index("copy on compute")
 
 
 def test_a_put_of_several_that_do_not_fit_changes_nothing() -> None:
