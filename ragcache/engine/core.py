@@ -38,7 +38,14 @@ from ragcache.engine.scheduler import (
 )
 from ragcache.engine.sequence import Sequence, SequenceGroup
 from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Share
-from ragcache.errors import DeadlineExceeded, EngineFailed, PromptTooLong, UnsupportedModel
+from ragcache.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    PromptTooLong,
+    UnsupportedModel,
+)
+from ragcache.states.quantization import StoredStates, kv_dtype_of, model_dtype
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
@@ -110,8 +117,11 @@ class EngineCore:
         self._encode_queue.budget_bytes = sys.maxsize
 
     def check_request(self, request: Request) -> None:
-        """Raises `PromptTooLong` or `UnsupportedModel` for a request that could never run."""
+        """Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` for a request that could
+        never run."""
         context = request.context
+        for segment in context.segments:
+            self._check_states(segment.states)
         if not self.runner.model.scheme.movable and any(each.delta for each in context.segments):
             raise UnsupportedModel(
                 "the model's positions are learned, so that cached states cannot stand elsewhere "
@@ -121,6 +131,26 @@ class EngineCore:
             own=len(context.token_ids), documents=context.cached_tokens,
             end=context.next_position, max_new_tokens=request.max_new_tokens,
         )  # fmt: skip
+
+    def _check_states(self, states: StoredStates) -> None:
+        """Raises `InvalidRequest` for states that are not the model's. A GPU reads them by their
+        address, as numbers of the model's dtype or int8."""
+        model, keys = self.runner.model, states.keys
+        layers, heads, _, dim = keys.shape
+        found = (layers, heads, dim, model_dtype(states), keys.device)
+        sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
+        if found != (*sizes, model.dtype, model.device):
+            raise InvalidRequest(
+                f"states [{layers}, {heads}, S, {dim}] of {model_dtype(states)} on {keys.device} "
+                "are not those of this model, which are [{}, {}, S, {}] of ".format(*sizes)
+                + f"{model.dtype} on {model.device}"
+            )
+        packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
+        if self._ahead is not None and not (packed and kv_dtype_of(states) != "fp8"):
+            raise InvalidRequest(
+                "a GPU reads states in the model's dtype or int8, and the tokens of a head one "
+                "after another; restore these or make them contiguous"
+            )
 
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0

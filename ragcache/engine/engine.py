@@ -90,6 +90,7 @@ class LLMEngine:
         Raises:
             PromptTooLong: It could never run.
             UnsupportedModel: It moves segments, and the model's positions are learned.
+            InvalidRequest: The states of a segment are not those of the model, on its device.
             QueueFull: As many requests wait as the queue holds.
             EngineClosed: The engine was closed.
         """

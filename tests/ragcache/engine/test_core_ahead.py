@@ -30,8 +30,10 @@ from ragcache.engine import core as core_module
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import StatesChannel
 from ragcache.engine.handle import RequestHandle
-from ragcache.errors import DeadlineExceeded, EngineFailed, RequestCancelled
+from ragcache.errors import DeadlineExceeded, EngineFailed, InvalidRequest, RequestCancelled
 from ragcache.models import CausalLM, wrap_causal
+from ragcache.states import KVStates
+from ragcache.states.quantization import StoredStates, quantize
 from tests.conftest import scaled
 from tests.ragcache.engine.late_runner import LateRunner, late_core
 from tests.ragcache.engine.stepped_engine import (
@@ -426,6 +428,45 @@ def test_a_request_waits_for_the_blocks_of_one_that_only_waits_for_its_last_toke
     for request, output in zip(requests, outputs, strict=True):
         assert output.choices == run_requests(core_of(causal), request)[0].choices
     assert_all_blocks_free(core)
+
+
+def over(states: StoredStates) -> Request:
+    length = states.length
+    return Request(Context((Segment(states, 0),), (1,), (length,), length + 1), 2)
+
+
+@pytest.mark.parametrize("make", [core_of, late_core])
+def test_states_of_another_model_or_device_are_refused(
+    causal: CausalLM, make: Callable[..., EngineCore]
+) -> None:
+    core = make(causal)
+    [states] = encode(causal, [EncodeJob(PROMPT)])
+    core.check_request(over(states))
+    core.check_request(over(states.part(2, 5, 2)))
+    core.check_request(over(quantize(states, "int8")))
+    others = [
+        KVStates(states.keys.half(), states.values.half(), 0),
+        KVStates(states.keys[1:], states.values[1:], 0),
+        KVStates(states.keys[:, 1:], states.values[:, 1:], 0),
+        KVStates(states.keys[..., 1:], states.values[..., 1:], 0),
+        KVStates(states.keys.to("meta"), states.values.to("meta"), 0),
+    ]
+    for other in others:
+        with pytest.raises(InvalidRequest, match="not those of this model"):
+            core.check_request(over(other))
+
+
+def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM) -> None:
+    [states] = encode(causal, [EncodeJob(PROMPT)])
+    apart = states.keys.transpose(1, 2).contiguous().transpose(1, 2)
+    for other in [
+        quantize(states, "fp8"),
+        KVStates(apart, states.values, 0),
+        KVStates(apart, apart, 0),
+    ]:
+        core_of(causal).check_request(over(other))
+        with pytest.raises(InvalidRequest, match="one after another"):
+            late_core(causal).check_request(over(other))
 
 
 def test_the_seconds_of_the_device_are_counted(causal: CausalLM) -> None:
