@@ -6,8 +6,8 @@ eagerly, over tables of their own: encodings and many questions at once, whose l
 their products, and steps whose states are still on their way from main memory, which wait for them
 layer by layer.
 
-Nothing here waits for the device: a step is launched, and what reads its logits is launched behind
-it on the same stream.
+Nothing here waits for the device, except where tables or kernels are replaced: a step is launched,
+and what reads its logits is launched behind it on the same stream.
 """
 
 from __future__ import annotations
@@ -196,6 +196,8 @@ class DeviceModelRunner:
         for number, bucket in enumerate(every if self._graphs else (), 1):
             self._compute(bucket.kind, self._tables, bucket.rows, bucket.logit_rows)
             self._capture(bucket)
+            if not self._graphs:
+                break
             logger.info("captured %d of %d graphs", number, len(every))
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
@@ -336,6 +338,8 @@ class DeviceModelRunner:
         for buckets in self._buckets.values():
             for bucket in buckets:
                 bucket.graph, bucket.logits, bucket.uses = None, None, 0
+        if self.stream is not None:  # PyTorch takes no pool again that all graphs have left
+            self._memory = torch.cuda.graph_pool_handle()
         tables = (self._tables, self._eager_tables)
         kernels = [self._new_kernels(each.capacity.entries, quantized=True) for each in tables]
         self._kernels, self._eager_kernels = kernels

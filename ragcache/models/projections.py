@@ -82,9 +82,14 @@ def merge_projections(language: LanguageModel) -> int:
 def _plain_linears(owner: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
     """The owner's layers of these names, where all are plain, without hooks, and fit each other."""
     found = [getattr(owner, name, None) for name in names]
-    parts = [p for p in found if type(p) is nn.Linear and not p._forward_hooks]
+    parts = [p for p in found if type(p) is nn.Linear and not _is_hooked(p)]
     kinds = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device) for p in parts}
     return parts if len(parts) == len(names) and len(kinds) == 1 else []
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Whether calling a layer may do more than its class does, as where weights are offloaded."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def _merge(owner: nn.Module, names: tuple[str, ...], parts: list[nn.Linear]) -> None:

@@ -23,6 +23,7 @@ from ragcache.engine import (
 )
 from ragcache.models import CausalLM, LanguageModel, wrap
 from ragcache.states import KVStates
+from ragcache.states.quantization import StoredStates, quantize
 from tests.ragcache.models.reference import tiny_gemma
 from tests.tiny_models import FAMILIES, random_tokens, tiny_model
 
@@ -51,7 +52,7 @@ def encoded(causal: LanguageModel) -> list[KVStates]:
 
 
 def moved_request(
-    states: Sequence[KVStates], order: Sequence[int], seed: int, *, movable: bool = True,
+    states: Sequence[StoredStates], order: Sequence[int], seed: int, *, movable: bool = True,
     limit: int = LIMIT, **options: Any,
 ) -> Request:  # fmt: skip
     """A question after the preamble and some modules, which stand in the order given."""
@@ -65,7 +66,7 @@ def moved_request(
     return Request(context, limit, sampling=SamplingParams(logprobs=2), **options)
 
 
-def requests_over(states: Sequence[KVStates], *, movable: bool = True) -> list[Request]:
+def requests_over(states: Sequence[StoredStates], *, movable: bool = True) -> list[Request]:
     rng = random.Random(3)
     orders = [rng.sample(range(len(LENGTHS)), rng.randint(0, len(LENGTHS))) for _ in range(9)]
     return [moved_request(states, each, n, movable=movable) for n, each in enumerate(orders)]
@@ -136,6 +137,21 @@ def test_graphs_compute_what_eager_steps_do() -> None:
     with LLMEngine(gpu, config(warm_up=True)) as engine:
         handles = [engine.submit_request(request) for request in requests_over(states)]
         assert_same_answers([handle.result() for handle in handles], eager, 1e-4)
+
+
+def test_graphs_are_captured_again_for_states_in_eight_bits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu = on_gpu("llama")
+    plain = encoded(gpu)
+    eight = [plain[0], *(quantize(states, "int8") for states in plain[1:])]
+    expected = complete(gpu, requests_over(eight), config())
+    with LLMEngine(gpu, config(warm_up=True)) as engine:
+        for states in (plain, eight, eight, eight):
+            handles = [engine.submit_request(request) for request in requests_over(states)]
+            found = [handle.result() for handle in handles]
+    assert_same_answers(found, expected, 1e-3)
+    assert "without CUDA graphs" not in caplog.text
 
 
 def test_random_joins_and_leaves() -> None:

@@ -135,13 +135,18 @@ def test_any_order_and_other_inputs_give_each_its_own_product(order: tuple[str, 
     torch.testing.assert_close(got, expected, **EXACT)
 
 
-def test_layers_with_hooks_or_of_other_kinds_are_left() -> None:
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "forward"])
+def test_layers_with_hooks_or_of_other_kinds_are_left(hook: str) -> None:
     class Adapted(nn.Linear):
         """A layer whose forward may add something."""
 
     causal = wrap_causal(tiny_model("llama"))
     first, second = causal.model.model.layers
-    first.self_attn.q_proj.register_forward_hook(lambda *_: None)
+    query = first.self_attn.q_proj
+    if hook == "forward":
+        query.forward = query.forward  # as libraries do that move weights around a call
+    else:
+        getattr(query, hook)(lambda *_: None)
     second.self_attn.v_proj = Adapted(64, 32, bias=False)
     assert merge_projections(causal) == 2  # those of the feed-forward layers
     assert type(first.self_attn.k_proj) is nn.Linear
