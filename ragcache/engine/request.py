@@ -20,9 +20,10 @@ MakeText = Callable[[Sequence[str]], TextStream]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """States placed at position `start` of a prompt, without a copy. name: identifies the states
-    for all time, or None. Requests over segments of equal names at equal places can share the
-    private states after them."""
+    """States placed at position `start` of a prompt, without a copy. On a GPU they are there when
+    the request is submitted, or have an `arrival`. name: identifies the states for all time, or
+    None. Requests over segments of equal names at equal places can share the private states after
+    them."""
 
     states: StoredStates
     start: int

@@ -26,7 +26,8 @@ _NUMBERS = ("layer", "window")
 
 def count_instructions(kernels: ModuleType, case: dict[str, Any]) -> dict[str, int]:
     """Of each kind, in the kernel of a case. LDL and STL are loads and stores of spilled registers,
-    LDGSTS asynchronous copies, HGMMA and HMMA products of a warp group and of a warp."""
+    LDGSTS asynchronous copies, HGMMA and HMMA products of a warp group and of a warp. shared: its
+    bytes of shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -45,7 +46,8 @@ def count_instructions(kernels: ModuleType, case: dict[str, Any]) -> dict[str, i
     target = GPUTarget("cuda", case["capability"], 32)
     compiled = triton.compile(source, target=target, options=options)
     code = _disassembled(compiled.asm["cubin"], Path(triton.__file__).parent)
-    return {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
+    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
+    return {**counts, "shared": compiled.metadata.shared}
 
 
 def _type(name: str, element: str) -> str:

@@ -87,6 +87,21 @@ def test_partial_copies_asynchronously_and_spills_nothing(
 
 
 @pytest.mark.parametrize(
+    ("heads", "capability"),
+    [(GEMMA, 120), pytest.param(LLAMA_8B, 120, marks=pytest.mark.slow),
+     pytest.param(GEMMA, 86, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_partial_fits_the_shared_memory_of_graphics_cards(
+    heads: HeadLayout, capability: int
+) -> None:
+    kernels = make_kernels(heads, capability)
+    config = kernels.config
+    constants = kernels.partial_constants(0)
+    found = instructions("partial_kernel", capability, constants, config.warps, config.stages)
+    assert 0 < found["shared"] <= 99 * 1024
+
+
+@pytest.mark.parametrize(
     ("heads", "rows"),
     [(LLAMA_7B, 16), (LLAMA_7B, 256), (LLAMA_8B, 16), (LLAMA_8B, 64), (READER, 64)],
 )
