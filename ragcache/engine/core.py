@@ -236,6 +236,7 @@ class EngineCore:
             self._release(sequence)
             sequence.group.channel.fail(error)
         self._encode_queue.fail_all(error)
+        self.kv_manager.forget_retained()  # states of a step that failed may be among them
         self._running, self._waiting = [], []
         self._changed = True
         self.runner.release_batch()
@@ -446,11 +447,11 @@ class EngineCore:
         """Waits for the tokens of a step, and gives them to their sequences. Returns the sequences
         that have something to deliver, and the time."""
         assert step.tokens is not None
+        self._share_blocks(step)  # while the device computes: what reads them is launched later
         self.stats.sampling += self._lap()
         tokens = step.tokens.wait()
         self._time(step, self._lap())
         now = self._lap_at
-        self.stats.steps += 1
         if self._launched is step:
             self._launched = None
         self._account(step)
@@ -468,8 +469,16 @@ class EngineCore:
                 self._fail(sequence.group, sequence.failure)
             else:
                 accepted.append(sequence)
+        if self._launched is None and self._ends():  # nothing waits for the device but callers
+            self._deliver(accepted, now)
+            return [], now
         self._retire(accepted)
         return accepted, now
+
+    def _ends(self) -> bool:
+        """Whether there is nothing left to compute."""
+        running = any(not sequence.finished for sequence in self._running)
+        return not (running or self._waiting or self._encode_queue)
 
     def _time(self, step: LaunchedStep, waited: float) -> None:
         """Counts the seconds of a step that has been computed."""
@@ -482,23 +491,30 @@ class EngineCore:
             self.stats.idle += self._last_mark.elapsed_time(begin) / 1e3
         self._last_mark = end
 
-    def _account(self, step: LaunchedStep) -> None:
-        """Counts the tokens whose states the step has written."""
+    def _share_blocks(self, step: LaunchedStep) -> None:
+        """Lets the blocks be found that the step fills."""
         if step.continued:
             size = self.pool.block_size
             for sequence in step.sequences:
                 if len(sequence.tokens) % size == 0 and not sequence.finished:
                     self._changed |= self.kv_manager.share_blocks(sequence, len(sequence.tokens))
+            return
+        for share in step.shares:
+            owner = share.owner
+            if isinstance(owner, Sequence) and owner.private is share.chunk.private:
+                self._changed |= self.kv_manager.share_blocks(owner, share.end)
+
+    def _account(self, step: LaunchedStep) -> None:
+        """Counts the tokens whose states the step has written, and hands encodings over."""
+        self.stats.steps += 1
+        if step.continued:
             self.stats.decoded_tokens += len(step.sequences)
             return
         for share in step.shares:
             if isinstance(share.owner, Encoding):
                 share.owner.computed()
                 self.stats.encoded_tokens += share.count
-                continue
-            if share.owner.private is share.chunk.private:
-                self._changed |= self.kv_manager.share_blocks(share.owner, share.end)
-            if share.owner.generated:
+            elif share.owner.generated:
                 self.stats.decoded_tokens += share.count
             else:
                 self.stats.prompt_tokens += share.count

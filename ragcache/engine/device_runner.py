@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -59,6 +60,9 @@ MOST_LOGITS = 256
 EAGER_USES = 2
 """Steps of a bucket that run eagerly before its graph is captured."""
 
+ROWS_BY_LAYER = 128
+"""Rows up to which a warm-up captures questions by layer too."""
+
 MOST_FAILURES = 3
 """Captures that fail before no other is tried."""
 
@@ -77,9 +81,12 @@ class _StepAttention:
     tables: AttentionTables
     kind: StepKind = "mixed"
     arrivals: Sequence[Arrival] = ()
+    before_layer: Callable[[], None] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `DeviceStep.attend`."""
+        if self.before_layer is not None:
+            self.before_layer()
         for arrival in self.arrivals:
             arrival.wait(torch.cuda.current_stream(query.device), layer)
         _, heads, rows, dim = query.shape
@@ -90,15 +97,24 @@ class _StepAttention:
         return out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """A step as graphs that run one after another. logits: [R, vocabulary], of the last replay."""
+
+    graphs: Sequence[torch.cuda.CUDAGraph]
+    logits: Tensor
+
+
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Steps of one kind with up to so many rows. logits: [R, vocabulary], of the last replay."""
+    """Steps of one kind with up to so many rows. whole: as one graph. by_layer: cut before each
+    layer's attention, for steps that wait for the states of each."""
 
     kind: StepKind
     rows: int
     uses: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
-    logits: Tensor | None = None
+    whole: _Captured | None = None
+    by_layer: _Captured | None = None
 
     @property
     def logit_rows(self) -> int:
@@ -190,12 +206,13 @@ class DeviceModelRunner:
         """Compiles the model and captures all graphs, the largest first. Says so in the log."""
         self._enter()
         begin = time.perf_counter()
-        every = [bucket for buckets in self._buckets.values() for bucket in buckets]
-        every.sort(key=lambda each: -each.rows)
+        every = sorted(chain.from_iterable(self._buckets.values()), key=lambda each: -each.rows)
         self._empty_tables()
         for number, bucket in enumerate(every if self._graphs else (), 1):
             self._compute(bucket.kind, self._tables, bucket.rows, bucket.logit_rows)
-            self._capture(bucket)
+            bucket.whole = self._capture(bucket, by_layer=False)
+            if bucket.kind == "mixed" and bucket.rows <= ROWS_BY_LAYER:
+                bucket.by_layer = self._capture(bucket, by_layer=True)
             if not self._graphs:
                 break
             logger.info("captured %d of %d graphs", number, len(every))
@@ -210,7 +227,7 @@ class DeviceModelRunner:
             self._read_eight_bits()
         arrivals = _arriving(chunks, self.stream)
         rows = sum(len(chunk.position_ids) for chunk in chunks)
-        if not arrivals and rows <= GRAPH_CAPACITY.rows:
+        if rows <= GRAPH_CAPACITY.rows:
             with suppress(TableOverflow):
                 batch = self._planner.plan_batch(chunks, self._tables)
                 bucket = self._bucket(batch.kind, rows, batch.logits)
@@ -235,13 +252,14 @@ class DeviceModelRunner:
         launch.tables.upload()
         if previous is not None:
             self._take_tokens(launch, previous)
-        self._step.arrivals = launch.arrivals
-        logits = self._replay(launch.bucket) if launch.bucket is not None else None
+        logits = self._replay(launch.bucket, launch.arrivals) if launch.bucket else None
         if logits is None:
             rows, wanted = launch.batch.rows, launch.batch.logits
             if launch.bucket is not None:
                 rows, wanted = launch.bucket.rows, launch.bucket.logit_rows
+            self._step.arrivals = launch.arrivals
             logits = self._compute(launch.batch.kind, launch.tables, max(rows, FEWEST_ROWS), wanted)
+            self._step.arrivals = ()
         return logits[: launch.batch.logits]
 
     def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
@@ -256,38 +274,59 @@ class DeviceModelRunner:
                 places = places.pin_memory().to(self.device, non_blocking=True)
             token_ids.index_copy_(0, places[0], previous.index_select(0, places[1]))
 
-    def _replay(self, bucket: _Bucket) -> Tensor | None:
-        """The logits of a graph; None where there is none yet."""
+    def _replay(self, bucket: _Bucket, arrivals: Sequence[Arrival]) -> Tensor | None:
+        """The logits of a step as graphs; None where there are none yet."""
         bucket.uses += 1
-        if bucket.graph is None and self._graphs and bucket.uses > EAGER_USES:
-            self._capture(bucket)
-        if bucket.graph is None:
+        captured = bucket.by_layer if arrivals else bucket.whole
+        if captured is None and self._graphs and bucket.uses > EAGER_USES:
+            captured = self._capture(bucket, by_layer=bool(arrivals))
+            if arrivals:
+                bucket.by_layer = captured
+            else:
+                bucket.whole = captured
+        if captured is None:
             return None
-        bucket.graph.replay()
-        return bucket.logits
+        for layer, graph in enumerate(captured.graphs, -1):
+            for arrival in arrivals if layer >= 0 else ():
+                arrival.wait(self.stream, layer)
+            graph.replay()
+        return captured.logits
 
-    def _capture(self, bucket: _Bucket) -> None:
-        """Captures the graph of a bucket whose steps have run before. What another thread does with
-        the device may make it fail, so it is tried a few times; then steps stay eager, and a
-        warning says why."""
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, bucket: _Bucket, *, by_layer: bool) -> _Captured | None:
+        """The graphs of a bucket whose steps have run before. What another thread does with the
+        device may make it fail, so it is tried a few times; then steps stay eager, and a warning
+        says why."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            # other threads copy states meanwhile, which is no part of the graph
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(self._memory, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        self._step.before_layer = cut if by_layer else None
         try:
             with capture_lock, no_recompiles():
-                # other threads copy states meanwhile, which is no part of the graph
-                graph.capture_begin(self._memory, capture_error_mode="thread_local")
+                begin()
                 try:
                     logits = self._compute(
                         bucket.kind, self._tables, bucket.rows, bucket.logit_rows
                     )
                 finally:
-                    graph.capture_end()
+                    graphs[-1].capture_end()
         except Exception as error:
             self._failures += 1
             if self._failures == MOST_FAILURES:
                 logger.warning("steps run without CUDA graphs: none can be captured: %s", error)
                 self._graphs = False
-        else:
-            bucket.graph, bucket.logits = graph, logits
+            return None
+        finally:
+            self._step.before_layer = None
+        return _Captured(graphs, logits)
 
     def _compute(self, kind: StepKind, tables: AttentionTables, rows: int, logits: int) -> Tensor:
         """Launches the model over the first rows of some tables."""
@@ -335,9 +374,8 @@ class DeviceModelRunner:
     def _read_eight_bits(self) -> None:
         """Makes kernels that read states in eight bits too, which the first such states ask for."""
         self._finish_steps()
-        for buckets in self._buckets.values():
-            for bucket in buckets:
-                bucket.graph, bucket.logits, bucket.uses = None, None, 0
+        for bucket in chain.from_iterable(self._buckets.values()):
+            bucket.whole, bucket.by_layer, bucket.uses = None, None, 0
         if self.stream is not None:  # PyTorch takes no pool again that all graphs have left
             self._memory = torch.cuda.graph_pool_handle()
         tables = (self._tables, self._eager_tables)

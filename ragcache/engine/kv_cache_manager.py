@@ -105,3 +105,8 @@ class KVCacheManager:
         self.pool.free_blocks([*partial, *self.radix_cache.release_path(path)])
         self.pool.free_blocks(self.radix_cache.trim_blocks())
         sequence.private = sequence.path = None
+
+    def forget_retained(self) -> None:
+        """Frees the blocks that no request uses."""
+        retained = self.radix_cache.retained
+        self.pool.free_blocks(self.radix_cache.evict_blocks(retained))

@@ -218,3 +218,38 @@ def test_the_stream_and_device_of_the_caller_stay() -> None:
         assert (torch.cuda.current_device(), torch.cuda.current_stream(device)) == before
         complete(causal, [moved_request([states], (), 0, limit=3)], config())
         assert (torch.cuda.current_device(), torch.cuda.current_stream(device)) == before
+
+
+def test_steps_follow_states_that_arrive_layer_by_layer() -> None:
+    """The same question over states on the device, and over states on their way there; the second
+    time as graphs cut by layer."""
+    from ragcache.states.arrival import Arrival
+
+    gpu = on_gpu("llama")
+    states = encoded(gpu)
+    request = moved_request(states, (1, 0), 5, limit=4)
+    expected = complete(gpu, [request], config())
+    copies = torch.cuda.Stream()
+    with LLMEngine(gpu, config(warm_up=True)) as engine:
+        for _ in range(4):
+            moved, events = [], []
+            with torch.cuda.stream(copies):
+                for each in states:
+                    pair = [torch.full_like(t, float("nan")) for t in (each.keys, each.values)]
+                    moved.append((pair, each))
+                torch.cuda._sleep(20_000_000)
+                for layer in range(gpu.num_layers):
+                    for (keys, values), each in moved:
+                        keys[layer].copy_(each.keys[layer])
+                        values[layer].copy_(each.values[layer])
+                    torch.cuda._sleep(20_000_000)
+                    event = torch.cuda.Event()
+                    event.record(copies)
+                    events.append(event)
+            arrival = Arrival(events, sources=states)
+            arriving = [
+                KVStates(keys, values, each.start, arrival=arrival)
+                for (keys, values), each in moved
+            ]
+            handle = engine.submit_request(moved_request(arriving, (1, 0), 5, limit=4))
+            assert_same_answers([handle.result(60)], expected, 1e-4)

@@ -49,7 +49,7 @@ class SuiteRun:
     def run(self) -> dict[str, Any]:
         """Runs everything. Returns the document, with the table's rows."""
         if self.device != "cpu":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(torch.device(self.device).index or 0)
         with without_cudnn_attention():
             measured = self._part("ceilings", lambda: asdict(measure_ceilings(self.device)))
             self.document["ceilings"] = measured or {}
