@@ -224,7 +224,9 @@ class History:
         keys, values = self.normal(1, KV_HEADS, 400), self.normal(1, KV_HEADS, 400)
         self.pool = BlockPool(keys, values, SMALL)
         self.modules = [self.module() for _ in range(3)]
-        model: Any = SimpleNamespace(needs_kernels=False, scheme=scheme, device=torch.get_default_device())
+        model: Any = SimpleNamespace(
+            needs_kernels=False, scheme=scheme, device=torch.get_default_device()
+        )
         self.builder = BatchBuilder(model)
         self.requests = [self.request() for _ in range(self.draw(st.integers(1, 3)))]
 
