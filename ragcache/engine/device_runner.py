@@ -141,7 +141,7 @@ class DeviceModelRunner:
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights, say
             self._memory = torch.cuda.graph_pool_handle()
-        self._graphs = graphs and self.stream is not None
+        self._graphs = self._cuts = graphs and self.stream is not None
         group = model.num_heads // model.num_kv_heads
         self._heads = HeadLayout(model.num_kv_heads, group, model.head_dim)
         self._rotation = rotation_tables(model)
@@ -211,11 +211,12 @@ class DeviceModelRunner:
         for number, bucket in enumerate(every if self._graphs else (), 1):
             self._compute(bucket.kind, self._tables, bucket.rows, bucket.logit_rows)
             bucket.whole = self._capture(bucket, by_layer=False)
-            if bucket.kind == "mixed" and bucket.rows <= ROWS_BY_LAYER:
-                bucket.by_layer = self._capture(bucket, by_layer=True)
             if not self._graphs:
                 break
             logger.info("captured %d of %d graphs", number, len(every))
+        for bucket in self._buckets["mixed"]:
+            if self._cuts and bucket.rows <= ROWS_BY_LAYER:
+                bucket.by_layer = self._capture(bucket, by_layer=True)
         logger.info("warmed up in %.1f s", time.perf_counter() - begin)
 
     def _plan(self, chunks: Sequence[ScheduledChunk]) -> _Launch:
@@ -278,7 +279,8 @@ class DeviceModelRunner:
         """The logits of a step as graphs; None where there are none yet."""
         bucket.uses += 1
         captured = bucket.by_layer if arrivals else bucket.whole
-        if captured is None and self._graphs and bucket.uses > EAGER_USES:
+        wanted = self._cuts if arrivals else self._graphs
+        if captured is None and wanted and bucket.uses > EAGER_USES:
             captured = self._capture(bucket, by_layer=bool(arrivals))
             if arrivals:
                 bucket.by_layer = captured
@@ -320,9 +322,12 @@ class DeviceModelRunner:
                     graphs[-1].capture_end()
         except Exception as error:
             self._failures += 1
-            if self._failures == MOST_FAILURES:
+            if by_layer:
+                logger.warning("steps over states that still arrive run without graphs: %s", error)
+                self._cuts = False
+            elif self._failures >= MOST_FAILURES:
                 logger.warning("steps run without CUDA graphs: none can be captured: %s", error)
-                self._graphs = False
+                self._graphs = self._cuts = False
             return None
         finally:
             self._step.before_layer = None
@@ -362,7 +367,7 @@ class DeviceModelRunner:
         self._eager_tables, self._eager_kernels = (
             tables,
             kernels,
-        )  # both, or neither for want of memory
+        )  # both, or for want of memory none
 
     def _new_kernels(self, entries: int, *, quantized: bool | None = None) -> TritonKernels:
         return TritonKernels(
