@@ -39,6 +39,19 @@ class RagCacheConfig:
     scaffold_after: int | None = None
     ingestion_bytes: int = 2**28
 
+    @classmethod
+    def parse(
+        cls, module_tokens: int, host_bytes: int | str, max_new_tokens: int,
+        private_bytes: int | str | None, warm_up: bool, queue: int, scaffold_after: int | None,
+        ingestion_bytes: int | str,
+    ) -> RagCacheConfig:  # fmt: skip
+        """Options whose sizes may be texts, as `parse_bytes` reads them."""
+        return cls(
+            module_tokens, parse_bytes(host_bytes), max_new_tokens,
+            parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
+            parse_bytes(ingestion_bytes),
+        )  # fmt: skip
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)

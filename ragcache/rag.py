@@ -9,14 +9,7 @@ from typing import Any, Unpack, get_args
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import (
-    DEFAULT_K,
-    RagCacheConfig,
-    check_mode,
-    check_options,
-    parse_bytes,
-    parse_optional_bytes,
-)
+from ragcache.config import DEFAULT_K, RagCacheConfig, check_mode, check_options
 from ragcache.db import (
     ApiKeys,
     CollectionRow,
@@ -126,10 +119,9 @@ class RagCache:
             >>> from ragcache import RagCache
             >>> rag = RagCache.open("state", host_bytes="1GiB", max_new_tokens=16)
         """
-        config = RagCacheConfig(
-            module_tokens, parse_bytes(host_bytes), max_new_tokens,
-            parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
-            parse_bytes(ingestion_bytes),
+        config = RagCacheConfig.parse(
+            module_tokens, host_bytes, max_new_tokens, private_bytes, warm_up, queue,
+            scaffold_after, ingestion_bytes,
         )  # fmt: skip
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
