@@ -32,6 +32,7 @@ from ragcache.bench.gpu.table import (
 )
 from ragcache.bench.harness import SHAPES, LlamaShape
 from ragcache_api.cli.main import app
+from tests.interpreted import interpreted
 
 TINY = LlamaShape(2, 32, 4, 2, 48, 64, 512, tied=False)
 LOAD = GpuWorkload(
@@ -247,6 +248,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.slow
 def test_the_module_runs_where_only_torch_and_transformers_are() -> None:
     blocked = {
         "sqlalchemy", "alembic", "typer", "rich", "faiss", "bm25s", "lxml", "langchain_core",
@@ -305,10 +307,9 @@ def _turned(states: Tensor, positions: int, theta: float) -> Tensor:
     return states * cos + torch.cat([-second, first], -1) * sin
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
+@interpreted
 @pytest.mark.parametrize("runs", [1, 4])
 def test_what_is_timed_is_attention_over_runs_in_any_order(runs: int) -> None:
-    pytest.importorskip("triton")
     shape, rows, length = LlamaShape(1, 64, 4, 2, 96, 64, 512), 3, 64 // runs
     timed = DecodeAttention(shape, rows, 64, runs, "cpu", torch.float32)
     timed.layers = 1

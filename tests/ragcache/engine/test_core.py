@@ -225,7 +225,7 @@ class Run:
         self.states.append((job, RequestHandle(channel)))
 
 
-@pytest.mark.parametrize("make", [core_of, late_core])
+@pytest.mark.parametrize("make", [core_of, pytest.param(late_core, marks=pytest.mark.slow)])
 @settings(max_examples=scaled(50), derandomize=True)
 @given(day=DAYS)
 def test_batched_answers_equal_single_answers(world: World, make: MakeCore, day: Day) -> None:

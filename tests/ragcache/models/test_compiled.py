@@ -79,33 +79,46 @@ def ordinary(causal: CausalLM, tokens: list[int]) -> Tensor:
     return causal.model(torch.tensor([tokens])).logits[0, -1]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *GEMMAS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        family
+        if family in ("llama", "phi", "gpt2", "gemma3")
+        else pytest.param(family, marks=pytest.mark.slow)
+        for family in (*FAMILIES, *GEMMAS)
+    ],
+)
 def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
+    """Steps through the operator are as before, and as ordinary calls, which are as before too."""
     causal, graphs = deep(family), Graphs()
     number_layers(causal.model)
     prompts = [random_tokens(rows) for rows in (2, 8, 16, 64, 300)]
     expected = [run_step(causal, OwnTokens(), tokens) for tokens in prompts]
+    tokens = random_tokens(40)
+    pieces = Module(random_tokens(20)), tokens
+    before = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
     prepare_for_device(causal, graphs)
     assert len(graphs) == graph_count(family)
     with no_recompiles():
-        for tokens, logits in zip(prompts, expected, strict=True):
+        for step_tokens, logits in zip(prompts, expected, strict=True):
             step = OwnTokens()
-            torch.testing.assert_close(run_step(causal, step, tokens), logits, **CLOSE)
+            torch.testing.assert_close(run_step(causal, step, step_tokens), logits, **CLOSE)
             assert step.layers == list(range(LAYERS))
+        if family in (*ROTARY, "gpt2", "opt"):  # the others' slopes are no part of these steps
+            torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), before[0], **CLOSE)
+    after = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert len(graphs) == graph_count(family)
 
 
-@pytest.mark.parametrize("family", [*ROTARY, "gpt2", "opt", "gemma3"])
-def test_a_step_through_the_operator_equals_an_ordinary_call(family: str) -> None:
-    causal = deep(family, **({"sliding_window": 40} if family in GEMMAS else {}))
-    tokens = random_tokens(40)
-    expected = ordinary(causal, tokens)
-    prepare_for_device(causal, Graphs())
-    torch.testing.assert_close(run_step(causal, OwnTokens(), tokens), expected, **CLOSE)
-
-
 @pytest.mark.parametrize(
-    ("family", "apart", "merged"), [("llama", 7, 4), ("qwen3", 7, 4), ("phi", 6, 4), ("opt", 6, 4)]
+    ("family", "apart", "merged"),
+    [
+        ("llama", 7, 4),
+        pytest.param("qwen3", 7, 4, marks=pytest.mark.slow),
+        pytest.param("phi", 6, 4, marks=pytest.mark.slow),
+        pytest.param("opt", 6, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_merged_projections_are_one_product_in_the_graph(
     family: str, apart: int, merged: int
@@ -119,32 +132,16 @@ def test_merged_projections_are_one_product_in_the_graph(
     assert sum(graphs.products()) == merged
 
 
-def test_other_calls_of_a_prepared_model_are_as_before(family: str) -> None:
-    causal, graphs = deep(family), Graphs()
-    tokens = random_tokens(30)
-    pieces = Module(random_tokens(20)), tokens
-    expected = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
-    prepare_for_device(causal, graphs)
-    got = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    assert len(graphs) == graph_count(family)
-
-
-def test_preparing_leaves_the_fingerprint_and_greedy_answers() -> None:
-    causal = deep("llama")
+def test_preparing_leaves_the_fingerprint_and_greedy_answers_and_compiles_once() -> None:
+    causal, graphs = deep("llama"), Graphs()
     ids = torch.tensor([random_tokens(12)])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
     fingerprint, answer = deep("llama").fingerprint, causal.model.generate(ids, **options)
-    prepare_for_device(causal, Graphs())
+    for _ in range(2):
+        prepare_for_device(causal, graphs)
+        assert len(graphs) == graph_count("llama")
     assert causal.fingerprint == fingerprint
     assert causal.model.generate(ids, **options).tolist() == answer.tolist()
-
-
-def test_preparing_twice_compiles_once() -> None:
-    causal, graphs = deep("llama"), Graphs()
-    prepare_for_device(causal, graphs)
-    prepare_for_device(causal, graphs)
-    assert len(graphs) == graph_count("llama")
 
 
 def test_models_do_not_share_the_limit_of_graphs() -> None:
@@ -155,6 +152,7 @@ def test_models_do_not_share_the_limit_of_graphs() -> None:
             assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_one_row_is_compiled_apart_and_refused_during_capture() -> None:
     causal, graphs = deep("gpt2"), Graphs()
     prepare_for_device(causal, graphs)
@@ -187,6 +185,7 @@ def test_a_model_whose_layers_are_not_found_stays_eager(caplog: pytest.LogCaptur
     assert "no list of 4 layers in LlamaForCausalLM" in caplog.text
 
 
+@pytest.mark.slow
 def test_layers_that_need_a_graph_each_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
     """GPT-2 may scale its scores by the layer's number, which is a constant of the graph."""
     causal = deep("gpt2", scale_attn_by_inverse_layer_idx=True)

@@ -61,15 +61,20 @@ def instructions(kernel: str, capability: int, constants: dict[str, Any], warps:
 @pytest.mark.parametrize(
     ("heads", "capability", "options"),
     [
-        (LLAMA_7B, 90, {}),
-        (LLAMA_8B, 90, {"quantized": True}),
         (READER, 90, {}),
-        (PHI, 90, {"rotated": 32}),
-        (LLAMA_8B, 90, {"windows": (4096,), "softcap": 30.0}),
-        (LLAMA_8B, 80, {}),
-        pytest.param(LLAMA_8B, 90, {"interleaved": True}, marks=pytest.mark.slow),
-        pytest.param(READER, 80, {}, marks=pytest.mark.slow),
-        pytest.param(GEMMA, 90, {}, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (LLAMA_7B, 90, {}),
+                (LLAMA_8B, 90, {"quantized": True}),
+                (LLAMA_8B, 90, {"interleaved": True}),
+                (LLAMA_8B, 90, {"windows": (4096,), "softcap": 30.0}),
+                (LLAMA_8B, 80, {}),
+                (READER, 80, {}),
+                (PHI, 90, {"rotated": 32}),
+                (GEMMA, 90, {}),
+            )
+        ),
     ],
 )
 def test_partial_copies_asynchronously_and_spills_nothing(
@@ -103,7 +108,13 @@ def test_partial_fits_the_shared_memory_of_graphics_cards(
 
 @pytest.mark.parametrize(
     ("heads", "rows"),
-    [(LLAMA_7B, 16), (LLAMA_7B, 256), (LLAMA_8B, 16), (LLAMA_8B, 64), (READER, 64)],
+    [
+        (LLAMA_8B, 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((LLAMA_7B, 16), (LLAMA_7B, 256), (LLAMA_8B, 16), (READER, 64))
+        ),
+    ],
 )
 def test_tail_spills_little(heads: HeadLayout, rows: int) -> None:
     from ragcache.attention.triton.launch import choose_tail

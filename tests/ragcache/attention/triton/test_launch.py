@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from ragcache.attention.triton.tables import (
     TableCapacity,
     build_plan,
 )
+from tests.interpreted import interpreted
 from tests.ragcache.attention.triton.steps import (
     Asking,
     Scheme,
@@ -25,10 +28,7 @@ from tests.ragcache.attention.triton.steps import (
     written_as_given,
 )
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-pytestmark = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="a GPU is there: tests/gpu runs the kernels compiled"
-)
+pytestmark = interpreted
 
 DOCUMENTS = (100, 65, 37)
 REQUESTS = {
@@ -66,10 +66,17 @@ SCHEMES = {
     "int8 partial": Scheme(rotated=24, int8=True),
     "int8 interleaved": Scheme(int8=True, interleaved=True),
     "int8 window": Scheme(int8=True, window=40),
+    "much": Scheme(3, 2, 20, 12, interleaved=True, window=40, softcap=2.0, int8=True),
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+def schemes(*quick: str, names: Iterable[str] = SCHEMES) -> pytest.MarkDecorator:
+    """The tests of all but some names are slow: each program is interpreted."""
+    slow = (pytest.param(name, marks=pytest.mark.slow) for name in names if name not in quick)
+    return pytest.mark.parametrize("name", [*quick, *slow])
+
+
+@schemes("half", "alibi 3x1", "much")
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_attention_equals_its_definition(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind])
@@ -80,7 +87,7 @@ def test_attention_equals_its_definition(name: str, kind: str) -> None:
     assert written_as_given(step, before)
 
 
-@pytest.mark.parametrize("name", ["half", "interleaved", "int8", "heads 3x1"])
+@schemes("int8", names=["half", "interleaved", "heads 3x1"])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_float16_is_as_exact_as_its_rounding(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind], dtype=torch.float16)
@@ -88,7 +95,7 @@ def test_float16_is_as_exact_as_its_rounding(name: str, kind: str) -> None:
     assert error(step, attend(step, kernels, step.tables(kernels.block_rows))) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["half", "heads 2x7", "alibi", "window"])
+@schemes("window", names=["half", "heads 2x7", "alibi"])
 def test_decode_and_mixed_steps_are_equal(name: str) -> None:
     """The tail computes what write, partial and merge do, for the same rows and states."""
     found = []
@@ -99,7 +106,9 @@ def test_decode_and_mixed_steps_are_equal(name: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("piece", [17, 64, 1000])
+@pytest.mark.parametrize(
+    "piece", [64, *(pytest.param(piece, marks=pytest.mark.slow) for piece in (17, 1000))]
+)
 def test_cutting_runs_changes_nothing(piece: int) -> None:
     step = make_step(Scheme(window=70), "mixed", DOCUMENTS, REQUESTS["mixed"])
     kernels = make_kernels(step)
@@ -138,7 +147,7 @@ def planned(step: Step, block_rows: int) -> AttentionTables:
     return tables
 
 
-@pytest.mark.parametrize("name", ["half", "heads 2x7", "alibi", "window", "int8"])
+@schemes("int8", names=["half", "heads 2x7", "alibi", "window"])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_planned_steps_equal_the_definition(name: str, kind: str) -> None:
     step = make_step(SCHEMES[name], kind, DOCUMENTS, REQUESTS[kind], seed=5)
