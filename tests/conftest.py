@@ -142,6 +142,13 @@ def _new_ledgers_are_copies(empty_ledger: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Database, "open", open_copy)
 
 
+@pytest.fixture(scope="module")
+def little_to_collect() -> None:
+    """For tests that often collect garbage: what other tests left is looked through once."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_finish() -> None:
     """What collecting made stays; no later collection of garbage looks through it again."""
     gc.collect()

@@ -184,7 +184,7 @@ def test_a_file_is_rendered_without_a_run(
 
 
 @pytest.fixture(scope="module")
-def document() -> dict[str, Any]:
+def document(little_to_collect: None) -> dict[str, Any]:
     saved: list[int] = []
     run = SuiteRun({"7b": TINY}, PARTS, LOAD, "cpu", save=lambda d: saved.append(len(d["seconds"])))
     result = run.run()
@@ -224,6 +224,7 @@ def test_decoding_steps_are_counted_while_every_request_decodes(document: dict[s
         assert found["stats"]["decoded_tokens"] == pytest.approx(rows * steps, abs=2 * rows)
 
 
+@pytest.mark.usefixtures("little_to_collect")
 def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> dict[str, Any]:
         raise MemoryError("everything is full")

@@ -260,14 +260,7 @@ def over_modules(causal: CausalLM, seed: int) -> Context:
     return Context(segments, tuple(random_tokens(4, seed=seed)), tuple(range(12, 16)), 16)
 
 
-@pytest.fixture(scope="module")
-def _little_to_collect() -> None:
-    """What other tests left is looked through once, and not in each step."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("_little_to_collect")
+@pytest.mark.usefixtures("little_to_collect")
 @pytest.mark.parametrize("end", ["stop token", "stop string", "limit", "cancel", "deadline"])
 def test_segments_are_held_until_no_step_reads_them(causal: CausalLM, end: str) -> None:
     [output] = run_requests(core_of(causal), Request(over_modules(causal, 1), 12))

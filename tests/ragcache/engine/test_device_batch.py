@@ -24,6 +24,7 @@ from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePla
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
+from tests.conftest import scaled
 from tests.ragcache.attention.tabled_reads import (
     SeenKey,
     assert_partials_reach_their_rows,
@@ -231,7 +232,7 @@ def test_rows_of_any_step_see_what_their_chunks_say(
         assert_rows_follow(tables, batch, chunks, gapless)
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(100))
 @given(st.data(), st.booleans())
 def test_decoding_rows_see_what_their_chunks_say_in_every_step(
     data: st.DataObject, gapless: bool

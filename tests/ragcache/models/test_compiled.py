@@ -99,6 +99,8 @@ def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
     before = ordinary(causal, tokens), last_logits(causal, [prompt(causal, pieces)])
     prepare_for_device(causal, graphs)
     assert len(graphs) == graph_count(family)
+    if family in ("llama", "phi"):
+        assert sum(graphs.products()) == 4, "merged projections are one product"
     with no_recompiles():
         for step_tokens, logits in zip(prompts, expected, strict=True):
             step = OwnTokens()
@@ -111,14 +113,10 @@ def test_one_graph_serves_layers_steps_and_row_counts(family: str) -> None:
     assert len(graphs) == graph_count(family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "apart", "merged"),
-    [
-        ("llama", 7, 4),
-        pytest.param("qwen3", 7, 4, marks=pytest.mark.slow),
-        pytest.param("phi", 6, 4, marks=pytest.mark.slow),
-        pytest.param("opt", 6, 4, marks=pytest.mark.slow),
-    ],
+    [("llama", 7, 4), ("qwen3", 7, 4), ("phi", 6, 4), ("opt", 6, 4)],
 )
 def test_merged_projections_are_one_product_in_the_graph(
     family: str, apart: int, merged: int
@@ -144,6 +142,7 @@ def test_preparing_leaves_the_fingerprint_and_greedy_answers_and_compiles_once()
     assert causal.model.generate(ids, **options).tolist() == answer.tolist()
 
 
+@pytest.mark.slow
 def test_models_do_not_share_the_limit_of_graphs() -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
