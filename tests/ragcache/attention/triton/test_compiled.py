@@ -91,11 +91,8 @@ def test_partial_copies_asynchronously_and_spills_nothing(
         assert counts["STL"] == 0
 
 
-@pytest.mark.parametrize(
-    ("heads", "capability"),
-    [(GEMMA, 120), pytest.param(LLAMA_8B, 120, marks=pytest.mark.slow),
-     pytest.param(GEMMA, 86, marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "capability"), [(GEMMA, 120), (LLAMA_8B, 120), (GEMMA, 86)])
 def test_partial_fits_the_shared_memory_of_graphics_cards(
     heads: HeadLayout, capability: int
 ) -> None:
