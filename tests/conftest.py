@@ -3,6 +3,7 @@ are imported where they are used: the process that hands tests to others needs n
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -150,10 +151,8 @@ def little_to_collect() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting made stays; no later collection of garbage looks through it again."""
+    """What collecting made stays; no later collection of garbage looks through it again, but the
+    interpreter's at its end. pytest itself collects several times when it ends."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
