@@ -36,6 +36,7 @@ from ragcache.attention.triton.tables import (
     TableOverflow,
     build_plan,
 )
+from ragcache.cuda import new_stream
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner
 from ragcache.engine.device_sampler import DeviceSampler
@@ -138,7 +139,7 @@ class DeviceModelRunner:
         self.device = model.device
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
-            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self.stream = new_stream(self.device)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # weights, say
             self._memory = torch.cuda.graph_pool_handle()
         self._graphs = self._cuts = graphs and self.stream is not None
@@ -258,9 +259,12 @@ class DeviceModelRunner:
             rows, wanted = launch.batch.rows, launch.batch.logits
             if launch.bucket is not None:
                 rows, wanted = launch.bucket.rows, launch.bucket.logit_rows
+            rows = max(rows, FEWEST_ROWS)
             self._step.arrivals = launch.arrivals
-            logits = self._compute(launch.batch.kind, launch.tables, max(rows, FEWEST_ROWS), wanted)
-            self._step.arrivals = ()
+            try:
+                logits = self._compute(launch.batch.kind, launch.tables, rows, wanted)
+            finally:  # memory may end; a capture must not wait for what arrived here
+                self._step.arrivals = ()
         return logits[: launch.batch.logits]
 
     def _take_tokens(self, launch: _Launch, previous: Tensor) -> None:
@@ -320,7 +324,7 @@ class DeviceModelRunner:
                     )
                 finally:
                     graphs[-1].capture_end()
-        except Exception as error:
+        except Exception as error:  # CUDA, the compiler or a model that looks at its tokens
             self._failures += 1
             if by_layer:
                 logger.warning("steps over states that still arrive run without graphs: %s", error)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ragcache.cuda import new_event
 from ragcache.engine.constraint import pack
 from ragcache.engine.sampler import (
     GPU_ROWS,
@@ -48,7 +49,7 @@ class DeviceSampler:
         """See `TokenSampler.mark`."""
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = new_event(timing=True)
         event.record()
         return event
 
@@ -101,7 +102,7 @@ class DeviceSampler:
         """After what is launched so far."""
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = new_event()
         event.record()
         return event
 

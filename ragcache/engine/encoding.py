@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 
+from ragcache.cuda import new_event
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
@@ -236,7 +237,7 @@ def _with_arrival(states: KVStates) -> KVStates:
         return states
     device = states.keys.device
     with torch.cuda.device(device):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = new_event()
         stream = torch.cuda.current_stream(device)
         event.record(stream)
     return replace(states, arrival=Arrival([event], states.keys.shape[0], stream=stream))

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ragcache.cuda import new_event
 from ragcache.errors import RagCacheError
 
 Int32s = NDArray[np.int32]
@@ -367,7 +368,7 @@ class _TableMemory:
         self._places = [memory.reshape(-1)[: 2 * len(sections)] for memory in self.buffers]
         for places in self._places:
             places[::2] = [each.first_line for each in sections]
-        self._copied = [torch.cuda.Event() for _ in self._ring] if pinned else []  # type: ignore[no-untyped-call]
+        self._copied = [new_event() for _ in self._ring] if pinned else []
         self._at, self._opened = 0, False
 
     @property

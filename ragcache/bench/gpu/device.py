@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragcache.bench.gpu.table import Ceilings, GpuWorkload
 from ragcache.bench.harness import LlamaShape
+from ragcache.cuda import new_event, new_stream
 
 if TYPE_CHECKING:
     from ragcache.attention.triton.tables import AttentionTables
@@ -189,7 +190,7 @@ class DecodeAttention:
 
 def graph_microseconds(run: Callable[[], object], runs: int = 12) -> float:
     """The median time of a call as a CUDA graph, by the device's clock."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream: Any = new_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
@@ -205,10 +206,7 @@ def device_microseconds(run: Callable[[], object], runs: int) -> float:
     """The median time of a call by the device's clock, after three warm calls."""
     for _ in range(3):
         run()
-    events: list[Sequence[Any]] = [
-        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        for _ in range(runs)
-    ]
+    events: list[Sequence[Any]] = [[new_event(timing=True) for _ in range(2)] for _ in range(runs)]
     for first, last in events:
         first.record()
         run()

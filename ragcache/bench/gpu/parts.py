@@ -23,6 +23,7 @@ from ragcache.bench.gpu.session import (
 )
 from ragcache.bench.gpu.table import Ceilings
 from ragcache.bench.harness import made_up_key
+from ragcache.cuda import new_event, new_stream
 from ragcache.states import Arrival, KVStates
 from ragcache.states.quantization import quantize, restored
 
@@ -225,7 +226,7 @@ class _LayeredCopies:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream: Any = new_stream(device)
 
     def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
         layers = states[0].keys.shape[0]
@@ -238,7 +239,7 @@ class _LayeredCopies:
                 for source, (keys, values) in zip(states, room, strict=True):
                     keys[part].copy_(source.keys[part], non_blocking=True)
                     values[part].copy_(source.values[part], non_blocking=True)
-                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                events.append(new_event())
                 events[-1].record(self.stream)
         arrival = Arrival(events, together, sources=list(states))
         return [

@@ -79,7 +79,7 @@ class SuiteRun:
             for part in engine_parts:
                 run = partial(ENGINE_PARTS[part], session, ceilings)
                 results[part] = self._part(f"{name} {part}", run) or {}
-        except Exception as error:
+        except Exception as error:  # the other shapes are measured, whatever this one raised
             self.document["errors"][name] = repr(error)
         finally:
             self._part(f"{name} close", session.close)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragcache.cuda import new_event, new_stream
 from ragcache.states import Arrival
 from ragcache.states.arrival import CopyEvent, capture_lock
 from ragcache.states.quantization import StoredStates
@@ -22,7 +23,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.upload: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.upload: Any = new_stream(device)
         self.compute: Any = torch.cuda.current_stream(device)
 
     @contextmanager
@@ -34,7 +35,7 @@ class DeviceStreams:
     def record(self, stream: Any) -> CopyEvent:
         """An event after what is queued on a stream."""
         with self._no_capture(stream), torch.cuda.device(self.device):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = new_event()
             event.record(stream)
         return event
 
@@ -84,7 +85,7 @@ def downloading(states: StoredStates) -> Iterator[Download]:
         states.arrival.wait(stream)
     with torch.cuda.stream(stream):
         yield download
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = new_event()
         event.record(stream)
     download.arrival = Arrival([event], sources=states)
 
@@ -92,4 +93,4 @@ def downloading(states: StoredStates) -> Iterator[Download]:
 @cache
 def _download_stream(device: torch.device) -> torch.cuda.Stream:
     """One a device: copies to main memory come one after another."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return new_stream(device)
