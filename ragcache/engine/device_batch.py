@@ -105,13 +105,9 @@ class DeviceBatch:
         self.plan, self.reads = plan, reads
         self._step, self._continuation = step, continuation
 
-    def advance(self, chunks: Sequence[ScheduledChunk] | None = None) -> bool:
-        """Moves the rows on by one token. False where that needs a new plan; then nothing changed.
-
-        Args:
-            chunks: Those of the next step: of the same requests in the same order. None where only
-                the device knows the tokens; positions then go on without a gap.
-        """
+    def advance(self) -> bool:
+        """Moves the rows on by one token, which only the device knows, at the next position. False
+        where that needs a new plan; then nothing changed."""
         going_on = self._continuation
         if going_on is None:
             return False
@@ -123,11 +119,6 @@ class DeviceBatch:
             return False
         if going_on.hidden_from is not None and (position + 1 >= going_on.hidden_from).any():
             return False
-        if chunks is not None:
-            given = np.fromiter((chunk.position_ids[0] for chunk in chunks), np.int64, self.rows)
-            if not np.array_equal(given, position + 1):
-                return False
-            _put_token_ids(self._step, chunks, self.rows)
         length += 1
         position += 1
         # A full block may turn out to equal one of the radix cache, and is then replaced by it.
@@ -440,15 +431,11 @@ def _put_rows(step: StepArrays, placed: Sequence[_PlacedChunk]) -> int:
     chunks = [each.chunk for each in placed]
     positions = chain.from_iterable(chunk.position_ids for chunk in chunks)
     step.position_ids[:rows] = np.fromiter(positions, np.int64, rows)
-    _put_token_ids(step, chunks, rows)
+    tokens = chain.from_iterable(chunk.token_ids for chunk in chunks)
+    step.token_ids[:rows] = np.fromiter(tokens, np.int64, rows)
     wanted = [each.end_row - 1 for each in placed if each.chunk.wants_logits]
     step.logit_rows[: len(wanted)] = wanted
     return len(wanted)
-
-
-def _put_token_ids(step: StepArrays, chunks: Sequence[ScheduledChunk], rows: int) -> None:
-    tokens = chain.from_iterable(chunk.token_ids for chunk in chunks)
-    step.token_ids[:rows] = np.fromiter(tokens, np.int64, rows)
 
 
 def _ints(values: Sequence[int]) -> Ints:

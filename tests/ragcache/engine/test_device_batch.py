@@ -260,10 +260,8 @@ def test_decoding_rows_see_what_their_chunks_say_in_every_step(
             position = each.position_ids[0] + 1
             following.append(replace(each, position_ids=[position], token_ids=[position]))
         chunks = following
-        known = data.draw(st.booleans())
-        if batch.advance(chunks if known else None):
-            if not known:
-                tables.step.token_ids[: batch.rows] = [each.token_ids[0] for each in chunks]
+        if batch.advance():
+            tables.step.token_ids[: batch.rows] = [each.token_ids[0] for each in chunks]
             tables.upload()
         else:
             batch = planned(chunks, tables, gapless=gapless)
@@ -347,14 +345,6 @@ def test_advance_stops_before_a_segment_that_was_ahead() -> None:
     batch = planned([chunk(block_table([1, 2, 3], [9]), segments=ahead)], tables)
     assert (batch.advance(), batch.advance()) == (True, False)
     assert tables.step.position_ids[0] == 11
-
-
-def test_advance_refuses_positions_with_a_gap() -> None:
-    tables = new_tables()
-    private = block_table([1, 2, 3], [9])
-    batch = planned([chunk(private)], tables)
-    assert not batch.advance([chunk(private, start=12)])
-    assert batch.advance([chunk(private, start=11)])
 
 
 def test_a_gap_in_the_filling_block_makes_a_gapless_step_mixed() -> None:
