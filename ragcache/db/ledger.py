@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, and_, bindparam, delete, func, insert, or_
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
-from ragcache.db.sessions import HEARTBEAT_SECONDS, KeyLocks, Sessions
+from ragcache.db.sessions import KeyLocks, Sessions
 from ragcache.db.sql import chunks, upsert
 from ragcache.db.tables import Base, ClaimTable, EvictionTable, StateTable
 from ragcache.errors import StoreError
@@ -128,7 +128,6 @@ class Ledger:
         self._clock = 0
         self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
-        self._last_heartbeat = time.monotonic()
 
     def begin(self) -> list[StateRow]:
         """Opens a session; returns the rows of tiers that outlive processes."""
@@ -139,7 +138,7 @@ class Ledger:
 
     def end(self) -> None:
         """Writes what is pending and ends the session."""
-        self.flush(force=True)
+        self.flush()
         try:
             self.sessions.end()
         except StoreError as error:
@@ -268,27 +267,25 @@ class Ledger:
             rows = session.execute(statement.where(self._visible(), StateTable.expires_at <= now))
             return {KVKey(key): at for key, at in rows if at is not None}
 
-    def flush(self, *, force: bool = False) -> None:
-        """Writes `usage` in one transaction, and that this session lives; what fails is kept for
-        the next time. What another thread is writing is written when this returns."""
+    def flush(self) -> None:
+        """Writes `usage` in one transaction; what fails is kept for the next time. What another
+        thread is writing is written when this returns."""
         with self._flushing:
-            self._flush(force)
+            if self.usage:
+                self._flush()
 
-    def _flush(self, force: bool) -> None:
-        now = time.monotonic()
-        if not (self.usage or force or now - self._last_heartbeat > HEARTBEAT_SECONDS):
-            return
+    def _flush(self) -> None:
         pending = None
         try:
             with self.database.transaction() as session:
                 pending = self.usage.write(session)
-                self.sessions.heartbeat(session)
-            self._last_heartbeat = now
             self._count_again(pending.again)
-        except StoreError as error:
+        except BaseException as error:
             if pending is not None:
                 self.usage.restore(pending)
             self.failures += 1
+            if not isinstance(error, StoreError):
+                raise
             logger.warning("%s; the use of states is counted later", error)
 
     def keys(self, tier: str) -> set[KVKey]:

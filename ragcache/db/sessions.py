@@ -24,7 +24,7 @@ from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable
 from ragcache.states import KVKey
 
-HEARTBEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 2.0
 DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
@@ -72,10 +72,12 @@ class Sessions:
             session.add(SessionTable(id=self.id, heartbeat=time.time(), **process))
         self.reap_dead()
 
-    def heartbeat(self, session: Session) -> None:
-        """Writes that this process lives, in the caller's transaction."""
+    def heartbeat(self) -> None:
+        """Writes that this process lives, and ends the sessions that died."""
         row = update(SessionTable).where(SessionTable.id == self.id)
-        session.execute(row.values(heartbeat=time.time()))
+        with self.database.transaction() as session:
+            session.execute(row.values(heartbeat=time.time()))
+        self.reap_dead()
 
     def end(self) -> None:
         """Ends this session with what belonged to it."""

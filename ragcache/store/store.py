@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
@@ -23,6 +23,7 @@ from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateRow
 from ragcache.db.references import is_unowned, owned_among, retire
+from ragcache.db.sessions import HEARTBEAT_SECONDS
 from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import ConfigurationError, LedgerUnavailable, StoreError
 from ragcache.states import FORMAT_VERSION, KVKey, KVStates
@@ -94,6 +95,7 @@ class KVStore:
         persistent = [disk] if remote is None else [disk, remote]
         store = cls(ledger, [HostTier(1 << 30)], persistent)
         store.persistent.learn(ledger.begin())
+        store._background.start_heart()
         return store
 
     def start(self) -> None:
@@ -232,6 +234,10 @@ class KVStore:
         self.persistent.discard_later()
         self.ledger.flush()
 
+    def heartbeat(self) -> None:
+        """Tells other processes that this one lives."""
+        self.ledger.sessions.heartbeat()
+
     def _keep_reused(self) -> None:
         """Writes states that questions used again to the disk, if something still owns them."""
         keys = self._loader.take_reused()
@@ -251,22 +257,33 @@ class KVStore:
 
 
 class Background:
-    """The threads of an open store: one sweeps every second, one prefetches. They end with `stop`,
-    or when the store is garbage."""
+    """The threads of an open store: one tells other processes that this one lives, one sweeps every
+    second, one prefetches. What fails in one of them ends a turn, never the thread. They end with
+    `stop`, or when the store is garbage."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = weakref.ref(store)
         self._stopped = threading.Event()
         self._wanted: queue.Queue[list[KVKey] | None] = queue.Queue(_WAITING)
         common = (self._store, self._stopped)
+        beats = (*common, HEARTBEAT_SECONDS, KVStore.heartbeat)
+        sweeps = (*common, SWEEP_SECONDS, KVStore.sweep)
+        self._heart = threading.Thread(target=_repeat, args=beats, name="ragcache-heart", daemon=True)
         self._threads = [
-            threading.Thread(target=_sweep, args=common, daemon=True),
-            threading.Thread(target=_prefetch, args=(*common, self._wanted), daemon=True),
+            threading.Thread(target=_repeat, args=sweeps, name="ragcache-sweep", daemon=True),
+            threading.Thread(
+                target=_prefetch, args=(*common, self._wanted), name="ragcache-ahead", daemon=True
+            ),
         ]
 
     def start(self) -> None:
+        self._heart.start()
         for thread in self._threads:
             thread.start()
+
+    def start_heart(self) -> None:
+        """Starts the first thread only: for a store that only looks."""
+        self._heart.start()
 
     def prefetch(self, keys: list[KVKey]) -> None:
         try:
@@ -279,29 +296,35 @@ class Background:
         self._stopped.set()
         with suppress(queue.Full):
             self._wanted.put_nowait(None)  # wakes the thread
-        for thread in self._threads:
+        for thread in (*self._threads, self._heart):
             if thread.is_alive():
                 thread.join()
         store = self._store()
         if store is not None:
-            _once(store)
+            _once(store, KVStore.sweep)
 
 
-def _sweep(reference: weakref.ref[KVStore], stopped: threading.Event) -> None:
-    while not stopped.wait(SWEEP_SECONDS):
+def _repeat(
+    reference: weakref.ref[KVStore], stopped: threading.Event, seconds: float,
+    work: Callable[[KVStore], None],
+) -> None:  # fmt: skip
+    while not stopped.wait(seconds):
         store = reference()
         if store is None:
             return
-        _once(store)
+        _once(store, work)
         del store
 
 
-def _once(store: KVStore) -> None:
+def _once(store: KVStore, work: Callable[[KVStore], None]) -> None:
     try:
-        store.sweep()
+        work(store)
     except StoreError as error:
         store.counters.unreadable += 1
-        logger.warning("%s; the store's upkeep is tried again in a second", error)
+        logger.warning("%s; the store's upkeep is tried again in a moment", error)
+    except Exception:
+        store.counters.unreadable += 1
+        logger.exception("the store's upkeep failed; it is tried again in a moment")
 
 
 def _prefetch(
@@ -322,6 +345,8 @@ def _prefetch(
             store.read_ahead(keys)
         except StoreError as error:
             logger.warning("%s; the states are read when they are needed", error)
+        except Exception:
+            logger.exception("reading ahead failed; the states are read when they are needed")
         del store
 
 

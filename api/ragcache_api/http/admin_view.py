@@ -67,7 +67,7 @@ class AdminQueries:
 
     def flush(self) -> None:
         """Writes uses and evictions to the ledger."""
-        self.store.ledger.flush(force=True)
+        self.store.ledger.flush()
 
     def verify(self, *, repair: bool) -> VerifyReport:
         """Checks each row against its blob; `repair` mends the rows that it can."""

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import event
+from sqlalchemy.exc import IntegrityError
 
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
@@ -222,6 +223,25 @@ def test_eviction_leaves_the_disk_alone(reopen: Open) -> None:
     assert store.ledger.keys("disk") == set(keys(1, 2, 3, 4))
     assert store.ledger.evictions()["host"]["pressure"] == 2
     assert sources(store, 4, 1) == ["host", "disk"]
+
+
+@pytest.mark.parametrize("work", ["sweep", "heartbeat"])
+def test_an_upkeep_that_fails_is_tried_again(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    for seconds in ("SWEEP_SECONDS", "HEARTBEAT_SECONDS"):
+        monkeypatch.setattr(f"ragcache.store.store.{seconds}", 0.01)
+    failed = threading.Semaphore(0)
+
+    def fail(_: KVStore) -> None:
+        failed.release()
+        raise IntegrityError("INSERT", {}, Exception("another process was first"))
+
+    monkeypatch.setattr(KVStore, work, fail)
+    store = reopen()
+    for _ in range(3):
+        assert failed.acquire(timeout=60), "the thread died"
+    assert store.counters.unreadable >= 2
 
 
 def test_a_lease_larger_than_the_budget_is_refused_and_let_go(reopen: Open) -> None:
