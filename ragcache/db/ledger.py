@@ -11,18 +11,18 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.sessions import KeyLocks, Sessions
-from ragcache.db.sql import chunks, upsert
-from ragcache.db.tables import Base, ClaimTable, EvictionTable, StateTable
+from ragcache.db.sql import CHUNK, chunks, lock_rows, table_of, upsert
+from ragcache.db.tables import Base, ClaimTable, ClockTable, EvictionTable, StateTable
 from ragcache.errors import StoreError
 from ragcache.states import FORMAT_VERSION, KVKey
 
@@ -125,16 +125,17 @@ class Ledger:
         self.usage = UsageBuffer(self.sessions.id)
         self.failures = 0
         self.refetched: Counter[str] = Counter()
-        self._clock = 0
+        self._uses = 0
+        self._behind = 0  # by how many ticks the uses of this session are behind the clock
+        self._written = 0  # of `_uses`, those that the clock counts
         self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
 
     def begin(self) -> list[StateRow]:
         """Opens a session; returns the rows of tiers that outlive processes."""
         self.sessions.begin()
-        rows = self.load()
-        self._clock = max((row.last_use for row in rows), default=0)
-        return rows
+        self.read_clock()
+        return self.load()
 
     def end(self) -> None:
         """Writes what is pending and ends the session."""
@@ -144,11 +145,40 @@ class Ledger:
         except StoreError as error:
             logger.warning("%s; the next process to open the ledger ends this session", error)
 
+    @property
+    def uses(self) -> int:
+        """How often this session has advanced the clock."""
+        return self._uses
+
+    @property
+    def tick(self) -> int:
+        """The logical clock as this session knows it."""
+        return self._uses + self._behind
+
     def advance_clock(self) -> int:
-        """The next tick of the logical clock."""
+        """The next tick of the logical clock, which counts the uses of all sessions: those of
+        others as of the last `flush` or `read_clock`."""
         with self._clock_lock:
-            self._clock += 1
-            return self._clock
+            self._uses += 1
+            return self._uses + self._behind
+
+    def read_clock(self) -> None:
+        """Learns of the uses of other sessions."""
+        with self.database.reading() as session:
+            self._set_clock(session.scalars(select(ClockTable.tick)).one())
+
+    def _set_clock(self, tick: int) -> None:
+        with self._clock_lock:
+            self._behind = max(self._behind, tick - self._uses)
+
+    def used_since(self, tick: int) -> list[tuple[str, KVKey, int, int]]:
+        """Tier, key, last use and hits of the shared states that any session has used after a tick,
+        in the order of uses."""
+        columns = (StateTable.tier, StateTable.key, StateTable.last_use, StateTable.hits)
+        chosen = select(*columns).where(self._shared(), StateTable.last_use > tick)
+        with self.database.reading() as session:
+            rows = session.execute(chosen.order_by(StateTable.last_use))
+            return [(tier, KVKey(key), last, hits) for tier, key, last, hits in rows]
 
     def load(self) -> list[StateRow]:
         """The rows of tiers that outlive processes."""
@@ -256,9 +286,10 @@ class Ledger:
 
     def _set(self, keys: Iterable[KVKey], **values: Any) -> None:
         with self.database.transaction() as session:
-            for chunk in chunks(keys):
-                rows = update(StateTable).where(StateTable.key.in_(chunk))
-                session.execute(rows.values(**values))
+            for chunk in chunks(sorted(set(keys))):
+                chosen = StateTable.key.in_(chunk)
+                lock_rows(session, StateTable, chosen)
+                session.execute(update(StateTable).where(chosen).values(**values))
 
     def overdue(self, now: float) -> dict[KVKey, float]:
         """The states of shared tiers and of this session that have expired, and when."""
@@ -269,7 +300,11 @@ class Ledger:
 
     def flush(self) -> None:
         """Writes `usage` in one transaction; what fails is kept for the next time. What another
-        thread is writing is written when this returns."""
+        thread is writing is written when this returns.
+
+        The clock's row is locked first: sessions write one after the other, and the ticks of each
+        are after those of the one before.
+        """
         with self._flushing:
             if self.usage:
                 self._flush()
@@ -278,7 +313,14 @@ class Ledger:
         pending = None
         try:
             with self.database.transaction() as session:
-                pending = self.usage.write(session)
+                uses = self._uses
+                new = ClockTable.tick + (uses - self._written)
+                advanced = update(ClockTable).values(tick=new).returning(ClockTable.tick)
+                tick = session.scalars(advanced).one()
+                late = max(0, tick - uses - self._behind)
+                pending = self.usage.write(session, late)
+            self._written = uses
+            self._set_clock(tick)
             self._count_again(pending.again)
         except BaseException as error:
             if pending is not None:
@@ -396,13 +438,15 @@ class UsageBuffer:
         with self._lock:
             self._pending.costs[key] = seconds
 
-    def write(self, session: Session) -> PendingUsage:
-        """Writes everything, and returns it: for `restore`, should the transaction fail."""
+    def write(self, session: Session, late: int = 0) -> PendingUsage:
+        """Writes everything, and returns it: for `restore`, should the transaction fail. late: by
+        how many ticks the clock has run on meanwhile."""
         with self._lock:
             pending, self._pending = self._pending, PendingUsage()
         try:
-            pending.again = _write_memory(session, pending, self._place)
-            _write_touches(session, pending, self._place)
+            _lock_states(session, pending, self._place)
+            pending.again = _write_memory(session, pending, self._place, late)
+            _write_touches(session, pending, self._place, late)
             _write_evictions(session, pending)
         except BaseException:
             self.restore(pending)
@@ -422,14 +466,25 @@ class UsageBuffer:
             pending.costs.update(later.costs)
 
 
-def _write_memory(session: Session, pending: PendingUsage, place: str) -> Counter[str]:
+def _lock_states(session: Session, pending: PendingUsage, place: str) -> None:
+    keys = {*pending.touches, *pending.costs, *(key for _, key in pending.memory)}
+    for chunk in chunks(sorted(keys)):
+        lock_rows(session, StateTable, StateTable.key.in_(chunk), _written_from(place))
+
+
+def _written_from(place: str) -> ColumnElement[bool]:
+    """The rows that a session's uses change: its own and those of all tiers that outlive it."""
+    return or_(StateTable.place == place, StateTable.tier.in_(("disk", "remote")))
+
+
+def _write_memory(session: Session, pending: PendingUsage, place: str, late: int) -> Counter[str]:
     gone: dict[str, list[KVKey]] = {}
     rows = []
     for (tier, key), row in pending.memory.items():
         if row is None:
             gone.setdefault(tier, []).append(key)
         else:
-            rows.append(row.values(place))
+            rows.append(row._replace(last_use=row.last_use + late).values(place))
     for tier, keys in gone.items():
         for chunk in chunks(keys):
             here = (StateTable.place == place) & (StateTable.tier == tier)
@@ -438,36 +493,51 @@ def _write_memory(session: Session, pending: PendingUsage, place: str) -> Counte
     return note_fetched_again(session, [(row["key"], row["tier"]) for row in rows])
 
 
-def _write_touches(session: Session, pending: PendingUsage, place: str) -> None:
-    table = Base.metadata.tables[StateTable.__tablename__]
-    lasting = or_(table.c.tier == "disk", table.c.tier == "remote")
-    here = or_(table.c.place == place, lasting)
-    chosen = update(table).where(table.c.key == bindparam("k"), here)
-    if pending.touches:
-        used = chosen.values(hits=table.c.hits + bindparam("n"), last_use=bindparam("t"))
-        uses = pending.touches.items()
-        session.execute(used, [{"k": str(key), "n": n, "t": tick} for key, (n, tick) in uses])
-    if pending.costs:
-        timed = chosen.values(encode_seconds=bindparam("s"))
-        session.execute(timed, [{"k": str(key), "s": s} for key, s in pending.costs.items()])
+def _write_touches(session: Session, pending: PendingUsage, place: str, late: int) -> None:
+    rows, here = Base.metadata.tables[StateTable.__tablename__], _written_from(place)
+    used = [
+        {"key": str(key), "hits": hits, "last_use": tick + late}
+        for key, (hits, tick) in pending.touches.items()
+    ]
+    for chunk in _cut(used):
+        given = table_of(chunk).c
+        later = case((given.last_use > rows.c.last_use, given.last_use), else_=rows.c.last_use)
+        new = {"hits": rows.c.hits + given.hits, "last_use": later}
+        session.execute(update(rows).values(new).where(rows.c.key == given.key, here))
+    timed = [{"key": str(key), "cost": cost} for key, cost in pending.costs.items()]
+    for chunk in _cut(timed):
+        given = table_of(chunk).c
+        chosen = update(rows).values(encode_seconds=given.cost)
+        session.execute(chosen.where(rows.c.key == given.key, here))
+
+
+def _cut(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """As many rows at once as a statement takes."""
+    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
 
 
 def _write_evictions(session: Session, pending: PendingUsage) -> None:
     if pending.evictions:
         session.execute(insert(EvictionTable), pending.evictions)
         newest = session.scalar(select(func.max(EvictionTable.id))) or 0
-        session.execute(delete(EvictionTable).where(EvictionTable.id <= newest - EVICTIONS_KEPT))
+        oldest = select(EvictionTable.id).where(EvictionTable.id <= newest - EVICTIONS_KEPT)
+        free = oldest.with_for_update(skip_locked=True)  # another session may delete them, too
+        session.execute(delete(EvictionTable).where(EvictionTable.id.in_(free)))
 
 
 def note_fetched_again(session: Session, places: list[tuple[str, str]]) -> Counter[str]:
     """Marks the evictions of (key, tier) that hold states once more; counts them by tier."""
-    table = Base.metadata.tables[EvictionTable.__tablename__]
-    statement = update(table).where(
-        table.c.key == bindparam("k"), table.c.tier == bindparam("t"), ~table.c.fetched_again
-    )
-    marked: Counter[str] = Counter()
-    for tier in {tier for _, tier in places}:
-        rows = [{"k": key, "t": tier} for key, at in places if at == tier]
-        done = session.connection().execute(statement.values(fetched_again=True), rows)
-        marked[tier] = max(0, done.rowcount)  # -1 where a driver does not count
+    wanted, marked = set(places), Counter[str]()
+    ids: list[int] = []
+    columns = select(EvictionTable.id, EvictionTable.key, EvictionTable.tier)
+    for chunk in chunks(sorted({key for key, _ in places})):
+        left = EvictionTable.key.in_(chunk) & ~EvictionTable.fetched_again
+        locked = columns.where(left).order_by(EvictionTable.key, EvictionTable.id)
+        for number, key, tier in session.execute(locked.with_for_update()):
+            if (key, tier) in wanted:
+                ids.append(number)
+                marked[tier] += 1
+    for start in range(0, len(ids), CHUNK):
+        chosen = EvictionTable.id.in_(ids[start : start + CHUNK])
+        session.execute(update(EvictionTable).where(chosen).values(fetched_again=True))
     return marked

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from sqlalchemy import ColumnElement, and_, delete, exists, select
 from sqlalchemy.orm import Session
 
-from ragcache.db.sql import chunks
+from ragcache.db.sql import chunks, lock_rows
 from ragcache.db.tables import (
     EncodingTable,
     EvictionTable,
@@ -40,10 +40,11 @@ def retire(session: Session, keys: Iterable[KVKey], *, even_owned: bool = False)
     which are encoded again when they are needed. Rows of memory tiers stay: each process forgets
     its own. `KVStore.discard` deletes the blobs after the transaction."""
     retired: list[KVKey] = []
-    for chunk in chunks(dict.fromkeys(keys)):
+    for chunk in chunks(sorted(set(keys))):
         owned = set() if even_owned else _owned(session, chunk)
         ended = [key for key in chunk if key not in owned]
         lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(_MEMORY)
+        lock_rows(session, StateTable, lasting)
         now = time.time()
         for row in session.scalars(select(StateTable).where(lasting)):
             left = {"key": row.key, "tier": row.tier, "nbytes": row.nbytes, "at": now}

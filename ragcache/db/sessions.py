@@ -19,7 +19,7 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
-from ragcache.db.sql import chunks, insert_new
+from ragcache.db.sql import chunks, insert_new, lock_rows
 from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.errors import LedgerUnavailable
 from ragcache.states import KVKey
@@ -100,6 +100,8 @@ class Sessions:
 
 def end_sessions(session: Session, ids: list[str]) -> None:
     """Forgets sessions: their memory tiers and claims go, their jobs are interrupted."""
+    lock_rows(session, SessionTable, SessionTable.id.in_(ids))
+    lock_rows(session, StateTable, StateTable.place.in_(ids))
     session.execute(delete(StateTable).where(StateTable.place.in_(ids)))
     session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
     open_jobs = JobTable.session.in_(ids) & JobTable.status.in_(("queued", "running"))

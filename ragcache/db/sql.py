@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Select, literal, select
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    ColumnElement,
+    Double,
+    Select,
+    String,
+    column,
+    literal,
+    select,
+    values,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -26,6 +37,7 @@ from ragcache.db.tables import (
 from ragcache.errors import InvalidRequest, UnknownCollection
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
+_TYPES: dict[type, Any] = {int: BigInteger(), float: Double(), str: String()}
 
 Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -59,6 +71,20 @@ def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[st
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=new), rows)
 
 
+def lock_rows(session: Session, table: type[Base], *chosen: ColumnElement[bool]) -> None:
+    """Locks rows until the end of the transaction, in the order of their primary key: transactions
+    that change many rows then never wait for each other in a circle. SQLite has one writer."""
+    if session.get_bind().dialect.name == "postgresql":
+        primary = list(table.__table__.primary_key)
+        session.execute(select(*primary).where(*chosen).order_by(*primary).with_for_update()).all()
+
+
+def table_of(rows: Sequence[Mapping[str, int | float | str]]) -> CTE:
+    """Rows of numbers and texts as a table, to update others from in one statement."""
+    columns = [column(name, _TYPES[type(value)]) for name, value in rows[0].items()]
+    return values(*columns, name="given").data([tuple(row.values()) for row in rows]).cte("given")
+
+
 def insert_for_module(session: Session, table: type[Base], module_id: int, **values: Any) -> None:
     """Puts a row of a module, unless another process deleted the module meanwhile."""
     columns = [table.__table__.c[name] for name in values]
@@ -69,9 +95,9 @@ def insert_for_module(session: Session, table: type[Base], module_id: int, **val
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=values))
 
 
-def chunks(values: Iterable[object]) -> Iterator[list[str]]:
-    """Values as text, as many at once as a statement takes."""
-    texts = [str(value) for value in values]
+def chunks(items: Iterable[object]) -> Iterator[list[str]]:
+    """Items as text, as many at once as a statement takes."""
+    texts = [str(item) for item in items]
     return (texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK))
 
 

@@ -209,6 +209,14 @@ class ScaffoldTable(Base):
     members: Mapped[list[Any]] = mapped_column(JSON)
 
 
+class ClockTable(Base):
+    """The logical clock of uses, one row: all sessions' uses until now."""
+
+    __tablename__ = "store_clock"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    tick: Mapped[int]
+
+
 class EvictionTable(PublicIdMixin, Base):
     """States that left a tier. reason: pressure, ttl, manual, superseded or corrupt; at: Unix
     seconds; fetched_again: whether they came back to that tier."""

@@ -276,6 +276,13 @@ class Entries:
             self._dependents[root] -= 1
             self._recycle(root)
 
+    def learn_use(self, key: KVKey, last_use: int, hits: int) -> None:
+        """Takes over the uses of an entry that other processes have counted as well."""
+        slot = self._resident(key)
+        for name, value in (("last_use", last_use), ("hits", hits)):
+            column = self._columns[name]
+            column[slot] = max(column[slot], value)
+
     def touch(self, key: KVKey, last_use: int, clock: float = 0.0) -> None:
         """Counts a use at this tick of the logical clock and of GreedyDual's."""
         slot = self._resident(key)

@@ -120,7 +120,8 @@ class _Read:
 class Lease:
     """States in use: no tier evicts them until the lease is released. For one thread at a time.
 
-    keys: in the caller's order. source: for each key the tier that it was found in (`device`,
+    keys: in the caller's order. tick: when it began, by the clock of all sessions; uses: by that of
+    this one, which admission goes by. source: for each key the tier that it was found in (`device`,
     `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
     admitted: for keys that were not in the first tier, whether they may push others out.
     unreadable: keys whose rows exist, but whose states no tier could give. lost_blobs: whether a
@@ -130,9 +131,9 @@ class Lease:
 
     def __init__(
         self, loader: StateLoader, keys: Sequence[KVKey], request: LeaseRequest, tick: int,
-        below: Sequence[str],
+        uses: int, below: Sequence[str],
     ) -> None:  # fmt: skip
-        self.keys, self.request, self.tick = tuple(keys), request, tick
+        self.keys, self.request, self.tick, self.uses = tuple(keys), request, tick, uses
         self.found: dict[KVKey, StoredStates] = {}
         self.source: dict[KVKey, str] = {}
         self.moved: dict[str, int] = dict.fromkeys(below, 0)
@@ -216,7 +217,8 @@ class StateLoader:
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
         """Holds keys, and reads what the tiers have of them."""
         below = [index.name for index in self._memory.every[1:]]
-        lease = Lease(self, keys, request, self._ledger.advance_clock(), below)
+        tick = self._ledger.advance_clock()
+        lease = Lease(self, keys, request, tick, self._ledger.uses, below)
         unique = lease.missing
         self._memory.hold(unique)
         try:
@@ -429,7 +431,7 @@ class StateLoader:
         with self._memory.lock:
             if key not in lease.admitted:
                 origin = lease.request.origin
-                lease.admitted[key] = self._admission.admits(origin, key, lease.tick)
+                lease.admitted[key] = self._admission.admits(origin, key, lease.uses)
             return lease.admitted[key]
 
     def _read(self, lease: Lease, key: KVKey) -> _Read | None:

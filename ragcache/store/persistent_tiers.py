@@ -117,6 +117,7 @@ class PersistentTiers:
         self._ledger, self._memory = ledger, memory
         self._flights, self._counters = flights, counters
         self._later: set[KVKey] = set()
+        self.learned = 0  # the last use that was learned
 
     def index(self, name: str) -> TierIndex | None:
         """The tier of a name, None where there is none."""
@@ -127,6 +128,18 @@ class PersistentTiers:
         rows = list(rows)
         for index in self.indexes:
             self._memory.know(index, [row for row in rows if row.tier == index.name])
+
+    def learn_uses(self) -> None:
+        """Takes over the uses of other processes, and those of states that were found in memory:
+        eviction from a tier with a budget goes by the uses of all."""
+        if all(index.tier.budget_bytes is None for index in self.indexes):
+            return
+        for tier, key, last_use, hits in self._ledger.used_since(self.learned):
+            index = self.index(tier)
+            self.learned = max(self.learned, last_use)
+            with self._memory.lock:
+                if index is not None and key in index.entries:
+                    index.entries.learn_use(key, last_use, hits)
 
     def read(self, key: KVKey, room: Room | None = None) -> tuple[TierIndex, StoredStates] | None:
         """The states of a key in this thread's flight, from the nearest tier that has them. Corrupt

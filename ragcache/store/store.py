@@ -103,6 +103,7 @@ class KVStore:
         with _garbage_collector_paused():
             rows = self.ledger.begin()
             self.persistent.learn(rows)
+            self.persistent.learned = self.ledger.tick
         recover(self.ledger, self.persistent, rows)
         self._background.start()
 
@@ -233,6 +234,7 @@ class KVStore:
         self._keep_reused()
         self.persistent.discard_later()
         self.ledger.flush()
+        self.persistent.learn_uses()
 
     def heartbeat(self) -> None:
         """Tells other processes that this one lives."""

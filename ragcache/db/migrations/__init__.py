@@ -9,7 +9,7 @@ from sqlalchemy import Connection, inspect, text
 
 from ragcache.errors import LedgerTooNew
 
-HEAD = "0001"
+HEAD = "0002"
 _LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from ragcache.db.ledger import EVICTIONS_KEPT, StateMetadata, StateRow, TierTota
 from ragcache.db.sql import CHUNK
 from ragcache.db.tables import EvictionTable, SessionTable, StateTable
 from ragcache.errors import StoreFull
+from ragcache.states import KVKey
 from tests.ragcache.conftest import make_key
 
 
@@ -105,6 +108,55 @@ def test_touches_are_noted_without_sql_and_written_together(
     assert len(commits) == 1, "there is nothing more to write"
     assert uses(database, "disk") == {"01": (1, 1), "02": (2, 3), "03": (1, 3)}
     assert uses(database, "host") == {"01": (1, 1)}
+
+
+def test_the_clock_of_uses_never_runs_backwards(
+    ledger: Ledger, another: Callable[[], Ledger], database: Database
+) -> None:
+    record(ledger, 1)
+    other = another()
+    for _ in range(1000):
+        ledger.advance_clock()
+    ledger.usage.touch([make_key(1)], ledger.advance_clock())
+    ledger.flush()
+    assert uses(database, "disk")["01"] == (1, 1001)
+    other.usage.touch([make_key(1)], other.advance_clock())
+    other.flush()
+    assert uses(database, "disk")["01"] == (2, 1002), "it was used after the first one"
+    assert other.advance_clock() == 1003
+    ledger.read_clock()
+    assert ledger.advance_clock() == 1003
+    assert other.used_since(1001) == [("disk", make_key(1), 1002, 2)]
+
+
+def test_sessions_that_count_the_same_uses_wait_in_no_circle(
+    ledger: Ledger, another: Callable[[], Ledger], database: Database
+) -> None:
+    keys = [KVKey(f"{number:064x}") for number in range(300)]
+    for key in keys:
+        ledger.record(row(1)._replace(key=key), last=True)
+    sessions = [ledger, another(), another()]
+    ready = threading.Barrier(len(sessions))
+
+    def count(number: int) -> None:
+        rng, mine = random.Random(number), list(keys)
+        for _ in range(8):
+            ready.wait(60)
+            rng.shuffle(mine)
+            sessions[number].usage.touch(mine, sessions[number].advance_clock())
+            for key in mine[:50]:
+                sessions[number].usage.left("disk", key, 1, "pressure")
+                sessions[number].usage.cost(key, 1.0)
+                sessions[number].usage.admitted(row(1, "host")._replace(key=key))
+            sessions[number].flush()
+
+    threads = [threading.Thread(target=count, args=(n,)) for n in range(len(sessions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(each.failures for each in sessions) == 0
+    assert {hits for hits, _ in uses(database, "disk").values()} == {24}
 
 
 def test_usage_that_could_not_be_written_is_written_later(

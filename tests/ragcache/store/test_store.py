@@ -472,6 +472,18 @@ class TestBudgets:
         assert store.ledger.keys("disk") == left
         assert store.ledger.evictions()["disk"]["pressure"] == 5 - len(left)
 
+    def test_the_disk_evicts_by_the_uses_of_all_processes(self, reopen: Open) -> None:
+        first, second = (reopen(disk_bytes=4 * BLOCK) for _ in range(2))
+        fill(first, 1, 2, 3)
+        second.persistent.learn(second.ledger.load())
+        assert sources(first, 1) == ["host"]
+        first.sweep()
+        second.sweep()
+        fill(second, 4)
+        on_disk = second.ledger.keys("disk")
+        assert set(keys(1, 4)) <= on_disk, "the first process has just used it"
+        assert not set(keys(2)) <= on_disk
+
     def test_two_processes_share_one_budget(self, reopen: Open) -> None:
         first = reopen(10, disk_bytes=5 * BLOCK)
         second = reopen(10, disk_bytes=5 * BLOCK)

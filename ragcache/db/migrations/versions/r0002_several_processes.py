@@ -1,0 +1,22 @@
+"""What several processes agree by: one clock of uses."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
+
+def upgrade() -> None:
+    """Adds tables and columns only: what the code before this reads and writes stays."""
+    _create_clock()
+
+
+def _create_clock() -> None:
+    op.create_table(
+        "store_clock", sa.Column("id", _NUMBER, primary_key=True, nullable=False),
+        sa.Column("tick", _NUMBER, nullable=False),
+    )  # fmt: skip
+    op.execute("INSERT INTO store_clock SELECT 1, COALESCE(MAX(last_use), 0) FROM states")
