@@ -270,7 +270,9 @@ class Background:
         common = (self._store, self._stopped)
         beats = (*common, HEARTBEAT_SECONDS, KVStore.heartbeat)
         sweeps = (*common, SWEEP_SECONDS, KVStore.sweep)
-        self._heart = threading.Thread(target=_repeat, args=beats, name="ragcache-heart", daemon=True)
+        self._heart = threading.Thread(
+            target=_repeat, args=beats, name="ragcache-heart", daemon=True
+        )
         self._threads = [
             threading.Thread(target=_repeat, args=sweeps, name="ragcache-sweep", daemon=True),
             threading.Thread(

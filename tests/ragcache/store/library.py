@@ -38,6 +38,7 @@ class Library:
     """An open store with a catalog. `made` counts what had to be encoded."""
 
     def __init__(self, folder: Path, where: Path | str, states: int = 24) -> None:
+        self.folder = folder
         self.database = Database.open(where)
         self.store = KVStore.open(folder, self.database, states * STATE_BYTES)
         self.catalog = Catalog(self.database, "tokenizer", None)
