@@ -6,8 +6,8 @@
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
     │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, PromptTooLong, QueueFull,
-    │   RequestCancelled, UnknownCollection, UnknownJob, UnknownKey, UnknownModule, UnknownSchema,
-    │   UnusableLogits
+    │   RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey, UnknownModule,
+    │   UnknownSchema, UnusableLogits
     └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
         StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable
 
@@ -106,6 +106,10 @@ class QueueFull(RequestError):
 
 class RequestCancelled(RequestError):
     """The caller cancelled the request."""
+
+
+class TextFailed(RequestError, ValueError):
+    """The text of the request's answer could not be made from its tokens."""
 
 
 class UnknownCollection(RequestError, KeyError):

@@ -403,6 +403,7 @@ class RagCache:
 
         Raises:
             PMLError: The schema is not valid.
+            PromptTooLong: A module of it ends outside of the model's window.
             ConfigurationError: The placement is unknown.
 
         Example:

@@ -86,14 +86,15 @@ def merge_states(own: Partial, shared: Sequence[Partial], shared_index: Tensor) 
     own: of all T rows; shared: M rows in all. shared_index: [slots, T] int64, the places of a row's
     results among the M, M for an empty slot.
     """
-    out = torch.cat([part.out for part in shared])  # [M, Hkv, G, D]
+    # an empty slot weighs nothing, and 0 * NaN would be NaN: it reads zeros, not another row
+    zeros = shared[0].out.new_zeros(1, *shared[0].out.shape[1:])
+    out = torch.cat([*(part.out for part in shared), zeros])  # [M + 1, Hkv, G, D]
     empty = own.lse.new_full((1, *own.lse.shape[1:]), -torch.inf)
     lse = torch.cat([*(part.lse for part in shared), empty])  # [M + 1, Hkv, G]
     every = torch.cat([own.lse[None], lse[shared_index]])  # [1 + slots, T, Hkv, G]
     weights = every.softmax(dim=0)[..., None]
-    rows = shared_index.clamp(max=len(out) - 1)  # an empty slot weighs nothing
     joined = own.out * weights[0]
-    for row, weight in zip(rows, weights[1:], strict=True):
+    for row, weight in zip(shared_index, weights[1:], strict=True):
         joined.addcmul_(out[row].to(weight.dtype), weight)
     return Partial(joined.to(own.out.dtype), every.logsumexp(dim=0))
 

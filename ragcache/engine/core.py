@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -23,11 +23,19 @@ import torch
 from torch import Tensor
 
 from ragcache.engine.config import EngineConfig, EngineStats
-from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
+from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel, check_job
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
-from ragcache.engine.request import Request, RequestOutput, TokenDelta, check_window
+from ragcache.engine.request import (
+    Request,
+    RequestOutput,
+    Segment,
+    TokenDelta,
+    check_segment,
+    check_tokens,
+    check_window,
+)
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import Mark, SampledToken
 from ragcache.engine.scheduler import (
@@ -41,11 +49,10 @@ from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Shar
 from ragcache.errors import (
     DeadlineExceeded,
     EngineFailed,
-    InvalidRequest,
     PromptTooLong,
+    TextFailed,
     UnsupportedModel,
 )
-from ragcache.states.quantization import StoredStates, kv_dtype_of, model_dtype
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
@@ -119,10 +126,14 @@ class EngineCore:
     def check_request(self, request: Request) -> None:
         """Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` for a request that could
         never run."""
-        context = request.context
+        context, model = request.context, self.runner.model
         for segment in context.segments:
-            self._check_states(segment.states)
-        if not self.runner.model.scheme.movable and any(each.delta for each in context.segments):
+            self._check_segment(segment)
+        check_tokens(
+            context.token_ids, context.position_ids,
+            vocabulary=model.vocabulary, window=self.runner.window,
+        )  # fmt: skip
+        if not model.scheme.movable and any(each.delta for each in context.segments):
             raise UnsupportedModel(
                 "the model's positions are learned, so that cached states cannot stand elsewhere "
                 "than where they were encoded; place schemas with placement='schema'"
@@ -132,25 +143,16 @@ class EngineCore:
             end=context.next_position, max_new_tokens=request.max_new_tokens,
         )  # fmt: skip
 
-    def _check_states(self, states: StoredStates) -> None:
-        """Raises `InvalidRequest` for states that are not the model's. A GPU reads them by their
-        address, as numbers of the model's dtype or int8."""
-        model, keys = self.runner.model, states.keys
-        layers, heads, _, dim = keys.shape
-        found = (layers, heads, dim, model_dtype(states), keys.device)
-        sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
-        if found != (*sizes, model.dtype, model.device):
-            raise InvalidRequest(
-                f"states [{layers}, {heads}, S, {dim}] of {model_dtype(states)} on {keys.device} "
-                "are not those of this model, which are [{}, {}, S, {}] of ".format(*sizes)
-                + f"{model.dtype} on {model.device}"
-            )
-        packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
-        if self._ahead is not None and not (packed and kv_dtype_of(states) != "fp8"):
-            raise InvalidRequest(
-                "a GPU reads states in the model's dtype or int8, and the tokens of a head one "
-                "after another; restore these or make them contiguous"
-            )
+    def check_jobs(self, jobs: Iterable[EncodeJob]) -> None:
+        """Raises `PromptTooLong` or `InvalidRequest` for modules that could never be encoded."""
+        for job in jobs:
+            check_job(job, self.runner.model)
+            if job.root is not None:
+                self._check_segment(job.root)
+
+    def _check_segment(self, segment: Segment) -> None:
+        runner = self.runner
+        check_segment(segment, runner.model, runner.window, by_address=runner.asynchronous)
 
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
@@ -188,7 +190,7 @@ class EngineCore:
             group = SequenceGroup(request, channel, submitted_at, shares_prefixes=shares)
             sequence = self._sequence(group, 0)
         except Exception as error:  # its `text` cannot be made: the others go on
-            channel.fail(error)
+            channel.fail(_text_failed(error))
         else:
             self._enqueue(sequence)
 
@@ -462,8 +464,9 @@ class EngineCore:
             if not isinstance(token, SampledToken):
                 self._fail(sequence.group, sequence.failure or token)
                 continue
-            if sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length:
-                self._fork(sequence)
+            first = sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length
+            if first and not self._fork(sequence):
+                continue
             sequence.accept_token(token, now)
             if sequence.constraint is not None and sequence.failure is not None:
                 self._fail(sequence.group, sequence.failure)
@@ -524,7 +527,10 @@ class EngineCore:
         """Shows callers the tokens of a step."""
         with coalesced_wakeups():
             for sequence in accepted:
-                sequence.deliver(now)
+                try:
+                    sequence.deliver(now)
+                except Exception as error:  # foreign code, whose errors end only its own request
+                    self._fail(sequence.group, _text_failed(error))
         self._retire(accepted)
 
     def _retire(self, accepted: list[Sequence]) -> None:
@@ -537,16 +543,22 @@ class EngineCore:
         self._running = [each for each in self._running if not each.finished]
         self._changed, self._most_running = True, self.config.running
 
-    def _fork(self, leader: Sequence) -> None:
-        """Begins the other answers to a prompt that has just been computed."""
+    def _fork(self, leader: Sequence) -> bool:
+        """Begins the other answers to a prompt that has just been computed. False where the text of
+        one cannot be made, which ends the request."""
         for index in range(1, leader.request.n):
-            sequence = self._sequence(leader.group, index)
+            try:
+                sequence = self._sequence(leader.group, index)
+            except Exception as error:  # foreign code, whose errors end only its own request
+                self._fail(leader.group, _text_failed(error))
+                return False
             free = self.runner.shares_prefixes and len(self._running) < self.config.running
             if free and self.kv_manager.fork_sequence(leader, sequence):
                 self._changed = True
                 insort(self._running, sequence, key=_order)
             else:
                 self._enqueue(sequence)
+        return True
 
     def _drop_gone(self, now: float) -> None:
         """Ends requests that were cancelled or are past their deadline."""
@@ -588,6 +600,12 @@ class EngineCore:
 
 def _order(sequence: Sequence) -> tuple[float, int]:
     return (sequence.group.seniority, sequence.number)
+
+
+def _text_failed(error: Exception) -> TextFailed:
+    failure = TextFailed(f"the text of the request's answer could not be made: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def _too_late(group: SequenceGroup, *, started: bool) -> DeadlineExceeded:

@@ -14,7 +14,7 @@ from ragcache.cuda import new_event
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.handle import RequestChannel, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.engine.request import Segment
+from ragcache.engine.request import Segment, check_tokens
 from ragcache.errors import EncodingOutOfMemory
 from ragcache.models import LanguageModel
 from ragcache.states import Arrival, KVStates
@@ -39,6 +39,12 @@ class EncodeJob:
         if self.position_ids is not None:
             return self.position_ids
         return range(self.start, self.start + len(self.token_ids))
+
+
+def check_job(job: EncodeJob, model: LanguageModel) -> None:
+    """Raises `InvalidRequest` or `PromptTooLong` for a job that the model cannot compute, or not
+    without harm to what it computes beside it."""
+    check_tokens(job.token_ids, job.positions, vocabulary=model.vocabulary, window=model.window)
 
 
 class Encoding:

@@ -17,7 +17,7 @@ import torch
 
 from ragcache.engine.config import EngineConfig, EngineStats
 from ragcache.engine.core import AnswerChannel, EngineCore
-from ragcache.engine.encoding import EncodeJob, Encoding, StatesChannel
+from ragcache.engine.encoding import EncodeJob, Encoding, StatesChannel, check_job
 from ragcache.engine.handle import RequestHandle
 from ragcache.engine.request import Request, RequestOutput, TokenDelta
 from ragcache.engine.runner import runner_for
@@ -88,9 +88,10 @@ class LLMEngine:
         """Queues a request. Returns a handle to iterate, wait for or await.
 
         Raises:
-            PromptTooLong: It could never run.
+            PromptTooLong: It could never run, or goes beyond the model's window.
             UnsupportedModel: It moves segments, and the model's positions are learned.
-            InvalidRequest: The states of a segment are not those of the model, on its device.
+            InvalidRequest: A token is none of the model's, or the states of a segment are not
+                those of the model, on its device.
             QueueFull: As many requests wait as the queue holds.
             EngineClosed: The engine was closed.
         """
@@ -107,7 +108,14 @@ class LLMEngine:
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:
         """Queues modules to encode beside the requests. Returns a handle whose events are the jobs'
         states, in order. They are taken by one iteration, and those not taken bound what is begun:
-        see `EngineConfig.encode_bytes`. Raises `EngineClosed`."""
+        see `EngineConfig.encode_bytes`.
+
+        Raises:
+            PromptTooLong: A job goes beyond the model's window.
+            InvalidRequest: A token or the states of a root are not the model's.
+            EngineClosed: The engine was closed.
+        """
+        self._core.check_jobs(jobs)
         channel = StatesChannel(self._wake)
         with self._lock:
             self._check_open()
@@ -216,7 +224,10 @@ def complete(
 
 
 def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates]:
-    """Encodes modules in the calling thread. Yields the states of each job, in order."""
+    """Encodes modules in the calling thread. Yields the states of each job, in order. Raises
+    `InvalidRequest` or `PromptTooLong` for one that the model cannot compute."""
+    for job in jobs:
+        check_job(job, model)
     runner = runner_for(model)
     for batch in _batches(jobs):
         with _computing_on(runner.stream):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ragcache.engine.constraint import MakeConstraint
 from ragcache.engine.detokenizer import TextStream, check_stop_strings
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
-from ragcache.states.quantization import StoredStates
+from ragcache.models import LanguageModel
+from ragcache.states.quantization import StoredStates, kv_dtype_of, model_dtype
 
 MAX_CHOICES = 128
 
@@ -23,11 +25,13 @@ class Segment:
     """States placed at position `start` of a prompt, without a copy. On a GPU they are there when
     the request is submitted, or have an `arrival`. name: identifies the states for all time, or
     None. Requests over segments of equal names at equal places can share the private states after
-    them."""
+    them. token_ids: the tokens of the states, which a repetition penalty counts; None where they
+    are not known."""
 
     states: StoredStates
     start: int
     name: str | None = None
+    token_ids: Sequence[int] | None = None
 
     @property
     def delta(self) -> int:
@@ -61,6 +65,12 @@ class Context:
     @property
     def prompt_tokens(self) -> int:
         return self.cached_tokens + len(self.token_ids)
+
+    @property
+    def seen_token_ids(self) -> Iterator[int]:
+        """The tokens of the prompt as far as they are known, those of the segments first."""
+        known = (segment.token_ids or () for segment in self.segments)
+        return chain(*known, self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +114,8 @@ class Request:
     def __post_init__(self) -> None:
         if not self.context.token_ids:
             raise InvalidRequest("the context has no token of its own for the answer to follow")
+        if self.sampling.repetition_penalty != 1:
+            _check_known_tokens(self.context)
         if self.stop and self.text is None:
             raise InvalidRequest("stop strings need `text`, which turns tokens into text")
         check_options(
@@ -118,6 +130,19 @@ class Request:
         if self.tenant is None or any(name is None for name, _ in names):
             return None
         return (self.tenant, names)
+
+
+def _check_known_tokens(context: Context) -> None:
+    """Raises `InvalidRequest` where a repetition penalty could not count all of the prompt."""
+    for number, segment in enumerate(context.segments):
+        known = -1 if segment.token_ids is None else len(segment.token_ids)
+        if known != segment.states.length:
+            found = "none" if known < 0 else str(known)
+            raise InvalidRequest(
+                "repetition_penalty counts all tokens of the prompt, but segment "
+                f"{number} of {segment.states.length} tokens has {found} in `token_ids`; give "
+                "the tokens that it was encoded from"
+            )
 
 
 def check_options(
@@ -207,6 +232,61 @@ def assemble_context(
         raise ValueError("a prompt needs at least one token of its own")
     end = position + len(token_ids)
     return Context(tuple(segments), tuple(token_ids), tuple(range(position, end)), end)
+
+
+def check_tokens(
+    token_ids: Sequence[int], position_ids: Sequence[int], *, vocabulary: int, window: int
+) -> None:
+    """Raises `InvalidRequest` or `PromptTooLong` for tokens that a model cannot compute at these
+    positions: they would break the step of all requests, or change the frequencies of all (LongRoPE
+    beyond its first window). vocabulary: how many tokens the model has."""
+    if len(token_ids) != len(position_ids):
+        raise InvalidRequest(
+            f"there are {len(token_ids)} tokens at {len(position_ids)} positions; give each token "
+            "one position"
+        )
+    if not token_ids:
+        return
+    for token in (min(token_ids), max(token_ids)):
+        if not 0 <= token < vocabulary:
+            raise InvalidRequest(
+                f"token {token} is none of the model's, which are 0 to {vocabulary - 1}; check "
+                "that the tokenizer belongs to the model"
+            )
+    first, last = min(position_ids), max(position_ids)
+    if first < 0:
+        raise InvalidRequest(f"a token is at position {first}; positions begin with 0")
+    if last >= window:
+        raise PromptTooLong(
+            f"a token is at position {last}, but the model's window holds {window} positions"
+        )
+
+
+def check_segment(segment: Segment, model: LanguageModel, window: int, *, by_address: bool) -> None:
+    """Raises `InvalidRequest` for states that are not the model's, and `PromptTooLong` where they
+    are outside of its window, where a GPU has no angles. by_address: a GPU reads them by their
+    address, as numbers of the model's dtype or int8."""
+    states, keys = segment.states, segment.states.keys
+    layers, heads, _, dim = keys.shape
+    found = (layers, heads, dim, model_dtype(states), keys.device)
+    sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
+    if found != (*sizes, model.dtype, model.device):
+        raise InvalidRequest(
+            f"states [{layers}, {heads}, S, {dim}] of {model_dtype(states)} on {keys.device} "
+            "are not those of this model, which are [{}, {}, S, {}] of ".format(*sizes)
+            + f"{model.dtype} on {model.device}"
+        )
+    packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
+    if by_address and not (packed and kv_dtype_of(states) != "fp8"):
+        raise InvalidRequest(
+            "a GPU reads states in the model's dtype or int8, and the tokens of a head one "
+            "after another; restore these or make them contiguous"
+        )
+    if segment.start < 0 or segment.end > window or abs(segment.delta) >= window:
+        raise PromptTooLong(
+            f"states that were encoded at position {states.start} are placed at "
+            f"{segment.start} to {segment.end}, outside of the model's window of {window}"
+        )
 
 
 def check_window(

@@ -63,7 +63,7 @@ class Sequence:
         self.request = request
         self.tokens = list(request.context.token_ids)
         self.positions = list(request.context.position_ids)
-        self.sampler = SamplerState.start(request.sampling, self.tokens, index)
+        self.sampler = SamplerState.start(request.sampling, request.context.seen_token_ids, index)
         self.text = None if request.text is None else request.text(request.stop)
         make = request.constraint
         self.constraint = None if make is None else GuardedConstraint(make)

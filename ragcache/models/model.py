@@ -84,6 +84,11 @@ class LanguageModel:
         return dtype
 
     @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model has a vector for: their ids are below it."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @cached_property
     def fingerprint(self) -> str:
         """Digest of configuration, dtype and weights."""
         return model_fingerprint(self.model)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ragcache.db import ModuleRow, SchemaText, SchemaTexts
-from ragcache.errors import ConfigurationError, InvalidRequest, UnknownSchema
+from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong, UnknownSchema
 from ragcache.models import PromptFrame
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate
@@ -61,6 +61,10 @@ class SchemaStates:
     schema: str
     groups: tuple[ScopeGroup, ...]
 
+    @property
+    def token_ids(self) -> Sequence[tuple[int, ...]]:
+        return [group.tokens.token_ids for group in self.groups]
+
     def prefetch(self) -> None:
         """Does nothing: a PML prompt is built by itself, and its lease comes next."""
 
@@ -82,13 +86,18 @@ class PmlPipeline:
     _loaded: dict[str, LoadedSchema] = field(default_factory=dict)
 
     def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
-        """Stores a schema and encodes all its modules (§3.3). Raises `PMLError`."""
+        """Stores a schema and encodes all its modules (§3.3). Raises `PMLError`, or `PromptTooLong`
+        for a module outside of the model's window, before anything is encoded."""
         self.template.check(text)
         schema = parse_schema(text, source=source)
         stored = SchemaText(text, placement)
         loaded = self._index(stored, schema)
-        groups = [self.encoder.tokens([scope]) for scope in _scopes(loaded.index.root)]
-        groups = [group for group in groups if group.token_ids]
+        groups = []
+        for scope in _scopes(loaded.index.root):
+            tokens = self.encoder.tokens([scope])
+            if tokens.token_ids:
+                self._check_window(schema.name, scope.path, tokens)
+                groups.append(tokens)
         keys = [self.encoder.key(group) for group in groups]
         store = self.encoder.store
         jobs = store.jobs.within(self.texts.namespace)
@@ -180,6 +189,17 @@ class PmlPipeline:
             for group in paths
         ]
         return [group for group in groups if group.tokens.token_ids]
+
+    def _check_window(self, schema: str, path: Path, tokens: ScopeTokens) -> None:
+        """Raises `PromptTooLong` for a module that ends outside of the model's window."""
+        end, window = tokens.position_ids[-1] + 1, self.encoder.model.causal.window
+        if end > window:
+            where = f"module {'/'.join(path)!r}" if path else "its own text"
+            raise PromptTooLong(
+                f"schema {schema!r}: {where} ends at position {end}, but the model's window holds "
+                f"{window}; give it fewer or shorter modules, or, where prompts import few of "
+                "them, placement='compact'"
+            )
 
     def _index(self, stored: SchemaText, schema: Schema) -> LoadedSchema:
         placement: Placement = "compact" if stored.placement == "compact" else "schema"

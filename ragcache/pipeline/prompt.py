@@ -46,12 +46,16 @@ class CachedSpan:
     def length(self) -> int:
         return self.end - self.begin
 
-    def segment(self, key: KVKey, states: StoredStates) -> Segment:
-        """The span of these states at its place. A view."""
+    def segment(
+        self, key: KVKey, states: StoredStates, token_ids: tuple[int, ...] | None = None
+    ) -> Segment:
+        """The span of these states at its place. A view. token_ids: those of the states, where they
+        are known."""
+        own = None if token_ids is None else token_ids[self.begin : self.end]
         if (self.begin, self.end) == (0, states.length):
-            return Segment(states, self.start, str(key))
+            return Segment(states, self.start, str(key), own)
         part = states.part(self.begin, self.end, states.start + self.offset)
-        return Segment(part, self.start, f"{key}[{self.begin}:{self.end}]")
+        return Segment(part, self.start, f"{key}[{self.begin}:{self.end}]", own)
 
     def shortened(self) -> CachedSpan:
         """The span without its last token."""
@@ -60,6 +64,10 @@ class CachedSpan:
 
 class PromptStates(Protocol):
     """The kept states that a prompt reads, and their owners."""
+
+    @property
+    def token_ids(self) -> Sequence[tuple[int, ...]]:
+        """What they are the states of, in the order that `CachedSpan.group` counts."""
 
     def prefetch(self) -> None:
         """Begins to bring them to memory; returns at once."""
@@ -85,6 +93,10 @@ class ModuleStates:
     encoded: str
     scaffolds: Scaffolds | None = None
     collection: str = ""
+
+    @property
+    def token_ids(self) -> Sequence[tuple[int, ...]]:
+        return [group.token_ids for group in self.groups]
 
     def prefetch(self) -> None:
         modules, starts = self._placed()
@@ -143,9 +155,15 @@ def build_context(
     prompt: BuiltPrompt, keys: Sequence[KVKey] = (), states: Sequence[StoredStates] = ()
 ) -> Context:
     """What the engine attends to. keys, states: those of the prompt's lease, in order."""
-    segments = [span.segment(keys[span.group], states[span.group]) for span in prompt.spans]
-    positions, token_ids = zip(*prompt.own, strict=True)
-    return Context(tuple(segments), token_ids, positions, prompt.end)
+    known = None if prompt.states is None else prompt.states.token_ids
+    segments = [
+        span.segment(
+            keys[span.group], states[span.group], None if known is None else known[span.group]
+        )
+        for span in prompt.spans
+    ]
+    positions, own = zip(*prompt.own, strict=True)
+    return Context(tuple(segments), own, positions, prompt.end)
 
 
 class PromptLayout:

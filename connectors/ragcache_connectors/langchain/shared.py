@@ -188,6 +188,7 @@ _LANGCHAIN_NAMES: dict[type[errors.RagCacheError], str] = {
     errors.DeadlineExceeded: "ModelTimeoutError",
     errors.QueueFull: "ModelRateLimitError",
     errors.EngineFailed: "ModelAPIError",
+    errors.TextFailed: "ModelAPIError",
     errors.ModelNotFound: "ModelNotFoundError",
     errors.UnsupportedModel: "ModelInvalidRequestError",
     errors.ConfigurationError: "ModelInvalidRequestError",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +14,14 @@ import torch
 
 from ragcache.engine import Context, EncodeJob, Request, SamplingParams, Segment, encode
 from ragcache.engine.core import EngineCore
+from ragcache.engine.device_sampler import DeviceSampler
+from ragcache.engine.sampler import TokenSampler
+from ragcache.errors import InvalidRequest
 from ragcache.models import CausalLM, wrap_causal
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
+    ManualClock,
+    SmallBlockRunner,
     assert_all_blocks_free,
     config_of,
     core_of,
@@ -72,6 +79,45 @@ def test_repetitions_are_penalized_as_by_generate(
     answers = [completion.token_ids for completion in run_requests(core_of(causal), *requests)]
     assert answers == [reference(model, p, repetition_penalty=penalty) for p in PROMPTS]
     assert answers != [reference(model, p) for p in PROMPTS], "the penalty changes something"
+
+
+def penalized(causal: CausalLM, prompt: list[int], cached: int, penalty: float) -> Request:
+    """A request that reads the states of its first tokens."""
+    [states] = encode(causal, [EncodeJob(prompt[:cached])])
+    segments = (Segment(states, 0, token_ids=prompt[:cached]),)
+    positions = tuple(range(cached, len(prompt)))
+    context = Context(segments, tuple(prompt[cached:]), positions, len(prompt))
+    return Request(context, LIMIT, sampling=SamplingParams(repetition_penalty=penalty))
+
+
+class DeviceSampledRunner(SmallBlockRunner):
+    """Samples as on a GPU."""
+
+    def create_sampler(self) -> TokenSampler:
+        return DeviceSampler(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("runner", [SmallBlockRunner, DeviceSampledRunner])
+def test_repetitions_of_cached_tokens_are_penalized_as_by_generate(
+    llama: tuple[Any, CausalLM], runner: type[SmallBlockRunner]
+) -> None:
+    model, causal = llama
+    for prompt, penalty in product(PROMPTS[3:], (0.6, 1.4)):
+        core = EngineCore(runner(causal), config_of(causal), ManualClock())
+        [output] = run_requests(core, penalized(causal, prompt, len(prompt) - 2, penalty))
+        assert output.token_ids == reference(model, prompt, repetition_penalty=penalty)
+
+
+def test_tokens_that_a_repetition_penalty_cannot_count_are_refused(
+    llama: tuple[Any, CausalLM],
+) -> None:
+    request = penalized(llama[1], PROMPTS[3], 9, 1.4)
+    [segment] = request.context.segments
+    for known, found in ((None, "none"), (PROMPTS[3][:8], "8")):
+        context = replace(request.context, segments=(replace(segment, token_ids=known),))
+        with pytest.raises(InvalidRequest, match=f"segment 0 of 9 tokens has {found} in"):
+            replace(request, context=context)
+        replace(request, context=context, sampling=SamplingParams(frequency_penalty=0.5))
 
 
 def test_stop_tokens_end_answers_as_in_generate(llama: tuple[Any, CausalLM]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NoReturn
 
 import pytest
@@ -470,7 +471,8 @@ def test_encoding_leaves_the_stream_of_the_caller_between_states(
     causal: CausalLM, played_stream: PlayedStream
 ) -> None:
     once = ["waits for the caller's", "begin", "has computed", "end"]
-    found = encode(causal, [EncodeJob([1] * MAX_TOKENS_PER_PASS), EncodeJob([2])])
+    jobs = [EncodeJob([1] * causal.window)] * (MAX_TOKENS_PER_PASS // causal.window)
+    found = islice(encode(causal, [*jobs, EncodeJob([2])]), len(jobs) - 1, None)
     for number, _ in enumerate(found, 1):
         assert played_stream.log == number * once
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragcache import Citation, RagCache, SourceDocument
+from ragcache import Citation, Generation, RagCache, SourceDocument
 from ragcache.db import Database, ModuleRow
 from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble_context, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
@@ -30,7 +30,7 @@ from ragcache.pipeline import AskPipeline, BuiltPrompt, ModuleEncoder
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
-from ragcache.retrieval import Hit, Selection
+from ragcache.retrieval import Hit, SearchParams, Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore
 from tests.ragcache.pipeline.conftest import last_logits
@@ -58,6 +58,27 @@ def test_one_rooted_module_answers_as_exact_does(rag: RagCache) -> None:
         exact = rag.ask(question, collection="notes", k=1, mode="exact")
         assert rooted.text == exact.text
         assert rooted.finish_reason == exact.finish_reason
+
+
+def test_a_repetition_penalty_counts_the_tokens_of_cached_modules(rag: RagCache) -> None:
+    penalty = Generation.of(repetition_penalty=0.1)  # prompt tokens come first
+    rooted = rag.ask(QUESTION, collection="notes", k=1, generation=penalty)
+    exact = rag.ask(QUESTION, collection="notes", k=1, mode="exact", generation=penalty)
+    plain = rag.ask(QUESTION, collection="notes", k=1)
+    assert rooted.reuse.cached_tokens > 0
+    assert rooted.choices[0].token_ids == exact.choices[0].token_ids
+    assert rooted.choices[0].token_ids != plain.choices[0].token_ids
+
+
+@pytest.mark.parametrize("mode", ["rooted", "linked:3"])
+def test_the_tokens_of_a_prompt_are_known_whatever_is_read(rag: RagCache, mode: str) -> None:
+    params, ask = SearchParams(3), rag.internals.ask
+    [read] = ask.prepare_prompts([QUESTION], "notes", params, mode)
+    [exact] = ask.prepare_prompts([QUESTION], "notes", params, "exact")
+    assert read.states is not None
+    with read.states.lease() as lease:
+        context = build_context(read, lease.keys, lease.states)
+    assert sorted(context.seen_token_ids) == sorted(build_context(exact).seen_token_ids)
 
 
 def test_isolated_modules_do_not_see_the_preamble_and_rooted_ones_do(

@@ -18,7 +18,7 @@ from ragcache import RagCache
 from ragcache.config import RagCacheConfig
 from ragcache.db import Database, SchemaText, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
-from ragcache.errors import ConfigurationError, InvalidRequest
+from ragcache.errors import ConfigurationError, InvalidRequest, PromptTooLong
 from ragcache.models import LoadedModel
 from ragcache.pipeline import (
     Answer,
@@ -210,6 +210,24 @@ def test_a_placeholder_is_as_long_as_its_parameter_and_never_read(bench: Bench) 
     placeholder = scope.parameters["days"][1]
     assert argument.start == placeholder.start
     assert argument.length < placeholder.reserved
+
+
+@pytest.mark.parametrize("name", ["arguments", "nested imports", "a scaffold"])
+def test_the_tokens_of_a_prompt_are_known_whatever_is_read(bench: Bench, name: str) -> None:
+    read, exact = (bench.runner.build(PROMPTS[name], mode) for mode in ("isolated", "exact"))
+    assert read.states is not None
+    with read.states.lease() as lease:
+        context = build_context(read, lease.keys, lease.states)
+    assert sorted(context.seen_token_ids) == sorted(build_context(exact).seen_token_ids)
+
+
+def test_a_schema_beyond_the_window_is_refused_before_it_is_encoded(bench: Bench) -> None:
+    modules = "".join(f'<module name="m{n}">{"far away " * 60}</module>' for n in range(12))
+    text = f'<schema name="long">Read.{modules}</schema>'
+    with pytest.raises(PromptTooLong, match=r"schema 'long': module 'm\d+' ends at position \d+"):
+        bench.runner.add(text)
+    assert "long" not in bench.runner.texts.names()
+    assert bench.runner.add(text, placement="compact").name == "long"
 
 
 def test_exact_mode_computes_every_token(bench: Bench) -> None:

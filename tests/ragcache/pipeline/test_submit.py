@@ -128,6 +128,7 @@ class FakeStates:
     model: LoadedModel
     calls: list[str] = field(default_factory=list)
     fault: Exception | None = None
+    token_ids: tuple[tuple[int, ...], ...] = ((1, 1, 1),)
 
     def prefetch(self) -> None:
         self.calls.append("prefetch")
