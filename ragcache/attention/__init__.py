@@ -18,6 +18,7 @@ from ragcache.attention.ops import (
     grouped,
     merge_state,
     merge_states,
+    over_heads,
     partial_attention,
     rotate,
 )
@@ -27,5 +28,5 @@ __all__ = [
     "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
     "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend", "Rotation", "SharedKV",
     "SharedQueries", "backend_for", "causal_bias", "grouped", "has_kernels", "merge_state",
-    "merge_states", "partial_attention", "rotate",
+    "merge_states", "over_heads", "partial_attention", "rotate",
 ]  # fmt: skip

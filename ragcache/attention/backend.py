@@ -18,12 +18,13 @@ class AttentionBackend(Protocol):
 
     def attend(
         self, metadata: AttentionMetadata, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of one layer over shared states, blocks and the step's own tokens.
 
         query: [Hq, T, D], rotated to the rows' positions; key, value: [Hkv, T, D], the step's own,
-        already written where the metadata wants them; scale: of the scores. Returns [T, Hq, D].
+        already written where the metadata wants them; scale: of the scores; sinks: [Hq], the scores
+        of one more key a head, whose value is zero. Returns [T, Hq, D].
         """
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PagedQueries, SharedQueries
-from ragcache.attention.ops import grouped, rotate
+from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PagedQueries
+from ragcache.attention.ops import grouped
 from ragcache.attention.reference import ReferenceAttentionBackend
 
 SAMPLE_STRIDE = 64  # every 64th key shows how large scores are
@@ -36,7 +36,8 @@ class _OwnTokens:
 class CpuAttentionBackend:
     """Attention on a CPU, for rotary and learned positions in float32, bfloat16 and float64.
 
-    ALiBi and float16, whose exponent is short, go to the reference backend.
+    ALiBi, soft caps, sinks, layers with a window, and float16, whose exponent is short, go to the
+    reference backend.
     """
 
     def __init__(self) -> None:
@@ -49,16 +50,20 @@ class CpuAttentionBackend:
 
     def attend(
         self, metadata: AttentionMetadata, layer: int,
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `AttentionBackend.attend`."""
-        if metadata.slopes is not None or query.dtype == torch.float16:
-            return self._reference.attend(metadata, layer, query, key, value, scale=scale)
+        biased = metadata.slopes is not None or metadata.window_of(layer) is not None
+        reshaped = metadata.softcap is not None or sinks is not None
+        if biased or reshaped or query.dtype == torch.float16:
+            return self._reference.attend(
+                metadata, layer, query, key, value, scale=scale, sinks=sinks
+            )
         rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
         own = _own(metadata, layer, rows, key, value, scale)
         if metadata.shared_queries is None:
             return _rows_first(own.out, query.dtype)
-        turned = _turned(metadata.shared_queries, rows)
+        turned = metadata.shared_queries.turn_rows(rows, layer)
         base = _base(metadata, layer, own.lse, turned, scale).to(query.dtype)
         taken = -base.index_select(1, metadata.shared_queries.rows)
         out, total = self._shared(metadata, layer, turned, taken, scale)
@@ -125,12 +130,6 @@ def _own(
     if (index := metadata.own_index) is None:
         return _OwnTokens(out, lse)
     return _OwnTokens(out.index_select(1, index), lse.index_select(1, index))
-
-
-def _turned(queries: SharedQueries, rows: Tensor) -> Tensor:
-    """The shared queries, turned for the states that they read: [Hkv, M, G, D]."""
-    turned = rows.index_select(1, queries.rows)
-    return turned if queries.rotation is None else rotate(turned, queries.rotation)
 
 
 def _base(

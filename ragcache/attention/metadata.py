@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ragcache.attention.ops import Rotation
+from ragcache.attention.ops import Rotation, rotate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,14 +21,24 @@ class SharedQueries:
     """The query rows that read shared states, in the order of `AttentionMetadata.shared_kv`. A row
     appears once for each of the states that it reads; M entries in all.
 
-    rows: [M] int64. rotation: how each query turns, cos and sin [M, 1, R/2]; None where no states
-    were moved. distance: [M] float32, from the row's position to the first key that it reads, where
-    the position scheme is a bias (ALiBi).
+    rows: [M] int64. rotation: how each query turns, cos and sin [M, 1, R/2], one for each layer
+    where layers differ; None where no states were moved. distance: [M] float32, from the row's
+    position to the first key that it reads, where the position scheme is a bias (ALiBi) or a layer
+    has a window.
     """
 
     rows: Tensor
-    rotation: Rotation | None = None
+    rotation: Rotation | tuple[Rotation, ...] | None = None
     distance: Tensor | None = None
+
+    def turn_rows(self, rows: Tensor, layer: int) -> Tensor:
+        """The queries of one layer, turned for the states that they read: [Hkv, M, G, D]. rows:
+        [Hkv, T, G, D]."""
+        picked = rows.index_select(1, self.rows)
+        if self.rotation is None:
+            return picked
+        turning = self.rotation[layer] if isinstance(self.rotation, tuple) else self.rotation
+        return rotate(picked, turning)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +69,7 @@ class PagedQueries:
     keys, values: [L, Hkv, num_blocks * block_size, D], the block pool; rows: [B] int64; blocks:
     [B, P] int64, where a row has fewer one of its own is repeated; mask: [B, P * block_size], 0 or
     minus infinity, in the dtype of the states; distance: [B, P * block_size] float32, from the
-    row's position to the key, for ALiBi.
+    row's position to the key, for ALiBi and windows.
     """
 
     keys: Tensor
@@ -124,8 +134,10 @@ class AttentionMetadata:
     Every row has one partial result over its request's own tokens, from a causal block or a paged
     query. own_index: [T] int64, its place among the results of the causal blocks and then of the
     paged queries; None where that is the order of the rows. shared_index: [slots, T] int64, the
-    row's entries in the `SharedQueries`, M where it has no more. slopes: [Hq] float32 and
-    positions: [T] float32 where the position scheme is a bias (ALiBi).
+    row's entries in the `SharedQueries`, M where it has no more. slopes: [Hq] float32 where the
+    position scheme is a bias (ALiBi). windows: of each layer, how many positions up to its own a
+    row sees, or None for all; empty where no layer has one. positions: [T] float32, with slopes or
+    windows. softcap: scores are cap * tanh(score / cap).
     """
 
     shared_queries: SharedQueries | None
@@ -137,6 +149,12 @@ class AttentionMetadata:
     own_index: Tensor | None = None
     slopes: Tensor | None = None
     positions: Tensor | None = None
+    windows: tuple[int | None, ...] = ()
+    softcap: float | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        """How many positions up to its own a row of this layer sees; None for all."""
+        return self.windows[layer] if self.windows else None
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the step's own states of a layer. key, value: [Hkv, T, D]."""

@@ -47,22 +47,27 @@ def grouped(query: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, bias: Tensor | None = None
-) -> Partial:
+    query: Tensor, key: Tensor, value: Tensor, *,
+    scale: float, bias: Tensor | None = None, softcap: float | None = None,
+) -> Partial:  # fmt: skip
     """Attention by definition: plain products and a softmax in float32, on any device and dtype.
 
     query: [Hkv, N, G, D]; key, value: [Hkv, S, D], or [Hkv, N, S, D] where every row has its own
-    keys; bias: added to the scores, broadcast to [Hkv, N, G, S]; minus infinity hides a key, and
-    every row sees at least one.
+    keys; bias: added to the scores, broadcast to [Hkv, N, G, S]; minus infinity hides a key. A row
+    that sees none has an output of zero and an `lse` of minus infinity. softcap: scores are
+    cap * tanh(score / cap) before the bias.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
     if key.dim() == 3:
         key, value = key[:, None], value[:, None]
     scores = query.to(exact) @ key.to(exact).transpose(-1, -2) * scale  # [Hkv, N, G, S]
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     if bias is not None:
         scores = scores + bias
     lse = scores.logsumexp(dim=-1)  # [Hkv, N, G]
-    out = (scores - lse[..., None]).exp() @ value.to(exact)
+    shift = lse.masked_fill(lse == -torch.inf, 0)  # where a row sees no key
+    out = (scores - shift[..., None]).exp() @ value.to(exact)
     return Partial(out.to(query.dtype).transpose(0, 1), lse.transpose(0, 1))
 
 
@@ -70,6 +75,21 @@ def causal_bias(rows: int, device: torch.device) -> Tensor:
     """[N, 1, N]: row t sees the keys up to t."""
     hidden = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
     return torch.zeros(rows, rows, device=device).masked_fill(hidden, -torch.inf)[:, None]
+
+
+def window_bias(distance: Tensor, window: int) -> Tensor:
+    """[N, 1, S]: 0 where a row sees a key, else minus infinity. distance: [N, S], from the row's
+    position to the key's; a window of W shows the W positions up to the row's own."""
+    hidden = torch.zeros_like(distance).masked_fill_(distance <= -window, -torch.inf)
+    return hidden[:, None]
+
+
+def add_sinks(part: Partial, sinks: Tensor) -> Partial:
+    """The result with one more key a head, whose score is given and whose value is zero (attention
+    sinks: Xiao et al., 2024; gpt-oss). sinks: [Hq]."""
+    scores = sinks.to(part.lse.dtype).view(part.lse.shape[1:])
+    share = (part.lse - scores).sigmoid()[..., None]
+    return Partial((part.out * share).to(part.out.dtype), torch.logaddexp(part.lse, scores))
 
 
 def merge_state(a: Partial, b: Partial) -> Partial:
@@ -116,6 +136,20 @@ class Rotation:
         """R(delta). delta: [T or 1], in positions; inverse_frequency: [R/2], radians a position."""
         angle = delta.to(torch.float32)[:, None] * inverse_frequency.to(torch.float32)
         return cls(angle.cos(), angle.sin(), interleaved)
+
+
+def over_heads(
+    rotation: Rotation | tuple[Rotation, ...] | None,
+) -> Rotation | tuple[Rotation, ...] | None:
+    """A rotation, or those of layers, of rows that have several heads: cos and sin [T, 1, R/2]."""
+    if isinstance(rotation, tuple):
+        once = {id(each): _over_heads(each) for each in rotation}
+        return tuple(once[id(each)] for each in rotation)
+    return None if rotation is None else _over_heads(rotation)
+
+
+def _over_heads(rotation: Rotation) -> Rotation:
+    return Rotation(rotation.cos[:, None], rotation.sin[:, None], rotation.interleaved)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -49,9 +49,9 @@ class _NoAttention:
 
     def attend(
         self, metadata: AttentionMetadata, layer: int, query: Tensor, key: Tensor, value: Tensor,
-        *, scale: float,
+        *, scale: float, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        del metadata, layer, key, value, scale
+        del metadata, layer, key, value, scale, sinks
         return query.transpose(0, 1)
 
 

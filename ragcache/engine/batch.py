@@ -29,10 +29,10 @@ from ragcache.attention import (
     PagedWrite,
     SharedKV,
     SharedQueries,
+    over_heads,
 )
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
 from ragcache.engine.request import Segment
-from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, ForwardBatch
 from ragcache.states.quantization import restored
 
@@ -100,7 +100,7 @@ class BatchLayout:
 
 def lay_out_batch(chunks: Sequence[ScheduledChunk], *, gapless: bool = False) -> BatchLayout:
     """Groups the rows of the chunks by what they read. gapless: states of a group must be at
-    consecutive positions, as ALiBi needs, whose bias follows the position."""
+    consecutive positions, as ALiBi and windows need, which follow the position."""
     rows, begin = [], 0
     for chunk in chunks:
         rows.append((begin, begin + len(chunk.token_ids)))
@@ -219,15 +219,9 @@ def _private_group(joined: _JoinedSpan, readers: Sequence[Rows]) -> SharedPrefix
 
 class BatchBuilder:
     """Builds forward batches, and keeps what does not change while the same requests decode.
-    rebuilt: how often the layout was made anew. Raises `UnsupportedModel` for a model whose
-    attention only the kernels of a GPU compute."""
+    rebuilt: how often the layout was made anew."""
 
     def __init__(self, model: CausalLM) -> None:
-        if model.needs_kernels:
-            raise UnsupportedModel(
-                "sliding windows, soft caps, and frequencies that differ by layer are read from "
-                "segments by the kernels of a GPU only"
-            )
         self.model = model
         self.rebuilt = 0
         self._signature: object = None
@@ -271,7 +265,7 @@ class _Frame:
 
     @classmethod
     def of(cls, model: CausalLM, chunks: Sequence[ScheduledChunk]) -> _Frame:
-        layout = lay_out_batch(chunks, gapless=model.scheme.slopes is not None)
+        layout = lay_out_batch(chunks, gapless=model.by_position)
         queries, starts = _shared_queries(model, layout)
         own = _own_index(layout)
         metadata = AttentionMetadata(
@@ -283,6 +277,8 @@ class _Frame:
             shared_index=_device(model, _shared_index(layout)),
             own_index=None if own is None else _device(model, own),
             slopes=model.scheme.slopes,
+            windows=model.windows,
+            softcap=model.softcap,
         )
         ends = [end for _, end in layout.rows]
         wanted = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
@@ -294,7 +290,7 @@ class _Frame:
         metadata = replace(
             self.metadata, writes=self._writes(chunks), paged_queries=self._masked_queries()
         )
-        if self.model.scheme.slopes is not None:
+        if self.model.by_position:
             metadata = self._with_distances(metadata, positions)
         return ForwardBatch(
             _device(self.model, tokens), _device(self.model, positions), self.logit_rows, metadata
@@ -333,7 +329,7 @@ class _Frame:
         return replace(paged, mask=_device(self.model, mask).to(paged.mask.dtype))
 
     def _with_distances(self, metadata: AttentionMetadata, positions: Ints) -> AttentionMetadata:
-        """ALiBi: how far each row is from what it reads."""
+        """For ALiBi and windows: how far each row is from what it reads."""
         queries, paged = metadata.shared_queries, metadata.paged_queries
         if queries is not None:
             away = self.starts - positions[queries.rows.cpu().numpy()]
@@ -363,11 +359,8 @@ def _shared_queries(model: CausalLM, layout: BatchLayout) -> tuple[SharedQueries
             starts += [start] * (end - first)
     if not rows:
         return None, _ints([])
-    rotation = model.scheme.relocation(_device(model, _ints(deltas))) if any(deltas) else None
-    if rotation is not None:
-        cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [M, 1, R/2]
-        rotation = replace(rotation, cos=cos, sin=sin)
-    return SharedQueries(_device(model, _ints(rows)), rotation), _ints(starts)
+    turning = model.scheme.relocation(_device(model, _ints(deltas))) if any(deltas) else None
+    return SharedQueries(_device(model, _ints(rows)), over_heads(turning)), _ints(starts)
 
 
 def _shared_kv(layout: BatchLayout) -> tuple[SharedKV, ...]:

@@ -167,9 +167,8 @@ class DeviceModelRunner:
 
     def create_pool(self, nbytes: int) -> BlockPool:
         pool = BlockPool.create(self.model, nbytes)
-        by_position = self.model.scheme.slopes is not None or bool(self.model.windows)
         self._planner = DevicePlanner(
-            pool, self._heads, gapless=by_position,
+            pool, self._heads, gapless=self.model.by_position,
             programs=self._kernels.programs, block_rows=self._kernels.block_rows,
         )  # fmt: skip
         return pool

@@ -1,8 +1,4 @@
-"""Model runners: how a batch reaches the model.
-
-Models that read segments compute all requests in one ragged pass. Models that read one contiguous
-buffer compute each request apart, one after another.
-"""
+"""Model runners: how a batch reaches the model. All requests are one ragged pass."""
 
 from __future__ import annotations
 
@@ -14,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
-from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV, RequestKV
+from ragcache.engine.kv_cache import BlockPool, RequestKV
 from ragcache.engine.sampler import HostSampler, TokenSampler
-from ragcache.models import Buffer, BufferPool, CausalLM, ContiguousLM, LanguageModel
-from ragcache.states.quantization import restored
+from ragcache.models import CausalLM, LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -113,103 +108,6 @@ class RaggedModelRunner:
         """Nothing to do."""
 
 
-class BufferedModelRunner:
-    """Copies a request's segments to a buffer at its first chunk; its tokens follow there.
-
-    The blocks of its pool count tokens and hold nothing, so no states can be shared through them.
-    """
-
-    shares_prefixes = False
-    asynchronous = False
-
-    def __init__(self, model: ContiguousLM) -> None:
-        self.model, self.window = model, model.window
-        self.stream = _stream_of(model)
-        self.buffers = BufferPool(model, keep_bytes=0)
-        self._held: dict[RequestKV, Buffer] = {}
-
-    @property
-    def held(self) -> int:
-        """How many requests have a buffer."""
-        return len(self._held)
-
-    def create_pool(self, nbytes: int) -> BlockPool:
-        """Blocks without memory. Unused buffers may take `nbytes`."""
-        self.buffers.keep_bytes = nbytes
-        return BlockPool.create(self.model, nbytes, device=torch.device("meta"))
-
-    def create_sampler(self) -> TokenSampler:
-        return HostSampler()
-
-    def prepare_batch(self, chunks: Sequence[ScheduledChunk]) -> Callable[[], Tensor]:
-        return lambda: self._run(chunks)
-
-    def release_states(self, private: RequestKV) -> None:
-        buffer = self._held.pop(private, None)
-        if buffer is not None:
-            self.buffers.give(buffer)
-
-    def release_batch(self) -> None:
-        """Buffers stay for the next request."""
-
-    def warm_up(self) -> None:
-        """Nothing to do."""
-
-    def _run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        await_segments(chunks, self.model.device)
-        wanted = []
-        for chunk in chunks:
-            run = self._encode if isinstance(chunk.private, ContiguousKV) else self._continue
-            logits = run(chunk)
-            if chunk.wants_logits:
-                wanted.append(logits)
-        return torch.stack(wanted) if wanted else torch.empty(0, device=self.model.device)
-
-    def _continue(self, chunk: ScheduledChunk) -> Tensor:
-        """A request's next tokens, in the buffer that it holds."""
-        private = chunk.private
-        assert isinstance(private, BlockTable)
-        segments = sum(segment.states.length for segment in chunk.segments)
-        needed = segments + private.capacity
-        buffer = self._held.get(private)
-        if buffer is None:
-            assert private.length == 0
-            self._held[private] = buffer = self.buffers.take(needed)
-            self._place(buffer, chunk)
-        assert buffer.length == segments + private.length
-        self._held[private] = buffer = self.buffers.grown(buffer, needed)
-        return self._forward(buffer, chunk)
-
-    def _encode(self, chunk: ScheduledChunk) -> Tensor:
-        """A module's next tokens: computed in a buffer behind the root, and copied to its room."""
-        room = chunk.private
-        assert isinstance(room, ContiguousKV)
-        filled, new = room.length, len(chunk.token_ids)
-        roots = sum(segment.states.length for segment in chunk.segments)
-        buffer = self.buffers.take(roots + filled + new)
-        try:
-            self._place(buffer, chunk)
-            standing = torch.tensor(room.positions, dtype=torch.int64, device=self.model.device)
-            buffer.append(room.keys[:, :, :filled], room.values[:, :, :filled], standing)
-            logits = self._forward(buffer, chunk)
-            here, there = slice(filled, filled + new), slice(roots + filled, buffer.length)
-            room.keys[:, :, here] = buffer.keys[:, :, there]
-            room.values[:, :, here] = buffer.values[:, :, there]
-        finally:
-            self.buffers.give(buffer)
-        return logits
-
-    def _place(self, buffer: Buffer, chunk: ScheduledChunk) -> None:
-        for segment in chunk.segments:
-            self.model.place(buffer, restored(segment.states), segment.start)
-
-    def _forward(self, buffer: Buffer, chunk: ScheduledChunk) -> Tensor:
-        device = self.model.device
-        token_ids = torch.tensor(chunk.token_ids, dtype=torch.int64, device=device)
-        position_ids = torch.tensor(chunk.position_ids, dtype=torch.int64, device=device)
-        return self.model.forward(buffer, token_ids, position_ids)
-
-
 def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> None:
     """Makes this thread's stream wait for segments that are still being copied to the device."""
     if device.type != "cuda":
@@ -224,10 +122,8 @@ def await_segments(chunks: Sequence[ScheduledChunk], device: torch.device) -> No
 def runner_for(model: LanguageModel, *, prefill_tokens: int = 8192) -> ModelRunner:
     """The runner that suits a model and its device. prefill_tokens: the most rows of a step that
     a GPU's tables have room for at first."""
-    if isinstance(model, ContiguousLM):
-        return BufferedModelRunner(model)
     assert isinstance(model, CausalLM)
-    if model.device.type == "cuda":
+    if model.device.type == "cuda" and not model.sinks:
         try:
             from ragcache.engine.device_runner import DeviceModelRunner
         except ImportError as error:  # Triton comes with torch's builds for CUDA

@@ -1,27 +1,34 @@
 """The table of served model families: what differs between architectures.
 
-`wrap` prepares a loaded Hugging Face model for the engine: as a `CausalLM` where its attention can
-read segments on its device, else as a `ContiguousLM`. A row of `FAMILIES` names what differs from a
-model with rotary positions whose attention goes through `transformers.AttentionInterface`. A user
-adds one:
+A row of `FAMILIES` names what differs from a model with rotary positions whose attention goes
+through `transformers.AttentionInterface`. A user adds one, which is tried (`ragcache.models.trial`)
+before it serves:
 
-    register(Family(("cohere",), interleaved=True))
+    register(Family(("mymodel",), interleaved=True))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from ragcache.attention import backend_for, has_kernels
+from ragcache.attention import backend_for
 from ragcache.errors import UnsupportedModel
-from ragcache.models.hf_patch import patch_attention, patch_bloom, patch_falcon, patch_mpt
-from ragcache.models.model import SLIDING, CausalLM, ContiguousLM, Dimensions, LanguageModel
+from ragcache.models.hf_patch import (
+    patch_attention,
+    patch_bloom,
+    patch_falcon,
+    patch_mpt,
+    patch_shared_states,
+)
+from ragcache.models.model import CausalLM, Dimensions
 from ragcache.models.positions import (
+    NO_POSITIONS,
     Alibi,
     LayeredRotary,
     Learned,
@@ -33,7 +40,8 @@ from ragcache.models.positions import (
     rotary_scaling,
 )
 
-FULL = "full_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+FULL_NAMES = frozenset({FULL, "attention"})
 STATE_SPACES = ("mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size")
 BLOOM_LENGTH = 2048  # tokens; published configurations say it as `seq_length`, or not at all
 _UNSERVED = {
@@ -42,59 +50,29 @@ _UNSERVED = {
     "use_bidirectional_attention": "attends in both directions, so it continues no prompt",
     "attention_chunk_size": "attends within chunks (attention_chunk_size), which is not served",
     "kv_lora_rank": "keeps compressed states (kv_lora_rank), which is not served",
+    "global_head_dim": "has layers with heads of two sizes, which is not served",
 }
 # Hugging Face passes over `attn_config.alibi_bias_max` and computes with its default.
 MPT_BIAS_MAX = 8.0
 
 
-def wrap(model: Any) -> LanguageModel:
-    """Prepares a loaded Hugging Face model for the engine, in place: it reads segments if it can,
-    else one buffer. Raises `UnsupportedModel` before anything is changed."""
-    family = family_of(model.config)  # a model that no family serves is refused for that
-    if whole_context(model.config) is None or (family.scheme is None and has_kernels(model.device)):
-        return wrap_causal(model)
-    return wrap_contiguous(model)
-
-
-def wrap_causal(model: Any, *, kernels: bool | None = None) -> CausalLM:
-    """Patches a Hugging Face model in place so that it reads segments. Raises `UnsupportedModel`
-    before anything is changed.
-
-    kernels: whether `DeviceModelRunner` computes its attention, with windows, caps and frequencies
-    by layer; None where the device has such kernels.
-    """
-    config = model.config
-    family = family_of(config)
-    family.check(config)
-    obstacle = whole_context(config)
-    if kernels is None:
-        kernels = has_kernels(model.device)
-    if obstacle is not None and (family.scheme is not None or not kernels):
-        _refuse(config, f"{obstacle}, so it cannot read segments here")
-    scheme, dimensions = family.position_scheme(model), family.dimensions(config)
-    windows = layer_windows(config, dimensions)
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    family.patch(model)
-    model.eval()
-    return CausalLM(model, scheme, backend_for(model.device), dimensions, windows, softcap)
-
-
-def wrap_contiguous(model: Any) -> ContiguousLM:
-    """Prepares a Hugging Face model in place to read one buffer, for families that can. Raises
+def wrap_causal(model: Any) -> CausalLM:
+    """Patches a Hugging Face model in place so that it reads segments, untried. Raises
     `UnsupportedModel` before anything is changed."""
     config = model.config
     family = family_of(config)
     family.check(config)
-    if family.scheme is not None:
-        why = whole_context(config) or "reads segments"
-        _refuse(config, f"{why}; its family is not served from one buffer")
-    types, embedding = layer_types(config), family.rotary_embedding(model)
-    scheme = LayeredRotary.of(config, embedding, types, interleaved=family.interleaved)
-    # PyTorch's fused attention would silently leave the cap out
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    model.set_attn_implementation("eager" if capped or not model._supports_sdpa else "sdpa")
+    dimensions = family.dimensions(config)
+    scheme = family.position_scheme(model)
+    windows = layer_windows(config, dimensions)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if family.scheme is not None and (windows or softcap is not None):
+        _refuse(config, "has windows or soft caps, which its family's attention does not know")
+    family.patch(model)
     model.eval()
-    return ContiguousLM(model, scheme, family.dimensions(config), types, sliding_window(config))
+    return CausalLM(
+        model, scheme, backend_for(model.device), dimensions, windows, softcap, sinks=family.sinks
+    )
 
 
 def stack_rotary(model: Any) -> nn.Module:
@@ -114,28 +92,11 @@ def check_properties(config: Any) -> None:
         value = getattr(config, name, None)
         if value is not None and value is not False:
             _refuse(config, reason)
-    if config.model_type == "gpt_oss":
-        _refuse(config, "has attention sinks, which no segment holds and which are not served")
+    if isinstance(config, PreTrainedConfig) and config.to_dict().get("per_layer_config"):
+        _refuse(config, "has layers with heads of two sizes, which is not served")
     _check_layers(config)
-    check_scaling(rotary_scaling(config))
-
-
-def whole_context(config: Any) -> str | None:
-    """Why the attention cannot be split over segments, except by the kernels of a GPU, though it
-    can read one buffer. None where it can anywhere."""
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None:
-        return f"caps its attention scores at {cap} (attn_logit_softcapping)"
-    window = sliding_window(config)
-    context = getattr(config, "max_position_embeddings", None)
-    if window is not None and (context is None or window < context):
-        return (
-            f"attends through a sliding window of {window} tokens, shorter than its context of "
-            f"{context}; a cached module could stand outside the window"
-        )
-    if has_layered_frequencies(config):
-        return "turns queries and keys by other frequencies in some layers than in others"
-    return None
+    for layer_type in set(layer_types(config)):
+        check_scaling(rotary_scaling(config, layer_type))
 
 
 def sliding_window(config: Any) -> int | None:
@@ -153,7 +114,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
     """Whether each layer sees everything or through the sliding window."""
     listed = getattr(config, "layer_types", None)
     if listed is not None:
-        return tuple(listed)
+        return tuple(FULL if each in FULL_NAMES else each for each in listed)
     every = FULL if sliding_window(config) is None else SLIDING
     return (every,) * int(config.num_hidden_layers)
 
@@ -163,7 +124,8 @@ def layer_windows(config: Any, dimensions: Dimensions) -> tuple[int | None, ...]
     window = sliding_window(config)
     if window is None or window >= dimensions.window:
         return ()
-    return tuple(window if each == SLIDING else None for each in layer_types(config))
+    types = layer_types(config)[: dimensions.num_layers]
+    return tuple(window if each == SLIDING else None for each in types)
 
 
 def has_layered_frequencies(config: Any) -> bool:
@@ -179,14 +141,20 @@ class Family:
     Args:
         model_types: The `model_type`s of the configurations.
         interleaved: Whether rotary dimensions 2i and 2i+1 turn as a pair, not i and i + R/2.
+        backward: Whether keys turn by minus the angle of their position.
+        silent_layers: Says of each layer of a configuration whether it has no positions.
         rotary_embedding: Finds the module that holds the rotary frequencies of a model.
-        scheme: Makes the position scheme of a model that is not plainly rotary. Such a family reads
-            segments only, never one buffer, and has no windows, caps or frequencies by layer.
+        scheme: Makes the position scheme of a model that is not plainly rotary. Such a family has
+            no windows, caps or frequencies by layer.
         dimensions: Reads the sizes of a model from its configuration.
         patch: Makes a model attend to a step's metadata where it is given one, in place. Raises
             `UnsupportedModel` before it changes anything.
         check: Raises `UnsupportedModel` and names the property of a configuration that is served in
             no way.
+        sinks: Whether the attention has a learned score without a key (attention sinks), which the
+            kernels of a GPU do not know.
+        tiny: Configuration values of the tiny model on which the family is tried, where the values
+            that follow from the model's own do not fit.
 
     Example:
         >>> from ragcache.models import Family, register
@@ -195,21 +163,39 @@ class Family:
 
     model_types: tuple[str, ...]
     interleaved: bool = False
+    backward: bool = False
+    silent_layers: Callable[[Any], tuple[bool, ...]] | None = None
     rotary_embedding: Callable[[Any], nn.Module] = stack_rotary
     scheme: Callable[[Any], PositionScheme] | None = None
     dimensions: Callable[[Any], Dimensions] = Dimensions.of
     patch: Callable[[Any], None] = patch_attention
     check: Callable[[Any], None] = check_properties
+    sinks: bool = False
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def position_scheme(self, model: Any) -> PositionScheme:
         """How the model knows the positions of its tokens."""
         if self.scheme is not None:
             return self.scheme(model)
         config, embedding = model.config, self.rotary_embedding(model)
-        if has_layered_frequencies(config):
-            types = layer_types(config)
-            return LayeredRotary.of(config, embedding, types, interleaved=self.interleaved)
-        return Rotary.of(config, embedding, interleaved=self.interleaved)
+        layered = has_layered_frequencies(config)
+        types = layer_types(config) if layered else (None,) * int(config.num_hidden_layers)
+        rotaries = {each: self._rotary(config, embedding, each) for each in set(types)}
+        layers = tuple(rotaries[each] for each in types)
+        if self.silent_layers is not None:
+            none, silent = layers[0].silent(), self.silent_layers(config)
+            layers = tuple(
+                none if quiet else each for each, quiet in zip(layers, silent, strict=True)
+            )
+        if not layered and len(set(layers)) == 1:
+            return layers[0]
+        return LayeredRotary(layers[: self.dimensions(config).num_layers])
+
+    def _rotary(self, config: Any, embedding: nn.Module, layer_type: str | None) -> Rotary:
+        return Rotary.of(
+            config, embedding,
+            interleaved=self.interleaved, backward=self.backward, layer_type=layer_type,
+        )  # fmt: skip
 
 
 FAMILIES: dict[str, Family] = {}
@@ -217,7 +203,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Serves models of the family's types from now on, in place of what served them before."""
+    """Serves models of the family's types from now on, in place of what served them before. Before
+    the first model of an architecture serves, the family is tried on a tiny one
+    (`ragcache.models.trial`)."""
     for model_type in family.model_types:
         FAMILIES[model_type] = family
 
@@ -268,25 +256,90 @@ def _bloom_scheme(model: Any) -> PositionScheme:
 
 def _check_layers(config: Any) -> None:
     listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    others = sorted(set(listed or ()) - {FULL, SLIDING})
+    others = sorted(set(listed or ()) - {SLIDING} - FULL_NAMES)
     if others:
         _refuse(config, f"has layers of type {', '.join(others)}; served are {FULL} and {SLIDING}")
-    if any(hasattr(config, name) for name in STATE_SPACES):
+    if listed is None and any(hasattr(config, name) for name in STATE_SPACES):
         _refuse(config, "has state space layers, whose states are not keys and values")
-    if 0 in (getattr(config, "no_rope_layers", None) or ()):
-        _refuse(config, "has layers without positions (no_rope_layers), which is not served")
 
 
 def _refuse(config: Any, reason: str) -> None:
     raise UnsupportedModel(f"this {config.model_type} model {reason}")
 
 
+def _unturned(config: Any) -> tuple[bool, ...]:
+    """SmolLM3: `no_rope_layers` is 1 where a layer has positions."""
+    return tuple(not turns for turns in config.no_rope_layers)
+
+
+def _full_layers(config: Any) -> tuple[bool, ...]:
+    """Only layers with a sliding window have positions."""
+    return tuple(each != SLIDING for each in config.layer_types)
+
+
+def _full_layers_beside_windows(config: Any) -> tuple[bool, ...]:
+    """EXAONE 4: where there are windows, only layers with one have positions."""
+    if config.sliding_window is None:
+        return (False,) * len(config.layer_types)
+    return _full_layers(config)
+
+
+def _own_layers(config: Any) -> Dimensions:
+    """Gemma 3n: the last layers have no states of their own."""
+    return replace(
+        Dimensions.of(config),
+        num_layers=config.num_hidden_layers - config.num_kv_shared_layers,
+    )
+
+
+def _granite_hybrid_scheme(model: Any) -> PositionScheme:
+    """Rotary, or no positions at all (`position_embedding_type`)."""
+    if model.config.position_embedding_type == "rope":
+        return Rotary.of(model.config, stack_rotary(model))
+    half = Dimensions.of(model.config).head_dim // 2
+    return Rotary(torch.zeros(half, device=model.device), NO_POSITIONS)
+
+
+def _one_key_head(config: Any) -> Dimensions:
+    """GPT BigCode: one key head for all, or one each."""
+    return Dimensions.of(config, num_kv_heads=1 if config.multi_query else config.n_head)
+
+
 for _family in (
-    Family(("llama", "mistral", "qwen2", "qwen3")),
-    Family(("phi", "phi3")),  # all of a head turns, or a part of it
-    Family(("gpt_neox",)),  # a quarter of a head turns
-    Family(("gemma2", "gemma3_text")),  # soft caps, windows, frequencies by layer type
-    # Falcon's own attention repeats grouped keys before it keeps them, so no buffer serves it
+    Family(
+        (
+            *("llama", "mistral", "qwen2", "qwen3"),
+            *("phi", "phi3", "gpt_neox", "persimmon"),  # a part of a head may turn
+            *("gemma", "gemma2", "gemma3_text", "vaultgemma"),  # caps, windows, two frequencies
+            *("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoeshared"),
+            *("glm4_moe", "phimoe", "minimax_m2", "dots1", "hunyuan_v1_moe", "flex_olmo"),
+            *("solar_open", "mellum", "granitemoe_swa", "granite_swa", "hyperclovax"),
+            *("internlm3", "iquestcoder"),
+            *("ministral", "ministral3", "granite", "olmo", "olmo2", "olmo3", "starcoder2"),
+            *("hunyuan_v1_dense", "seed_oss", "arcee", "apertus", "bitnet", "cwm", "jais2"),
+            *("stablelm", "nemotron"),  # they drop keyword arguments
+        )
+    ),
+    Family(("cohere", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"), interleaved=True),
+    Family(("nanochat",), backward=True),
+    Family(("smollm3",), silent_layers=_unturned),
+    Family(("cohere2",), interleaved=True, silent_layers=_full_layers),
+    Family(("afmoe",), silent_layers=_full_layers),
+    Family(("exaone4",), silent_layers=_full_layers_beside_windows),
+    Family(("gpt_oss",), sinks=True),
+    Family(
+        ("gemma3n_text",),
+        dimensions=_own_layers,
+        patch=patch_shared_states,
+        tiny={
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "intermediate_size": [64] * 4,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+    ),
+    Family(("granitemoehybrid",), scheme=_granite_hybrid_scheme),
     Family(("falcon",), scheme=_falcon_scheme, dimensions=_falcon_dimensions, patch=patch_falcon),
     Family(
         ("mpt",),
@@ -302,5 +355,6 @@ for _family in (
         patch=patch_bloom,
     ),
     Family(("gpt2", "opt"), scheme=lambda _: Learned()),
+    Family(("gpt_bigcode",), scheme=lambda _: Learned(), dimensions=_one_key_head),
 ):
     register(_family)

@@ -6,13 +6,18 @@
 nor an ALiBi tensor over all tokens, and their attention's, over the module's own projections. Both
 call the class's own where the cache is not a `SegmentCache`.
 
+Families that drop keyword arguments before their attention (StableLM, Nemotron) get the step's
+metadata from a context variable (`step_in_context`).
+
 Without attention metadata (an ordinary call of the patched model) the model behaves as before. With
 `OperatorMetadata` each layer attends through the operator `ragcache::attend`, and can be compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
@@ -28,6 +33,20 @@ from ragcache.attention.triton.operator import OperatorMetadata, attend
 from ragcache.errors import UnsupportedModel
 
 IMPLEMENTATION = "ragcache"
+Step = tuple[AttentionMetadata | OperatorMetadata, AttentionBackend]
+_STEP: ContextVar[Step | None] = ContextVar("ragcache_step", default=None)
+
+
+@contextmanager
+def step_in_context(
+    metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend
+) -> Iterator[None]:
+    """What a model that drops keyword arguments attends to, within this thread."""
+    token = _STEP.set((metadata, backend))
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
 
 
 class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -67,40 +86,56 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
 def attend_layer(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float,
     metadata: AttentionMetadata | OperatorMetadata, backend: AttentionBackend,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one layer. query: [1, Hq, T, D]; returns [1, T, Hq, D]. Windows and soft caps
-    are the step's own, which the operator finds."""
+    are the step's own, which the operator finds. It knows no sinks."""
     if isinstance(metadata, OperatorMetadata):
         out: Tensor = attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
         return out
-    layer = module.layer_idx
+    layer = states_layer(module)
+    return backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale, sinks=sinks)[
+        None
+    ]
+
+
+def states_layer(module: Any) -> int:
+    """The layer whose states an attention module reads: its own, or the one before it that shares
+    its states with later ones (Gemma 3n)."""
+    layer = getattr(module, "ragcache_states_layer", module.layer_idx)
     assert isinstance(layer, int)
-    return backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale)[None]
+    return layer
 
 
 def number_layers(model: nn.Module) -> None:
     """Gives every attention module its layer's number as a tensor, which compiled code takes as an
     input: one graph then serves all layers."""
     for module in model.modules():
-        if isinstance(layer := getattr(module, "layer_idx", None), int):
-            module.ragcache_layer = torch.tensor(layer, device="cpu")
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.ragcache_layer = torch.tensor(states_layer(module), device="cpu")
 
 
 def ragged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *, scaling: float | None = None, softcap: float | None = None,
+    *, scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     attention_metadata: AttentionMetadata | OperatorMetadata | None = None,
     backend: AttentionBackend | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """query: [1, Hq, T, D]; returns [1, T, Hq, D]. See `AttentionInterface`. Raises
-    `UnsupportedModel` where scores would not be capped as the layer wants."""
-    cap = None
-    if isinstance(attention_metadata, OperatorMetadata):
-        cap = attention_metadata.softcap
+    """query: [1, Hq, T, D]; returns [1, T, Hq, D]; s_aux: [Hq], attention sinks. See
+    `AttentionInterface`. Raises `UnsupportedModel` where scores would not be capped, or sinks not
+    be counted, as the layer wants."""
+    if attention_metadata is None and (step := _STEP.get()) is not None:
+        attention_metadata, backend = step
+    cap = None if attention_metadata is None else attention_metadata.softcap
     if softcap != cap:
         raise UnsupportedModel(
-            f"this layer caps its scores at {softcap}, and its attention at {cap}; a model that "
-            "was wrapped for a GPU's kernels is called by the engine only"
+            f"this layer caps its scores at {softcap}, and its attention at {cap}; a model with "
+            "capped scores is called by the engine only, once it is patched"
+        )
+    if s_aux is not None and not isinstance(attention_metadata, AttentionMetadata):
+        raise UnsupportedModel(
+            "this layer has attention sinks, which only the engine's own backends count: neither "
+            "an ordinary call of the patched model nor GPU kernels"
         )
     if attention_metadata is None or backend is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(
@@ -108,7 +143,8 @@ def ragged_attention(
         )
         return out
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend_layer(module, query, key, value, scale, attention_metadata, backend), None
+    attended = attend_layer(module, query, key, value, scale, attention_metadata, backend, s_aux)
+    return attended, None
 
 
 def patch_attention(model: Any) -> None:
@@ -122,6 +158,19 @@ def patch_attention(model: Any) -> None:
             f"this {model.config.model_type} model does not call transformers' attention "
             "interface; its family has to replace its attention (`Family.patch`)"
         )
+
+
+def patch_shared_states(model: Any) -> None:
+    """`patch_attention` where the last layers read the states of earlier ones (Gemma 3n): of the
+    last layer of their type that has states of its own."""
+    patch_attention(model)
+    source: dict[str, int] = {}
+    for layer in model.base_model.layers:
+        attention = layer.self_attn
+        if attention.is_kv_shared_layer:
+            attention.ragcache_states_layer = source[attention.layer_type]
+        else:
+            source[attention.layer_type] = attention.layer_idx
 
 
 def patch_falcon(model: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
-from ragcache.models.families import wrap
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
+from ragcache.models.trial import wrap
 
 READER = Path(__file__).parent.parent / "reader"
 INSTRUCTION = (

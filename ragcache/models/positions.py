@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from ragcache.attention.ops import Rotation
 from ragcache.errors import UnsupportedModel
 
-# The scalings whose frequencies are fixed once the model is loaded. LongRoPE's are up to the length
-# where they switch, and that is then the window (`Dimensions.of`). Under dynamic NTK a key's
-# rotation depends on the length of the whole sequence.
-FIXED_SCALINGS = frozenset({"default", "linear", "llama3", "longrope", "yarn"})
+# The scalings whose frequencies are fixed once the model is loaded. Those of dynamic NTK and
+# LongRoPE are up to the length where they change, and that is then the window (`Dimensions.of`).
+FIXED_SCALINGS = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
+NO_POSITIONS = "none"
 
 
 class PositionScheme(Protocol):
@@ -36,9 +35,10 @@ class PositionScheme(Protocol):
         """[Hq] float32: the bias a position of distance adds (ALiBi), None for other schemes."""
         ...
 
-    def relocation(self, delta: Tensor) -> Rotation | None:
-        """How queries turn towards a segment that was moved by `delta` ([T or 1] positions), None
-        where they need not turn. A scheme that is not movable takes deltas of zero only."""
+    def relocation(self, delta: Tensor) -> Rotation | tuple[Rotation, ...] | None:
+        """How queries turn towards a segment that was moved by `delta` ([T or 1] positions), for
+        each layer where layers differ; None where they need not turn. A scheme that is not movable
+        takes deltas of zero only."""
         ...
 
 
@@ -47,7 +47,7 @@ class Rotary:
 
     The frequencies are fixed. inverse_frequency: [R/2] float32, radians a position; the first R
     dimensions of a head turn. interleaved: dimensions 2i and 2i+1 are paired (GPT-J, GLM, Cohere),
-    not i and i + R/2.
+    not i and i + R/2. backward: keys turn by minus the angle (nanochat).
 
     A factor on cos and sin (yarn's attention factor) is no part of this: keys and queries carry it
     since the model made them, and moving only turns.
@@ -67,7 +67,7 @@ class Rotary:
     @classmethod
     def of(
         cls, config: Any, rotary_embedding: nn.Module,
-        *, interleaved: bool = False, layer_type: str | None = None,
+        *, interleaved: bool = False, backward: bool = False, layer_type: str | None = None,
     ) -> Rotary:  # fmt: skip
         """The scheme of a loaded model, from its configuration and rotary module. layer_type: whose
         frequencies, where those of the layers differ. Raises `UnsupportedModel` where the
@@ -76,12 +76,16 @@ class Rotary:
         check_scaling(scaling)
         prefix = f"{layer_type}_" if hasattr(rotary_embedding, f"{layer_type}_inv_freq") else ""
         current = getattr(rotary_embedding, f"{prefix}inv_freq")
-        # past its switch LongRoPE overwrites the current frequencies in place
-        kept = "original_inv_freq" if scaling == "longrope" else "inv_freq"
+        # past their switch these overwrite the current frequencies in place
+        kept = "original_inv_freq" if scaling in ("longrope", "dynamic") else "inv_freq"
         frequency = getattr(rotary_embedding, f"{prefix}{kept}")
         assert isinstance(frequency, Tensor)
         exact = frequency.detach().to(current.device, torch.float32, copy=True)
-        return cls(exact, scaling, interleaved=interleaved)
+        return cls(-exact if backward else exact, scaling, interleaved=interleaved)
+
+    def silent(self) -> Rotary:
+        """Positions that turn nothing, for layers without positions."""
+        return Rotary(torch.zeros_like(self.inverse_frequency), NO_POSITIONS)
 
     def relocation(self, delta: Tensor) -> Rotation:
         """See `PositionScheme.relocation`."""
@@ -89,7 +93,8 @@ class Rotary:
 
 
 class LayeredRotary:
-    """Rotary positions whose frequencies may differ from layer to layer. layers: one a layer."""
+    """Rotary positions whose frequencies may differ from layer to layer. layers: one a layer; those
+    without positions have frequencies of zero."""
 
     movable = True
     slopes = None
@@ -97,35 +102,14 @@ class LayeredRotary:
     def __init__(self, layers: tuple[Rotary, ...]) -> None:
         self.layers = layers
 
-    @classmethod
-    def of(
-        cls, config: Any, rotary_embedding: nn.Module, layer_types: Sequence[str],
-        *, interleaved: bool = False,
-    ) -> LayeredRotary:  # fmt: skip
-        """From a configuration and the model's rotary module. Raises `UnsupportedModel`."""
-        rotaries = {
-            each: Rotary.of(config, rotary_embedding, interleaved=interleaved, layer_type=each)
-            for each in set(layer_types)
-        }
-        return cls(tuple(rotaries[each] for each in layer_types))
-
     @property
     def name(self) -> str:
         return "+".join(dict.fromkeys(layer.name for layer in self.layers))
 
-    def relocation(self, delta: Tensor) -> Rotation:  # noqa: ARG002
-        """See `PositionScheme.relocation`. Kernels and buffers turn by layer instead."""
-        raise UnsupportedModel("queries turn by other frequencies in some layers than in others")
-
-    def rotations(self, delta: int) -> list[Rotation]:
-        """How the keys of each layer turn when they move by `delta` positions."""
-        moved: dict[Rotary, Rotation] = {}
-        for layer in self.layers:
-            if layer not in moved:
-                frequency = layer.inverse_frequency
-                by = torch.tensor([delta], device=frequency.device)
-                moved[layer] = Rotation.by(by, frequency, interleaved=layer.interleaved)
-        return [moved[layer] for layer in self.layers]
+    def relocation(self, delta: Tensor) -> tuple[Rotation, ...]:
+        """See `PositionScheme.relocation`."""
+        turned = {layer: layer.relocation(delta) for layer in set(self.layers)}
+        return tuple(turned[layer] for layer in self.layers)
 
 
 class Alibi:
@@ -176,8 +160,8 @@ def check_scaling(scaling: str) -> None:
     """Raises `UnsupportedModel` where frequencies change with the length of the prompt."""
     if scaling not in FIXED_SCALINGS:
         raise UnsupportedModel(
-            f"rotary scaling {scaling!r} changes with the length of the prompt, so cached "
-            f"states cannot move; served scalings: {', '.join(sorted(FIXED_SCALINGS))}"
+            f"rotary scaling {scaling!r} may change with the length of the prompt, so that cached "
+            f"states could not move; served scalings: {', '.join(sorted(FIXED_SCALINGS))}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,10 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
     define = ReferenceAttentionBackend.attend
 
     def counted(
-        self: ReferenceAttentionBackend, metadata: AttentionMetadata, *rest: object, scale: float
+        self: ReferenceAttentionBackend, metadata: AttentionMetadata, *rest: Any, **options: Any
     ) -> Tensor:
         handed.append(metadata)
-        return define(self, metadata, *rest, scale=scale)  # type: ignore[arg-type]
+        return define(self, metadata, *rest, **options)
 
     monkeypatch.setattr(ReferenceAttentionBackend, "attend", counted)
     return handed

@@ -225,7 +225,11 @@ class History:
         self.pool = BlockPool(keys, values, SMALL)
         self.modules = [self.module() for _ in range(3)]
         model: Any = SimpleNamespace(
-            needs_kernels=False, scheme=scheme, device=torch.get_default_device()
+            scheme=scheme,
+            device=torch.get_default_device(),
+            by_position=scheme.slopes is not None,
+            windows=(),
+            softcap=None,
         )
         self.builder = BatchBuilder(model)
         self.requests = [self.request() for _ in range(self.draw(st.integers(1, 3)))]

@@ -13,9 +13,8 @@ from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.core import EngineCore
 from ragcache.engine.encoding import Encoding
 from ragcache.engine.kv_cache import BlockTable
-from ragcache.engine.runner import BufferedModelRunner, ModelRunner, RaggedModelRunner
-from ragcache.errors import UnsupportedModel
-from ragcache.models import CausalLM, ContiguousLM, LanguageModel, wrap_causal, wrap_contiguous
+from ragcache.engine.runner import ModelRunner, RaggedModelRunner
+from ragcache.models import CausalLM, LanguageModel, wrap_causal
 from ragcache.models.hf_patch import number_layers
 from ragcache.states import KVStates
 from ragcache.states.quantization import quantize
@@ -173,8 +172,9 @@ def test_states_in_eight_bits_are_read_after_memory_for_that_has_ended_once(
 WINDOW = 8
 
 
-def windowed_pair(family: str) -> tuple[ContiguousLM, CausalLM]:
-    """A model whose window hides a part of every prompt: from one buffer, and from segments."""
+def windowed_pair(family: str) -> tuple[CausalLM, CausalLM]:
+    """A model whose window hides a part of every prompt, twice: for the definition, and for
+    kernels."""
     sizes = {"sliding_window": WINDOW, "num_attention_heads": 2, "num_key_value_heads": 1}
 
     def model() -> Any:
@@ -182,9 +182,9 @@ def windowed_pair(family: str) -> tuple[ContiguousLM, CausalLM]:
             return tiny_model(family, **sizes, num_hidden_layers=1)
         return tiny_gemma(family, **sizes, num_hidden_layers=2, layer_types=[SLIDING, FULL])
 
-    causal = wrap_causal(model(), kernels=True)
+    causal = wrap_causal(model())
     number_layers(causal.model)
-    return wrap_contiguous(model()), causal
+    return wrap_causal(model()), causal
 
 
 GAPS = ((*range(16, 20), 27, 28), (29, 33), (34,))
@@ -216,13 +216,13 @@ def logits_of_steps(
         "gemma3",
     ],
 )
-def test_windows_and_caps_by_segments_are_those_of_the_buffer(family: str) -> None:
+def test_windows_and_caps_are_those_of_the_definition(family: str) -> None:
     """Each reads the states of the other, which are interchangeable: their keys are the same."""
-    buffered, causal = windowed_pair(family)
-    assert causal.scheme.name == buffered.scheme.name
-    assert causal.fingerprint == buffered.fingerprint
-    runners = BufferedModelRunner(buffered), device_runner(causal)
-    expected_states = states_by(runners[0], buffered, (7, 12))
+    defined, causal = windowed_pair(family)
+    assert causal.scheme.name == defined.scheme.name
+    assert causal.fingerprint == defined.fingerprint
+    runners = RaggedModelRunner(defined), device_runner(causal)
+    expected_states = states_by(runners[0], defined, (7, 12))
     found_states = states_by(runners[1], causal, (7, 12))
     for found, expected in zip(found_states, expected_states, strict=True):
         torch.testing.assert_close(found.keys, expected.keys, **CLOSE)
@@ -237,12 +237,12 @@ def test_windows_and_caps_by_segments_are_those_of_the_buffer(family: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
-def test_answers_through_windows_are_those_of_the_buffer(family: str) -> None:
+def test_answers_through_windows_are_those_of_the_definition(family: str) -> None:
     """Prefilled in portions, and longer than the window."""
-    buffered, causal = windowed_pair(family)
-    states = states_by(BufferedModelRunner(buffered), buffered)
+    defined, causal = windowed_pair(family)
+    states = states_by(RaggedModelRunner(defined), defined)
     answers = []
-    for runner in (BufferedModelRunner(buffered), device_runner(causal)):
+    for runner in (RaggedModelRunner(defined), device_runner(causal)):
         config = EngineConfig(2**19, step_tokens=5, prefill_tokens=5, running=4)
         requests = [request_over(states, (1, 0), WINDOW + 2), request_over(states, (2,), 3)]
         answers.append(run_requests(EngineCore(runner, config), *requests))
@@ -250,9 +250,3 @@ def test_answers_through_windows_are_those_of_the_buffer(family: str) -> None:
         assert ours.token_ids == theirs.token_ids
         for a, b in zip(ours.choices[0].chosen, theirs.choices[0].chosen, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
-
-
-def test_a_runner_without_kernels_refuses_windows() -> None:
-    for family in ("mistral", "gemma2", "gemma3"):
-        with pytest.raises(UnsupportedModel, match="by the kernels of a GPU only"):
-            RaggedModelRunner(windowed_pair(family)[1])

@@ -62,7 +62,7 @@ def graph_count(family: str) -> int:
 
 def deep(family: str, **changes: Any) -> CausalLM:
     if family in GEMMAS:
-        return wrap_causal(tiny_gemma(family, **changes), kernels=True)
+        return wrap_causal(tiny_gemma(family, **changes))
     return wrap_causal(tiny_model(family, num_hidden_layers=LAYERS, **changes))
 
 

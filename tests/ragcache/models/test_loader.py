@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models import (
-    ContiguousLM,
+    CausalLM,
     LoadedModel,
     ThreadSafeTokenizer,
     load_model,
@@ -68,18 +68,18 @@ def test_damaged_weights_are_not_a_model(tmp_path: Path, reader: LoadedModel) ->
 
 
 def test_a_model_that_is_not_served_is_refused(tmp_path: Path, reader: LoadedModel) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    folder = save(tmp_path / "model", reader, "mistral", rope_parameters=rope)
-    with pytest.raises(UnsupportedModel, match="'dynamic' changes with the length"):
+    folder = save(tmp_path / "model", reader, "mistral", attention_chunk_size=8)
+    with pytest.raises(UnsupportedModel, match="attends within chunks"):
         load_model(folder)
 
 
-def test_a_model_with_a_short_window_answers_from_a_buffer(
+def test_a_model_with_a_short_window_is_served(
     tmp_path: Path, notes: Path, reader: LoadedModel
 ) -> None:
     folder = save(tmp_path / "model", reader, "mistral", sliding_window=16)
     model = load_model(folder)
-    assert isinstance(model.causal, ContiguousLM)
+    assert isinstance(model.causal, CausalLM)
+    assert set(model.causal.windows) == {16}
     with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as rag:
         rag.ingest("notes", notes)
         question = "Where is the spare key?"

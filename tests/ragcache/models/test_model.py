@@ -1,4 +1,4 @@
-"""Models that read a contiguous buffer, and forwards that are replaced."""
+"""Models with windows, caps and frequencies by layer read segments; forwards that are replaced."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.engine.request import Segment
 from ragcache.errors import UnsupportedModel
-from ragcache.models import (
-    Buffer,
-    BufferPool,
-    CausalLM,
-    ContiguousLM,
-    wrap,
-    wrap_causal,
-    wrap_contiguous,
-)
-from ragcache.states import KVStates
+from ragcache.models import CausalLM, LayeredRotary, wrap_causal
 from tests.ragcache.models.reference import (
     CLOSE,
     FULL,
@@ -32,6 +23,7 @@ from tests.ragcache.models.reference import (
     SLIDING,
     WINDOW,
     Module,
+    Tokens,
     last_logits,
     prompt,
     reference,
@@ -44,201 +36,139 @@ NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(params=["gemma2", "gemma3"])
-def gemma(request: pytest.FixtureRequest) -> ContiguousLM:
-    return wrap_contiguous(tiny_gemma(request.param))
+def plain(request: pytest.FixtureRequest) -> Any:
+    """A Gemma as Hugging Face computes it."""
+    return tiny_gemma(request.param)
 
 
-def go_on(model: ContiguousLM, buffer: Buffer, tokens: Sequence[int], start: int) -> Tensor:
-    positions = torch.arange(start, start + len(tokens))
-    return model.forward(buffer, torch.tensor(tokens), positions)
+@pytest.fixture
+def gemma(plain: Any) -> CausalLM:
+    """The same, patched."""
+    return wrap_causal(copy.deepcopy(plain))
 
 
-def encoded(model: ContiguousLM, tokens: Sequence[int], start: int) -> KVStates:
-    buffer = BufferPool(model, 0).take(len(tokens))
-    go_on(model, buffer, tokens, start)
-    filled = slice(0, len(tokens))
-    return KVStates(buffer.keys[:, :, filled], buffer.values[:, :, filled], start)
+def go_on(
+    causal: CausalLM, segments: tuple[Segment, ...], *runs: Tokens, portion: int = 512
+) -> Tensor:
+    """Logits after runs of tokens behind segments, in portions."""
+    tokens = [token for ids, _ in runs for token in ids]
+    positions = [start + n for ids, start in runs for n in range(len(ids))]
+    room = ContiguousKV.allocate(causal, len(tokens))
+    for begin in range(0, len(tokens), portion):
+        here = slice(begin, begin + portion)
+        chunk = ScheduledChunk(segments, room, tokens[here], positions[here])
+        [logits] = causal.forward(BatchBuilder(causal).build_batch([chunk]))
+        room.advance(positions[here])
+    return logits
 
 
-def with_modules(model: ContiguousLM, modules: Sequence[Module], at: int = 3) -> Buffer:
-    """A buffer with the modules placed; they were encoded at another position."""
-    buffer = BufferPool(model, 0).take(512)
-    for tokens, start in modules:
-        model.place(buffer, encoded(model, tokens, at), start)
-    return buffer
+def placed(causal: CausalLM, modules: Sequence[Tokens], at: int = 3) -> tuple[Segment, ...]:
+    """Segments of the modules, which were encoded at another position."""
+    states = encode(causal, [EncodeJob(tokens, at) for tokens, _ in modules])
+    return tuple(Segment(each, start) for each, (_, start) in zip(states, modules, strict=True))
 
 
-def test_states_are_those_of_the_models_own_cache(gemma: ContiguousLM) -> None:
+def test_states_are_those_of_the_models_own_cache(plain: Any, gemma: CausalLM) -> None:
     tokens = random_tokens(3 * WINDOW)
-    states = encoded(gemma, tokens, 0)
+    [states] = encode(gemma, [EncodeJob(tokens)])
     with torch.inference_mode():
-        cache = gemma.model(torch.tensor([tokens])).past_key_values
+        cache = plain(torch.tensor([tokens])).past_key_values
     for index, layer in enumerate(cache.layers):
         kept = layer.keys.shape[2]  # a sliding layer forgets what no later token sees
         torch.testing.assert_close(states.keys[index, :, -kept:], layer.keys[0], **NEAR)
         torch.testing.assert_close(states.values[index, :, -kept:], layer.values[0], **NEAR)
 
 
-def test_moved_modules_equal_modules_computed_in_place(gemma: ContiguousLM) -> None:
+def test_moved_modules_equal_modules_computed_in_place(plain: Any, gemma: CausalLM) -> None:
     modules = [(random_tokens(11, seed=1), 0), (random_tokens(5, seed=2), 11)]
-    own = random_tokens(6, seed=3)
-    buffer = with_modules(gemma, modules, at=40)
-    expected = reference_logits(gemma.model, modules, (own, 16))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 16), expected, **NEAR)
+    own = random_tokens(6, seed=3), 16
+    found = go_on(gemma, placed(gemma, modules, at=40), own)
+    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
 
 
-def test_gaps_count_for_the_sliding_window(gemma: ContiguousLM) -> None:
+def test_gaps_count_for_the_sliding_window(plain: Any, gemma: CausalLM) -> None:
     modules = [(random_tokens(9, seed=1), 0), (random_tokens(8, seed=2), 13)]
     own = random_tokens(4, seed=3)
-    buffer = with_modules(gemma, modules)
-    expected = reference_logits(gemma.model, modules, (own, 24))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 24), expected, **NEAR)
-    near = reference_logits(gemma.model, modules, (own, 21))
+    expected = reference_logits(plain, modules, (own, 24))
+    torch.testing.assert_close(go_on(gemma, placed(gemma, modules), (own, 24)), expected, **NEAR)
+    near = reference_logits(plain, modules, (own, 21))
     assert not torch.allclose(expected, near, **NEAR)
 
 
-def test_segments_may_come_out_of_order(gemma: ContiguousLM) -> None:
-    modules = [(random_tokens(8, seed=2), 9), (random_tokens(9, seed=1), 0)]
-    own = random_tokens(4, seed=3)
-    buffer = with_modules(gemma, modules)
-    expected = reference_logits(gemma.model, modules, (own, 17))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 17), expected, **NEAR)
-
-
-def test_text_between_segments_does_not_see_the_later_one(gemma: ContiguousLM) -> None:
-    modules = [(random_tokens(9, seed=1), 0), (random_tokens(8, seed=2), 12)]
-    between, after = random_tokens(3, seed=3), random_tokens(2, seed=4)
-    buffer = with_modules(gemma, modules)
-    first = go_on(gemma, buffer, between, 9)
-    torch.testing.assert_close(
-        first, reference_logits(gemma.model, modules[:1], (between, 9)), **NEAR
-    )
-    expected = reference_logits(gemma.model, modules, [(between, 9), (after, 20)])
-    torch.testing.assert_close(go_on(gemma, buffer, after, 20), expected, **NEAR)
-
-
-def test_a_token_within_a_segment_sees_all_of_it(gemma: ContiguousLM) -> None:
-    modules = [(random_tokens(9, seed=1), 4)]
-    own = random_tokens(3, seed=3)
-    buffer = with_modules(gemma, modules)
-    expected = reference_logits(gemma.model, modules, (own, 6))
-    torch.testing.assert_close(go_on(gemma, buffer, own, 6), expected, **NEAR)
-
-
-def test_portions_equal_one_pass(gemma: ContiguousLM) -> None:
+def test_a_segment_outside_the_window_of_all_rows(plain: Any, gemma: CausalLM) -> None:
     modules = [(random_tokens(9, seed=1), 0)]
-    own = random_tokens(12, seed=3)
-    whole = go_on(gemma, with_modules(gemma, modules), own, 9)
-    buffer = with_modules(gemma, modules)
-    for at in range(0, 12, 4):
-        last = go_on(gemma, buffer, own[at : at + 4], 9 + at)
-    torch.testing.assert_close(last, whole, **NEAR)
+    own = random_tokens(4, seed=3), 100
+    found = go_on(gemma, placed(gemma, modules), own)
+    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
+
+
+def test_segments_may_come_out_of_order(plain: Any, gemma: CausalLM) -> None:
+    modules = [(random_tokens(8, seed=2), 9), (random_tokens(9, seed=1), 0)]
+    own = random_tokens(4, seed=3), 17
+    found = go_on(gemma, placed(gemma, modules), own)
+    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
+
+
+def test_text_between_segments_does_not_see_the_later_one(plain: Any, gemma: CausalLM) -> None:
+    modules = [(random_tokens(9, seed=1), 0), (random_tokens(8, seed=2), 12)]
+    between, after = (random_tokens(3, seed=3), 9), (random_tokens(2, seed=4), 20)
+    segments = placed(gemma, modules)
+    first = go_on(gemma, segments, between)
+    torch.testing.assert_close(first, reference_logits(plain, modules[:1], between), **NEAR)
+    expected = reference_logits(plain, modules, [between, after])
+    torch.testing.assert_close(go_on(gemma, segments, between, after), expected, **NEAR)
+
+
+def test_a_token_within_a_segment_sees_all_of_it(plain: Any, gemma: CausalLM) -> None:
+    modules = [(random_tokens(9, seed=1), 4)]
+    own = random_tokens(3, seed=3), 6
+    found = go_on(gemma, placed(gemma, modules), own)
+    torch.testing.assert_close(found, reference_logits(plain, modules, own), **NEAR)
+
+
+def test_portions_equal_one_pass(gemma: CausalLM) -> None:
+    segments = placed(gemma, [(random_tokens(9, seed=1), 0)])
+    own = random_tokens(12, seed=3), 9
+    whole = go_on(gemma, segments, own)
+    torch.testing.assert_close(go_on(gemma, segments, own, portion=4), whole, **NEAR)
 
 
 def test_the_layers_turn_by_their_own_frequencies() -> None:
-    gemma = wrap_contiguous(tiny_gemma("gemma3"))
-    local, everything, again = gemma.scheme.layers
+    scheme = wrap_causal(tiny_gemma("gemma3")).scheme
+    assert isinstance(scheme, LayeredRotary)
+    local, everything, again = scheme.layers
     assert again is local
     assert not torch.equal(local.inverse_frequency, everything.inverse_frequency)
     assert everything.inverse_frequency[0].item() == pytest.approx(1 / 8)
-    assert gemma.scheme.name == "rotary:default:8+rotary:linear:8"
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_an_ordinary_model_equals_its_segment_design(family: str) -> None:
-    contiguous = wrap_contiguous(tiny_model(family))
-    causal = wrap_causal(tiny_model(family))
-    tokens, own = random_tokens(11, seed=1), random_tokens(5, seed=2)
-    positions = (31, 32, 32, 33, 35)  # a position that is taken twice is seen by the later token
-    [states] = encode(causal, [EncodeJob(tokens, 4)])
-    mine = encoded(contiguous, tokens, 4)
-    torch.testing.assert_close(mine.keys, states.keys, **NEAR)
-    torch.testing.assert_close(mine.values, states.values, **NEAR)
-    room = ContiguousKV.allocate(causal, len(own))
-    chunk = ScheduledChunk((Segment(states, 20),), room, own, positions)
-    [expected] = causal.forward(BatchBuilder(causal).build_batch([chunk]))
-    buffer = with_modules(contiguous, [(tokens, 20)], at=4)
-    logits = contiguous.forward(buffer, torch.tensor(own), torch.tensor(positions))
-    torch.testing.assert_close(logits, expected, **NEAR)
+    assert scheme.name == "rotary:default:8+rotary:linear:8"
 
 
 def test_a_short_window_in_every_layer_is_served() -> None:
-    model = wrap(tiny_model("mistral", sliding_window=WINDOW))
-    assert isinstance(model, ContiguousLM)
+    plain = tiny_model("mistral", sliding_window=WINDOW)
     tokens = random_tokens(3 * WINDOW)
-    buffer = BufferPool(model, 0).take(len(tokens))
     with torch.inference_mode():
-        expected = model.model(torch.tensor([tokens])).logits[0, -1]
-    torch.testing.assert_close(go_on(model, buffer, tokens, 0), expected, **NEAR)
+        expected = plain(torch.tensor([tokens])).logits[0, -1]
+    found = go_on(wrap_causal(plain), (), (tokens, 0))
+    torch.testing.assert_close(found, expected, **NEAR)
 
 
-def test_the_model_chooses_how_it_is_served() -> None:
-    assert isinstance(wrap(tiny_gemma("gemma2")), ContiguousLM)
-    assert isinstance(wrap(tiny_gemma("gemma3")), ContiguousLM)
-    assert isinstance(wrap(tiny_model("mistral")), CausalLM)
-    assert isinstance(wrap(tiny_model("mistral", sliding_window=512)), CausalLM)
-
-
-def test_frequencies_that_depend_on_the_length_are_refused() -> None:
-    rope = {**ROPE, FULL: {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e5}}
-    with pytest.raises(UnsupportedModel, match="dynamic"):
-        wrap_contiguous(tiny_gemma("gemma3", rope_parameters=rope))
+def test_frequencies_of_one_kind_of_layers_that_depend_on_the_length_are_refused() -> None:
+    model = tiny_gemma("gemma3", rope_parameters=copy.deepcopy(ROPE))
+    model.config.rope_parameters[FULL]["rope_type"] = "axial"
+    with pytest.raises(UnsupportedModel, match="axial"):
+        wrap_causal(model)
 
 
 def test_attention_in_both_directions_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="both directions"):
-        wrap_contiguous(tiny_gemma("gemma3", use_bidirectional_attention=True))
+        wrap_causal(tiny_gemma("gemma3", use_bidirectional_attention=True))
 
 
-def test_other_layers_and_families_are_refused() -> None:
+def test_other_layers_are_refused() -> None:
     model = tiny_model("qwen3")
     model.config.layer_types = [FULL, "chunked_attention"]
     with pytest.raises(UnsupportedModel, match="chunked_attention"):
-        wrap_contiguous(model)
-    model.config.model_type = "gpt2"
-    with pytest.raises(UnsupportedModel, match="gpt2"):
-        wrap_contiguous(model)
-
-
-class TestBufferPool:
-    def test_a_buffer_is_used_again(self, gemma: ContiguousLM) -> None:
-        pool = BufferPool(gemma, keep_bytes=2**20)
-        first = pool.take(100)
-        assert first.capacity == 128
-        other = pool.take(128)
-        assert other is not first
-        pool.give(first)
-        assert pool.take(65) is first
-
-    def test_a_buffer_of_another_size_is_not(self, gemma: ContiguousLM) -> None:
-        pool = BufferPool(gemma, keep_bytes=2**20)
-        first = pool.take(1)
-        pool.give(first)
-        assert pool.take(65) is not first
-        assert pool.unused == 1
-
-    def test_a_larger_one_takes_over_what_it_held(self, gemma: ContiguousLM) -> None:
-        pool = BufferPool(gemma, keep_bytes=2**20)
-        tokens, more = random_tokens(60), random_tokens(9, seed=2)
-        buffer, straight = pool.take(60), pool.take(128)
-        for each in (buffer, straight):
-            go_on(gemma, each, tokens, 5)
-        larger = pool.grown(buffer, 69)
-        assert (larger.capacity, pool.unused) == (128, 1)
-        assert pool.grown(larger, 128) is larger
-        torch.testing.assert_close(
-            go_on(gemma, larger, more, 65), go_on(gemma, straight, more, 65), rtol=0, atol=0
-        )
-
-    def test_unused_ones_are_kept_within_the_budget(self, gemma: ContiguousLM) -> None:
-        pool = BufferPool(gemma, keep_bytes=2 * 64 * gemma.bytes_per_token)
-        buffers = [pool.take(64) for _ in range(3)]
-        for buffer in buffers:
-            pool.give(buffer)
-        assert pool.unused == 2
-        assert pool.take(64) is buffers[2]
-        assert pool.take(64) is buffers[1]
-        assert pool.take(64) not in buffers
+        wrap_causal(model)
 
 
 def test_windows_and_caps_change_the_tiny_models() -> None:

@@ -1,0 +1,236 @@
+"""Every family of the table answers as Hugging Face; one that does not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ragcache.errors import UnsupportedModel
+from ragcache.models import CausalLM, Family, LayeredRotary, register, trial, wrap
+from ragcache.models.families import FAMILIES, family_of
+from ragcache.models.trial import TOLERANCE, tiny_config, tiny_model, trial_difference, try_family
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+CHANGES: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    },
+    "granitemoehybrid": {"layer_types": ["attention"] * 32},
+}  # fmt: skip
+"""Where the defaults of a configuration make no model that is served."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "without a window": ("mistral", {"sliding_window": None}),
+    "a window in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    "no windows, positions everywhere": (
+        "exaone4", {"sliding_window": None, "layer_types": [FULL] * 32},
+    ),
+    "rotary in a hybrid without state spaces": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * 32, "position_embedding_type": "rope"},
+    ),
+    "one key head a query head": ("gpt_bigcode", {"multi_query": False}),
+    "ALiBi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False}),
+    "groups of key heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),
+    "dynamic NTK": (
+        "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4, "rope_theta": 1e4}},
+    ),
+    "yarn": (
+        "qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+    ),
+    "half of a head turns": (
+        "glm", {"rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "normalized queries": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "normalized queries, interleaved": ("cohere", {"use_qk_norm": True}),
+}  # fmt: skip
+
+
+def make_config(model_type: str, **changes: Any) -> Any:
+    """A configuration by its name; skips where transformers has no such model."""
+    try:
+        return AutoConfig.for_model(model_type, **{**CHANGES.get(model_type, {}), **changes})
+    except ValueError as error:
+        if "Unrecognized model" not in str(error):
+            raise
+        pytest.skip(f"this version of transformers has no {model_type}")
+
+
+def difference(config: Any, **changes: Any) -> float:
+    """Of the family's tiny model, with changes of the recipe."""
+    kind, family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], family_of(config)
+    family.check(config)
+    return trial_difference(tiny_model(kind, tiny_config(config, family), 7))
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_a_moved_module_answers_as_the_whole_text(model_type: str) -> None:
+    assert difference(make_config(model_type)) < TOLERANCE / 10
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_answers_as_the_whole_text(variant: str) -> None:
+    model_type, changes = VARIANTS[variant]
+    assert difference(make_config(model_type, **changes)) < TOLERANCE / 10
+
+
+@pytest.mark.parametrize(
+    ("model_type", "wrong"),
+    [
+        ("llama", {"interleaved": True}),
+        ("cohere", {"interleaved": False}),
+        ("nanochat", {"backward": False}),
+        ("smollm3", {"silent_layers": None}),
+        ("cohere2", {"silent_layers": None}),
+        ("exaone4", {"silent_layers": None}),
+        ("afmoe", {"silent_layers": None}),
+    ],
+)
+def test_a_wrong_recipe_differs(
+    model_type: str, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model_type)
+    monkeypatch.setitem(FAMILIES, model_type, replace(FAMILIES[model_type], **wrong))
+    assert difference(config) > 10 * TOLERANCE
+
+
+@pytest.fixture
+def notes_of_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No trial has passed yet."""
+    monkeypatch.setattr(trial, "NOTES", tmp_path / "trials")
+    monkeypatch.setattr(trial, "_passed", set())
+    return tmp_path / "trials"
+
+
+@pytest.fixture
+def gptj() -> Iterator[Any]:
+    """A model of a type that the table lacks: interleaved, without `rotary_emb`."""
+    yield AutoConfig.for_model("gptj", n_embd=64, n_layer=2, n_head=4, rotary_dim=16)
+    FAMILIES.pop("gptj", None)
+
+
+def small(model_type: str, **changes: Any) -> Any:
+    sizes = {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | changes))
+
+
+def test_a_wrong_recipe_is_refused_before_it_serves(
+    notes_of_trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small("cohere")
+    before = model.config._attn_implementation
+    monkeypatch.setitem(FAMILIES, "cohere", Family(("cohere",)))
+    with pytest.raises(UnsupportedModel) as caught:
+        wrap(model)
+    assert "the family of 'cohere' models answers otherwise than Hugging Face" in str(caught.value)
+    assert "(interleaved, backward)" in str(caught.value)
+    assert model.config._attn_implementation == before
+    assert not notes_of_trials.exists()
+    register(Family(("cohere",), interleaved=True))
+    assert isinstance(wrap(model), CausalLM)
+
+
+def test_a_family_that_cannot_be_tried_is_refused(notes_of_trials: Path, gptj: Any) -> None:
+    register(Family(("gptj",), interleaved=True))
+    with pytest.raises(UnsupportedModel) as caught:
+        wrap(AutoModelForCausalLM.from_config(gptj))
+    assert "the family of 'gptj' models could not be tried" in str(caught.value)
+    assert "has no `rotary_emb`" in str(caught.value)
+    assert "`Family.tiny`" in str(caught.value)
+
+
+def test_a_trial_that_has_passed_is_not_repeated(
+    notes_of_trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = []
+    really = trial.trial_difference
+
+    def counted(model: Any) -> float:
+        trials.append(model.config.model_type)
+        return really(model)
+
+    monkeypatch.setattr(trial, "trial_difference", counted)
+    wrap(small("llama"))
+    wrap(small("llama"))  # this process knows
+    trial._passed.clear()
+    wrap(small("llama"))  # another one would read the note
+    assert trials == ["llama"]
+    assert len(list(notes_of_trials.iterdir())) == 1
+    monkeypatch.setattr(trial, "_own_code", lambda: b"other code")
+    wrap(small("llama"))
+    assert trials == ["llama", "llama"]
+    config = small("llama").config
+    config.attention_bias = True
+    try_family(type(small("llama")), config)
+    assert len(trials) == 3
+
+
+def test_notes_that_cannot_be_written_refuse_nothing(
+    notes_of_trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes_of_trials.write_text("a file")
+    monkeypatch.setattr(trial, "NOTES", notes_of_trials / "below")
+    assert isinstance(wrap(small("qwen2")), CausalLM)
+
+
+def test_a_trial_leaves_the_random_numbers_alone(notes_of_trials: Path) -> None:
+    model = small("llama")
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    wrap(model)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_layers_without_positions_turn_nothing() -> None:
+    causal = wrap(small("smollm3"))
+    scheme = causal.scheme
+    assert not isinstance(scheme, LayeredRotary), "two layers, both with positions"
+    scheme = wrap(small("smollm3", num_hidden_layers=4)).scheme
+    assert isinstance(scheme, LayeredRotary)
+    assert [bool(layer.inverse_frequency.any()) for layer in scheme.layers] == [True] * 3 + [False]
+    assert scheme.name == "rotary:default:8+rotary:none:8"
+
+
+def test_layers_that_share_states_keep_none_of_their_own() -> None:
+    config = tiny_config(make_config("gemma3n_text"), FAMILIES["gemma3n_text"])
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    causal = wrap(tiny_model(kind, config, 7))
+    assert (causal.num_layers, causal.model.config.num_hidden_layers) == (2, 4)
+    assert causal.new_states(3)[0].shape[0] == 2
+
+
+def test_sinks_are_refused_where_nothing_counts_them() -> None:
+    config = tiny_config(make_config("gpt_oss"), FAMILIES["gpt_oss"])
+    causal = wrap(tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, 7))
+    assert causal.sinks
+    with pytest.raises(UnsupportedModel, match="attention sinks, which only the engine's own"):
+        causal.model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma4_text", "heads of two sizes"),
+        ("deepseek_v3", "compressed states"),
+        ("llama4_text", "within chunks"),
+        ("granitemoehybrid", "layers of type linear_attention"),
+        ("qwen3_next", "layers of type linear_attention"),
+        ("mamba", "layers of type linear_attention"),
+    ],
+)
+def test_the_reason_of_a_refusal_is_right(model_type: str, reason: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    with pytest.raises(UnsupportedModel, match=reason):
+        family_of(config).check(config)
