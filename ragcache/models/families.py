@@ -43,6 +43,7 @@ from ragcache.models.positions import (
 FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = frozenset({FULL, "attention"})
 STATE_SPACES = ("mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size")
+SOME_LAYERS, LEARNED = "rotary in some layers, none in others", "learned, so that nothing moves"
 BLOOM_LENGTH = 2048  # tokens; published configurations say it as `seq_length`, or not at all
 _UNSERVED = {
     "is_encoder_decoder": "has an encoder and a decoder; only models that decode are served",
@@ -153,6 +154,7 @@ class Family:
             no way.
         sinks: Whether the attention has a learned score without a key (attention sinks), which the
             kernels of a GPU do not know.
+        positions: How docs/models.md names the positions.
         tiny: Configuration values of the tiny model on which the family is tried, where the values
             that follow from the model's own do not fit.
 
@@ -171,6 +173,7 @@ class Family:
     patch: Callable[[Any], None] = patch_attention
     check: Callable[[Any], None] = check_properties
     sinks: bool = False
+    positions: str = "rotary"
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def position_scheme(self, model: Any) -> PositionScheme:
@@ -320,12 +323,21 @@ for _family in (
             *("stablelm", "nemotron"),  # they drop keyword arguments
         )
     ),
-    Family(("cohere", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"), interleaved=True),
-    Family(("nanochat",), backward=True),
-    Family(("smollm3",), silent_layers=_unturned),
-    Family(("cohere2",), interleaved=True, silent_layers=_full_layers),
-    Family(("afmoe",), silent_layers=_full_layers),
-    Family(("exaone4",), silent_layers=_full_layers_beside_windows),
+    Family(
+        ("cohere", "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium"),
+        interleaved=True,
+        positions="rotary, interleaved",
+    ),
+    Family(("nanochat",), backward=True, positions="rotary, backward"),
+    Family(("smollm3",), silent_layers=_unturned, positions=SOME_LAYERS),
+    Family(
+        ("cohere2",),
+        interleaved=True,
+        silent_layers=_full_layers,
+        positions=f"{SOME_LAYERS}, interleaved",
+    ),
+    Family(("afmoe",), silent_layers=_full_layers, positions=SOME_LAYERS),
+    Family(("exaone4",), silent_layers=_full_layers_beside_windows, positions=SOME_LAYERS),
     Family(("gpt_oss",), sinks=True),
     Family(
         ("gemma3n_text",),
@@ -339,13 +351,20 @@ for _family in (
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
-    Family(("granitemoehybrid",), scheme=_granite_hybrid_scheme),
-    Family(("falcon",), scheme=_falcon_scheme, dimensions=_falcon_dimensions, patch=patch_falcon),
+    Family(("granitemoehybrid",), scheme=_granite_hybrid_scheme, positions="rotary or none"),
+    Family(
+        ("falcon",),
+        scheme=_falcon_scheme,
+        dimensions=_falcon_dimensions,
+        patch=patch_falcon,
+        positions="rotary or ALiBi",
+    ),
     Family(
         ("mpt",),
         scheme=_mpt_scheme,
         dimensions=lambda config: Dimensions.of(config, window=config.max_seq_len),
         patch=patch_mpt,
+        positions="ALiBi",
         check=_check_mpt,
     ),
     Family(
@@ -353,8 +372,11 @@ for _family in (
         scheme=_bloom_scheme,
         dimensions=lambda c: Dimensions.of(c, window=getattr(c, "seq_length", BLOOM_LENGTH)),
         patch=patch_bloom,
+        positions="ALiBi",
     ),
-    Family(("gpt2", "opt"), scheme=lambda _: Learned()),
-    Family(("gpt_bigcode",), scheme=lambda _: Learned(), dimensions=_one_key_head),
+    Family(("gpt2", "opt"), scheme=lambda _: Learned(), positions=LEARNED),
+    Family(
+        ("gpt_bigcode",), scheme=lambda _: Learned(), dimensions=_one_key_head, positions=LEARNED
+    ),
 ):
     register(_family)
