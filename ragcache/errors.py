@@ -8,6 +8,7 @@
     │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, PromptTooLong, QueueFull,
     │   RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey, UnknownModule,
     │   UnknownSchema, UnusableLogits
+    ├── ServiceFailed
     └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
         StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable
 
@@ -16,6 +17,8 @@ on ragcache.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class RagCacheError(Exception):
@@ -136,12 +139,24 @@ class UnusableLogits(RequestError, ArithmeticError):
     """No token can be sampled: all are forbidden, or the logits are not finite."""
 
 
+class ServiceFailed(RagCacheError):
+    """A running service cannot be reached, or refused a request."""
+
+
 class StoreError(RagCacheError):
     """The store failed."""
 
 
 class NoState(StoreError, ValueError):
     """A folder holds no ragcache state."""
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> NoState:
+        """The error of a folder without a ledger."""
+        return cls(
+            f"there is no ragcache state in {folder}; make one with "
+            f"`ragcache ingest COLLECTION PATH --state {folder}`"
+        )
 
 
 class LedgerTooNew(StoreError, ValueError):

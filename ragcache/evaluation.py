@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import ConfigurationError
-from ragcache.pipeline import Message
+from ragcache.pipeline import Answer, Message
 from ragcache.rag import RagCache
 
 Through = Literal["ask", "chat"]
@@ -42,26 +42,26 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class MarkedAnswer:
-    """A question with its answer and marks."""
+    """A question with its answer and marks. retrieved: None where it names no document."""
 
     question: Question
     given: str
     exact_match: bool
     f1: float
-    retrieved: bool
+    retrieved: bool | None
     first_token: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
     """Means over all questions, 0 to 1. computed_tokens: the mean number of prompt tokens that were
-    computed."""
+    computed; retrieved: of the questions that name a document, None where none does."""
 
     mode: str
     questions: int
     exact_match: float
     f1: float
-    retrieved: float
+    retrieved: float | None
     computed_tokens: float
     marked: tuple[MarkedAnswer, ...]
 
@@ -143,7 +143,7 @@ def evaluate(
             answers = rag.ask_batch(asked, collection=collection, k=k, mode=mode)
         for question, answer in zip(part, answers, strict=True):
             computed += answer.reuse.computed_tokens
-            found = any(source.document == question.document for source in answer.sources)
+            found = _retrieved(question, answer)
             text, accepted = answer.text, question.answers
             first = next(iter(answer.choices[0].token_ids), None)
             marks = exact_match(text, accepted), f1(text, accepted)
@@ -156,10 +156,20 @@ def evaluate(
         count,
         exact_match=sum(m.exact_match for m in marked) / count,
         f1=sum(m.f1 for m in marked) / count,
-        retrieved=sum(m.retrieved for m in marked) / count,
+        retrieved=_mean([m.retrieved for m in marked if m.retrieved is not None]),
         computed_tokens=computed / count,
         marked=tuple(marked),
     )
+
+
+def _retrieved(question: Question, answer: Answer) -> bool | None:
+    if not question.document:
+        return None
+    return any(source.document == question.document for source in answer.sources)
+
+
+def _mean(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def first_tokens_agree(one: EvaluationReport, other: EvaluationReport) -> float:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, Unpack
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.config import DEFAULT_K, RagCacheConfig, check_mode, check_options
+from ragcache.config import (
+    DEFAULT_K,
+    RagCacheConfig,
+    check_embedding,
+    check_mode,
+    check_options,
+    check_placement,
+)
 from ragcache.db import (
     ApiKeys,
     CollectionRow,
@@ -26,7 +33,7 @@ from ragcache.db import (
     list_modules,
 )
 from ragcache.documents.source import DocumentSource
-from ragcache.errors import ConfigurationError, StoreUnwritable
+from ragcache.errors import StoreUnwritable
 from ragcache.models import LoadedModel, load_model
 from ragcache.options import AskOptions, ChatOptions, PromptOptions, SearchOptions
 from ragcache.pipeline import (
@@ -411,10 +418,7 @@ class RagCache:
             >>> rag.add_schema(trip).name
             'trip'
         """
-        if placement not in get_args(Placement):
-            raise ConfigurationError(
-                f"unknown placement {placement!r}; placements: {', '.join(get_args(Placement))}"
-            )
+        check_placement(placement)
         self._shared.deferred.release()
         return self.internals.pml.add(text, source, placement)
 
@@ -583,13 +587,10 @@ def _search(options: SearchOptions) -> tuple[str, SearchParams]:
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:
-    if embedding == "minilm":
-        return MiniLM()
-    if isinstance(embedding, str):
-        raise ConfigurationError(
-            f"unknown embedding {embedding!r}; give 'minilm' or a LangChain Embeddings object"
-        )
-    return embedding
+    if not isinstance(embedding, str):
+        return embedding
+    check_embedding(embedding)
+    return MiniLM()
 
 
 def _state_folder(folder: Path) -> Path:

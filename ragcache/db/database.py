@@ -54,10 +54,7 @@ class Database:
     def open_existing(cls, path: Path) -> Database:
         """Opens an existing file. Raises `NoState`."""
         if not path.exists():
-            raise NoState(
-                f"there is no ragcache state in {path.parent}; make one with "
-                f"`ragcache ingest COLLECTION PATH --state {path.parent}`"
-            )
+            raise NoState.in_folder(path.parent)
         return cls.open(path)
 
     @property

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from langchain_text_splitters import RecursiveCharacterTextSplitter
-
 from ragcache.documents.source import SourceDocument
 from ragcache.errors import ConfigurationError
 
@@ -35,6 +33,8 @@ def split_text(text: str, limit: int, count_tokens: Callable[[str], int]) -> lis
     text = text.strip() + _END
     if count_tokens(text) <= limit:
         return [text]
+    from langchain_text_splitters import RecursiveCharacterTextSplitter  # slow to import
+
     headings = [(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text)]
     room = limit - count_tokens(_END) - _SPARE
     splitter = RecursiveCharacterTextSplitter(

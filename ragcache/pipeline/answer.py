@@ -23,10 +23,12 @@ class Citation:
         document: Id of its document.
         module: Its name.
         uri: Where the document came from.
-        score: Of retrieval.
+        score: Of retrieval: of hybrid search the fused one, which counts ranks.
         tier: Where its states came from: a tier such as `host` or `disk`, `encoded` (computed for
             this request and kept) or `computed` (mode `exact`).
         scaffold: The modules that it was encoded with, itself included; "" if there are no others.
+        bm25: What its words score for the question; None where they were not compared.
+        cosine: The same of its vector, -1 to 1.
     """
 
     document: str
@@ -35,6 +37,8 @@ class Citation:
     score: float
     tier: str = "computed"
     scaffold: str = ""
+    bm25: float | None = None
+    cosine: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

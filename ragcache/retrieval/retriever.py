@@ -23,6 +23,7 @@ import numpy as np
 import Stemmer
 from langchain_core.embeddings import Embeddings
 
+from ragcache.config import check_k
 from ragcache.db import Catalog, Database, ModuleRow, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest
 from ragcache.retrieval.embeddings import embedder_name
@@ -57,8 +58,7 @@ class SearchParams:
     wanted: Test | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigurationError(f"k is {self.k}; at least one module is needed")
+        check_k(self.k)
         if self.search not in get_args(SearchKind):
             kinds = ", ".join(get_args(SearchKind))
             raise InvalidRequest(f"unknown search {self.search!r}; searches: {kinds}")
@@ -78,10 +78,13 @@ class SearchParams:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A module that was found. score: on the scale of `SearchParams.threshold`."""
+    """A module that was found. score: on the scale of `SearchParams.threshold`. bm25, cosine: of
+    its words and of its vector; None where that ranking did not find it."""
 
     module: ModuleRow
     score: float
+    bm25: float | None = None
+    cosine: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +173,15 @@ class Retriever:
         indexed = self._current(collection, None if vector is None else len(vector))
         if not indexed.modules:
             return Selection(query, ())
-        ranking = _rank(query, vector, indexed, params)
+        ranking, bm25, cosine = _rank(query, vector, indexed, params)
         if params.threshold is not None:
             ranking = [(n, score) for n, score in ranking if score >= params.threshold]
         if params.mmr is not None:
             ranking = _reranked(ranking[: params.depth], indexed, params)
-        hits = (Hit(indexed.modules[n], score) for n, score in ranking[: params.k])
+        hits = (
+            Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n))
+            for n, score in ranking[: params.k]
+        )
         return Selection(query, tuple(hits))
 
     def _current(self, collection: str, dimension: int | None) -> _Indexed:
@@ -241,17 +247,17 @@ def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) ->
 
 def _rank(
     query: str, vector: np.ndarray | None, indexed: _Indexed, params: SearchParams
-) -> Ranking:
-    """The candidates. Filters apply before the cut to `depth`, so they cost no hits."""
+) -> tuple[Ranking, dict[int, float], dict[int, float]]:
+    """The candidates, and what they score by words and by vectors. Filters apply before the cut to
+    `depth`, so they cost no hits."""
     index, depth = indexed.index, params.depth
     allowed = None if params.wanted is None else _allowed(indexed, params.wanted)
     dense = [] if vector is None else index.search_dense(vector, depth, allowed)
-    if params.search == "dense":
-        return dense
-    sparse = index.search_sparse(query, depth, allowed)
-    if params.search == "sparse":
-        return sparse
-    return fuse([[number for number, _ in ranking] for ranking in (sparse, dense)])
+    sparse = [] if params.search == "dense" else index.search_sparse(query, depth, allowed)
+    scores = dict(sparse), dict(dense)
+    if params.search == "hybrid":
+        return fuse([[number for number, _ in ranking] for ranking in (sparse, dense)]), *scores
+    return sparse or dense, *scores
 
 
 def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:

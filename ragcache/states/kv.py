@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from ragcache.states.arrival import Arrival
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the ledger knows keys, and opens without torch
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -135,7 +135,7 @@ def test_pml_examples_are_all_of_known_kinds() -> None:
 
 
 def test_pml_tree_is_the_one_that_is_printed() -> None:
-    from ragcache_api.cli.schema import outline_lines
+    from ragcache_api.cli.schema_outline import outline_lines
     from ragcache_schemas import lay_out
 
     [shown] = [block.text for block in pml_examples() if block.text.startswith("trip (3 modules)")]

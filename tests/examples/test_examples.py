@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_api.cli.schema import TemplateTokenizer
+from ragcache_api.cli.schema_outline import TemplateTokenizer
 from ragcache_schemas import (
     Module,
     Plan,

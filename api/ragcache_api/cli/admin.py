@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,8 +18,7 @@ from ragcache.errors import ConfigurationError
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
-    from ragcache.db import ApiKeys, Database
-    from ragcache.store import KVStore
+    from ragcache.db import ApiKeys
     from ragcache.store.verify import VerifyReport
 
 
@@ -86,9 +85,9 @@ def revoke_key(
 
 @contextmanager
 def _keys(state: Path, ledger: str | None) -> Iterator[ApiKeys]:
-    from ragcache.db import ApiKeys
-
     with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import ApiKeys
+
         yield ApiKeys(database)
 
 
@@ -108,9 +107,9 @@ def list_all_modules(
     as_json: ui.JsonOption = False,
 ) -> None:
     """List modules with the size, tiers and hits of their states."""
-    from ragcache.db import list_modules
-
     with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import list_modules
+
         rows = list_modules(database, collection)
     if as_json:
         ui.print_json(rows)
@@ -147,13 +146,14 @@ def expire_modules(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Limit how long the states of modules are kept; the documents stay."""
+    if never == (after is not None):
+        raise typer.BadParameter("give either --after SECONDS or --never")
+    ui.check_state(state, ledger)
     from ragcache.db import held_keys
     from ragcache.db.tables import DEFAULT_NAMESPACE
     from ragcache.store import admin
 
-    if never == (after is not None):
-        raise typer.BadParameter("give either --after SECONDS or --never")
-    with _inspect_store(state, ledger, remote) as (database, store):
+    with ui.inspect_store(state, ledger, remote) as (database, store):
         keys = held_keys(database, modules, DEFAULT_NAMESPACE)
         done = admin.expire(store, keys, after, dry_run=dry_run)
     if as_json:
@@ -162,19 +162,6 @@ def expire_modules(
     would = "would be" if dry_run else "are"
     until = "without a limit" if after is None else f"for {after:,g} s, unless they are pinned"
     ui.console.print(f"{len(done):,} states {would} kept {until}")
-
-
-@contextmanager
-def _inspect_store(
-    state: Path, ledger: str | None, remote: str | None
-) -> Iterator[tuple[Database, KVStore]]:
-    """The ledger and the store of a state folder, without background work."""
-    from ragcache.store import KVStore, RemoteTier
-
-    with ui.open_ledger(state, ledger) as database:
-        far = RemoteTier.open(remote) if remote else None
-        with closing(KVStore.inspect(state, database, far)) as store:
-            yield database, store
 
 
 _EVICTION_REASONS = ("pressure", "ttl", "manual", "superseded", "corrupt", "fetched_again")
@@ -186,9 +173,9 @@ def stats(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Sum up collections, tiers and evictions of a state folder."""
-    from ragcache.db import Catalog, Ledger
-
     with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import Catalog, Ledger
+
         states = Ledger(database)
         collections = Catalog(database, "", None).collections()
         tiers, evictions = states.totals(), states.evictions()
@@ -224,9 +211,10 @@ def verify(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Check every row of the ledger against every blob; print what disagrees."""
+    ui.check_state(state, ledger)
     from ragcache.store.verify import verify as verify_store
 
-    opened, bar = _inspect_store(state, ledger, remote), ui.progress_bar("verifying")
+    opened, bar = ui.inspect_store(state, ledger, remote), ui.progress_bar("verifying")
     with bar as progress, opened as (_, store):
         report = verify_store(store, repair=repair, progress=progress)
     if as_json:

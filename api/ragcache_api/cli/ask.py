@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from ragcache.config import DEFAULT_K
-from ragcache.errors import NoDocuments
+from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
@@ -33,16 +33,46 @@ def ask(
     stream: ui.StreamOption = None,
     model: ui.ModelOption = None,
     embedding: ui.EmbeddingOption = None,
+    wanted: ui.FilterOption = None,
+    server: Annotated[
+        str | None,
+        typer.Option(envvar="RAGCACHE_SERVER", help="The URL of a running service that answers; "
+                     "its model, embedding and documents count."),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar="RAGCACHE_API_KEY", help="The service's API key.")
+    ] = None,
     as_json: ui.JsonOption = False,
-) -> None:
-    """Answer a question from the documents of a collection."""
-    with ui.open_existing_rag(state, model, embedding) as rag:
+) -> None:  # fmt: skip
+    """Answer a question from the documents of a collection.
+
+    Loading the model takes seconds; a running service (--server) answers at once.
+    """
+    if not question.strip():
+        raise EmptyQuestion("the question is empty; write what you want to know")
+    if server is not None:
+        from ragcache_api.cli.served import ServedAnswer
+
+        served = ServedAnswer.ask(server, key, {
+            "question": question, "collection": collection, "k": k, "mode": mode,
+            "filters": wanted, "max_tokens": max_new_tokens, "temperature": temperature,
+            "seed": seed, "stop": stop,
+        })  # fmt: skip
+        if as_json:
+            served.result()
+            ui.print_json(served.values)
+        else:
+            ui.print_answer(served, pieces=stream)
+        return
+    with ui.open_existing_rag(state, model, embedding, collection) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop
         )
-        answer = rag.stream(question, collection=collection, k=k, mode=mode, generation=generation)
+        answer = rag.stream(
+            question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted
+        )
         if as_json:
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
@@ -81,7 +111,9 @@ def ingest(
 def prompt(
     file: Annotated[Path, typer.Argument(help="A PML prompt.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
-    mode: Annotated[str, typer.Option("--mode", help="isolated or exact.")] = "isolated",
+    mode: Annotated[
+        str, typer.Option("--mode", callback=ui.checked_mode, help="isolated or exact.")
+    ] = "isolated",
     max_new_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,

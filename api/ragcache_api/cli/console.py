@@ -20,11 +20,21 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from ragcache.errors import UnreadableDocument
+from ragcache.config import NAMESPACE, check_embedding, check_k, check_mode
+from ragcache.errors import (
+    ConfigurationError,
+    ModelNotFound,
+    NoState,
+    UnreadableDocument,
+)
 
 if TYPE_CHECKING:
+    from langchain_core.embeddings import Embeddings
+
     from ragcache import Answer, AnswerStream, RagCache
     from ragcache.db import Database
+    from ragcache.store import KVStore
+    from ragcache_api.cli.served import ServedAnswer
 
 UNWRAPPED_WIDTH = 10_000  # characters: a path that a log or a pipe breaks in two is not found again
 DEFAULT_STATE = Path("ragcache-state")
@@ -65,9 +75,49 @@ LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
 EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING)]
+NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-KOption = Annotated[int, typer.Option("-k", "--k", help="How many modules to retrieve.")]
-ModeOption = Annotated[str, typer.Option("--mode", help="rooted, linked:N, isolated or exact.")]
+
+
+def _checked_k(k: int) -> int:
+    """`check_k` as a callback: before torch is imported."""
+    return check_k(k)
+
+
+KOption = Annotated[
+    int, typer.Option("-k", "--k", callback=_checked_k, help="How many modules to retrieve.")
+]
+
+
+def checked_mode(mode: str) -> str:
+    """`check_mode` as a callback: before torch is imported."""
+    return check_mode(mode)
+
+
+ModeOption = Annotated[
+    str, typer.Option("--mode", callback=checked_mode, help="rooted, linked:N, isolated or exact.")
+]
+
+
+def _parsed_filter(text: str | None) -> dict[str, Any] | None:
+    """A filter of documents' metadata. Raises `ConfigurationError` where it is no JSON object, and
+    `InvalidRequest` where it is no filter."""
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--filter is no JSON ({error}): {text}") from error
+    if not isinstance(given, dict):
+        raise ConfigurationError(f"--filter takes a JSON object such as {_FILTER}, not {text}")
+    return given
+
+
+_FILTER = '{"year": {"$gte": 2020}}'
+FilterOption = Annotated[
+    Any, typer.Option("--filter", metavar="JSON", parser=_parsed_filter, show_default=False,
+                      help=f"Only documents with this metadata, such as {_FILTER}.")
+]  # fmt: skip
 MaxTokensOption = Annotated[
     int | None, typer.Option("--max-new-tokens", help="The most tokens of the answer.")
 ]
@@ -101,24 +151,85 @@ def open_rag(state: Path, model: str | None, embedding: str | None, **options: A
 
 
 def open_existing_rag(
-    state: Path, model: str | None = None, embedding: str | None = None
-) -> RagCache:
-    """Opens a state folder that exists. Raises `NoState` before the model is loaded."""
+    state: Path, model: str | None = None, embedding: str | None = None,
+    collection: str | None = None, **options: Any,
+) -> RagCache:  # fmt: skip
+    """Opens a state folder that exists. Raises `NoState`, and `UnknownCollection` for a collection
+    that it lacks, before torch is imported."""
     from ragcache_api.settings import ServiceSettings
 
-    with open_ledger(state, ServiceSettings.read().ledger):
-        pass
-    return open_rag(state, model, embedding)
+    check_model(model)
+    check_embedding(embedding)
+    with open_ledger(state, ServiceSettings.read().ledger) as database:
+        if collection is not None:
+            check_collection(database, collection)
+    return open_rag(state, model, embedding, **options)
+
+
+def check_collection(database: Database, collection: str, namespace: str = NAMESPACE) -> None:
+    """Raises `UnknownCollection` where the ledger has none of this name."""
+    from ragcache.db import Catalog
+
+    Catalog(database, "", None, namespace).stamp(collection)
+
+
+def check_model(name: str | None) -> None:
+    """Raises `ModelNotFound` for a path of a folder that does not exist; names of the hub pass."""
+    if name is None:
+        return
+    path = Path(name).expanduser()
+    spelled_as_path = path.is_absolute() or name.startswith((".", "~"))
+    if (spelled_as_path and not path.is_dir()) or path.is_file():
+        raise ModelNotFound(
+            f"cannot load the model {name!r}: there is no such folder. Give a folder with "
+            "config.json, weights and tokenizer, or the name of a hub model"
+        )
 
 
 @contextmanager
 def open_ledger(state: Path, ledger: str | None = None) -> Iterator[Database]:
     """The ledger at a URL, or else that of a state folder, which must exist. Raises `NoState`."""
+    check_state(state, ledger)
     from ragcache.db import Database
 
     path = state / "ledger.sqlite"
     with closing(Database.open(ledger) if ledger else Database.open_existing(path)) as database:
         yield database
+
+
+@contextmanager
+def inspect_store(
+    state: Path, ledger: str | None, remote: str | None
+) -> Iterator[tuple[Database, KVStore]]:
+    """The ledger and the store of a state folder, without background work."""
+    with open_ledger(state, ledger) as database:
+        from ragcache.store import KVStore, RemoteTier
+
+        far = RemoteTier.open(remote) if remote else None
+        with closing(KVStore.inspect(state, database, far)) as store:
+            yield database, store
+
+
+def check_state(state: Path, ledger: str | None) -> None:
+    """Raises `NoState` where neither the folder nor the settings name a ledger that may exist.
+    Nothing is imported."""
+    if ledger is None and not (state / "ledger.sqlite").exists():
+        raise NoState.in_folder(state)
+
+
+def embedder_named(name: str | None) -> Embeddings | None:
+    """The built-in embedder of a name, loaded."""
+    if name is None:
+        return None
+    from ragcache.retrieval.embeddings import MiniLM
+
+    return MiniLM()
+
+
+def format_scores(bm25: float | None, cosine: float | None) -> str:
+    """The scores of a hit, each by its name."""
+    known = (("bm25", bm25), ("cosine", cosine))
+    return " · ".join(f"{name} {score:.2f}" for name, score in known if score is not None)
 
 
 def read_text(file: Path) -> str:
@@ -179,7 +290,7 @@ def plain_table(*columns: str, rows: Iterable[Sequence[str]] = (), left: int = 1
     return table
 
 
-def print_answer(stream: AnswerStream, *, pieces: bool | None) -> None:
+def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) -> None:
     """Prints an answer's text (by pieces; None does so on a terminal only), sources, mode, tokens
     and times."""
     if console.is_terminal if pieces is None else pieces:
@@ -189,7 +300,7 @@ def print_answer(stream: AnswerStream, *, pieces: bool | None) -> None:
     answer = stream.answer
     table = plain_table()
     for source in answer.sources:
-        score = f"{source.score:.3f}" if source.score else ""
+        score = format_scores(source.bm25, source.cosine)
         table.add_row(escape(source.module), score, source.tier, style="dim")
     console.print(table)
     timings = answer.timings
@@ -199,7 +310,7 @@ def print_answer(stream: AnswerStream, *, pieces: bool | None) -> None:
     )
 
 
-def _print_pieces(stream: AnswerStream) -> None:
+def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:
     """Prints pieces of an answer as they come, without white space at the front."""
     begun = False
     for piece in stream:

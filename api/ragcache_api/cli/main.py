@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import admin, ask, measure, schema
+from ragcache_api.cli import admin, ask, chat, documents, measure, schema
 from ragcache_api.cli.console import errors
-from ragcache_schemas import PMLError
+
+_AFTER_CTRL_C = {
+    "bench": "nothing was written",
+    "chat": "the conversation is not kept, the collection is as it was",
+    "ingest": "what was encoded is kept, no document is half stored; the same command goes on",
+    "rm": "a document is removed whole or not at all; `ragcache documents` lists what is left",
+    "schema": "what was encoded is kept, no schema is half stored; the same command goes on",
+    "sync": "what was encoded is kept, no document is half stored; the same command goes on",
+    "warm": "states that were encoded are kept; the same command goes on",
+}
+"""What is left after Ctrl-C, by command; of all others the state folder is as it was."""
+
+
+class InterruptibleCommands(typer.core.TyperGroup):
+    """Commands that say after Ctrl-C what is kept and how to go on."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command; ends with status 130 where it was interrupted."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            kept = _AFTER_CTRL_C.get(ctx.invoked_subcommand, "the state folder is as it was")
+            errors.print(f"\ninterrupted: {kept}", markup=False)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
     name="ragcache",
+    cls=InterruptibleCommands,
     help="Question answering over your documents, whose attention states are computed once.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -22,6 +48,12 @@ app = typer.Typer(
 app.command("demo")(ask.demo)
 app.command("ingest")(ask.ingest)
 app.command("ask")(ask.ask)
+app.command("chat")(chat.chat)
+app.command("retrieve")(documents.retrieve)
+app.command("collections")(documents.collections)
+app.command("documents")(documents.documents)
+app.command("rm")(documents.remove)
+app.command("warm")(documents.warm)
 app.command("prompt")(ask.prompt)
 app.command("eval")(measure.evaluate_command)
 app.command("doctor")(admin.doctor)
@@ -40,10 +72,18 @@ def main() -> None:
     spin_briefly()
     try:
         app()
-    except (RagCacheError, PMLError) as error:
+    except Exception as error:
+        if not isinstance(error, RagCacheError) and not _is_pml_error(error):
+            raise
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
         errors.print(str(error), markup=False)
         sys.exit(1)
+
+
+def _is_pml_error(error: Exception) -> bool:
+    """The language is imported only where a command reads some of it."""
+    language = sys.modules.get("ragcache_schemas")
+    return language is not None and isinstance(error, language.PMLError)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ragcache.config import DEFAULT_K
-from ragcache.errors import ConfigurationError
+from ragcache.config import DEFAULT_K, check_mode
+from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
@@ -283,13 +283,17 @@ def evaluate_command(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Mark the answers to known questions, mode by mode."""
-    from ragcache.evaluation import evaluate, load_questions
-
     if through not in ("ask", "chat"):
         raise ConfigurationError(f"--through is {through!r}; give ask or chat")
+    for mode in modes.split(","):
+        check_mode(mode.strip())
+    if not questions.is_file():
+        raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
+    from ragcache.evaluation import evaluate, load_questions
+
     expected = load_questions(questions)
     reports = []
-    with ui.open_existing_rag(state, model, embedding) as rag:
+    with ui.open_existing_rag(state, model, embedding, collection) as rag:
         for mode in modes.split(","):
             options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
             with ui.progress_bar(f"asking, {mode}") as progress:
@@ -312,8 +316,9 @@ def _print_reports(reports: list[EvaluationReport]) -> None:
     )
     for report in reports:
         shares = (report.exact_match, report.f1, report.retrieved)
+        cells = ("-" if share is None else f"{100 * share:.1f}%" for share in shares)
         table.add_row(
-            report.mode, str(report.questions), *(f"{100 * share:.1f}%" for share in shares),
+            report.mode, str(report.questions), *cells,
             f"{report.computed_tokens:,.1f} tokens", _agreement(report, reports),
         )  # fmt: skip
     ui.console.print(table)
@@ -354,12 +359,16 @@ def plan(
 
     The corpus is PATHS, or a collection that is stored. Nothing is changed.
     """
+    if bool(paths) == (collection is not None):
+        raise ConfigurationError("give either files and folders or --collection")
+    ui.check_model(model)
+    for path in paths or []:
+        if not path.exists():
+            raise UnreadableDocument(f"cannot read {path}: there is no such file or folder")
     import psutil
 
     from ragcache.planning import Budgets, advise, make_plan
 
-    if bool(paths) == (collection is not None):
-        raise ConfigurationError("give either files and folders or --collection")
     budgets = Budgets.parse(host_bytes, device_bytes, disk_bytes)
     with ui.errors.status("loading the model"):
         from ragcache.models import load_model

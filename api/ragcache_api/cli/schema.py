@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.text import Text as StyledText
 
-from ragcache.config import DEFAULT_K
-from ragcache.errors import ModelNotFound
+from ragcache.config import DEFAULT_K, check_placement
 from ragcache_api.cli import console as ui
-from ragcache_api.schema_tree import SchemaNode, schema_nodes
-from ragcache_schemas import (
-    Finding,
-    Layout,
-    Module,
-    Parameter,
-    Placement,
-    PMLError,
-    PMLWarning,
-    PositionSpan,
-    Schema,
-    SchemaIndex,
-    Slot,
-    Text,
-    Union,
-    is_prompt,
-    lay_out,
-    lint_prompt,
-    lint_schema,
-    parse_prompt,
-    parse_schema,
-    render_schema_turns,
-    write_schema,
-)
 
 if TYPE_CHECKING:
-    from ragcache.models import LoadedModel
-    from ragcache.pipeline import ChatTemplate
+    from ragcache_schemas import Layout, Placement, Schema
 
 
 app = typer.Typer(help="PML schemas: written ones and generated ones.", no_args_is_help=True)
 _FILE_SUFFIXES = (".xml", ".pml")
-_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
-_NODE_STYLES = {"module": "bold", "union": "cyan", "param": "green", "slot": "cyan", "text": ""}
-_WHITE_SPACE = re.compile(r"\s+")
-_PREVIEW_SOURCE = 200  # characters of a text from which a preview is made
-_SHORTEST_PREVIEW = 24
 
 
 @app.command("add")
@@ -66,7 +31,9 @@ def add(
     model: ui.ModelOption = None,
 ) -> None:
     """Store a schema and encode its modules, so that prompts can import them."""
+    ui.check_model(model)
     text = ui.read_text(file)
+    check_placement(placement)
     with ui.open_rag(state, model, None) as rag:
         added = rag.add_schema(text, placement=cast("Placement", placement), source=str(file))
         encoded = rag.stats().encoded
@@ -85,9 +52,14 @@ def show(
     model: ui.ModelOption = None,
 ) -> None:
     """Print the generated schema of a collection, or a tree with token counts and positions."""
-    if target.endswith(_FILE_SUFFIXES):
+    is_file = target.endswith(_FILE_SUFFIXES)
+    file = _require_file(target) if is_file else Path()
+    from ragcache_api.cli.schema_outline import TemplateTokenizer, read_schema
+    from ragcache_schemas import lay_out, render_schema_turns, write_schema
+
+    if is_file:
         tokenizer = TemplateTokenizer.load(model)
-        rendered = render_schema_turns(_read_schema(Path(target)), tokenizer.template.render)
+        rendered = render_schema_turns(read_schema(file), tokenizer.template.render)
         layout = lay_out(rendered, tokenizer.template.count)
         _print_tree(rendered, layout, tokenizer.show_control_tokens)
         return
@@ -110,13 +82,21 @@ def lint(
     as_json: ui.JsonOption = False,
 ) -> None:
     """Find what is wrong, doubtful or wasteful in files. Exit status 1 if anything is."""
+    from ragcache_api.cli.schema_outline import (
+        TemplateTokenizer,
+        finding_values,
+        format_finding,
+        lint_files,
+    )
+
+    ui.check_model(model)
     findings, notes = lint_files(files, TemplateTokenizer.load(model).template)
     found = [(file, finding) for file, each in findings.items() for finding in each]
     count = len(found)
     for note in notes:
         ui.errors.print(StyledText(note, "dim"), soft_wrap=True)
     if as_json:
-        ui.print_json([_finding_values(finding, file) for file, finding in found])
+        ui.print_json([finding_values(finding, file) for file, finding in found])
     else:
         for file, finding in found:
             ui.console.print(format_finding(finding, file), soft_wrap=True)
@@ -132,206 +112,16 @@ def xsd() -> None:
     typer.echo((package_files("ragcache_schemas") / "pml.xsd").read_text(encoding="utf-8"))
 
 
-def _read_schema(file: Path) -> Schema:
+def _require_file(target: str) -> Path:
+    """The file of a target that is spelled as one. Raises `BadParameter`."""
+    file = Path(target)
     if not file.is_file():
         raise typer.BadParameter(f"there is no file {file}", param_hint="TARGET")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", PMLWarning)
-        parsed = parse_schema(file.read_bytes(), source=str(file))
-    for warning in caught:
-        ui.errors.print(StyledText(str(warning.message), "yellow"), soft_wrap=True)
-    return parsed
+    return file
 
 
 def _print_tree(schema: Schema, layout: Layout, readable: Callable[[str], str] = str) -> None:
+    from ragcache_api.cli.schema_outline import outline_lines
+
     for line in outline_lines(schema, layout, readable, width=max(ui.console.width, 100)):
         ui.console.print(line, no_wrap=True, crop=False, overflow="ignore", soft_wrap=True)
-
-
-def lint_files(
-    files: Sequence[Path], template: ChatTemplate
-) -> tuple[dict[Path, list[Finding]], list[str]]:
-    """The findings in each file, and notes on prompts whose schema is not among the files."""
-    texts = {file: file.read_bytes() for file in files}
-    prompts = [file for file in texts if is_prompt(texts[file])]
-    findings: dict[Path, list[Finding]] = {}
-    indexes: dict[str, SchemaIndex] = {}
-    notes: list[str] = []
-    for file, text in texts.items():
-        if file not in prompts:
-            findings[file] = lint_schema(
-                text, source=str(file), count_tokens=template.count, render=template.render
-            )
-            index = _read_quietly(
-                lambda text: SchemaIndex.build(parse_schema(text), template.count), text
-            )
-            if index is not None:
-                indexes[index.schema.name] = index
-    for file in prompts:
-        prompt = _read_quietly(parse_prompt, texts[file])
-        name = None if prompt is None else prompt.schema
-        findings[file] = lint_prompt(texts[file], indexes.get(name or ""), source=str(file))
-        if name is not None and name not in indexes:
-            notes.append(f"{file}: name the file of the schema {name!r} too, to check against it")
-    return {file: findings[file] for file in texts}, notes
-
-
-def _read_quietly(read: Callable[[bytes], Any], text: bytes) -> Any:
-    """None where the text is invalid: its findings say why."""
-    with suppress(PMLError), warnings.catch_warnings():
-        warnings.simplefilter("ignore", PMLWarning)
-        return read(text)
-    return None
-
-
-def format_finding(finding: Finding, file: Path) -> StyledText:
-    """A finding with the line of the file that it is about and a mark under its column."""
-    where = finding.location
-    place = f"{file}:{where.line}:{where.column}" if where else str(file)
-    out = StyledText.assemble(
-        (place, "bold"), ": ", (finding.severity, _SEVERITY_STYLES[finding.severity]), ": ",
-        finding.message, " ", (f"[{finding.kind}]", "dim"),
-    )  # fmt: skip
-    if where is None:
-        return out
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    if where.line > len(lines):
-        return out
-    line = lines[where.line - 1].replace("\t", " ")
-    start = max(0, where.column - 50)
-    number = f"{where.line:>6} │ "
-    out.append(f"\n{number}{line[start : start + 90]}", "dim")
-    out.append("\n" + " " * (len(number) + where.column - 1 - start) + "^", "bold")
-    return out
-
-
-def _finding_values(finding: Finding, file: Path) -> dict[str, object]:
-    where = finding.location
-    line, column = (where.line, where.column) if where else (None, None)
-    return {
-        "file": str(file), "line": line, "column": column, "severity": finding.severity,
-        "kind": finding.kind, "message": finding.message,
-    }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OutlineRow:
-    """A node in one line behind the guides of the tree."""
-
-    guide: str
-    kind: str
-    name: str
-    span: PositionSpan
-    preview: str
-
-    @property
-    def label(self) -> StyledText:
-        name = f" {self.name}" if self.name else ""
-        kind = (self.kind, _NODE_STYLES[self.kind])
-        return StyledText.assemble((self.guide, "dim"), kind, (name, "bold"))
-
-    @property
-    def positions(self) -> str:
-        span = self.span
-        return f"{span.start:,}–{span.end - 1:,}" if span.length else f"{span.start:,}"
-
-
-def outline_lines(
-    schema: Schema, layout: Layout, readable: Callable[[str], str] = str, *, width: int = 100
-) -> Iterator[StyledText]:
-    """The tree of a schema as lines of about `width`, with the positions and tokens of every node;
-    `readable` is applied to the text of a preview."""
-    rows = list(_outline_rows(schema_nodes(schema, layout), ""))
-    modules = sum(row.kind == "module" for row in rows)
-    title = f"{schema.name} ({modules} modules)"
-    widest = max(len(title), *(len(row.label) for row in rows)) if rows else len(title)
-    room = max(_SHORTEST_PREVIEW, width - widest - 28)
-    yield StyledText(f"{title:<{widest}}  {'positions':>13}  {'tokens':>7}  text", "bold")
-    for row in rows:
-        label = row.label
-        label.pad_right(widest - len(label))
-        tokens = f"≤ {row.span.length:,}" if row.kind == "param" else f"{row.span.length:,}"
-        preview = readable(row.preview)
-        preview = preview if len(preview) <= room else preview[: room - 1] + "…"
-        numbers = f"  {row.positions:>13}  {tokens:>7}  "
-        yield StyledText.assemble(label, numbers, (preview, "dim"))
-    for scaffold in schema.scaffolds:
-        paths = " ".join("/".join(path) for path in scaffold.modules)
-        yield StyledText.assemble(("scaffold ", "magenta"), paths)
-    note = "unions count with their longest member"
-    if layout.placement == "compact":
-        note = "what a prompt always holds; modules close up behind it"
-    total = f"{'in all':<{widest}}  {'':>13}  {layout.length:>7,}  "
-    yield StyledText.assemble((total, "bold"), (note, "dim"))
-
-
-def _outline_rows(nodes: Sequence[SchemaNode], guide: str) -> Iterator[OutlineRow]:
-    for number, node in enumerate(nodes):
-        last = number == len(nodes) - 1
-        here, below = guide + ("└── " if last else "├── "), guide + ("    " if last else "│   ")
-        name, preview = _name_and_preview(node)
-        yield OutlineRow(here, node.kind, name, node.span, preview)
-        match node.part:
-            case Module(children=(Text(),)):
-                pass  # the module's own line shows its text
-            case Module() | Union():
-                yield from _outline_rows(node.children, below)
-
-
-def _name_and_preview(node: SchemaNode) -> tuple[str, str]:
-    match node.part:
-        case Text(text=text):
-            return "", _WHITE_SPACE.sub(" ", text[:_PREVIEW_SOURCE])
-        case Parameter(name=name, scaffold=scaffold):
-            return name, scaffold or ""
-        case Slot(name=name, collection=collection):
-            return name, f"of the collection {collection}"
-        case Union(members=members):
-            return f"of {len(members)}", ""
-        case Module(name=name, children=(Text(text=text),)):
-            return name, _WHITE_SPACE.sub(" ", text[:_PREVIEW_SOURCE])
-        case Module(name=name, cache=cache):
-            return name, "" if cache else "not cached"
-
-
-# Control tokens in a rendered chat template stand as these private characters.
-_HIDDEN_TOKEN = re.compile("[\U00100000-\U0010fffd]")
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateTokenizer:
-    """The tokenizer and chat template of a model, loaded without its weights."""
-
-    model: LoadedModel
-    template: ChatTemplate
-
-    @classmethod
-    def load(cls, model: str | None) -> TemplateTokenizer:
-        """Loads those of a model folder or hub name; None is the embedded reader."""
-        from transformers import AutoTokenizer
-
-        from ragcache.models import LoadedModel
-        from ragcache.models.loader import READER
-        from ragcache.pipeline import ChatTemplate
-
-        source = model or str(READER)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ModelNotFound(
-                f"cannot load the tokenizer of {source!r}: {error}. Give a folder with a "
-                "tokenizer, or the name of a hub model that this machine can reach"
-            ) from error
-        loaded = LoadedModel(source, cast("Any", None), tokenizer)  # text needs no weights
-        return cls(loaded, ChatTemplate(loaded))
-
-    def count_trusted(self, text: str) -> int:
-        """Tokens of a text in which control tokens are recognized, as in a generated schema."""
-        return len(self.model.encode(text))
-
-    def show_control_tokens(self, text: str) -> str:
-        """`text` with the template's control tokens spelled out."""
-        from ragcache.pipeline.chat_template import MARK
-
-        decode, encode = self.model.tokenizer.decode, self.template.encode
-        return MARK.sub(lambda mark: str(decode(encode(mark[0]))), text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ragcache import RagCache
 from tests.api.cli.conftest import QUESTION, Run, error_of
 
 
@@ -44,3 +46,65 @@ def test_the_commands_are_listed_without_heavy_libraries() -> None:
     code = f"import sys, ragcache_api.cli.main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+HEAVY = ("torch", "transformers", "langchain_text_splitters", "fastapi")
+LIBRARIES = (*HEAVY, "sqlalchemy", "numpy", "faiss", "langchain_core", "lxml", "ragcache_schemas")
+
+
+def imported_by(*arguments: object, status: int, among: tuple[str, ...]) -> list[str]:
+    """What a command of a new process imports."""
+    code = (
+        "import sys, atexit\n"
+        f"atexit.register(lambda: print('IMPORTED', [m for m in {among} if m in sys.modules]))\n"
+        f"sys.argv = ['ragcache', *{list(map(str, arguments))}]\n"
+        "from ragcache_api.cli.main import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    found: list[str] = ast.literal_eval(done.stdout.rpartition("IMPORTED")[2].strip())
+    return found
+
+
+def test_wrong_arguments_fail_before_anything_is_imported(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    for arguments in (
+        ["ask", "?", "-c", "notes", "--mode", "fast"],
+        ["ask", "?", "-c", "notes", "--state", nowhere],
+        ["ask", "?", "-c", "notes", "--model", nowhere],
+        ["prompt", nowhere],
+        ["schema", "add", nowhere],
+        ["eval", "notes", nowhere],
+        ["plan", nowhere],
+        ["verify", "--state", nowhere],
+    ):
+        assert imported_by(*arguments, status=1, among=LIBRARIES) == [], arguments
+
+
+def test_a_collection_is_checked_before_torch_is_imported(ingested: Path) -> None:
+    asked = ("ask", "?", "-c", "absent", "--state", ingested)
+    assert imported_by(*asked, status=1, among=HEAVY) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["stats"], ["documents", "notes"], ["retrieve", "key", "-c", "notes"]]
+)
+def test_commands_that_compute_nothing_do_without_torch(ingested: Path, command: list[str]) -> None:
+    assert imported_by(*command, "--state", ingested, status=0, among=HEAVY) == []
+
+
+def test_an_interrupted_command_says_what_is_kept(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RagCache, "ingest", interrupt)
+    monkeypatch.setattr(RagCache, "stream", interrupt)
+    status, _, err = run("ingest", "notes", ingested / "ledger.sqlite")
+    assert status == 130
+    assert "interrupted: what was encoded is kept" in err
+    assert "the same command goes on" in err
+    status, _, err = run("ask", QUESTION, "-c", "notes")
+    assert (status, "the state folder is as it was" in err) == (130, True)

@@ -78,6 +78,17 @@ def test_eval_through_a_chat_shows_how_many_agree(
     assert "--through is 'mail'" in error_of(wrong, "ConfigurationError")
 
 
+def test_eval_prints_a_dash_where_questions_name_no_document(
+    run: Run, ingested: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "open.jsonl"
+    file.write_text(json.dumps({"question": QUESTION, "answers": ["nonsense"]}), encoding="utf-8")
+    command = ("eval", "notes", file, "--modes", "exact")
+    assert run(*command)[1].splitlines()[-1].split()[4] == "-"
+    [report] = json_of(run(*command, "--json"))
+    assert report["retrieved"] is None
+
+
 def test_eval_lists_wrong_answers_on_request(run: Run, ingested: Path, questions: Path) -> None:
     status, out, _ = run("eval", "notes", questions, "--modes", "rooted", "--wrong")
     assert status == 0

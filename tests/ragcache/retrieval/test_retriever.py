@@ -141,6 +141,21 @@ def test_hybrid_search_fuses_both_rankings(database: Database) -> None:
     assert found(retriever, "vessel ship lock cupboard")[:2] == ["keys.md", "boats.md"]
 
 
+def test_hits_have_the_scores_of_each_ranking(database: Database) -> None:
+    _, retriever = opened(database, Topics())
+    found = {
+        search: retriever.retrieve("Where is the ship key?", "notes", SearchParams(3, search))
+        for search in ("sparse", "dense", "hybrid")
+    }
+    sparse = {hit.module.id: hit for hit in found["sparse"].hits}
+    dense = {hit.module.id: hit for hit in found["dense"].hits}
+    assert all(hit.bm25 == hit.score and hit.cosine is None for hit in sparse.values())
+    assert all(hit.cosine == hit.score and hit.bm25 is None for hit in dense.values())
+    for hit in found["hybrid"].hits:
+        assert hit.bm25 == (sparse[hit.module.id].score if hit.module.id in sparse else None)
+        assert hit.cosine == dense[hit.module.id].score
+
+
 def test_vectors_of_an_earlier_embedder_are_computed_again_once(database: Database) -> None:
     fill(Catalog(database, "tokenizer", None))
     embedder = Topics()

@@ -1,0 +1,120 @@
+"""`ragcache chat`: a conversation in the terminal, over the documents of a collection."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ragcache.config import DEFAULT_K
+from ragcache.errors import PromptTooLong, RequestError
+from ragcache_api.cli import console as ui
+
+if TYPE_CHECKING:
+    from ragcache import Answer, Generation, RagCache
+
+_PROMPT = "> "
+
+
+def chat(
+    collection: Annotated[
+        str | None, typer.Option("--collection", "-c", help="Where to look; else the model alone.")
+    ] = None,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    k: ui.KOption = DEFAULT_K,
+    mode: ui.ModeOption = "rooted",
+    wanted: ui.FilterOption = None,
+    max_new_tokens: ui.MaxTokensOption = None,
+    temperature: ui.TemperatureOption = None,
+    seed: ui.SeedOption = None,
+    model: ui.ModelOption = None,
+    embedding: ui.EmbeddingOption = None,
+) -> None:
+    """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
+
+    Each message is answered from the modules that it retrieves; what was said before is kept, and
+    forgotten from the front where it no longer fits the model's window.
+    """
+    with ui.open_existing_rag(state, model, embedding, collection) as rag:
+        from ragcache import Generation
+
+        generation = Generation.of(
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        )
+        talk = Talk(rag, collection, k, mode, wanted, generation)
+        for text in _typed():
+            try:
+                talk.say(text)
+            except RequestError as error:  # the conversation goes on without this message
+                ui.errors.print(f"{type(error).__name__}: {error}", markup=False)
+
+
+class Talk:
+    """A conversation: messages without the documents that each was answered from."""
+
+    def __init__(
+        self, rag: RagCache, collection: str | None, k: int, mode: str,
+        filters: dict[str, object] | None, generation: Generation,
+    ) -> None:  # fmt: skip
+        self.said: list[dict[str, str]] = []
+        self._rag, self._collection, self._k, self._mode = rag, collection, k, mode
+        self._filters, self._generation = filters, generation
+
+    def say(self, text: str) -> None:
+        """Answers a message and prints the answer as it comes, with its sources."""
+        message = {"role": "user", "content": self._with_documents(text)}
+        answer = self._answer(message)
+        self.said += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": answer.text},
+        ]
+
+    def _answer(self, message: dict[str, str]) -> Answer:
+        """The answer after as much of the conversation as fits. Raises `PromptTooLong` where the
+        message alone does not."""
+        while True:
+            try:
+                stream = self._rag.stream_chat(
+                    [*self.said, message], mode=self._mode, generation=self._generation
+                )
+            except PromptTooLong:
+                if not self.said:
+                    raise
+                del self.said[:2]
+                ui.errors.print("[dim]the oldest question is forgotten: the window is full[/]")
+                continue
+            ui.print_answer(stream, pieces=True)
+            return stream.answer
+
+    def _with_documents(self, text: str) -> str:
+        """The message with the modules that it retrieves."""
+        from ragcache.evaluation import PASTED
+
+        if self._collection is None:
+            return text
+        options = {"collection": self._collection, "k": self._k, "filters": self._filters}
+        hits = self._rag.retrieve(text, **options).hits  # type: ignore[arg-type]  # a TypedDict
+        found = "\n\n".join(hit.module.text.strip() for hit in hits)
+        return PASTED.format(documents=found, question=text) if hits else text
+
+
+def _typed() -> Iterator[str]:
+    """Lines of standard input up to an empty one; a terminal shows a prompt and edits lines."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            if not line.strip():
+                return
+            yield line.strip()
+        return
+    import readline  # noqa: F401  # `input` edits lines with it
+
+    while True:
+        try:
+            line = input(_PROMPT).strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line

@@ -1,0 +1,217 @@
+"""`ragcache collections`, `documents`, `rm`, `retrieve` and `warm`: what is stored, unasked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from ragcache.config import DEFAULT_K, NAMESPACE, check_embedding, check_namespace
+from ragcache.errors import ConfigurationError, DocumentError
+from ragcache_api.cli import console as ui
+
+if TYPE_CHECKING:
+    from ragcache.db import DocumentRow
+    from ragcache.retrieval import Hit
+
+_SEARCHES = ("hybrid", "sparse", "dense")
+_PAGE = 500  # rows that are read at once
+CollectionOption = Annotated[str, typer.Option("--collection", "-c", help="Where to look.")]
+CollectionArgument = Annotated[str, typer.Argument(help="The collection.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would change.")]
+
+
+def collections(
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    namespace: ui.NamespaceOption = NAMESPACE,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """List collections, with their documents and modules."""
+    check_namespace(namespace)
+    with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import collection_page
+
+        rows = _all_rows(lambda cursor: collection_page(database, namespace, cursor, _PAGE))
+    if as_json:
+        ui.print_json(rows)
+    elif not rows:
+        ui.console.print("no collections yet; `ragcache ingest` makes one")
+    else:
+        cells = [(escape(r.name), f"{r.documents:,}", f"{r.modules:,}") for r in rows]
+        ui.console.print(ui.plain_table("collection", "documents", "modules", rows=cells))
+
+
+def documents(
+    collection: CollectionArgument,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    wanted: ui.FilterOption = None,
+    namespace: ui.NamespaceOption = NAMESPACE,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """List the documents of a collection, with their modules and metadata."""
+    check_namespace(namespace)
+    with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import document_page
+        from ragcache.retrieval.filters import compile_filters
+
+        passes = compile_filters(wanted)
+        rows = _all_rows(
+            lambda cursor: document_page(database, namespace, collection, cursor, _PAGE)
+        )
+    rows = [row for row in rows if passes is None or passes(row.attributes)]
+    if as_json:
+        ui.print_json([_document_values(row) for row in rows])
+    elif not rows:
+        ui.console.print("no documents")
+    else:
+        cells = [(escape(r.source_id), escape(r.uri), f"{r.modules:,}") for r in rows]
+        ui.console.print(ui.plain_table("document", "from", "modules", rows=cells, left=2))
+        ui.console.print(f"{len(rows):,} documents, {sum(r.modules for r in rows):,} modules")
+
+
+def _document_values(row: DocumentRow) -> dict[str, object]:
+    return {"id": row.source_id, "uri": row.uri, "modules": row.modules, "metadata": row.attributes}
+
+
+def _all_rows(page_at: Any) -> list[Any]:
+    """The rows of all pages."""
+    rows: list[Any] = []
+    cursor = None
+    while True:
+        page = page_at(cursor)
+        rows += page.items
+        cursor = page.next
+        if cursor is None:
+            return rows
+
+
+def remove(
+    collection: CollectionArgument,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids of documents, as `ragcache documents` lists.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove the collection with all of its documents.")
+    ] = False,
+    dry_run: DryRunOption = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    remote: ui.RemoteOption = None,
+    namespace: ui.NamespaceOption = NAMESPACE,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Remove documents, or a collection, with the states that nothing else needs."""
+    check_namespace(namespace)
+    if everything == bool(ids):
+        raise ConfigurationError(
+            "give ids of documents, or --all to remove the collection with all of them"
+        )
+    with ui.inspect_store(state, ledger, remote) as (database, store):
+        from ragcache.db import Catalog
+
+        catalog = Catalog(database, "", None, namespace)
+        catalog.stamp(collection)
+        known = catalog.documents(collection, None if everything else ids or [])
+        if unknown := [each for each in ids or [] if each not in known]:
+            raise DocumentError(
+                f"the collection {collection!r} has no document {unknown[0]!r}; nothing was "
+                f"removed. `ragcache documents {collection}` lists them"
+            )
+        if not dry_run:
+            freed = (
+                catalog.delete_collection(collection)[1]
+                if everything
+                else catalog.delete_documents(collection, list(known))
+            )
+            store.discard(freed)
+    if as_json:
+        ui.print_json({"dry_run": dry_run, "documents": list(known), "collection": everything})
+        return
+    would = "would be removed" if dry_run else "removed"
+    ui.console.print(f"{len(known):,} documents {would} from {collection}", markup=False)
+    if everything:
+        ui.console.print(f"the collection {collection} {would}", markup=False)
+
+
+def retrieve(
+    query: Annotated[str, typer.Argument(help="What to look for.")],
+    collection: CollectionOption,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    k: ui.KOption = DEFAULT_K,
+    search: Annotated[
+        str, typer.Option(help="hybrid, sparse (words) or dense (meaning).")
+    ] = "hybrid",
+    wanted: ui.FilterOption = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="The least score, on the scale of the search.")
+    ] = None,
+    ledger: ui.LedgerOption = None,
+    embedding: ui.EmbeddingOption = None,
+    namespace: ui.NamespaceOption = NAMESPACE,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Find the best modules for a query, with their scores; no model is loaded."""
+    check_namespace(namespace)
+    if search not in _SEARCHES:
+        raise ConfigurationError(f"unknown search {search!r}; searches: {', '.join(_SEARCHES)}")
+    check_embedding(embedding)
+    with ui.open_ledger(state, ledger) as database:
+        ui.check_collection(database, collection, namespace)
+        from ragcache.db import Catalog
+        from ragcache.retrieval import Retrievers, SearchParams
+
+        params = SearchParams(k, search, wanted, threshold)  # type: ignore[arg-type]  # checked
+        embedder = ui.embedder_named(embedding)
+        catalog = Catalog(database, "", None, namespace)
+        retriever = Retrievers(catalog, database, embedder).retriever_for()
+        found = retriever.retrieve(query, collection, params)
+    if as_json:
+        ui.print_json([_hit_values(hit) for hit in found.hits])
+        return
+    if not found.hits:
+        ui.console.print("nothing in this collection matches the query")
+    for hit in found.hits:
+        scores = ui.format_scores(hit.bm25, hit.cosine)
+        ui.console.print(f"[bold]{escape(hit.module.name)}[/]  [dim]{scores}[/]")
+        ui.console.print(hit.module.text.strip(), markup=False, style="dim")
+
+
+def _hit_values(hit: Hit) -> dict[str, object]:
+    module = hit.module
+    return {
+        "module": module.name, "document": module.document, "uri": module.uri, "score": hit.score,
+        "bm25": hit.bm25, "cosine": hit.cosine, "text": module.text, "metadata": module.attributes,
+    }  # fmt: skip
+
+
+def warm(
+    collection: CollectionArgument,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids of documents; without any, all of them.")
+    ] = None,
+    mode: Annotated[str, typer.Option("--mode", help="rooted or isolated.")] = "rooted",
+    dry_run: DryRunOption = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    model: ui.ModelOption = None,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Encode the states that no tier has any more, and keep them on the disk."""
+    if mode not in ("rooted", "isolated"):
+        raise ConfigurationError(f"states are encoded rooted or isolated, not {mode!r}")
+    with ui.open_existing_rag(state, model, None, collection) as rag:
+        known = {row.source_id for row in rag.documents(collection, ids or None)}
+        if unknown := [each for each in ids or [] if each not in known]:
+            raise DocumentError(
+                f"the collection {collection!r} has no document {unknown[0]!r}; "
+                f"`ragcache documents {collection}` lists them"
+            )
+        changes = rag.modules.warm(collection, ids or None, mode=mode, dry_run=dry_run)
+    encoded = sum(change.action == "encode" for change in changes)
+    if as_json:
+        ui.print_json({"dry_run": dry_run, "documents": len(known), "encoded": encoded})
+        return
+    would = "would be encoded" if dry_run else "encoded"
+    ui.console.print(f"{len(known):,} documents: {encoded:,} states {would}")

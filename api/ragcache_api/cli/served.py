@@ -1,0 +1,108 @@
+"""Answers of a running service, for `ragcache ask --server`: no model is loaded here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from http.client import HTTPException, HTTPResponse
+from types import SimpleNamespace
+from typing import Any, cast
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from ragcache.errors import ConfigurationError, ServiceFailed
+
+_SECONDS = 600.0  # of silence: a service sends a comment every 15
+
+
+class ServedAnswer:
+    """The answer of `POST /v1/answers`: iterate for pieces of its text. `answer` has the attributes
+    of `ragcache.Answer`, except `choices`, when the iteration has ended."""
+
+    def __init__(self, response: HTTPResponse) -> None:
+        self._response = response
+        self.values: dict[str, Any] = {}
+
+    @classmethod
+    def ask(cls, server: str, key: str | None, body: Mapping[str, Any]) -> ServedAnswer:
+        """Sends a question. Raises `ConfigurationError` for an address that is none, and
+        `ServiceFailed` where the service cannot be reached or refuses it."""
+        if urlsplit(server).scheme not in ("http", "https"):
+            raise ConfigurationError(
+                f"--server takes a URL such as http://127.0.0.1:8000, not {server!r}"
+            )
+        given = {name: value for name, value in body.items() if value is not None}
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        request = Request(
+            f"{server.rstrip('/')}/v1/answers",
+            json.dumps(given | {"stream": True}).encode(),
+            headers,
+        )
+        try:
+            return cls(cast("HTTPResponse", urlopen(request, timeout=_SECONDS)))
+        except HTTPError as error:
+            with closing(error):
+                raise ServiceFailed(_refusal(server, error)) from None
+        except (URLError, OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ServiceFailed(
+                f"no service answers at {server} ({reason}); start one with `ragcache serve`, or "
+                "ask without --server"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            with closing(self._response):
+                for name, value in _events(self._response):
+                    if name == "token":
+                        yield value["text"]
+                    elif name == "answer":
+                        self.values = value
+                    elif name == "error":
+                        raise ServiceFailed(f"the service failed: {_problem(value)}")
+        except (OSError, HTTPException) as error:
+            raise ServiceFailed(f"the connection ended before the answer did: {error}") from error
+        if not self.values:
+            raise ServiceFailed("the connection ended before the answer did")
+
+    def result(self) -> Any:
+        """The whole answer."""
+        for _ in self:
+            pass
+        return self.answer
+
+    @property
+    def answer(self) -> Any:
+        """The answer when it has ended."""
+        return json.loads(
+            json.dumps(self.values), object_hook=lambda given: SimpleNamespace(**given)
+        )
+
+
+def _events(lines: Iterator[bytes] | HTTPResponse) -> Iterator[tuple[str, Any]]:
+    """Names and values of server-sent events, each of which has one line of data."""
+    name = ""
+    for line in lines:
+        field, _, value = line.decode("utf-8").rstrip("\r\n").partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def _refusal(server: str, error: HTTPError) -> str:
+    """What a service said in an answer that is no 200."""
+    text = error.read(100_000)
+    try:
+        told = _problem(json.loads(text))
+    except ValueError:
+        told = f"status {error.code}; is this a ragcache service?"
+    return f"{server}: {told}"
+
+
+def _problem(value: Mapping[str, Any]) -> str:
+    return str(value.get("detail") or value.get("title") or value)

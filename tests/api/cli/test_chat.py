@@ -1,0 +1,57 @@
+"""`ragcache chat`: a conversation over a collection."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from ragcache import Generation, RagCache
+from ragcache.models import LoadedModel
+from ragcache_api.cli.chat import Talk
+from tests.api.cli.conftest import QUESTION, Run, error_of
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_messages_are_answered_from_what_they_retrieve(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, QUESTION, "How many days of leave are there?", "", "never read")
+    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-new-tokens", 4)
+    assert (status, err) == (0, "")
+    assert [name in out for name in ("keys.md#1", "leave.md#1", "boats.md#1")] == [
+        True,
+        True,
+        False,
+    ]
+    assert out.count("mode recognized:rooted · prompt") == 2
+
+
+def test_an_error_leaves_the_conversation(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type_lines(monkeypatch, "word " * 9000, QUESTION)
+    status, out, err = run("chat", "-c", "notes", "-k", 1, "--max-new-tokens", 4)
+    assert status == 0
+    assert err.startswith("PromptTooLong: ")
+    assert "keys.md#1" in out
+
+
+def test_an_unknown_collection_is_named(run: Run, ingested: Path) -> None:
+    error_of(run("chat", "-c", "absent"), "UnknownCollection")
+
+
+def test_the_oldest_question_is_forgotten_where_the_window_is_full(
+    ingested: Path, reader: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RagCache.open(ingested, reader) as rag:
+        talk = Talk(rag, None, 1, "rooted", None, Generation(max_new_tokens=2))
+        long = {"role": "user", "content": "word " * 9000}
+        talk.said = [long, {"role": "assistant", "content": "a"}]
+        talk.say("Hello")
+    assert "the oldest question is forgotten" in capsys.readouterr().err
+    assert talk.said[0] == {"role": "user", "content": "Hello"}

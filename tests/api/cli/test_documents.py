@@ -1,0 +1,88 @@
+"""`ragcache collections`, `documents`, `rm`, `retrieve` and `warm`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ragcache import RagCache, SourceDocument
+from ragcache.models import LoadedModel
+from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
+
+
+def test_collections_and_documents_are_listed(run: Run, ingested: Path) -> None:
+    [notes] = json_of(run("collections", "--json"))
+    assert notes == {"name": "notes", "documents": 3, "modules": 3}
+    listed = json_of(run("documents", "notes", "--json"))
+    assert [row["id"] for row in listed] == ["boats.md", "keys.md", "leave.md"]
+    assert {row["modules"] for row in listed} == {1}
+    assert "3 documents, 3 modules" in run("documents", "notes")[1]
+    error_of(run("documents", "absent"), "UnknownCollection")
+
+
+def test_a_filter_chooses_documents_by_metadata(
+    run: Run, reader: LoadedModel, tmp_path: Path
+) -> None:
+    with RagCache.open(tmp_path / "state", reader) as rag:
+        sources = [
+            SourceDocument(f"rule-{year}", f"The jetty rule of {year}.", "", {"year": year})
+            for year in (2019, 2024)
+        ]
+        rag.ingest("rules", sources)
+    recent = ("--filter", '{"year": {"$gte": 2020}}')
+    [row] = json_of(run("documents", "rules", *recent, "--json"))
+    assert row == {"id": "rule-2024", "uri": "", "modules": 1, "metadata": {"year": 2024}}
+    [hit] = json_of(run("retrieve", "jetty rule", "-c", "rules", *recent, "--json"))
+    assert hit["document"] == "rule-2024"
+    answer = json_of(run("ask", "Which jetty rule?", "-c", "rules", *recent, "--json"))
+    assert [source["document"] for source in answer["sources"]] == ["rule-2024"]
+    for text in ("{year", "[1]"):
+        status, _, err = run("documents", "rules", "--filter", text)
+        assert status == 2
+        assert "JSON" in err
+    error_of(run("documents", "rules", "--filter", '{"$near": 1}'), "InvalidRequest")
+
+
+def test_documents_are_removed_with_their_states(run: Run, ingested: Path) -> None:
+    dry = json_of(run("rm", "notes", "keys.md", "--dry-run", "--json"))
+    assert dry == {"dry_run": True, "documents": ["keys.md"], "collection": False}
+    assert json_of(run("stats", "--json"))["tiers"]["disk"]["states"] == 4
+    assert "1 documents removed from notes" in run("rm", "notes", "keys.md")[1]
+    assert json_of(run("stats", "--json"))["tiers"]["disk"]["states"] == 3
+    assert json_of(run("verify", "--json"))["clean"]
+    assert [row["id"] for row in json_of(run("documents", "notes", "--json"))] == [
+        "boats.md", "leave.md",
+    ]  # fmt: skip
+
+
+def test_a_collection_is_removed_on_request_only(run: Run, ingested: Path) -> None:
+    error_of(run("rm", "notes"), "ConfigurationError")
+    error_of(run("rm", "notes", "keys.md", "--all"), "ConfigurationError")
+    message = error_of(run("rm", "notes", "keys.md", "absent.md"), "DocumentError")
+    assert "'absent.md'" in message
+    assert "nothing was removed" in message
+    assert len(json_of(run("documents", "notes", "--json"))) == 3
+    assert "the collection notes removed" in run("rm", "notes", "--all")[1]
+    assert json_of(run("collections", "--json")) == []
+
+
+def test_retrieve_prints_scores_by_name(run: Run, ingested: Path) -> None:
+    hits = json_of(run("retrieve", QUESTION, "-c", "notes", "--json"))
+    assert hits[0]["document"] == "keys.md"
+    assert hits[0]["bm25"] > 0
+    assert hits[0]["cosine"] is None
+    assert "bm25 " in run("retrieve", QUESTION, "-c", "notes", "-k", 1)[1]
+    assert "nothing in this collection" in run("retrieve", "xylophone", "-c", "notes")[1]
+    error_of(run("retrieve", QUESTION, "-c", "notes", "--search", "fuzzy"), "ConfigurationError")
+    error_of(run("retrieve", QUESTION, "-c", "notes", "--embedding", "x"), "ConfigurationError")
+
+
+def test_warm_encodes_states_that_were_lost(run: Run, ingested: Path, reader: LoadedModel) -> None:
+    with RagCache.open(ingested, reader) as rag:
+        rag.modules.evict("notes", ["keys.md"])
+    dry = json_of(run("warm", "notes", "--dry-run", "--json"))
+    assert dry == {"dry_run": True, "documents": 3, "encoded": 1}
+    assert "3 documents: 1 states encoded" in run("warm", "notes")[1]
+    assert json_of(run("warm", "notes", "--json"))["encoded"] == 0
+    assert all(row["tiers"] for row in json_of(run("modules", "ls", "--json")))
+    error_of(run("warm", "notes", "absent.md"), "DocumentError")
+    error_of(run("warm", "notes", "--mode", "exact"), "ConfigurationError")
