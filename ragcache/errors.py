@@ -18,8 +18,6 @@ on ragcache.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 
 class RagCacheError(Exception):
     """The base class of all errors that ragcache raises deliberately."""
@@ -151,7 +149,7 @@ class NoState(StoreError, ValueError):
     """A folder holds no ragcache state."""
 
     @classmethod
-    def in_folder(cls, folder: Path) -> NoState:
+    def in_folder(cls, folder: object) -> NoState:
         """The error of a folder without a ledger."""
         return cls(
             f"there is no ragcache state in {folder}; make one with "

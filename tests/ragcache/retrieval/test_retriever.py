@@ -142,7 +142,8 @@ def test_hybrid_search_fuses_both_rankings(database: Database) -> None:
 
 
 def test_hits_have_the_scores_of_each_ranking(database: Database) -> None:
-    _, retriever = opened(database, Topics())
+    catalog, retriever = opened(database, embedder := Topics())
+    fill(catalog, embedder)
     found = {
         search: retriever.retrieve("Where is the ship key?", "notes", SearchParams(3, search))
         for search in ("sparse", "dense", "hybrid")
