@@ -7,6 +7,7 @@ from ragcache.models.loader import (
     ThreadSafeTokenizer,
     load_model,
     prompt_frame,
+    render_undated,
 )
 from ragcache.models.model import (
     CausalLM,
@@ -20,5 +21,5 @@ from ragcache.models.trial import wrap
 __all__ = [
     "Alibi", "CausalLM", "Dimensions", "Family", "ForwardBatch", "LanguageModel", "LayeredRotary",
     "Learned", "LoadedModel", "PositionScheme", "PromptFrame", "Rotary", "ThreadSafeTokenizer",
-    "load_model", "prompt_frame", "register", "wrap", "wrap_causal",
+    "load_model", "prompt_frame", "register", "render_undated", "wrap", "wrap_causal",
 ]  # fmt: skip

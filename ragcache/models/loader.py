@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ INSTRUCTION = (
     "Answer the question from the documents below. "
     "Be brief: give only the answer, in the words of the documents."
 )
+FIXED_DAY = datetime(2024, 7, 26)  # Llama's templates name it where they know none
+_ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
+_DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"]
+_DIRECTIVES += [f"%{letter}" for letter in "aAwbBYpfUWcxXeFDTGuVZz"]
 _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
 
@@ -139,27 +144,58 @@ def _device(name: str | torch.device) -> torch.device:
 class PromptFrame:
     """Texts of the model's chat template around the modules of a prompt. preamble: all up to the
     first module (template, then instruction); question: goes before the question's text; epilogue:
-    the rest of the template, up to where the answer starts."""
+    the rest of the template, up to where the answer starts. dated: whether the template prints
+    today's date, which a question then has to say: in the frame the day is always `FIXED_DAY`."""
 
     preamble: str
     question: str
     epilogue: str
+    dated: bool = False
 
 
 def prompt_frame(tokenizer: Any, instruction: str = INSTRUCTION) -> PromptFrame:
     """Splits the tokenizer's chat template at the inside of the user turn."""
+    rendered, dated = f"{tokenizer.bos_token or ''}{_MARK}\nAnswer:", False
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": _MARK}]
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    else:
-        rendered = f"{tokenizer.bos_token or ''}{_MARK}\nAnswer:"
+        rendered = render_undated(tokenizer, turns, generate=True)
+        another = render_undated(tokenizer, turns, generate=True, day=_ANOTHER_DAY)
+        dated = rendered != another
     if rendered.count(_MARK) != 1:
         raise UnsupportedModel(
             "this model's chat template does not repeat the user's text exactly once, so modules "
             "cannot be placed inside the user turn"
         )
     before, _, after = rendered.partition(_MARK)
-    return PromptFrame(f"{before}{instruction}\n\n", "Question: ", after)
+    return PromptFrame(f"{before}{instruction}\n\n", "Question: ", after, dated)
+
+
+def render_undated(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool,
+    day: datetime = FIXED_DAY,
+) -> str:  # fmt: skip
+    """The chat template's text of some messages, as it would be on a fixed day: states that follow
+    it keep their keys at midnight (docs/adr/0027)."""
+    template = tokenizer.get_chat_template()
+    if "strftime_now" in template:
+        template = _strftime_macro(day) + template
+    text: str = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=generate
+    )
+    return text
+
+
+def _strftime_macro(day: datetime) -> str:
+    """Jinja's macro in place of the function that formats today's date. transformers takes no
+    function for a template, so the directives are replaced one by one."""
+    filters = "".join(
+        f"|replace({directive!r},{day.strftime(directive)!r})" for directive in _DIRECTIVES
+    )
+    return (
+        "{%- macro strftime_now(format) -%}{%- for part in format.split('%%') -%}"
+        "{{- '' if loop.first else '%' -}}{{- part" + filters + " -}}"
+        "{%- endfor -%}{%- endmacro +%}"
+    )
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 
 from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
@@ -24,6 +25,7 @@ class AskPipeline:
     tokens: ModuleTokens
     retriever: Retriever
     scaffolds: Scaffolds
+    today: Callable[[], date] = date.today
 
     def prepare_prompts(
         self, questions: Sequence[str], collection: str, params: SearchParams, mode: str
@@ -83,8 +85,11 @@ class AskPipeline:
     def _question(self, query: str) -> list[int]:
         """The question and what the template puts around it, in tokens."""
         encode, frame = self.encoder.model.encode, self.encoder.frame
+        lead = frame.question
+        if frame.dated:  # its preamble says a fixed day
+            lead = f"Today's date is {self.today().isoformat()}.\n{lead}"
         asked = self.encoder.model.encode_untrusted(query.strip())
-        return [*encode(frame.question), *asked, *encode(frame.epilogue)]
+        return [*encode(lead), *asked, *encode(frame.epilogue)]
 
 
 def lay_out(

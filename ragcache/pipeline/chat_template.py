@@ -20,7 +20,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
-from ragcache.models import LoadedModel
+from ragcache.models import LoadedModel, render_undated
 
 _FIRST = 0x100000  # plane 16, for private use
 _FIRST_GUARD = 0x10F000  # above the marks of control tokens
@@ -48,13 +48,13 @@ class ChatTemplate:
         self._escaper = ControlTokenEscaper(special)
 
     def render(self, messages: Sequence[tuple[str, str]], *, generate: bool) -> str:
-        """The template's text, with marks for its control tokens (`ragcache_schemas.Render`)."""
+        """The template's text, with marks for its control tokens (`ragcache_schemas.Render`). What
+        it says of today's date is of a fixed day, so that schemas keep their states."""
         tokenizer = self.model.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             return "".join(UNKNOWN_TEMPLATE.format(content=content) for _, content in messages)
         chat = [{"role": role, "content": content} for role, content in messages]
-        spell = tokenizer.apply_chat_template
-        return self.mark(spell(chat, tokenize=False, add_generation_prompt=generate))
+        return self.mark(render_undated(tokenizer, chat, generate=generate))
 
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, tzinfo
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from ragcache import RagCache
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models import (
     CausalLM,
     LoadedModel,
+    PromptFrame,
     ThreadSafeTokenizer,
     load_model,
     loader,
@@ -185,6 +188,13 @@ LLAMA_2 = (
 REPEATS = "{% for m in messages %}{{ m['content'] }} again: {{ m['content'] }}{% endfor %}"
 DROPS = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+DATED = (
+    "{%- if not day is defined %}{%- set day = strftime_now('%d %b %Y') %}{%- endif %}"
+    "Today Date: {{ day }}, year {{ strftime_now(\"%Y\")|int }}, 100%% {{ strftime_now('%%d') }}"
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
 )
 
 
@@ -380,3 +390,21 @@ def test_without_a_serialized_form_tokens_count_with_their_ids() -> None:
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     with pytest.raises(ConfigurationError, match=device):
         load_model(device=device)
+
+
+def test_the_date_in_a_frame_does_not_change_with_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Later:
+            return cls(2031, 1, 5, tzinfo=tz)
+
+    dated = tokenizer(DATED)
+    expected = PromptFrame(
+        "Today Date: 26 Jul 2024, year 2024, 100%% %d<s>user: Read.\n\n", "Question: ", "</s>", True
+    )
+    assert prompt_frame(dated, "Read.") == expected
+    monkeypatch.setattr(chat_template_utils, "datetime", Later)
+    live = dated.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    assert "05 Jan 2031" in live, "the template prints today's date"
+    assert prompt_frame(dated, "Read.") == expected
+    assert not prompt_frame(tokenizer(CHATML), "Read.").dated

@@ -7,7 +7,9 @@ that is built by hand from what each token saw.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
+from datetime import date, datetime, tzinfo
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.utils import chat_template_utils
 
 from ragcache import Citation, Generation, RagCache, SourceDocument
 from ragcache.db import Database, ModuleRow
@@ -79,6 +82,51 @@ def test_the_tokens_of_a_prompt_are_known_whatever_is_read(rag: RagCache, mode: 
     with read.states.lease() as lease:
         context = build_context(read, lease.keys, lease.states)
     assert sorted(context.seen_token_ids) == sorted(build_context(exact).seen_token_ids)
+
+
+DATED = (
+    "{{ 'Today Date: ' + strftime_now('%d %b %Y') }}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+)
+SCHEMA = """
+<schema name="trip"><system>You plan trips.</system><user>Oslo has a fjord.
+<module name="m">Miami has a beach.</module></user></schema>
+"""
+
+
+def calendar(day: int) -> type[datetime]:
+    class Calendar(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Calendar:
+            return cls(2026, 11, day, tzinfo=tz)
+
+    return Calendar
+
+
+def test_nothing_is_encoded_again_after_midnight(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(model, tokenizer=deepcopy(model.tokenizer))
+    model.tokenizer.chat_template = DATED
+    prompt = '<prompt schema="trip"><m/><user>Is it warm?</user></prompt>'
+    asked = []
+    for day in (22, 23):
+        monkeypatch.setattr(chat_template_utils, "datetime", calendar(day))
+        with RagCache.open(tmp_path / "state", model, max_new_tokens=2) as rag:
+            if day == 22:
+                rag.ingest("notes", DOCUMENTS)
+                rag.add_schema(SCHEMA)
+            ask = replace(rag.internals.ask, today=partial(date, 2026, 11, day))
+            [question] = ask.prepare_prompts([QUESTION], "notes", SearchParams(1), "rooted")
+            asked.append(model.decode([token for _, token in question.own]))
+            found = rag.ask(QUESTION, collection="notes", k=1)
+            planned = rag.prompt(prompt)
+            chat = rag.chat([{"role": "user", "content": DOCUMENTS[1].text}])
+            assert found.reuse.created_tokens == planned.reuse.created_tokens == 0
+            assert min(each.reuse.cached_tokens for each in (found, planned, chat)) > 0
+            assert (rag.stats().encoded > 0) == (day == 22)
+    for text, day in zip(asked, (22, 23), strict=True):
+        assert text.startswith(f"Today's date is 2026-11-{day}.\nQuestion: ")
 
 
 def test_isolated_modules_do_not_see_the_preamble_and_rooted_ones_do(
