@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -107,23 +105,6 @@ def test_a_batch_answers_as_one_by_one(rag: RagCache) -> None:
     alone = [rag.ask(question, collection="notes") for question in questions]
     assert [a.text for a in together] == [a.text for a in alone]
     assert [a.question for a in together] == questions
-
-
-def test_a_second_process_encodes_nothing_and_answers_the_same(
-    rag: RagCache, tmp_path: Path, float_reader: Path
-) -> None:
-    here = rag.ask(QUESTION, collection="notes")
-    rag.close()
-    program = (
-        "import json, sys\n"
-        "from ragcache import RagCache\n"
-        "with RagCache.open(*sys.argv[1:3], max_new_tokens=8) as rag:\n"
-        "    answer = rag.ask(sys.argv[3], collection='notes')\n"
-        "    print(json.dumps([answer.text, rag.stats().encoded, answer.reuse.cached_tokens]))\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "state"), str(float_reader), QUESTION]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert json.loads(out) == [here.text, 0, here.reuse.cached_tokens]
 
 
 def test_a_changed_document_replaces_the_old_one(

@@ -1,7 +1,8 @@
-"""Server processes: forked from one that has the libraries, whose import costs eight seconds."""
+"""Server processes: forked from one that has all modules, whose import costs eight seconds."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -19,8 +20,8 @@ from ragcache.models import loader
 _LISTENING = re.compile(r"running on http://([\d.]+):(\d+)")
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
-    "faiss", "fastapi", "langchain_core.documents", "sqlalchemy.orm", "torch", "typer.main",
-    "transformers.models.llama.modeling_llama", "uvicorn", "xgrammar",
+    "alembic.context", "faiss", "ragcache.rag", "ragcache_api.cli.main", "ragcache_api.http.server",
+    "transformers.models.llama.modeling_llama", "uvicorn.loops.auto", "xgrammar",
 ])  # fmt: skip
 
 
@@ -73,6 +74,7 @@ def _run(
     arguments: list[str], variables: dict[str, str], folder: Path, model: Path, log: Connection
 ) -> None:
     """`python -m ragcache_api.cli.main` in a new process."""
+    gc.freeze()  # the modules stay
     os.dup2(log.fileno(), sys.stderr.fileno())
     log.close()
     os.environ.clear()
