@@ -20,7 +20,8 @@ from ragcache.models import loader
 _LISTENING = re.compile(r"running on http://([\d.]+):(\d+)")
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
-    "alembic.context", "faiss", "ragcache.rag", "ragcache_api.cli.main", "ragcache_api.http.server",
+    "alembic.context", "faiss", "ragcache.rag", "ragcache_api.cli.admin", "ragcache_api.cli.ask",
+    "ragcache_api.cli.measure", "ragcache_api.cli.schema", "ragcache_api.http.server",
     "transformers.models.llama.modeling_llama", "uvicorn.loops.auto", "xgrammar",
 ])  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,7 +180,10 @@ def test_the_page_works_with_the_key_it_asked_for(
 
 def test_the_address_of_the_page_is_told_at_the_start(served: tuple[Started, str]) -> None:
     started, address = served
-    assert f"operator's page: {address}" in "".join(started.log)
+    until = time.monotonic() + 60  # it follows the line that the server listens
+    while f"operator's page: {address}" not in "".join(started.log):
+        assert time.monotonic() < until, started.log
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
