@@ -38,13 +38,27 @@ def scaled(examples: int) -> int:
     return ceil(examples * settings().max_examples / 100)
 
 
-gc.disable()  # collecting tests makes no garbage worth looking for, nor does handing them out
 REPOSITORY = Path(__file__).parent.parent
 
 # Kernels run in Triton's interpreter, which must be chosen before anything imports triton. Where
 # there is a GPU they are compiled, and `tests/gpu` runs them.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collecting tests makes no garbage worth looking for, nor does handing them out. What is
+    registered first runs last: pytest-xdist has sent all results by then."""
+    gc.disable()
+    if hasattr(config, "workerinput"):
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    """Ends a process of tests when all else has ended, without taking its modules apart."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def pytest_collectstart() -> None:
@@ -169,15 +183,3 @@ def _trials_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "NOTES", tmp_path_factory.getbasetemp().parent / "trials")
         yield
-
-
-def _end_at_once() -> None:
-    """Ends a process of tests when all else has ended, without taking its modules apart."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-# The first that is registered is the last that runs. pytest-xdist has sent all results by then.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(_end_at_once)
