@@ -20,11 +20,15 @@ class AskOptions(TypedDict, total=False):
         generation: How the answer is generated; one greedy answer by default.
         filters: Conditions on the documents' metadata, as in `SearchOptions`.
         threshold: The lowest score of a module, as in `SearchOptions`.
+        chat_template_kwargs: Variables of the model's chat template, such as
+            `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what
+            comes before the documents, states are encoded under keys of their own.
     """
 
     collection: Required[str]
     k: int
     mode: str
+    chat_template_kwargs: Mapping[str, Any] | None
     generation: Generation
     filters: Filters | None
     threshold: float | None
@@ -71,11 +75,13 @@ class ChatOptions(TypedDict, total=False):
             must otherwise be equal; texts under 32 characters are not searched for.
         tools: JSON descriptions of functions, as Hugging Face's chat templates take them; None by
             default.
+        chat_template_kwargs: Variables of the model's chat template, as in `AskOptions`.
         generation: How the answer is generated; one greedy answer by default.
     """
 
     mode: str
     recognize: bool
+    chat_template_kwargs: Mapping[str, Any] | None
     tools: Sequence[Mapping[str, Any]] | None
     generation: Generation
 

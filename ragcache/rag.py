@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -33,7 +33,7 @@ from ragcache.db import (
     list_modules,
 )
 from ragcache.documents.source import DocumentSource
-from ragcache.errors import StoreUnwritable
+from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
 from ragcache.options import AskOptions, ChatOptions, PromptOptions, SearchOptions
 from ragcache.pipeline import (
@@ -53,6 +53,7 @@ from ragcache.pipeline import (
     members,
 )
 from ragcache.pipeline.answer import aresults, results
+from ragcache.pipeline.chat_template import template_kwargs
 from ragcache.pipeline.ingest import IngestionJobs, Progress, check_collection
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
@@ -95,6 +96,7 @@ class RagCache:
         ingestion_bytes: int | str = "256MiB",
         device: str = "cpu",
         warm_up: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder; makes it if need be. Sizes are bytes, or texts such as `8GiB`.
@@ -115,6 +117,9 @@ class RagCache:
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
             device: Where the model runs, such as `cuda` or `cuda:1`, unless it is loaded already.
             warm_up: Whether a GPU's graphs are captured now; else with the first steps.
+            chat_template_kwargs: Variables of the model's chat template in every prompt, such as
+                `{"enable_thinking": False}`; a call may set others. They are part of what states
+                are kept under wherever they change the text before documents.
             **tiers: The other tiers and their options; see `TierOptions`.
 
         Raises:
@@ -133,10 +138,11 @@ class RagCache:
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device)
+        variables = _template_kwargs(loaded, chat_template_kwargs)
         chosen = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
         store = KVStore.open(folder, database, config.host_bytes, **chosen)
-        shared = SharedServices.start(database, store, loaded, embedder, config)
+        shared = SharedServices.start(database, store, loaded, embedder, config, variables)
         return cls(shared.namespace())
 
     def __enter__(self) -> RagCache:
@@ -259,8 +265,8 @@ class RagCache:
 
         Args:
             question: The question.
-            **options: `collection`, which is required, `k`, `mode`, `generation`, `filters` and
-                `threshold`; see `AskOptions`.
+            **options: `collection`, which is required, `k`, `mode`, `generation`, `filters`,
+                `threshold` and `chat_template_kwargs`; see `AskOptions`.
 
         Raises:
             RequestError: The question is empty or too long, or a value cannot be used.
@@ -315,7 +321,9 @@ class RagCache:
         )
         mode = check_mode(options.get("mode", "rooted"))
         ask = self.internals.ask
-        prompts = ask.prepare_prompts(questions, options["collection"], params, mode)
+        prompts = ask.prepare_prompts(
+            questions, options["collection"], params, mode, options.get("chat_template_kwargs")
+        )
         return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
 
     def chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Answer:
@@ -329,7 +337,8 @@ class RagCache:
         Args:
             messages: `{"role": "system|user|assistant|tool", "content": text}`, or a plain text to
                 continue.
-            **options: `mode`, `recognize`, `tools` and `generation`; see `ChatOptions`.
+            **options: `mode`, `recognize`, `tools`, `chat_template_kwargs` and `generation`; see
+                `ChatOptions`.
 
         Raises:
             RequestError: The conversation is malformed or too long.
@@ -389,7 +398,10 @@ class RagCache:
     ) -> list[PendingAnswer]:
         check_options(options, ChatOptions, "chat")
         mode = check_mode(options.get("mode", "rooted"))
-        call = ChatCall(mode, options.get("recognize", True), options.get("tools"))
+        call = ChatCall(
+            mode, options.get("recognize", True), options.get("tools"),
+            options.get("chat_template_kwargs"),
+        )  # fmt: skip
         prompts = self.internals.chat.prepare_prompts(conversations, call)
         return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
 
@@ -600,3 +612,10 @@ def _state_folder(folder: Path) -> Path:
         reason = error.strerror or error
         raise StoreUnwritable(f"cannot make the state folder {folder}: {reason}") from error
     return folder
+
+
+def _template_kwargs(model: LoadedModel, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        return template_kwargs(model.tokenizer, kwargs)
+    except InvalidRequest as error:
+        raise ConfigurationError(str(error)) from error

@@ -153,13 +153,16 @@ class PromptFrame:
     dated: bool = False
 
 
-def prompt_frame(tokenizer: Any, instruction: str = INSTRUCTION) -> PromptFrame:
-    """Splits the tokenizer's chat template at the inside of the user turn."""
+def prompt_frame(
+    tokenizer: Any, instruction: str = INSTRUCTION, kwargs: Mapping[str, Any] | None = None
+) -> PromptFrame:
+    """Splits the tokenizer's chat template at the inside of the user turn. kwargs: variables of the
+    template."""
     rendered, dated = f"{tokenizer.bos_token or ''}{_MARK}\nAnswer:", False
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": _MARK}]
-        rendered = render_undated(tokenizer, turns, generate=True)
-        another = render_undated(tokenizer, turns, generate=True, day=_ANOTHER_DAY)
+        rendered = render_undated(tokenizer, turns, generate=True, kwargs=kwargs)
+        another = render_undated(tokenizer, turns, generate=True, kwargs=kwargs, day=_ANOTHER_DAY)
         dated = rendered != another
     if rendered.count(_MARK) != 1:
         raise UnsupportedModel(
@@ -172,16 +175,17 @@ def prompt_frame(tokenizer: Any, instruction: str = INSTRUCTION) -> PromptFrame:
 
 def render_undated(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool,
-    day: datetime = FIXED_DAY,
+    kwargs: Mapping[str, Any] | None = None, day: datetime = FIXED_DAY,
 ) -> str:  # fmt: skip
     """The chat template's text of some messages, as it would be on a fixed day: states that follow
-    it keep their keys at midnight (docs/adr/0027)."""
+    it keep their keys at midnight (docs/adr/0027). kwargs: variables of the template."""
     template = tokenizer.get_chat_template()
     if "strftime_now" in template:
         template = _strftime_macro(day) + template
     text: str = tokenizer.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=generate
-    )
+        messages, chat_template=template, tokenize=False, add_generation_prompt=generate,
+        **(kwargs or {}),
+    )  # fmt: skip
     return text
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from typing import Any
 
 from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
 from ragcache.pipeline.answer import Citation, Timestamps
+from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
 from ragcache.retrieval import Retriever, SearchParams, Selection
@@ -22,17 +24,20 @@ class AskPipeline:
 
     catalog: Catalog
     encoder: ModuleEncoder
+    template: ChatTemplate
     tokens: ModuleTokens
     retriever: Retriever
     scaffolds: Scaffolds
     today: Callable[[], date] = date.today
 
     def prepare_prompts(
-        self, questions: Sequence[str], collection: str, params: SearchParams, mode: str
-    ) -> list[BuiltPrompt]:
-        """Retrieves modules for each question, and builds its prompt. Raises `EmptyQuestion` or
-        `UnknownCollection`."""
+        self, questions: Sequence[str], collection: str, params: SearchParams, mode: str,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[BuiltPrompt]:  # fmt: skip
+        """Retrieves modules for each question, and builds its prompt. Raises `EmptyQuestion`,
+        `InvalidRequest` or `UnknownCollection`."""
         called = time.perf_counter()
+        encoder = self._encoder(template_kwargs)
         for question in questions:
             if not question.strip():
                 raise EmptyQuestion("the question is empty; write what you want to know")
@@ -41,19 +46,22 @@ class AskPipeline:
         prompts = []
         for selection in selections:
             self.scaffolds.note(collection, [hit.module.id for hit in selection.hits])
-            prompt = self.build(selection, collection, mode)
+            prompt = self.build(selection, collection, mode, encoder)
             prompts.append(replace(prompt, timestamps=timestamps))
         return prompts
 
-    def build(self, selection: Selection, collection: str, mode: str) -> BuiltPrompt:
-        """The prompt of one question over its selection. Nothing is leased or computed."""
-        exact = mode == "exact"
-        groups = self._groups(selection, collection)
-        layout = PromptLayout(self.encoder.preamble_ids)
-        question = self._question(selection.query)
+    def build(
+        self, selection: Selection, collection: str, mode: str, encoder: ModuleEncoder | None = None
+    ) -> BuiltPrompt:
+        """The prompt of one question over its selection. Nothing is leased or computed. encoder:
+        of this call's template; None is that of all."""
+        exact, encoder = mode == "exact", encoder or self.encoder
+        groups = self._groups(selection, collection, encoder)
+        layout = PromptLayout(encoder.preamble_ids)
+        question = self._question(selection.query, encoder)
         recomputed = lay_out(layout, groups, question, linked_tokens(mode), exact=exact)
         states = ModuleStates(
-            self.encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
+            encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
             self.scaffolds, collection,
         )  # fmt: skip
         return BuiltPrompt(
@@ -70,25 +78,31 @@ class AskPipeline:
             answerable=bool(selection.hits),
         )
 
-    def _groups(self, selection: Selection, collection: str) -> list[ModuleGroup]:
+    def _encoder(self, kwargs: Mapping[str, Any] | None) -> ModuleEncoder:
+        given = template_kwargs(self.encoder.model.tokenizer, kwargs)
+        return self.encoder.with_template(self.template.kwargs | given) if given else self.encoder
+
+    def _groups(
+        self, selection: Selection, collection: str, encoder: ModuleEncoder
+    ) -> list[ModuleGroup]:
         """The modules in order, grouped where a scaffold encodes several together."""
         tokens = self.tokens.of([hit.module for hit in selection.hits])
         ids = [hit.module.id for hit in selection.hits]
         groups: list[ModuleGroup] = []
-        start = len(self.encoder.preamble_ids)
+        start = len(encoder.preamble_ids)
         for begin, end in self.scaffolds.runs(collection, ids):
             token_ids = tuple(token for each in tokens[begin:end] for token in each)
             groups.append(ModuleGroup(tuple(ids[begin:end]), token_ids, start))
             start += len(token_ids)
         return groups
 
-    def _question(self, query: str) -> list[int]:
+    def _question(self, query: str, encoder: ModuleEncoder) -> list[int]:
         """The question and what the template puts around it, in tokens."""
-        encode, frame = self.encoder.model.encode, self.encoder.frame
+        encode, frame = encoder.model.encode, encoder.frame
         lead = frame.question
         if frame.dated:  # its preamble says a fixed day
             lead = f"Today's date is {self.today().isoformat()}.\n{lead}"
-        asked = self.encoder.model.encode_untrusted(query.strip())
+        asked = encoder.model.encode_untrusted(query.strip())
         return [*encode(lead), *asked, *encode(frame.epilogue)]
 
 

@@ -37,6 +37,7 @@ class ChatCall:
     mode: str = "rooted"
     recognize: bool = True
     tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,11 @@ class ChatPipeline:
         if isinstance(conversation, str):
             if options.tools:
                 raise InvalidRequest("a plain text has no place for tools; give messages")
+            if options.template_kwargs:
+                raise InvalidRequest("a plain text has no chat template; give messages")
             text, lead = self.template.plain(conversation), self.template.lead
             return RenderedChat(conversation, text, self._find(text, options), lead)
-        text = self.template.render_chat(conversation, options.tools)
+        text = self.template.render_chat(conversation, options.tools, options.template_kwargs)
         users = (str(m["content"]) for m in reversed(conversation) if m["role"] == "user")
         return RenderedChat(next(users, ""), text, self._find(text, options))
 

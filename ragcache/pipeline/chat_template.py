@@ -27,6 +27,11 @@ _FIRST_GUARD = 0x10F000  # above the marks of control tokens
 _GUARD = re.compile("[\U0010f000-\U0010fffd]")
 MARK = re.compile("([\U00100000-\U0010fffd])")
 UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
+_OWN_VARIABLES = frozenset(
+    "messages conversation tools documents chat_template add_generation_prompt "
+    "continue_final_message tokenize padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs bos_token eos_token strftime_now".split()
+)
 ROLES = ("system", "user", "assistant", "tool")
 
 Tokenize = Callable[[str, int], list[int]]
@@ -37,10 +42,14 @@ form that Hugging Face's chat templates take."""
 
 
 class ChatTemplate:
-    """Renders schemas and chats in the words of the model's template, and tokenizes the result."""
+    """Renders schemas and chats in the words of the model's template, and tokenizes the result.
 
-    def __init__(self, model: LoadedModel) -> None:
+    kwargs: variables of the template, such as `enable_thinking`; see `template_kwargs`.
+    """
+
+    def __init__(self, model: LoadedModel, kwargs: Mapping[str, Any] | None = None) -> None:
         self.model = model
+        self.kwargs = dict(kwargs or {})
         self.control = special = sorted(_control_tokens(model.tokenizer), key=len, reverse=True)
         self._ids = [model.tokenizer.convert_tokens_to_ids(token) for token in special]
         self._marks = {token: chr(_FIRST + i) for i, token in enumerate(special)}
@@ -54,13 +63,15 @@ class ChatTemplate:
         if getattr(tokenizer, "chat_template", None) is None:
             return "".join(UNKNOWN_TEMPLATE.format(content=content) for _, content in messages)
         chat = [{"role": role, "content": content} for role, content in messages]
-        return self.mark(render_undated(tokenizer, chat, generate=generate))
+        return self.mark(render_undated(tokenizer, chat, generate=generate, kwargs=self.kwargs))
 
     def render_chat(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """The prompt, up to where the answer begins. A control token comes from the template alone,
-        whatever a message says.
+        whatever a message says. kwargs: variables of the template for this chat, before those of
+        all.
 
         Raises `InvalidRequest` for messages that cannot be spelled, or that the template refuses,
         and `UnsupportedModel` where it has no place for tools.
@@ -69,14 +80,15 @@ class ChatTemplate:
         if not chat:
             raise InvalidRequest("there are no messages; give one of the user at least")
         offered = [self._escaper.hide(tool) for tool in tools or ()]
-        text = self._apply(chat, offered)
-        if offered and text == self._apply(chat, []):
+        variables = self.kwargs | template_kwargs(self.model.tokenizer, kwargs)
+        text = self._apply(chat, offered, variables)
+        if offered and text == self._apply(chat, [], variables):
             raise UnsupportedModel(
                 "this model's chat template has no place for tools; ask without `tools`, or use a "
                 "model that was trained with them"
             )
         without_calls = [{k: v for k, v in each.items() if k != "tool_calls"} for each in chat]
-        if without_calls != chat and text == self._apply(without_calls, offered):
+        if without_calls != chat and text == self._apply(without_calls, offered, variables):
             raise UnsupportedModel("this model's chat template has no place for tool calls")
         return self._escaper.reveal(self.mark(text))
 
@@ -125,18 +137,50 @@ class ChatTemplate:
                 "for control tokens; remove it"
             )
 
-    def _apply(self, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def _apply(
+        self, chat: list[dict[str, Any]], tools: list[dict[str, Any]], kwargs: dict[str, Any]
+    ) -> str:
         if getattr(self.model.tokenizer, "chat_template", None) is None:
             return "".join(UNKNOWN_TEMPLATE.format(**message) for message in chat)
         try:
             text: str = self.model.tokenizer.apply_chat_template(
-                chat, tools=tools or None, tokenize=False, add_generation_prompt=True
+                chat, tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {error}"
             ) from error
         return text
+
+
+def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables for the model's chat template, such as `enable_thinking`, checked.
+
+    Raises `InvalidRequest` for a variable that the template does not know or that ragcache sets
+    itself, and for a text that could become a control token.
+    """
+    given = dict(kwargs or {})
+    if not given:
+        return given
+    template = getattr(tokenizer, "chat_template", None)
+    texts = template.values() if isinstance(template, Mapping) else [template or ""]
+    for name in given:
+        if name in _OWN_VARIABLES:
+            raise InvalidRequest(
+                f"the chat template's variable {name!r} is set by ragcache itself; leave it out of "
+                "chat_template_kwargs"
+            )
+        if not name.isidentifier() or not any(re.search(rf"\b{name}\b", t) for t in texts):
+            raise InvalidRequest(
+                f"this model's chat template has no variable {name!r}; leave it out of "
+                "chat_template_kwargs, or look at the template for its name"
+            )
+    if ControlTokenEscaper(sorted(_control_tokens(tokenizer))).hide(given) != given:
+        raise InvalidRequest(
+            "a value in chat_template_kwargs holds a control token of the model, or the edge of "
+            "one; control tokens come from the template alone"
+        )
+    return given
 
 
 class ControlTokenEscaper:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
-from ragcache.models import LoadedModel, PromptFrame
+from ragcache.models import LoadedModel, PromptFrame, prompt_frame
 from ragcache.pipeline.chat_template import ChatTemplate
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
@@ -77,6 +77,14 @@ class ModuleEncoder(StateEncoder):
     ) -> None:
         super().__init__(model, store, encode, salt)
         self.frame = frame
+
+    def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
+        """The encoder for prompts that the chat template spells with other variables. Where those
+        change the preamble, all keys of rooted states are others."""
+        frame = prompt_frame(self.model.tokenizer, kwargs=kwargs)
+        if frame == self.frame:
+            return self
+        return ModuleEncoder(self.model, frame, self.store, self.encode, self.salt)
 
     @cached_property
     def preamble_ids(self) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from langchain_core.embeddings import Embeddings
 
@@ -57,8 +58,10 @@ class SharedServices:
     def start(
         cls, database: Database, store: KVStore, model: LoadedModel,
         embedder: Embeddings | None, config: RagCacheConfig,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> SharedServices:  # fmt: skip
-        """Connects a store and a model, and starts the engine."""
+        """Connects a store and a model, and starts the engine. template_kwargs: variables of the
+        chat template, checked."""
         model = model.thread_safe
         limits = EngineConfig.for_device(
             model.causal.device, pool_bytes=config.private_bytes, queue=config.queue,
@@ -72,7 +75,7 @@ class SharedServices:
             raise
         return cls(
             database, model, engine, store, DeferredReleases(), embedder,
-            config, ChatTemplate(model), ApiKeys(database),
+            config, ChatTemplate(model, template_kwargs), ApiKeys(database),
             IngestionWorker(config.ingestion_bytes), RequestMonitor(),
         )  # fmt: skip
 
@@ -125,7 +128,8 @@ class Namespace:
         catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name)
         retrievers = Retrievers(catalog, database, shared.embedder)
         retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
-        encoder = ModuleEncoder(model, prompt_frame(model.tokenizer), store, encode, salt)
+        frame = prompt_frame(model.tokenizer, kwargs=template.kwargs)
+        encoder = ModuleEncoder(model, frame, store, encode, salt)
         scopes = ScopeEncoder(model, template, store, encode, salt)
         tokens = ModuleTokens(catalog, model)
         ingestor = Ingestor(catalog, store, encoder, retriever, config)
@@ -133,7 +137,7 @@ class Namespace:
         in_context = InContextTokenizer(model, template)
         return cls(
             name, shared, catalog, ingestor,
-            AskPipeline(catalog, encoder, tokens, retriever, scaffolds),
+            AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, template),
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
             Submitter(model, shared.engine, shared.deferred, config, name, shared.monitor),

@@ -308,6 +308,9 @@ class RetrievalFields(BaseModel):
     )
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the model's chat template, such as `enable_thinking`."
+    )
 
     def retrieval(self) -> dict[str, Any]:
         """Options of `RagCache.ask`; what the request leaves open is left out."""

@@ -36,11 +36,12 @@ class CallOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     style: ToolStyle | None = None
     logprobs: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     @property
     def chat_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `RagCache.chat`."""
-        names = ("mode", "recognize", "tools", "generation")
+        names = ("mode", "recognize", "tools", "generation", "chat_template_kwargs")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -57,11 +58,12 @@ class CallOptions:
             options["stop"] = stop
         _check_model(options.pop("model", None), info.name)
         mode, recognize = options.pop("mode"), options.pop("recognize")
+        variables = options.pop("chat_template_kwargs", None)
         logprobs = _logprobs(options)
         form = Grammar.response_format(options.pop("response_format", None))
         tools, style, grammar = _tools(options, info, form)
         return cls(_generation(options, grammar or form, style), mode, recognize, tools, style,
-                   logprobs)  # fmt: skip
+                   logprobs, variables)  # fmt: skip
 
 
 def _renamed(options: Mapping[str, Any]) -> dict[str, Any]:

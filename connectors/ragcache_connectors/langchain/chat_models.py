@@ -36,8 +36,9 @@ EMBEDDED_READER = "ragcache-reader"
 
 # Fields that change an answer; those of the engine by LangChain's names.
 _OPTIONS = (
-    "mode recognize temperature top_p top_k min_p repetition_penalty frequency_penalty "
-    "presence_penalty seed max_tokens min_tokens stop n timeout logprobs top_logprobs priority"
+    "mode recognize chat_template_kwargs temperature top_p top_k min_p repetition_penalty "
+    "frequency_penalty presence_penalty seed max_tokens min_tokens stop n timeout logprobs "
+    "top_logprobs priority"
 ).split()
 # What programs give to any chat model, without meaning for one in this process.
 _REMOTE_OPTIONS = ("api_key", "base_url", "max_retries")
@@ -62,7 +63,7 @@ class ChatRagCache(BatchingChatModel):
         model: a folder, a hub name or a `LoadedModel` with which the state folder is opened; None
             is the embedded reader.
         open_options: more options of `RagCache.open`.
-        mode, recognize: see `RagCache.chat`.
+        mode, recognize, chat_template_kwargs: see `RagCache.chat`.
         max_tokens: None is the state folder's.
         stop: strings that end an answer and do not belong to it.
         n: how many answers `generate` gives.
@@ -81,6 +82,7 @@ class ChatRagCache(BatchingChatModel):
     open_options: dict[str, Any] = Field(default_factory=dict)
     mode: str = "rooted"
     recognize: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -44,6 +44,20 @@ def test_a_chat_is_that_of_the_library(client: TestClient, rag: RagCache) -> Non
     assert "sources" not in told
 
 
+def test_variables_of_the_chat_template(client: TestClient) -> None:
+    body = {"chat_template_kwargs": {"enable_thinking": False}}
+    for more in ({}, {"collection": "notes"}):  # the reader's template has none
+        refused = ask(client, **body, **more)
+        assert refused.status_code == 400
+        assert "no variable 'enable_thinking'" in refused.text
+    question = {"question": LEAVE, "collection": "notes", **body}
+    refused = client.post("/v1/answers", json=question)
+    assert refused.status_code == 400
+    assert "no variable 'enable_thinking'" in refused.text
+    request = ChatRequest(model=MODEL, messages=[{"role": "user", "content": "Hi"}], **body)
+    assert request.chat_options() == request.retrieval() == body
+
+
 def test_a_stream_adds_up_to_the_whole(client: TestClient) -> None:
     whole = ask(client, n=2, seed=1, temperature=0.9).json()
     streamed = chunks(ask(client, n=2, seed=1, temperature=0.9, stream=True).text)

@@ -248,13 +248,22 @@ def test_unknown_fields_are_refused(options: dict[str, Any]) -> None:
         ChatRagCache(**options)
 
 
+def test_variables_of_the_chat_template(rag: RagCache) -> None:
+    for model in (
+        ChatRagCache(rag=rag, chat_template_kwargs={"enable_thinking": False}),
+        ChatRagCache(rag=rag).bind(chat_template_kwargs={"enable_thinking": False}),
+    ):
+        with pytest.raises(InvalidRequest, match="no variable 'enable_thinking'"):
+            model.invoke("Hi")  # the reader's template has none
+
+
 def test_options_of_an_answer_identify_the_model(scripted: RagCache, tmp_path: Path) -> None:
     base = ChatRagCache(rag=scripted)._identifying_params
     assert base["model"] == "scripted"
     assert base["fingerprint"] == ModelInfo(scripted).model.causal.fingerprint
     for option in (
         {"mode": "exact"}, {"recognize": False}, {"temperature": 0.5}, {"stop": ["x"]},
-        {"max_tokens": 3}, {"seed": 1}, {"top_k": 2},
+        {"chat_template_kwargs": {"x": 1}}, {"max_tokens": 3}, {"seed": 1}, {"top_k": 2},
     ):  # fmt: skip
         assert ChatRagCache(rag=scripted, **option)._identifying_params != base
     assert ChatRagCache(rag=scripted.within("other"))._identifying_params != base

@@ -401,7 +401,7 @@ def pipeline(reader: LoadedModel) -> AskPipeline:
     tokens = SimpleNamespace(
         of=lambda rows: [tuple(reader.encode_untrusted(row.text)) for row in rows]
     )
-    return AskPipeline(none, encoder, cast("Any", tokens), none, FakeScaffolds())
+    return AskPipeline(none, encoder, none, cast("Any", tokens), none, FakeScaffolds())
 
 
 def selection_of(*numbers: int) -> Selection:

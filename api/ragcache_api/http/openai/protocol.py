@@ -140,8 +140,9 @@ class GenerationRequest(OpenAIModel, RetrievalFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def chat_options(self) -> dict[str, Any]:
-        """How cached states are read, if the request says so."""
-        return {} if self.mode is None else {"mode": self.mode}
+        """How cached states are read and the template is spelled, if the request says so."""
+        given = {"mode": self.mode, "chat_template_kwargs": self.chat_template_kwargs}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class ChatRequest(GenerationRequest):
