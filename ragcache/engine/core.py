@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from ragcache.engine.request import (
     RequestOutput,
     Segment,
     TokenDelta,
-    check_segment,
+    check_place,
+    check_states,
     check_tokens,
     check_window,
 )
@@ -53,6 +55,7 @@ from ragcache.errors import (
     TextFailed,
     UnsupportedModel,
 )
+from ragcache.states.quantization import StoredStates
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
@@ -88,6 +91,7 @@ class EngineCore:
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._checked = WeakSet[StoredStates]()  # which requests may read
         self._encode_queue = EncodeQueue(runner.model, config.encode_bytes)
         self._last_number = 0
         self._launched: LaunchedStep | None = None  # whose tokens are not known yet
@@ -151,8 +155,11 @@ class EngineCore:
                 self._check_segment(job.root)
 
     def _check_segment(self, segment: Segment) -> None:
-        runner = self.runner
-        check_segment(segment, runner.model, runner.window, by_address=runner.asynchronous)
+        runner, states = self.runner, segment.states
+        if states not in self._checked:
+            check_states(states, runner.model, by_address=runner.asynchronous)
+            self._checked.add(states)
+        check_place(segment, runner.window)
 
     def check_sizes(
         self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
@@ -208,7 +215,8 @@ class EngineCore:
         try:
             if last is not None:
                 accepted, now = self._accept(last)
-                step = step or self._launch()
+                if step is None and self.busy:
+                    step = self._launch()
             if step is not None:
                 self._sample(step)
                 if self._ahead is None:

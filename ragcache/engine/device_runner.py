@@ -166,7 +166,7 @@ class DeviceModelRunner:
         self._last: _Launch | None = None
 
     def create_pool(self, nbytes: int) -> BlockPool:
-        pool = BlockPool.create(self.model, nbytes)
+        pool = BlockPool.create(self.model, nbytes, clears=False)  # kernels read no other slots
         self._planner = DevicePlanner(
             pool, self._heads, gapless=self.model.by_position,
             programs=self._kernels.programs, block_rows=self._kernels.block_rows,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ from ragcache.errors import UnusableLogits
 BLOCK = 4096
 """Tokens that a program of the kernel takes at a time."""
 
+LIKELIEST_BLOCK = 16384
+"""Those that the likeliest of a row is looked for among, at a time."""
+
+MARKS = 32
+"""Marks that exist at once; a step has three, and two steps are under way."""
+
 
 class DeviceSampler:
     """Samples on the current stream of its device.
@@ -41,15 +48,16 @@ class DeviceSampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, on_gpu = device, device.type == "cuda"
         self._rows: _Rows | None = None
+        self._marks = cycle([new_event(timing=True) for _ in range(MARKS if on_gpu else 0)])
         self._bits = torch.arange(32, dtype=torch.int32, device=device)
 
     def mark(self) -> torch.cuda.Event | None:
         """See `TokenSampler.mark`."""
         if self.device.type != "cuda":
             return None
-        event = new_event(timing=True)
+        event = next(self._marks)
         event.record()
         return event
 
@@ -94,8 +102,9 @@ class DeviceSampler:
         host = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         inputs = torch.empty(count, dtype=torch.int64, device=self.device)
         likeliest_kernel[(count,)](
-            logits, logits.stride(0), inputs, host, vocabulary, BLOCK=BLOCK, num_warps=8
-        )
+            logits, logits.stride(0), inputs, host, vocabulary,
+            BLOCK=LIKELIEST_BLOCK, num_warps=16,
+        )  # fmt: skip
         return _PendingTokens(states, [host], self._event(), inputs)
 
     def _event(self) -> torch.cuda.Event | None:

@@ -246,4 +246,4 @@ def _with_arrival(states: KVStates) -> KVStates:
         event = new_event()
         stream = torch.cuda.current_stream(device)
         event.record(stream)
-    return replace(states, arrival=Arrival([event], states.keys.shape[0], stream=stream))
+    return replace(states, arrival=Arrival([event], stream=stream))

@@ -96,13 +96,13 @@ class LLMEngine:
             EngineClosed: The engine was closed.
         """
         self._core.check_request(request)
+        give_workers_back()  # before the engine's thread computes
         channel = AnswerChannel(self._wake)
         now = time.perf_counter()
         with self._lock:
             self._check_open()
             self._take_place(channel)
             self._inbox.put(lambda: self._core.add_request(request, channel, now))
-        give_workers_back()
         return RequestHandle(channel)
 
     def encode(self, jobs: Sequence[EncodeJob]) -> RequestHandle[KVStates, None]:

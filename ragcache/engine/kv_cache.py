@@ -32,12 +32,17 @@ class BlockPool:
 
     keys, values: [L, Hkv, N * block_size, D]. Block n is tokens n * block_size to
     (n + 1) * block_size of every layer, so blocks of consecutive numbers are contiguous.
+    clears: whether blocks are cleared when they are allocated, for readers that multiply slots
+    beyond a block's tokens by zero instead of not reading them.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, block_size: int = BLOCK_SIZE, *, clears: bool = True
+    ) -> None:
         assert keys.shape == values.shape
         assert keys.shape[2] % block_size == 0
         self.keys, self.values, self.block_size = keys, values, block_size
+        self._clears = clears
         self.num_blocks = keys.shape[2] // block_size
         self._free = _FreeRuns(self.num_blocks)
         # free ones behind a block in use, which its sequence may continue into: see `ahead`
@@ -47,7 +52,7 @@ class BlockPool:
     @classmethod
     def create(
         cls, model: LanguageModel, nbytes: int, block_size: int = BLOCK_SIZE,
-        device: torch.device | None = None,
+        device: torch.device | None = None, *, clears: bool = True,
     ) -> BlockPool:  # fmt: skip
         """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype; on the device
         `meta` they are only counted. Raises `ConfigurationError` where that is not even one."""
@@ -58,7 +63,8 @@ class BlockPool:
                 f"a pool of {nbytes} bytes for requests' own states holds no block; one block of "
                 f"{block_size} tokens takes {bytes_per_block} bytes with this model"
             )
-        return cls(*model.new_states(num_blocks * block_size, device), block_size)
+        states = model.new_states(num_blocks * block_size, device)
+        return cls(*states, block_size, clears=clears)
 
     @property
     def free_count(self) -> int:
@@ -99,7 +105,8 @@ class BlockPool:
             self._give_up(list(self._kept))
         taken += self._free.take_run(missing)
         taken += self._free.take_lowest(count - len(taken))
-        self.clear_blocks(taken)
+        if self._clears:
+            self.clear_blocks(taken)
         return taken
 
     def _take_after(self, after: int, count: int) -> list[int]:
@@ -123,7 +130,7 @@ class BlockPool:
                 self._free.give_back(number)
 
     def clear_blocks(self, block_ids: Iterable[int]) -> None:
-        """Fills blocks with zeros: slots beyond a block's tokens are masked, but must be finite."""
+        """Fills blocks with zeros, so that slots beyond their tokens are finite."""
         for begin, end in _runs(block_ids):
             here = slice(begin * self.block_size, end * self.block_size)
             self.keys[:, :, here] = 0

@@ -262,11 +262,10 @@ def check_tokens(
         )
 
 
-def check_segment(segment: Segment, model: LanguageModel, window: int, *, by_address: bool) -> None:
-    """Raises `InvalidRequest` for states that are not the model's, and `PromptTooLong` where they
-    are outside of its window, where a GPU has no angles. by_address: a GPU reads them by their
-    address, as numbers of the model's dtype or int8."""
-    states, keys = segment.states, segment.states.keys
+def check_states(states: StoredStates, model: LanguageModel, *, by_address: bool) -> None:
+    """Raises `InvalidRequest` for states that are not the model's. by_address: a GPU reads them by
+    their address, as numbers of the model's dtype or int8."""
+    keys = states.keys
     layers, heads, _, dim = keys.shape
     found = (layers, heads, dim, model_dtype(states), keys.device)
     sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
@@ -282,9 +281,14 @@ def check_segment(segment: Segment, model: LanguageModel, window: int, *, by_add
             "a GPU reads states in the model's dtype or int8, and the tokens of a head one "
             "after another; restore these or make them contiguous"
         )
+
+
+def check_place(segment: Segment, window: int) -> None:
+    """Raises `PromptTooLong` for a segment outside of the model's window, where a GPU has no
+    angles."""
     if segment.start < 0 or segment.end > window or abs(segment.delta) >= window:
         raise PromptTooLong(
-            f"states that were encoded at position {states.start} are placed at "
+            f"states that were encoded at position {segment.states.start} are placed at "
             f"{segment.start} to {segment.end}, outside of the model's window of {window}"
         )
 

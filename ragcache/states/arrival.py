@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -28,14 +29,15 @@ class Arrival:
     """
 
     def __init__(
-        self, events: Sequence[CopyEvent], layers_per_event: int = 1, sources: object = None,
+        self, events: Sequence[CopyEvent], ends: Sequence[int] = (), sources: object = None,
         stream: Any = None,
     ) -> None:  # fmt: skip
-        """events: at least one, in the order in which the copies end; event n follows the layers up
-        to (n + 1) * layers_per_event of all states. sources: what the copies read. stream: the one
-        on which the states are written, which needs to wait for nothing."""
+        """events: at least one, in the order in which the copies end; event n follows the layers
+        below ends[n] of all states, and the last one all layers. sources: what the copies read.
+        stream: the one on which the states are written, which needs to wait for nothing."""
         assert events
-        self._events, self._layers_per_event = tuple(events), layers_per_event
+        assert len(ends) in (len(events), len(events) - 1)
+        self._events, self._ends = tuple(events), tuple(ends)
         self._sources, self._stream = sources, stream
         self._ended = False
 
@@ -45,7 +47,7 @@ class Arrival:
         if self.ready(stream):
             return
         last = len(self._events) - 1
-        number = last if layer is None else min(layer // self._layers_per_event, last)
+        number = last if layer is None else min(bisect_right(self._ends, layer), last)
         self._events[number].wait(stream)
 
     def ready(self, stream: Any = None) -> bool:

@@ -246,7 +246,7 @@ def test_steps_follow_states_that_arrive_layer_by_layer() -> None:
                     event = torch.cuda.Event()
                     event.record(copies)
                     events.append(event)
-            arrival = Arrival(events, sources=states)
+            arrival = Arrival(events, range(1, gpu.num_layers + 1), sources=states)
             arriving = [
                 KVStates(keys, values, each.start, arrival=arrival)
                 for (keys, values), each in moved

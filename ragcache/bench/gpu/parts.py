@@ -241,7 +241,8 @@ class _LayeredCopies:
                     values[part].copy_(source.values[part], non_blocking=True)
                 events.append(new_event())
                 events[-1].record(self.stream)
-        arrival = Arrival(events, together, sources=list(states))
+        ends = [*range(together, layers, together), layers]
+        arrival = Arrival(events, ends, sources=list(states))
         return [
             KVStates(keys, values, source.start, arrival=arrival)
             for source, (keys, values) in zip(states, room, strict=True)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from ragcache.store.tiers.base import check_budget
 from ragcache.store.tiers.slabs import ALIGNMENT, SLAB_BYTES, Extent, SlabPool, rounded
 from ragcache.store.tiers.streams import DeviceStreams, indexed
 
-_PIECE = 1 << 22  # bytes of a copy from which on the bus is nearly as fast as it gets
+_PIECE = 1 << 21  # bytes of a copy from which on the bus is nearly as fast as it gets
+_PIECES = 8  # so many at least, where they are that long: a step begins with the first of them
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +205,7 @@ class DeviceTier:
                 self._upload([copy for copy in copies if not self.is_computed(copy.source)])
             except torch.OutOfMemoryError as error:
                 if self._streams is not None:  # some copies are queued
-                    self._note_arrival(copies, [self._streams.record(self._streams.upload)], 1)
+                    self._note_arrival(copies, [self._streams.record(self._streams.upload)])
                 raise StoreFull(
                     f"{self.device} has no room to restore states beside the {self._used:,} bytes "
                     "of its tier; lower device_bytes"
@@ -319,7 +321,7 @@ class DeviceTier:
                     copy.source.arrival.wait(streams.compute)
                 copy.copy_layers(0, copy.num_layers)
         event = streams.record(streams.compute)
-        self._note_arrival(copies, [event], copies[0].num_layers, streams.compute)
+        self._note_arrival(copies, [event], stream=streams.compute)
 
     def _upload(self, copies: Sequence[_Copy]) -> None:
         """Queues copies from main memory, with an event after every few layers of all; without
@@ -332,22 +334,33 @@ class DeviceTier:
             for copy in copies:
                 copy.copy_layers(0, layers)
             return
-        piece = max(1, sum(copy.layer_bytes for copy in copies) // len(copies))
-        step, events = min(layers, -(-_PIECE // piece)), []
-        for begin in range(0, layers, step):
+        of_layer = max(1, sum(copy.layer_bytes for copy in copies) // len(copies))
+        ends, events = _piece_ends(layers, fewest=-(-_PIECE // of_layer)), []
+        for begin, end in pairwise([0, *ends]):
             with streams.on(streams.upload):
                 for copy in copies:
-                    copy.copy_layers(begin, begin + step)
+                    copy.copy_layers(begin, end)
             events.append(streams.record(streams.upload))
-        self._note_arrival(copies, events, step)
+        self._note_arrival(copies, events, ends)
 
     def _note_arrival(
-        self, copies: Sequence[_Copy], events: Sequence[CopyEvent], step: int, stream: Any = None
-    ) -> None:
-        arrival = Arrival(events, step, [copy.source for copy in copies], stream)
+        self, copies: Sequence[_Copy], events: Sequence[CopyEvent], ends: Sequence[int] = (),
+        stream: Any = None,
+    ) -> None:  # fmt: skip
+        arrival = Arrival(events, ends, [copy.source for copy in copies], stream)
         self._arriving.append(arrival)
         for copy in copies:
             copy.memory.arrival = arrival
+
+
+def _piece_ends(layers: int, fewest: int) -> list[int]:
+    """Where the pieces of a copy end. What a step computes behind the last one is all that the copy
+    does not hide, so they become shorter towards the end, down to `fewest` layers."""
+    ends, end = list[int](), 0
+    while end < layers:
+        end += max(fewest, min(layers // _PIECES, (layers - end) // 2), 1)
+        ends.append(min(end, layers))
+    return ends
 
 
 _Shape = tuple[torch.Size, torch.dtype, int]

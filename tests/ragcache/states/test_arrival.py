@@ -37,11 +37,17 @@ class Source:
 
 
 @pytest.mark.parametrize(
-    ("per_event", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [0, 0, 1, 1, 2]), (5, [0] * 5)]
+    ("ends", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [0, 1, 2, 3, 4]),
+        ([3, 4, 5], [0, 0, 0, 1, 2]),
+        ([5], [0] * 5),
+        ([], [0] * 5),
+    ],
 )
-def test_a_layer_waits_for_the_event_after_it(per_event: int, expected: list[int]) -> None:
+def test_a_layer_waits_for_the_event_after_it(ends: list[int], expected: list[int]) -> None:
     events = [Event() for _ in range(expected[-1] + 1)]
-    arrival = Arrival(events, per_event)
+    arrival = Arrival(events, ends)
     for layer in range(5):
         arrival.wait(layer, layer)
     assert [n for layer in range(5) for n, e in enumerate(events) if layer in e.waiting] == expected
@@ -51,7 +57,7 @@ def test_a_layer_waits_for_the_event_after_it(per_event: int, expected: list[int
 
 def test_it_is_ready_with_its_last_event_and_waits_for_nothing_then() -> None:
     events = [Event(ended=True), Event()]
-    arrival = Arrival(events)
+    arrival = Arrival(events, [1, 2])
     assert not arrival.ready()
     events[1].ended = True
     assert arrival.ready()
