@@ -109,7 +109,7 @@ class TierSize:
 def shape_of(model: LanguageModel, tokens: int) -> KVStates:
     """States of `tokens` tokens on the meta device: a shape without memory."""
     size = (model.num_layers, model.num_kv_heads, tokens, model.head_dim)
-    empty = torch.empty(size, dtype=model.dtype, device="meta")
+    empty = torch.empty(size, dtype=model.states_dtype, device="meta")
     return KVStates(empty, empty, 0)
 
 

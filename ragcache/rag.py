@@ -95,6 +95,8 @@ class RagCache:
         scaffold_after: int | None = None,
         ingestion_bytes: int | str = "256MiB",
         device: str = "cpu",
+        dtype: str = "auto",
+        states_dtype: str = "auto",
         warm_up: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **tiers: Unpack[TierOptions],
@@ -116,6 +118,8 @@ class RagCache:
                 a scaffold (see `add_scaffold`); None for never.
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
             device: Where the model runs, such as `cuda` or `cuda:1`, unless it is loaded already.
+            dtype, states_dtype: What it computes in and keeps states in; see `load_model`. `auto`
+                chooses what is fast on this machine; give one where several share their states.
             warm_up: Whether a GPU's graphs are captured now; else with the first steps.
             chat_template_kwargs: Variables of the model's chat template in every prompt, such as
                 `{"enable_thinking": False}`; a call may set others. They are part of what states
@@ -137,7 +141,10 @@ class RagCache:
         )  # fmt: skip
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, device=device)
+        if isinstance(model, LoadedModel):
+            loaded = model
+        else:
+            loaded = load_model(model, device=device, dtype=dtype, states_dtype=states_dtype)
         variables = _template_kwargs(loaded, chat_template_kwargs)
         chosen = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")

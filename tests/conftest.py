@@ -113,9 +113,11 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 
     default = cache(load_model)
 
-    def load(name: str | Path | None = None, *, device: str = "cpu") -> LoadedModel:
-        on_cpu = name is None and device == "cpu"
-        return default() if on_cpu else load_model(name, device=device)
+    def load(name: str | Path | None = None, **options: str) -> LoadedModel:
+        usual = {"device": "cpu", "dtype": "auto", "states_dtype": "auto"}
+        if name is None and options == usual:
+            return default()
+        return load_model(name, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "READER", float_reader)

@@ -25,6 +25,7 @@ from pydantic_settings import (
 from ragcache.errors import ConfigurationError
 
 Size = int | str
+ModelDType = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
 FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
@@ -61,6 +62,12 @@ class ServiceSettings(BaseSettings):
     )
     host_bytes: Size = Field("2GiB", description="Budget of the host tier.")
     device: str = Field("cpu", description="Where the model runs: `cpu`, `cuda`, `cuda:1`.")
+    dtype: ModelDType = Field(
+        "auto", description="What the model computes in; `auto`: what is fast on this machine."
+    )
+    states_dtype: ModelDType = Field(
+        "auto", description="What states are kept in; `auto`: the checkpoint's dtype."
+    )
     private_bytes: Size | None = Field(
         None, description="Room for questions' own states: 512 MiB; a share of a GPU."
     )
@@ -149,6 +156,7 @@ class ServiceSettings(BaseSettings):
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
+            "dtype", "states_dtype",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

@@ -5,6 +5,9 @@ Numerators and denominators over all states then simply add up, and nothing is r
 (FlashDecoding++ §3, unified maximum). Where a score exceeds that value by more than an exponent
 holds, the sum shows it, and the layer is computed again by definition. PyTorch's fused kernel takes
 1.5 times as long over shared states (docs/adr/0011).
+
+Everything is multiplied in the dtype in which the machine's products are quick (`product_dtype`).
+States in another dtype are converted piece by piece, in the processor's cache.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from torch import Tensor
 
 from ragcache.attention.metadata import AttentionMetadata, CausalBlock, PagedQueries
 from ragcache.attention.ops import grouped
-from ragcache.attention.reference import ReferenceAttentionBackend
+from ragcache.attention.reference import MOST_RESULTS, ReferenceAttentionBackend
+from ragcache.machine import product_dtype
 
 SAMPLE_STRIDE = 64  # every 64th key shows how large scores are
 MAX_DENOMINATOR = 1e30  # the numerators must still be finite
 WORKSPACE = 2**22  # scores: 8 MiB in bfloat16, so that they stay in cache
+CONVERTED = 2**18  # elements of keys, or values, that are converted at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +39,11 @@ class _OwnTokens:
 
 
 class CpuAttentionBackend:
-    """Attention on a CPU, for rotary and learned positions in float32, bfloat16 and float64.
+    """Attention on a CPU, for rotary and learned positions.
 
-    ALiBi, soft caps, sinks, layers with a window, and float16, whose exponent is short, go to the
-    reference backend.
+    ALiBi, soft caps, sinks and layers with a window go to the reference backend. Besides its result
+    a layer takes the memory of a few times `MOST_RESULTS` elements, whatever the number of rows,
+    keys and segments.
     """
 
     def __init__(self) -> None:
@@ -55,23 +61,27 @@ class CpuAttentionBackend:
         """See `AttentionBackend.attend`."""
         biased = metadata.slopes is not None or metadata.window_of(layer) is not None
         reshaped = metadata.softcap is not None or sinks is not None
-        if biased or reshaped or query.dtype == torch.float16:
+        if biased or reshaped:
             return self._reference.attend(
                 metadata, layer, query, key, value, scale=scale, sinks=sinks
             )
-        rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
-        own = _own(metadata, layer, rows, key, value, scale)
+        work = product_dtype(query.dtype)
+        rows = grouped(query.to(work), key.shape[0])  # [Hkv, T, G, D]
+        own = _own(metadata, layer, rows, key.to(work), value.to(work), scale)
         if metadata.shared_queries is None:
             return _rows_first(own.out, query.dtype)
-        turned = metadata.shared_queries.turn_rows(rows, layer)
-        base = _base(metadata, layer, own.lse, turned, scale).to(query.dtype)
-        taken = -base.index_select(1, metadata.shared_queries.rows)
-        out, total = self._shared(metadata, layer, turned, taken, scale)
-        weight = (own.lse - base).exp_()
-        joined = own.out * weight[..., None]
-        for slot in metadata.shared_index:
-            joined += out.index_select(1, slot)
-            weight = weight + total.index_select(1, slot)
+        joined, weight, base = own.out, torch.ones_like(own.lse), own.lse
+        for part in metadata.shared_parts(MOST_RESULTS // (query.shape[0] * query.shape[2])):
+            assert part.shared_queries is not None
+            turned = part.shared_queries.turn_rows(rows, layer)
+            before, base = base, _base(part, layer, base, turned, scale).to(work)
+            taken = -base.index_select(1, part.shared_queries.rows)
+            out, total = self._shared(part, layer, turned, taken, scale)
+            shrink = (before - base).exp_()
+            joined, weight = joined * shrink[..., None], weight * shrink
+            for slot in part.shared_index:
+                joined += out.index_select(1, slot)
+                weight += total.index_select(1, slot)
         if not bool((weight < MAX_DENOMINATOR).all()):  # NaN is not less either
             return self._reference.attend(metadata, layer, query, key, value, scale=scale)
         return _rows_first(joined / weight[..., None], query.dtype)
@@ -98,6 +108,22 @@ class CpuAttentionBackend:
         self, query: Tensor, key: Tensor, value: Tensor, taken: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Numerator [Hkv, R, D] and denominator [Hkv, R] of query rows [Hkv, R, D]."""
+        if key.dtype == query.dtype:
+            return self._multiply(query, key, value, taken, scale)
+        heads, tokens, dim = key.shape
+        size = max(1, CONVERTED // (heads * dim))
+        sums: tuple[Tensor, Tensor] | None = None
+        for at in range(0, max(tokens, 1), size):
+            keys, values = (x[:, at : at + size].to(query.dtype) for x in (key, value))
+            out, total = self._multiply(query, keys, values, taken, scale)
+            sums = (out, total) if sums is None else (sums[0].add_(out), sums[1].add_(total))
+        assert sums is not None
+        return sums
+
+    def _multiply(
+        self, query: Tensor, key: Tensor, value: Tensor, taken: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`_products` of states in the dtype of the queries."""
         exact = torch.promote_types(query.dtype, torch.float32)
         size = query.shape[0] * query.shape[1] * key.shape[1]
         if size > WORKSPACE:  # the fused kernel is as fast there, and needs no workspace
@@ -146,9 +172,10 @@ def _base(
         if not kv.keys.shape[2]:
             continue
         query = turned[:, kv.begin : kv.end].flatten(1, 2)
-        sample = kv.keys[layer][:, ::SAMPLE_STRIDE].transpose(1, 2)
-        scores = torch.bmm(query, sample).amax(-1)
-        highest[:, kv.begin : kv.end] = scores.view(kv_heads, -1, group)
+        sample = kv.keys[layer][:, ::SAMPLE_STRIDE].to(query.dtype).transpose(1, 2)
+        pieces = torch.split(sample, max(1, WORKSPACE // query.shape[:2].numel()), -1)
+        scores = torch.stack([torch.bmm(query, piece).amax(-1) for piece in pieces])
+        highest[:, kv.begin : kv.end] = scores.amax(0).view(kv_heads, -1, group)
     highest *= scale
     for slot in metadata.shared_index:
         lse = torch.maximum(lse, highest.index_select(1, slot))
@@ -176,9 +203,12 @@ def _paged(paged: PagedQueries, layer: int, rows: Tensor, scale: float) -> _OwnT
     count = len(paged.rows)
     query = rows if count == rows.shape[1] else rows.index_select(1, paged.rows)
     query = query.reshape(kv_heads * count, group, dim)
-    keys = paged.gather_blocks(paged.keys[layer]).view(kv_heads * count, -1, dim)
-    values = paged.gather_blocks(paged.values[layer]).view(kv_heads * count, -1, dim)
-    hidden = paged.mask.expand(kv_heads, -1, -1).reshape(kv_heads * count, 1, -1)
+    keys, values = (
+        paged.gather_blocks(each[layer]).view(kv_heads * count, -1, dim).to(rows.dtype)
+        for each in (paged.keys, paged.values)
+    )
+    mask = paged.mask.to(rows.dtype)
+    hidden = mask.expand(kv_heads, -1, -1).reshape(kv_heads * count, 1, -1)
     scores = torch.baddbmm(hidden, query, keys.transpose(1, 2), alpha=scale)
     largest = scores.amax(-1, keepdim=True)
     exact = torch.promote_types(rows.dtype, torch.float32)

@@ -8,7 +8,8 @@ needs nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -39,6 +40,17 @@ class SharedQueries:
             return picked
         turning = self.rotation[layer] if isinstance(self.rotation, tuple) else self.rotation
         return rotate(picked, turning)
+
+    def part(self, begin: int, end: int) -> SharedQueries:
+        """Entries begin:end."""
+        rotation = self.rotation
+        if isinstance(rotation, tuple):
+            once = {id(each): each.part(begin, end) for each in rotation}
+            rotation = tuple(once[id(each)] for each in rotation)
+        elif rotation is not None:
+            rotation = rotation.part(begin, end)
+        distance = None if self.distance is None else self.distance[begin:end]
+        return SharedQueries(self.rows[begin:end], rotation, distance)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +91,12 @@ class PagedQueries:
     blocks: Tensor
     mask: Tensor
     distance: Tensor | None = None
+
+    def part(self, here: slice) -> PagedQueries:
+        """Some of the rows."""
+        distance = None if self.distance is None else self.distance[here]
+        rows, blocks, mask = self.rows[here], self.blocks[here], self.mask[here]
+        return replace(self, rows=rows, blocks=blocks, mask=mask, distance=distance)
 
     def gather_blocks(self, states: Tensor) -> Tensor:
         """The blocks of one layer's states, row by row: [Hkv, B, P * block_size, D]."""
@@ -160,3 +178,37 @@ class AttentionMetadata:
         """Writes the step's own states of a layer. key, value: [Hkv, T, D]."""
         for write in self.writes:
             write.write_states(layer, key, value)
+
+    def shared_parts(self, most: int) -> Iterator[AttentionMetadata]:
+        """This metadata with some of the shared states at a time: as many as have at most `most`
+        shared queries, or one. Itself where that is all of them; nothing where there are none."""
+        queries = self.shared_queries
+        if queries is None:
+            return
+        if len(queries.rows) <= most:
+            yield self
+            return
+        for states in _grouped_kv(self.shared_kv, most):
+            begin, end = states[0].begin, states[-1].end
+            inside = (self.shared_index >= begin) & (self.shared_index < end)
+            index = (self.shared_index - begin).masked_fill_(~inside, end - begin)
+            yield replace(
+                self,
+                shared_queries=queries.part(begin, end),
+                shared_kv=tuple(
+                    replace(kv, begin=kv.begin - begin, end=kv.end - begin) for kv in states
+                ),
+                shared_index=index[inside.any(1)],
+            )
+
+
+def _grouped_kv(states: Sequence[SharedKV], most: int) -> Iterator[list[SharedKV]]:
+    """Consecutive states that have at most `most` queries, or one each."""
+    group: list[SharedKV] = []
+    for kv in states:
+        if group and kv.end - group[0].begin > most:
+            yield group
+            group = []
+        group.append(kv)
+    if group:
+        yield group

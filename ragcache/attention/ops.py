@@ -58,23 +58,29 @@ def partial_attention(
     cap * tanh(score / cap) before the bias.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
-    if key.dim() == 3:
-        key, value = key[:, None], value[:, None]
-    scores = query.to(exact) @ key.to(exact).transpose(-1, -2) * scale  # [Hkv, N, G, S]
+    heads, count, group, _ = query.shape
+    together = key.dim() == 3  # rows that share keys are one product: no key is repeated for them
+    rows = query.to(exact).flatten(1, 2) if together else query.to(exact)
+    scores = (rows @ key.to(exact).transpose(-1, -2)).mul_(scale)
+    scores = scores.view(heads, count, group, -1)
     if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
+        scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
-        scores = scores + bias
+        scores += bias
     lse = scores.logsumexp(dim=-1)  # [Hkv, N, G]
     shift = lse.masked_fill(lse == -torch.inf, 0)  # where a row sees no key
-    out = (scores - shift[..., None]).exp() @ value.to(exact)
-    return Partial(out.to(query.dtype).transpose(0, 1), lse.transpose(0, 1))
+    weights = scores.sub_(shift[..., None]).exp_()
+    out = (weights.flatten(1, 2) if together else weights) @ value.to(exact)
+    out = out.view(heads, count, group, -1).to(query.dtype)
+    return Partial(out.transpose(0, 1), lse.transpose(0, 1))
 
 
-def causal_bias(rows: int, device: torch.device) -> Tensor:
-    """[N, 1, N]: row t sees the keys up to t."""
-    hidden = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-    return torch.zeros(rows, rows, device=device).masked_fill(hidden, -torch.inf)[:, None]
+def causal_bias(rows: slice, device: torch.device) -> Tensor:
+    """[N, 1, S]: of new tokens 0...S-1, row t of `rows` sees those up to t. N: of the rows, which
+    end at S."""
+    size = (rows.stop - rows.start, rows.stop)
+    hidden = torch.ones(size, dtype=torch.bool, device=device).triu(1 + rows.start)
+    return torch.zeros(size, device=device).masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def window_bias(distance: Tensor, window: int) -> Tensor:
@@ -137,6 +143,10 @@ class Rotation:
         angle = delta.to(torch.float32)[:, None] * inverse_frequency.to(torch.float32)
         return cls(angle.cos(), angle.sin(), interleaved)
 
+    def part(self, begin: int, end: int) -> Rotation:
+        """Rows begin:end."""
+        return Rotation(self.cos[begin:end], self.sin[begin:end], self.interleaved)
+
 
 def over_heads(
     rotation: Rotation | tuple[Rotation, ...] | None,
@@ -183,12 +193,6 @@ def alibi_shift(part: Partial, slopes: Tensor, distance: Tensor) -> Partial:
     return Partial(part.out, part.lse + shift)
 
 
-def alibi_causal_bias(slopes: Tensor, positions: Tensor, kv_heads: int) -> Tensor:
-    """[Hkv, N, G, N] for new tokens at positions [N]."""
-    distance = positions[None, :] - positions[:, None]  # [N, N], key less query
-    return slopes.view(kv_heads, 1, -1, 1) * distance[:, None]
-
-
-def alibi_paged_bias(slopes: Tensor, distance: Tensor, kv_heads: int) -> Tensor:
-    """[Hkv, B, G, S] for rows whose keys are at the distances [B, S]."""
+def alibi_bias(slopes: Tensor, distance: Tensor, kv_heads: int) -> Tensor:
+    """[Hkv, N, G, S] for rows whose keys are at the distances [N, S], key less query."""
     return slopes.view(kv_heads, 1, -1, 1) * distance[:, None]

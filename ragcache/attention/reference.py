@@ -2,10 +2,14 @@
 
     merge( partial(q, segment 1), ..., partial(q, segment n), partial(q, own tokens) )
 
-Other backends compute the same, faster.
+Other backends compute the same, faster. Scores are computed for some rows at a time, so that what a
+layer takes beyond its result does not grow with the length of the prompt.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +18,7 @@ from ragcache.attention.metadata import AttentionMetadata, PagedQueries, SharedQ
 from ragcache.attention.ops import (
     Partial,
     add_sinks,
-    alibi_causal_bias,
-    alibi_paged_bias,
+    alibi_bias,
     alibi_segment_bias,
     alibi_shift,
     causal_bias,
@@ -24,6 +27,11 @@ from ragcache.attention.ops import (
     partial_attention,
     window_bias,
 )
+
+MOST_SCORES = 2**24
+"""Scores at a time: 64 MiB in float32, and as much again while they become weights."""
+MOST_RESULTS = 2**24
+"""Elements of partial results at a time."""
 
 
 class ReferenceAttentionBackend:
@@ -36,9 +44,10 @@ class ReferenceAttentionBackend:
         """See `AttentionBackend.attend`."""
         rows = grouped(query, key.shape[0])  # [Hkv, T, G, D]
         joined = _own(metadata, layer, rows, key, value, scale)
-        if metadata.shared_queries is not None:
-            shared = _shared(metadata, metadata.shared_queries, layer, rows, scale)
-            joined = merge_states(joined, shared, metadata.shared_index)
+        for part in metadata.shared_parts(MOST_RESULTS // (query.shape[0] * query.shape[2])):
+            assert part.shared_queries is not None
+            shared = _shared(part, part.shared_queries, layer, rows, scale)
+            joined = merge_states(joined, shared, part.shared_index)
         if sinks is not None:
             joined = add_sinks(joined, sinks)
         return joined.out.flatten(1, 2)
@@ -63,27 +72,49 @@ def _shared(
     metadata: AttentionMetadata, queries: SharedQueries, layer: int, rows: Tensor, scale: float
 ) -> list[Partial]:
     turned = queries.turn_rows(rows, layer)  # [Hkv, M, G, D]
-    window, cap = metadata.window_of(layer), metadata.softcap
+    heads = turned.shape[0] * turned.shape[2]
     parts = []
     for kv in metadata.shared_kv:
-        query, keys, values = turned[:, kv.begin : kv.end], kv.keys[layer], kv.values[layer]
-        if metadata.slopes is None and window is None:
-            parts.append(partial_attention(query, keys, values, scale=scale, softcap=cap))
-            continue
-        assert queries.distance is not None
-        distance = queries.distance[kv.begin : kv.end]
-        if metadata.slopes is not None:
-            bias = alibi_segment_bias(metadata.slopes, keys)
+        distance = queries.distance
+        if distance is not None:
+            distance = distance[kv.begin : kv.end]
+        query = turned[:, kv.begin : kv.end]
+        over = _Segment(metadata, layer, query, kv.keys[layer], kv.values[layer], distance, scale)
+        parts.append(_in_blocks(query.shape[1], heads * kv.keys.shape[2], over.attend))
+    return parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segment:
+    """Queries [Hkv, N, G, D] over the states of one segment. distance: see `SharedQueries`."""
+
+    metadata: AttentionMetadata
+    layer: int
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    distance: Tensor | None
+    scale: float
+
+    def attend(self, here: slice) -> Partial:
+        """The partial result of some of the queries."""
+        query, keys, values, scale = self.query[:, here], self.keys, self.values, self.scale
+        slopes, cap = self.metadata.slopes, self.metadata.softcap
+        window = self.metadata.window_of(self.layer)
+        if slopes is None and window is None:
+            return partial_attention(query, keys, values, scale=scale, softcap=cap)
+        assert self.distance is not None
+        distance = self.distance[here]
+        if slopes is not None:
+            bias = alibi_segment_bias(slopes, keys)
             part = partial_attention(query, keys, values, scale=scale, bias=bias, softcap=cap)
-            parts.append(alibi_shift(part, metadata.slopes, distance))
-            continue
+            return alibi_shift(part, slopes, distance)
         assert window is not None
         first = _first_seen(distance, keys.shape[1], window)
         steps = torch.arange(first, keys.shape[1], device=keys.device)
         bias = window_bias(distance[:, None] + steps, window)
         keys, values = keys[:, first:], values[:, first:]
-        parts.append(partial_attention(query, keys, values, scale=scale, bias=bias, softcap=cap))
-    return parts
+        return partial_attention(query, keys, values, scale=scale, bias=bias, softcap=cap)
 
 
 def _first_seen(distance: Tensor, length: int, window: int) -> int:
@@ -98,29 +129,55 @@ def _causal(
     rows: Tensor, key: Tensor, value: Tensor, scale: float,
 ) -> Partial:  # fmt: skip
     """New tokens of one request, the step's rows `own`, over themselves."""
-    bias, window = causal_bias(key.shape[1], key.device), metadata.window_of(layer)
-    if metadata.slopes is not None:
-        assert metadata.positions is not None
-        bias = bias + alibi_causal_bias(metadata.slopes, metadata.positions[own], len(key))
-    if window is not None:
-        assert metadata.positions is not None
-        positions = metadata.positions[own]
-        bias = bias + window_bias(positions[None, :] - positions[:, None], window)
-    return partial_attention(rows, key, value, scale=scale, bias=bias, softcap=metadata.softcap)
+    kv_heads, count, group, _ = rows.shape
+
+    def compute(here: slice) -> Partial:
+        bias = causal_bias(here, key.device)
+        if metadata.positions is not None:
+            positions = metadata.positions[own]
+            distance = positions[None, : here.stop] - positions[here, None]  # [N, S]
+            bias = _with_positions(metadata, layer, bias, distance, kv_heads)
+        seen = key[:, : here.stop], value[:, : here.stop]
+        cap = metadata.softcap
+        return partial_attention(rows[:, here], *seen, scale=scale, bias=bias, softcap=cap)
+
+    return _in_blocks(count, kv_heads * group * count, compute)
 
 
 def _paged(
     metadata: AttentionMetadata, paged: PagedQueries, layer: int, rows: Tensor, scale: float
 ) -> Partial:
     """Every row over its own blocks."""
-    keys = paged.gather_blocks(paged.keys[layer])
-    values = paged.gather_blocks(paged.values[layer])
-    bias = paged.mask[:, None].float()  # [B, 1, S]
+    kv_heads, _, group, dim = rows.shape
+
+    def compute(here: slice) -> Partial:
+        some = paged.part(here)
+        states = (some.gather_blocks(each[layer]) for each in (some.keys, some.values))
+        bias = some.mask[:, None].float()  # [B, 1, S]
+        if some.distance is not None:
+            bias = _with_positions(metadata, layer, bias, some.distance, kv_heads)
+        query, cap = rows.index_select(1, some.rows), metadata.softcap
+        return partial_attention(query, *states, scale=scale, bias=bias, softcap=cap)
+
+    return _in_blocks(len(paged.rows), kv_heads * paged.mask.shape[1] * (group + dim), compute)
+
+
+def _with_positions(
+    metadata: AttentionMetadata, layer: int, bias: Tensor, distance: Tensor, kv_heads: int
+) -> Tensor:
+    """The bias with that of ALiBi and of the layer's window. distance: [N, S], key less query."""
     if metadata.slopes is not None:
-        assert paged.distance is not None
-        bias = bias + alibi_paged_bias(metadata.slopes, paged.distance, len(keys))
+        bias = bias + alibi_bias(metadata.slopes, distance, kv_heads)
     if (window := metadata.window_of(layer)) is not None:
-        assert paged.distance is not None
-        bias = bias + window_bias(paged.distance, window)
-    query = rows.index_select(1, paged.rows)
-    return partial_attention(query, keys, values, scale=scale, bias=bias, softcap=metadata.softcap)
+        bias = bias + window_bias(distance, window)
+    return bias
+
+
+def _in_blocks(rows: int, elements: int, compute: Callable[[slice], Partial]) -> Partial:
+    """The partial result of all rows, computed for as many at a time as their scores allow.
+    elements: of one row."""
+    size = max(1, MOST_SCORES // max(1, elements))
+    parts = [compute(slice(at, min(at + size, rows))) for at in range(0, max(rows, 1), size)]
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))

@@ -117,8 +117,8 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     step = medians["segments"]
     one_copy = sum(each.nbytes for each in states)
     own = setting.question_tokens + setting.new_tokens
-    private = setting.requests * own * causal.bytes_per_token
-    copied = setting.requests * (one_copy + own * causal.bytes_per_token)
+    private = setting.requests * own * causal.computed_bytes_per_token
+    copied = setting.requests * one_copy + private
     total = ours.stats.planning + ours.stats.forward + ours.stats.sampling
     return {
         "ratio_to_copies": medians["copies"] / step,
@@ -185,7 +185,7 @@ def _contexts(
 def _decode(causal: CausalLM, requests: Sequence[Request]) -> _Decoded:
     """Runs the requests on the engine core and times the steps in which all of them decode."""
     own = sum(len(r.context.token_ids) + r.max_new_tokens for r in requests)
-    room = (own + 3 * 64 * len(requests)) * causal.bytes_per_token
+    room = (own + 3 * 64 * len(requests)) * causal.computed_bytes_per_token
     core = EngineCore(RaggedModelRunner(causal), EngineConfig(room, prefill_tokens=10**6))
     handles = []
     for request in requests:

@@ -77,7 +77,7 @@ def bench_serve(
     causal = wrap_causal(setting.shape.build(torch.bfloat16).to(setting.device))
     own = setting.preamble_tokens + setting.each * setting.document_tokens
     own += setting.question_tokens + setting.new_tokens
-    room = 32 * (own + 64) * causal.bytes_per_token
+    room = 32 * (own + 64) * causal.computed_bytes_per_token
     with LLMEngine(causal, EngineConfig(room, running=32)) as engine:
         prompts = _requests(setting, causal)
         alone = {  # normalized latency of a single request, the median of three

@@ -222,7 +222,7 @@ class DeviceModelRunner:
     def _plan(self, chunks: Sequence[ScheduledChunk]) -> _Launch:
         """Lays a step out, in the tables of the graphs where it fits them."""
         if self._planner is None:  # encodings need no pool
-            self.create_pool(BLOCK_SIZE * self.model.bytes_per_token)
+            self.create_pool(BLOCK_SIZE * self.model.computed_bytes_per_token)
         assert self._planner is not None
         if not self._quantized and _read_quantized(chunks):
             self._read_eight_bits()

@@ -218,7 +218,8 @@ class EncodeQueue:
             return True
         if task.short:
             return False
-        fits = held + len(task.jobs[0].token_ids) * self.model.bytes_per_token <= self.budget_bytes
+        room = len(task.jobs[0].token_ids) * self.model.computed_bytes_per_token
+        fits = held + room <= self.budget_bytes
         return fits or (not task.running and task.channel.waiter_count > 0)
 
     def _run_short(self, task: _EncodeTask, error: torch.OutOfMemoryError) -> None:
@@ -227,9 +228,10 @@ class EncodeQueue:
             task.short = True
             return
         tokens = len(task.jobs[0].token_ids)
+        nbytes = tokens * self.model.computed_bytes_per_token
         failure = EncodingOutOfMemory(
             f"{self.model.device} has no room for the states of {tokens:,} tokens, which take "
-            f"{tokens * self.model.bytes_per_token:,} bytes; give a smaller module_tokens, or "
+            f"{nbytes:,} bytes; give a smaller module_tokens, or "
             "leave more of the device free with lower device_bytes and private_bytes"
         )
         failure.__cause__ = error

@@ -232,15 +232,16 @@ def encode(model: LanguageModel, jobs: Sequence[EncodeJob]) -> Iterator[KVStates
     for batch in _batches(jobs):
         with _computing_on(runner.stream):
             running = [Encoding(model, job) for job in batch]
-            chunks = [each.next_chunk(each.pending) for each in running if each.pending]
-            if chunks:
+            while portions := [each for each in running if each.pending]:
+                counts = [min(each.pending, MAX_TOKENS_PER_PASS) for each in portions]
+                chunks = [e.next_chunk(n) for e, n in zip(portions, counts, strict=True)]
                 runner.prepare_batch(chunks)()
-                if runner.stream is not None:  # other threads and streams may read the states
-                    runner.stream.synchronize()
-        for each in running:
-            each.launched(each.pending)
-            each.computed()
-            yield each.states()
+                for each, count in zip(portions, counts, strict=True):
+                    each.launched(count)
+                    each.computed()
+            if runner.stream is not None:  # other threads and streams may read the states
+                runner.stream.synchronize()
+        yield from (each.states() for each in running)
 
 
 @contextmanager

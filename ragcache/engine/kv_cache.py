@@ -56,7 +56,7 @@ class BlockPool:
     ) -> BlockPool:  # fmt: skip
         """A pool of as many blocks as `nbytes` hold, in the model's shape and dtype; on the device
         `meta` they are only counted. Raises `ConfigurationError` where that is not even one."""
-        bytes_per_block = block_size * model.bytes_per_token
+        bytes_per_block = block_size * model.computed_bytes_per_token
         num_blocks = nbytes // bytes_per_block
         if num_blocks < 1:
             raise ConfigurationError(
@@ -431,15 +431,19 @@ class KVSpan:
 
 class ContiguousKV:
     """Contiguous memory for the states of a request's own tokens, filled step by step. positions:
-    of the filled tokens. keys, values: [L, Hkv, capacity, D]."""
+    of the filled tokens. keys, values: [L, Hkv, capacity, D]. states_dtype: in which they are kept
+    once all are computed; None for their own."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, states_dtype: torch.dtype | None = None
+    ) -> None:
         self.keys, self.values = keys, values
+        self.states_dtype = states_dtype or keys.dtype
         self.positions: list[int] = []
 
     @classmethod
     def allocate(cls, model: LanguageModel, capacity: int) -> ContiguousKV:
-        return cls(*model.new_states(capacity))
+        return cls(*model.new_states(capacity), model.states_dtype)
 
     @property
     def length(self) -> int:
@@ -459,8 +463,10 @@ class ContiguousKV:
         self.positions.extend(positions)
 
     def as_states(self, start: int) -> KVStates:
-        """The filled tokens as states that were encoded from position `start` on."""
-        return KVStates(self.keys[:, :, : self.length], self.values[:, :, : self.length], start)
+        """The filled tokens as states that were encoded from position `start` on, in the dtype in
+        which states are kept."""
+        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return KVStates(keys.to(self.states_dtype), values.to(self.states_dtype), start)
 
 
 class BlockTable:

@@ -267,13 +267,14 @@ def check_states(states: StoredStates, model: LanguageModel, *, by_address: bool
     their address, as numbers of the model's dtype or int8."""
     keys = states.keys
     layers, heads, _, dim = keys.shape
-    found = (layers, heads, dim, model_dtype(states), keys.device)
+    found = (layers, heads, dim, keys.device)
     sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
-    if found != (*sizes, model.dtype, model.device):
+    known = model_dtype(states) in (model.states_dtype, model.dtype)
+    if found != (*sizes, model.device) or not known:
         raise InvalidRequest(
             f"states [{layers}, {heads}, S, {dim}] of {model_dtype(states)} on {keys.device} "
             "are not those of this model, which are [{}, {}, S, {}] of ".format(*sizes)
-            + f"{model.dtype} on {model.device}"
+            + f"{model.states_dtype} on {model.device}"
         )
     packed = keys.stride() == states.values.stride() and keys.stride()[2:] == (dim, 1)
     if by_address and not (packed and kv_dtype_of(states) != "fp8"):

@@ -1,5 +1,6 @@
 """Hugging Face models, patched in place so that they attend to segments."""
 
+from ragcache.models.dtype import DTypeChoice, dtype_name
 from ragcache.models.families import Family, register, wrap_causal
 from ragcache.models.loader import (
     LoadedModel,
@@ -19,7 +20,8 @@ from ragcache.models.positions import Alibi, LayeredRotary, Learned, PositionSch
 from ragcache.models.trial import wrap
 
 __all__ = [
-    "Alibi", "CausalLM", "Dimensions", "Family", "ForwardBatch", "LanguageModel", "LayeredRotary",
-    "Learned", "LoadedModel", "PositionScheme", "PromptFrame", "Rotary", "ThreadSafeTokenizer",
-    "load_model", "prompt_frame", "register", "render_undated", "wrap", "wrap_causal",
+    "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch", "LanguageModel",
+    "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame", "Rotary",
+    "ThreadSafeTokenizer", "dtype_name", "load_model", "prompt_frame", "register",
+    "render_undated", "wrap", "wrap_causal",
 ]  # fmt: skip

@@ -16,11 +16,13 @@ VOLATILE = (
 )
 
 
-def model_fingerprint(model: Any) -> str:
-    """A digest of configuration, dtype and weights: of every weight tensor the name, shape and
+def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
+    """A digest of configuration, dtypes and weights: of every weight tensor the name, shape and
     dtype, an integer sum over all of its bits (exact, whatever the order of summing) and a sample
-    of its elements."""
+    of its elements. states_dtype: of kept states, where the model computes in another."""
     digest = hashlib.sha256(_config_text(model.config).encode())
+    if states_dtype not in (None, model.dtype):
+        digest.update(f"states|{states_dtype}|".encode())
     for name, weight in sorted(model.state_dict().items()):
         bits = _bits(weight.detach())
         total = int(bits.sum(dtype=torch.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,14 @@ from typing import Any
 import torch
 
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
+from ragcache.models.dtype import (
+    AUTO,
+    DTypeChoice,
+    choose_compute,
+    choose_states,
+    dtype_name,
+    parse_dtype,
+)
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
 from ragcache.models.trial import wrap
@@ -32,11 +40,13 @@ _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A patched model with its tokenizer."""
+    """A patched model with its tokenizer. dtypes: what it computes in and keeps states in, and why;
+    None where it was not opened by `load_model`."""
 
     name: str
     causal: LanguageModel
     tokenizer: Any
+    dtypes: DTypeChoice | None = field(default=None, kw_only=True)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -83,7 +93,8 @@ class ThreadSafeTokenizer(LoadedModel):
 
     @classmethod
     def of(cls, model: LoadedModel) -> ThreadSafeTokenizer:
-        shared = cls(model.name, model.causal, model.tokenizer, copy.deepcopy(model.tokenizer))
+        outside = copy.deepcopy(model.tokenizer)
+        shared = cls(model.name, model.causal, model.tokenizer, outside, dtypes=model.dtypes)
         shared.encode("")
         shared.encode_untrusted("")
         return shared
@@ -98,32 +109,62 @@ def _encoded_outside(tokenizer: Any, text: str) -> list[int]:
 
 
 def load_model(
-    name: str | Path | None = None, *,
-    device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
+    name: str | Path | None = None, *, device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = AUTO, states_dtype: str | torch.dtype = AUTO,
 ) -> LoadedModel:  # fmt: skip
     """Loads and patches a model.
 
-    name: a folder or a hub name; None is the embedded reader. dtype: None keeps the checkpoint's.
-    Raises `ModelNotFound`, `UnsupportedModel`, or `ConfigurationError` for a device that this
-    machine does not have.
+    Args:
+        name: A folder or a hub name; None is the embedded reader.
+        device: Where it runs.
+        dtype: What it computes in: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's,
+            or float32 on a CPU that is slow in it, if that fits the memory.
+        states_dtype: What its states are kept in; `auto` is the checkpoint's, unless `dtype` is
+            narrower. On a GPU it is what the model computes in.
+
+    Raises:
+        ModelNotFound: It cannot be read.
+        UnsupportedModel: Its architecture is not served.
+        ConfigurationError: A dtype is unknown, or this machine has no such device.
+
+    Example:
+        >>> loaded = load_model(dtype="float32")
+        >>> loaded.causal.dtype, loaded.causal.states_dtype
+        (torch.float32, torch.bfloat16)
     """
-    place = _device(device)
+    place, wanted, kept = _device(device), parse_dtype(dtype), parse_dtype(states_dtype)
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = str(READER if name is None else name)
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+            checkpoint = None if wanted is None else AutoConfig.from_pretrained(source).dtype
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted or "auto")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotFound(
             f"cannot load the model {source!r}: {error}. Give a folder with config.json, weights "
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    causal = wrap(model.to(place))
-    return LoadedModel("ragcache-reader" if name is None else source, causal, tokenizer)
+    checkpoint = checkpoint or model.dtype
+    compute, reason = wanted, f"{dtype_name(model.dtype)}, as set"
+    if compute is None:
+        compute, reason = choose_compute(model, place)
+    choice = DTypeChoice(compute, choose_states(kept, checkpoint, compute, place), reason)
+    causal = wrap(_converted(model, compute).to(place))
+    causal.states_dtype = choice.states
+    called = "ragcache-reader" if name is None else source
+    return LoadedModel(called, causal, tokenizer, dtypes=choice)
+
+
+def _converted(model: Any, dtype: torch.dtype) -> Any:
+    """The model in `dtype`, converted in place, one weight after another."""
+    if model.dtype != dtype:
+        model = model.to(dtype)
+        model.config.dtype = dtype
+    return model
 
 
 def _device(name: str | torch.device) -> torch.device:

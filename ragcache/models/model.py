@@ -45,11 +45,17 @@ class Dimensions:
 
 
 class LanguageModel:
-    """A causal language model of Hugging Face, however its attention reads cached states."""
+    """A causal language model of Hugging Face, however its attention reads cached states.
+
+    Attributes:
+        states_dtype: Of kept states; the dtype that the model computes in, unless that is wider
+            than its checkpoint's. Set before anything is encoded.
+    """
 
     def __init__(self, model: Any, scheme: PositionScheme, dimensions: Dimensions) -> None:
         self.model = model
         self.scheme = scheme
+        self.states_dtype: torch.dtype = model.dtype
         self.num_layers = dimensions.num_layers
         self.num_heads = dimensions.num_heads
         self.num_kv_heads = dimensions.num_kv_heads
@@ -63,6 +69,7 @@ class LanguageModel:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -73,20 +80,28 @@ class LanguageModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of configuration, dtype and weights."""
-        return model_fingerprint(self.model)
+        """Digest of configuration, weights, and the dtypes of weights and kept states."""
+        return model_fingerprint(self.model, self.states_dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        per_layer = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return self.num_layers * per_layer
+        """Bytes of one token's keys and values over all layers, as they are kept."""
+        return self._elements_per_token * self.states_dtype.itemsize
+
+    @property
+    def computed_bytes_per_token(self) -> int:
+        """The same as they are computed: of requests' own tokens, and of encodings under way."""
+        return self._elements_per_token * self.dtype.itemsize
+
+    @property
+    def _elements_per_token(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
     def new_states(
         self, capacity: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Room for `capacity` tokens: keys and values, [L, Hkv, capacity, D]. device: None is the
-        model's."""
+        """Room for `capacity` tokens, in the dtype that the model computes in: keys and values,
+        [L, Hkv, capacity, D]. device: None is the model's."""
         shape = (self.num_layers, self.num_kv_heads, capacity, self.head_dim)
         keys = torch.empty(shape, dtype=self.dtype, device=device or self.device)
         return keys, torch.empty_like(keys)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class KVStates:
     """Keys and values of a run of tokens, encoded at positions start, start+1, ...
 
-    keys, values: [L, Hkv, S, D] in the model's dtype. Rotary keys carry their
+    keys, values: [L, Hkv, S, D] in the model's `states_dtype`. Rotary keys carry their
     rotation at those positions; a prompt that holds them elsewhere turns its queries.
     arrival: of states that are still being copied to a device, which is to be waited for before
     they are read; None for all others. They have no scales: see `QuantizedStates`.
@@ -32,11 +32,11 @@ class KVStates:
 
     @property
     def key_scales(self) -> None:
-        """None: keys are in the model's dtype."""
+        """None: keys are as they were encoded."""
 
     @property
     def value_scales(self) -> None:
-        """None: values are in the model's dtype."""
+        """None: values are as they were encoded."""
 
     @property
     def length(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
     from ragcache.db import ApiKeys
+    from ragcache.models import LoadedModel
     from ragcache.store.verify import VerifyReport
 
 
@@ -247,12 +249,29 @@ def _print_verification(report: VerifyReport, repair: bool) -> None:
         ui.console.print("`ragcache verify --repair` mends what can be mended")
 
 
-def doctor(state: ui.StateOption = ui.DEFAULT_STATE, as_json: ui.JsonOption = False) -> None:
-    """Check the installation, the embedded reader and the state folder."""
+def doctor(
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Check the installation, the model with its dtypes, and the state folder."""
+    from ragcache_api.settings import ServiceSettings
+
+    settings = ServiceSettings.read()
+
+    @cache
+    def loaded() -> LoadedModel:
+        from ragcache.models import load_model
+
+        kept = settings.states_dtype
+        return load_model(model, device=settings.device, dtype=dtype, states_dtype=kept)
+
     checks = {
         "machine": _check_machine,
         "attention backend": _check_backend,
-        "embedded reader": _check_reader,
+        "embedded reader" if model is None else "model": lambda: _check_model(loaded()),
+        "dtype": lambda: _check_dtype(loaded()),
         "state folder": lambda: _check_state(state),
     }
     results = {name: _run_check(check) for name, check in checks.items()}
@@ -293,14 +312,19 @@ def _check_backend() -> str:
     return type(backend_for(torch.device("cpu"))).__name__
 
 
-def _check_reader() -> str:
-    from ragcache.models import load_model
-
-    causal = load_model().causal
+def _check_model(model: LoadedModel) -> str:
+    causal = model.causal
     return (
         f"{causal.num_layers} layers, window {causal.window} tokens, "
         f"{causal.bytes_per_token:,} bytes of states a token"
     )
+
+
+def _check_dtype(model: LoadedModel) -> str:
+    from ragcache.models import dtype_name
+
+    assert model.dtypes is not None
+    return f"{model.dtypes.reason}; states are kept in {dtype_name(model.dtypes.states)}"
 
 
 def _check_state(state: Path) -> str:
@@ -320,6 +344,9 @@ def serve(
         str | None,
         typer.Option(help="A model folder or hub name; without it, the embedded reader."),
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="What it computes in: auto, float32, bfloat16 or float16.")
+    ] = None,
     embedding: Annotated[
         str | None, typer.Option(help="`minilm` adds retrieval by meaning to retrieval by words.")
     ] = None,
@@ -337,7 +364,7 @@ def serve(
 
     others = _parse_settings(setting or [])
     settings = ServiceSettings.read(
-        state=state, host=host, port=port, model=model, embedding=embedding, **others
+        state=state, host=host, port=port, model=model, dtype=dtype, embedding=embedding, **others
     )
     with ui.errors.status("loading the model"):
         from ragcache import RagCache

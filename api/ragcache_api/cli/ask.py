@@ -32,6 +32,7 @@ def ask(
     stop: ui.StopOption = None,
     stream: ui.StreamOption = None,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
     wanted: ui.FilterOption = None,
     server: Annotated[
@@ -64,7 +65,7 @@ def ask(
         else:
             ui.print_answer(served, pieces=stream)
         return
-    with ui.open_existing_rag(state, model, embedding, collection) as rag:
+    with ui.open_existing_rag(state, model, embedding, collection, dtype=dtype) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
@@ -84,6 +85,7 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
     module_tokens: Annotated[
         int | None, typer.Option(help="The most tokens of a module; 384 unless set otherwise.")
@@ -92,7 +94,7 @@ def ingest(
 ) -> None:
     """Store documents and encode their attention states, once."""
     with (
-        ui.open_rag(state, model, embedding, module_tokens=module_tokens) as rag,
+        ui.open_rag(state, model, embedding, module_tokens=module_tokens, dtype=dtype) as rag,
         ui.progress_bar("encoding modules") as progress,
     ):
         done = rag.ingest(collection, list(paths), progress=progress)
@@ -120,11 +122,12 @@ def prompt(
     stop: ui.StopOption = None,
     stream: ui.StreamOption = None,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
-    with ui.open_existing_rag(state, model) as rag:
+    with ui.open_existing_rag(state, model, dtype=dtype) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
@@ -172,6 +175,7 @@ def demo(
     handbook: Annotated[
         Path, typer.Option(help="The folder of documents.", show_default=True)
     ] = Path("examples/handbook"),
+    dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Ingest the example handbook and answer five questions, cached and ordinary side by side."""
@@ -182,7 +186,10 @@ def demo(
         )
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
-    with tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state, RagCache.open(state) as rag:
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
+        RagCache.open(state, dtype=dtype) as rag,
+    ):
         with ui.progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)
         with ui.progress_bar("asking") as progress:

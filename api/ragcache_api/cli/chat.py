@@ -30,6 +30,7 @@ def chat(
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
 ) -> None:
     """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
@@ -37,7 +38,7 @@ def chat(
     Each message is answered from the modules that it retrieves; what was said before is kept, and
     forgotten from the front where it no longer fits the model's window.
     """
-    with ui.open_existing_rag(state, model, embedding, collection) as rag:
+    with ui.open_existing_rag(state, model, embedding, collection, dtype=dtype) as rag:
         from ragcache import Generation
 
         generation = Generation.of(

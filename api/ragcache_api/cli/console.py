@@ -69,11 +69,13 @@ def _setting(name: str, text: str) -> Any:
 _LEDGER = "The URL of a database, where the ledger is not in the state folder."
 _REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
 _MODEL = "A model folder or hub name; without it, the embedded reader."
+_DTYPE = "What the model computes in: auto, float32, bfloat16 or float16."
 _EMBEDDING = "`minilm` adds retrieval by meaning to retrieval by words."
 StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
+DTypeOption = Annotated[str, _setting("dtype", _DTYPE)]
 EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING)]
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -196,12 +196,13 @@ def warm(
     dry_run: DryRunOption = False,
     state: ui.StateOption = ui.DEFAULT_STATE,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Encode the states that no tier has any more, and keep them on the disk."""
     if mode not in ("rooted", "isolated"):
         raise ConfigurationError(f"states are encoded rooted or isolated, not {mode!r}")
-    with ui.open_existing_rag(state, model, None, collection) as rag:
+    with ui.open_existing_rag(state, model, None, collection, dtype=dtype) as rag:
         known = {row.source_id for row in rag.documents(collection, ids or None)}
         if unknown := [each for each in ids or [] if each not in known]:
             raise DocumentError(

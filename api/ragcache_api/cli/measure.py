@@ -275,6 +275,7 @@ def evaluate_command(
     ] = "rooted,exact",
     k: ui.KOption = DEFAULT_K,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
@@ -293,7 +294,7 @@ def evaluate_command(
 
     expected = load_questions(questions)
     reports = []
-    with ui.open_existing_rag(state, model, embedding, collection) as rag:
+    with ui.open_existing_rag(state, model, embedding, collection, dtype=dtype) as rag:
         for mode in modes.split(","):
             options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
             with ui.progress_bar(f"asking, {mode}") as progress:
@@ -341,6 +342,7 @@ def plan(
     ] = None,
     state: ui.StateOption = ui.DEFAULT_STATE,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     module_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a module.")] = 384,
     host_bytes: Annotated[str, typer.Option(help="The budget of the host tier.")] = "2GiB",
@@ -373,7 +375,7 @@ def plan(
     with ui.errors.status("loading the model"):
         from ragcache.models import load_model
 
-        loaded = load_model(model, device=device)
+        loaded = load_model(model, device=device, dtype=dtype)
     corpus = _corpus(loaded, paths or [], collection, state, module_tokens)
     with ui.errors.status("measuring") as status:
         made = make_plan(loaded, corpus, budgets, state, sample=sample, progress=status.update)

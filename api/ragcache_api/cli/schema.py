@@ -29,12 +29,13 @@ def add(
         str, typer.Option(help="schema (fixed positions) or compact (no gaps).")
     ] = "schema",
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
 ) -> None:
     """Store a schema and encode its modules, so that prompts can import them."""
     ui.check_model(model)
     text = ui.read_text(file)
     check_placement(placement)
-    with ui.open_rag(state, model, None) as rag:
+    with ui.open_rag(state, model, None, dtype=dtype) as rag:
         added = rag.add_schema(text, placement=cast("Placement", placement), source=str(file))
         encoded = rag.stats().encoded
     ui.console.print(f"schema {added.name} added, {encoded} states encoded", markup=False)
@@ -50,6 +51,7 @@ def show(
         bool, typer.Option("--tree", help="Print a tree with positions; files always are.")
     ] = False,
     model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
 ) -> None:
     """Print the generated schema of a collection, or a tree with token counts and positions."""
     is_file = target.endswith(_FILE_SUFFIXES)
@@ -63,7 +65,7 @@ def show(
         layout = lay_out(rendered, tokenizer.template.count)
         _print_tree(rendered, layout, tokenizer.show_control_tokens)
         return
-    with ui.open_existing_rag(state, model) as rag:
+    with ui.open_existing_rag(state, model, dtype=dtype) as rag:
         generated = rag.schema(target, k=k, expanded=expand)
     if tree:
         layout = lay_out(generated, TemplateTokenizer.load(model).count_trusted, "compact")

@@ -76,7 +76,7 @@ class GpuSession:
         most = max(self.load.requests, *(rows for _, rows, _ in self.load.decode))
         config = EngineConfig.for_device(
             torch.device(self.device), running=most, step_tokens=4096, warm_up=True,
-            pool_bytes=most * _BLOCKS * _BLOCK * self.causal.bytes_per_token,
+            pool_bytes=most * _BLOCKS * _BLOCK * self.causal.computed_bytes_per_token,
         )  # fmt: skip
         engine = LLMEngine(self.causal, config)
         context = assemble_context(

@@ -249,9 +249,25 @@ def test_modules_ls_makes_no_folder(run: Run, tmp_path: Path) -> None:
 
 def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     checks = json_of(run("doctor", "--json"))
-    assert set(checks) == {"machine", "attention backend", "embedded reader", "state folder"}
+    names = {"machine", "attention backend", "embedded reader", "dtype", "state folder"}
+    assert set(checks) == names
     assert all(check["ok"] for check in checks.values())
     assert checks["state folder"]["detail"].startswith("3 modules in ")
+
+
+def test_doctor_tells_the_dtypes_of_the_model_and_why(
+    run: Run, ingested: Path, float_reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_STATES_DTYPE", "bfloat16")
+    checks = json_of(run("doctor", "--model", float_reader, "--dtype", "bfloat16", "--json"))
+    assert "embedded reader" not in checks
+    assert checks["dtype"]["detail"] == "bfloat16, as set; states are kept in bfloat16"
+    monkeypatch.setenv("RAGCACHE_DTYPE", "float32")
+    assert json_of(run("doctor", "--json"))["dtype"]["detail"].startswith("float32, as set; ")
+    status, out, _ = run("doctor", "--dtype", "int4", "--json")
+    assert status == 1
+    detail = json.loads(out)["dtype"]["detail"]
+    assert detail.startswith("ConfigurationError: 'int4' is not a dtype of models; give auto, ")
 
 
 def test_doctor_reports_a_damaged_state_folder(run: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from ragcache import machine
 from ragcache.attention import (
     AttentionMetadata,
     CausalBlock,
@@ -20,9 +23,11 @@ from ragcache.attention import (
     SharedQueries,
     backend_for,
     cpu,
+    reference,
 )
 from ragcache.attention.cpu import SAMPLE_STRIDE, CpuAttentionBackend
 from tests.conftest import scaled
+from tests.peak_memory import peak_bytes
 from tests.ragcache.attention.scenes import KV_HEADS, LAYER, Scene, Shape, make_scene, shapes
 
 MIXED = Shape(
@@ -210,17 +215,106 @@ def test_large_scores_in_a_causal_block_do_not_fall_back(
     torch.testing.assert_close(out[1], values.mean(1), rtol=1e-4, atol=1e-5)
 
 
-def test_alibi_and_float16_use_the_reference(handed_over: list[AttentionMetadata]) -> None:
+def test_only_alibi_uses_the_reference(handed_over: list[AttentionMetadata]) -> None:
     biased = make_scene(MIXED, torch.float32, alibi=True)
     out = attend(biased)
     assert [metadata is biased.metadata for metadata in handed_over] == [True]
     torch.testing.assert_close(out.double(), biased.expected(), rtol=1e-5, atol=1e-5)
-    half = make_scene(MIXED, torch.float16)
-    out = attend(half)
-    assert handed_over[1:] == [half.metadata]
-    torch.testing.assert_close(out.double(), half.expected(), rtol=2**-9, atol=2**-9)
-    attend(make_scene(MIXED, torch.float32))
-    assert len(handed_over) == 2, "nothing else does"
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        attend(make_scene(MIXED, dtype))
+    assert len(handed_over) == 1, "nothing else does"
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtypes of the first inputs of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("bmm", "baddbmm", "mm", "addmm"):
+            self.dtypes.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+SLOW = {torch.bfloat16: 1.0, torch.float32: 0.01}
+QUICK = {torch.bfloat16: 0.01, torch.float32: 0.01}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seconds", "multiplied"),
+    [
+        (torch.bfloat16, SLOW, torch.float32),
+        (torch.bfloat16, QUICK, torch.bfloat16),
+        (torch.float16, QUICK, torch.float32),
+        (torch.float32, QUICK, torch.float32),
+        (torch.float64, SLOW, torch.float64),
+    ],
+)
+def test_nothing_is_multiplied_in_a_dtype_that_is_slow(
+    dtype: torch.dtype, seconds: dict[torch.dtype, float], multiplied: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(machine, "product_seconds", seconds.__getitem__)
+    scene = make_scene(MIXED, dtype)
+    with _Products() as products:
+        out = attend(scene)
+    assert products.dtypes == {multiplied}
+    assert out.dtype == dtype
+    bound = 8 * ROUNDING if multiplied == torch.bfloat16 else ROUNDING
+    torch.testing.assert_close(out.double(), scene.expected(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("backend", [CpuAttentionBackend(), ReferenceAttentionBackend()])
+@pytest.mark.parametrize("size", [1, 30, cpu.CONVERTED])
+def test_states_may_be_kept_in_another_dtype(
+    size: int, backend: CpuAttentionBackend | ReferenceAttentionBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whatever is converted at a time, only the kept numbers are rounded."""
+    monkeypatch.setattr(cpu, "CONVERTED", size)
+    exact = make_scene(MIXED, torch.bfloat16)
+    scene = make_scene(MIXED, torch.float32)
+    for kv, rounded in zip(scene.metadata.shared_kv, exact.metadata.shared_kv, strict=True):
+        kv.keys.copy_(rounded.keys)
+        kv.values.copy_(rounded.values)
+    expected = attend(scene, backend)
+    halves = tuple(
+        replace(kv, keys=kv.keys.bfloat16(), values=kv.values.bfloat16())
+        for kv in scene.metadata.shared_kv
+    )
+    kept = replace(scene, metadata=replace(scene.metadata, shared_kv=halves))
+    torch.testing.assert_close(attend(kept, backend), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("most", [1, 60, 200, 400])
+def test_parts_of_the_shared_states_change_nothing(
+    most: int, alibi: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make_scene(MIXED, torch.float64, alibi=alibi)
+    whole = attend(scene)
+    parts = list(scene.metadata.shared_parts(most // 20))
+    assert len(parts) == {1: 3, 60: 3, 200: 2, 400: 1}[most]
+    monkeypatch.setattr(cpu, "MOST_RESULTS", most)
+    monkeypatch.setattr(reference, "MOST_RESULTS", most)
+    torch.testing.assert_close(attend(scene), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        attend(scene, ReferenceAttentionBackend()), whole, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("most", [1, 7, 64])
+@given(shape=shapes())
+@settings(max_examples=scaled(20))
+def test_scores_in_blocks_of_rows_change_nothing(shape: Shape, most: int, alibi: bool) -> None:
+    scene = make_scene(shape, torch.float64, alibi=alibi)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "MOST_SCORES", most)
+        out = attend(scene, ReferenceAttentionBackend())
+    torch.testing.assert_close(out, scene.expected(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("size", [1, 8, 64, 1000])
@@ -245,6 +339,23 @@ def test_one_workspace_serves_any_size_and_dtype(monkeypatch: pytest.MonkeyPatch
             scene = make_scene(shape, dtype)
             out, expected = attend(scene, backend).double(), scene.expected()
             torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_memory_does_not_grow_with_the_product_of_rows_and_keys(
+    alibi: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New tokens over themselves and over eight runs: their scores would take 24 MiB and more."""
+    monkeypatch.setattr(cpu, "MOST_RESULTS", 2**17)
+    monkeypatch.setattr(reference, "MOST_RESULTS", 2**17)
+    monkeypatch.setattr(reference, "MOST_SCORES", 2**17)
+    runs = tuple((1000, ((0, 1000, 7),)) for _ in range(8))
+    scene = make_scene(Shape((1000,), runs, group=2, dim=8), torch.float32, alibi=alibi)
+    result = scene.query.nbytes
+    limit = 12 * result + 6 * 4 * 2**17
+    for backend in (CpuAttentionBackend(), ReferenceAttentionBackend()):
+        attend(scene, backend)  # its workspace stays
+        assert peak_bytes(partial(attend, scene, backend)) < limit
 
 
 def allocated(scene: Scene) -> int:

@@ -22,8 +22,7 @@ from ragcache.attention import (
     rotate,
 )
 from ragcache.attention.ops import (
-    alibi_causal_bias,
-    alibi_paged_bias,
+    alibi_bias,
     alibi_segment_bias,
     alibi_shift,
 )
@@ -150,7 +149,7 @@ def test_scores_beyond_the_range_of_exp_are_merged() -> None:
 
 def test_a_causal_row_sees_itself_and_no_later_key() -> None:
     query, key, value = draw(2, 6, 6, seed=3)
-    bias = causal_bias(6, key.device)
+    bias = causal_bias(slice(0, 6), key.device)
     assert bias.shape == (6, 1, 6)
     whole = partial_attention(query, key, value, scale=SCALE, bias=bias)
     for row in range(6):
@@ -307,7 +306,10 @@ def test_moved_segment_and_own_tokens_equal_full_alibi(
         bias=alibi_segment_bias(SLOPES, key[:, :7]),
     )
     past = alibi_shift(past, SLOPES, (start - at).double())
-    bias = causal_bias(rows, key.device) + alibi_causal_bias(SLOPES, at.double(), KV_HEADS)
+    new = slice(0, rows)
+    bias = causal_bias(new, key.device)
+    apart = at.double()[None, :] - at.double()[:, None]
+    bias = bias + alibi_bias(SLOPES, apart, KV_HEADS)
     own = partial_attention(query, key[:, 7:], value[:, 7:], scale=SCALE, bias=bias)
     where = torch.cat([torch.arange(start, start + 7), at])
     expected = absolute(query, at, key, where, value)
@@ -330,7 +332,7 @@ def test_paged_alibi_bias_equals_the_definition() -> None:
     where = torch.tensor([[0, 1, 2, 3, 4, 5], [3, 9, 10, 11, 30, 31], [7, 8, 9, 10, 11, 12]])
     at = torch.tensor([5, 31, 40])
     distance = (where - at[:, None]).double()
-    bias = alibi_paged_bias(SLOPES, distance, KV_HEADS)
+    bias = alibi_bias(SLOPES, distance, KV_HEADS)
     together = partial_attention(query, key, value, scale=SCALE, bias=bias)
     for row in range(3):
         one = slice(row, row + 1)

@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ragcache.attention import AttentionBackend, ReferenceAttentionBackend, cpu, reference
+from ragcache.attention.cpu import CpuAttentionBackend
 from ragcache.engine import Context, EncodeJob, LLMEngine, Request, Segment, encode
 from ragcache.engine.batch import BatchBuilder
 from ragcache.engine.config import EngineConfig
@@ -19,9 +21,10 @@ from ragcache.engine.encoding import Encoding, StatesChannel
 from ragcache.engine.handle import RequestHandle, Waiter
 from ragcache.engine.kv_cache import ContiguousKV
 from ragcache.errors import EncodingOutOfMemory
-from ragcache.models import CausalLM
+from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.model import ForwardBatch
 from ragcache.states import KVStates
+from tests.peak_memory import peak_bytes
 from tests.ragcache.engine.stepped_engine import (
     config_of,
     core_of,
@@ -30,7 +33,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
-from tests.tiny_models import random_tokens
+from tests.tiny_models import random_tokens, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -84,7 +87,7 @@ def test_states_depend_on_the_root(causal: CausalLM) -> None:
     torch.testing.assert_close(rooted.values[0], alone.values[0], **CLOSE)
 
 
-def test_more_tokens_than_one_pass_takes_are_split_between_jobs(
+def test_more_tokens_than_one_pass_takes_are_split(
     causal: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [EncodeJob(random_tokens(n, seed=n)) for n in (12, 8, 1, 19, 20, 25, 3)]
@@ -93,7 +96,7 @@ def test_more_tokens_than_one_pass_takes_are_split_between_jobs(
     passes = count_passes(causal, monkeypatch)
     for states, expected in zip(encode(causal, jobs), alone, strict=True):
         same(states, expected)
-    assert passes == [20, 20, 20, 25, 3], "full passes, and one job longer than a pass by itself"
+    assert passes == [20, 20, 20, 20, 5, 3], "full passes; a longer job by itself, in portions"
 
 
 def test_one_pass_holds_two_thousand_tokens(
@@ -375,3 +378,37 @@ def test_a_job_that_no_memory_holds_fails_its_call_alone(
     again = begin_encoding(core, [20])
     core.step()
     assert [each.length for each in again] == [20]
+
+
+PASS = 64  # rows
+BLOCK = 2**15  # scores, and elements of partial results, at a time
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize("backend", [CpuAttentionBackend(), ReferenceAttentionBackend()])
+def test_memory_of_an_encoding_is_bounded(
+    family: str, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the states, a module of 2,000 tokens takes no more than one of 500. All scores of a
+    layer would take 64 MB."""
+    monkeypatch.setattr("ragcache.engine.engine.MAX_TOKENS_PER_PASS", PASS)
+    monkeypatch.setattr(reference, "MOST_SCORES", BLOCK)
+    monkeypatch.setattr(reference, "MOST_RESULTS", BLOCK)
+    monkeypatch.setattr(cpu, "MOST_RESULTS", BLOCK)
+    sizes = {"max_seq_len": 4096} if family == "mpt" else {"max_position_embeddings": 4096}
+    causal = wrap_causal(tiny_model(family, **sizes))
+    causal.backend = backend
+    passes = count_passes(causal, monkeypatch)
+
+    def beyond_states(tokens: int) -> int:
+        job = EncodeJob(random_tokens(tokens))
+        list(encode(causal, [job]))  # workspaces stay
+        peak = peak_bytes(lambda: list(encode(causal, [job])))
+        return peak - tokens * causal.computed_bytes_per_token
+
+    short, long = beyond_states(500), beyond_states(2000)
+    activations = PASS * 4 * 20 * 96  # of a layer whose widest product has 96 columns
+    layer = 2000 * causal.bytes_per_token  # of keys and values, as they are multiplied
+    assert long < activations + layer + 6 * 4 * BLOCK
+    assert long - short < layer
+    assert set(passes) <= {PASS, 500 % PASS, 2000 % PASS}

@@ -44,7 +44,7 @@ def test_the_embedded_reader_is_the_default(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loader, "READER", READER)
     embedded = load_model()
     assert embedded.name == "ragcache-reader"
-    assert embedded.causal.dtype == torch.bfloat16, "the checkpoint's own"
+    assert embedded.causal.states_dtype == torch.bfloat16, "the checkpoint's own"
     assert load_model(READER).causal.fingerprint == embedded.causal.fingerprint
 
 
@@ -91,14 +91,6 @@ def test_a_model_with_a_short_window_is_served(
         )
     assert cached.choices[0].token_ids == exact.choices[0].token_ids
     assert (cached.reuse.cached_tokens > 0, exact.reuse.cached_tokens) == (True, 0)
-
-
-def test_the_dtype_is_the_checkpoints_unless_one_is_asked_for(
-    tmp_path: Path, reader: LoadedModel
-) -> None:
-    folder = save(tmp_path / "model", reader)
-    assert load_model(folder).causal.dtype == torch.float32
-    assert load_model(folder, dtype=torch.bfloat16).causal.dtype == torch.bfloat16
 
 
 def test_a_saved_model_answers(

@@ -1,0 +1,79 @@
+"""What the machine is fast in, timed once per process, and how much memory it has left.
+
+Flags do not tell: torch offers bfloat16 on every processor, but without AVX-512 or AMX a linear
+layer takes 4 to 6 times as long in it as in float32, and a product of two plain matrices up to 500
+times. So the operations themselves are timed. The shortest of several runs counts, which hardly
+depends on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ragcache.openmp import keeps_no_workers
+
+ROWS = 32  # about a question
+SIDE = 2048  # weights of a larger layer are timed in part: the ratio of two dtypes stays
+_RUNS = 4
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@cache
+@keeps_no_workers
+def linear_seconds(out_features: int, in_features: int, dtype: torch.dtype) -> float:
+    """Seconds of a linear layer over `ROWS` rows on the CPU; sizes beyond `SIDE` count as it."""
+    weight = torch.ones(min(out_features, SIDE), min(in_features, SIDE), dtype=dtype)
+    rows = torch.ones(ROWS, weight.shape[1], dtype=dtype)
+    return _shortest(lambda: torch.nn.functional.linear(rows, weight))
+
+
+@cache
+@keeps_no_workers
+def product_seconds(dtype: torch.dtype) -> float:
+    """Seconds of a batch of plain products `a @ b` on the CPU, as attention has them."""
+    scores, values = torch.ones(2, 64, 128, dtype=dtype), torch.ones(2, 128, 64, dtype=dtype)
+    return _shortest(lambda: torch.bmm(scores, values))
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the CPU's attention multiplies states of `dtype`: bfloat16 only where
+    products in it are quick, and never float16, whose exponent is too short for sums of
+    exponentials."""
+    if dtype == torch.float16:
+        return torch.float32
+    if dtype != torch.bfloat16:
+        return dtype
+    slow = product_seconds(torch.bfloat16) > 2 * product_seconds(torch.float32)
+    return torch.float32 if slow else dtype
+
+
+def available_memory() -> int:
+    """Bytes that this process can still take: of the machine, or of its control group."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no version 2 of control groups, or its root
+        return free
+    if limit == "max":
+        return free
+    return min(free, int(limit) - used + int(cached.get("inactive_file", 0)))
+
+
+def _shortest(run: Callable[[], object]) -> float:
+    """Seconds of the shortest of some runs, after one that does not count."""
+    times = []
+    with torch.inference_mode():
+        for _ in range(_RUNS + 1):
+            begin = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin)
+    return min(times[1:])

@@ -1,0 +1,131 @@
+"""The dtype that a model computes in, and the one that its states are kept in.
+
+`auto` computes in the checkpoint's dtype, or on a CPU that is slow in it in float32, if that fits
+the memory. States are kept in the checkpoint's dtype either way: half the bytes, and first-token
+log-probabilities within 5e-3 of float32 throughout (bfloat16 throughout: 4e-2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ragcache.errors import ConfigurationError
+from ragcache.machine import ROWS, available_memory, linear_seconds
+
+AUTO = "auto"
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+MARGIN = 1.5
+"""How much faster float32 must be: a machine that is about as fast in both keeps the checkpoint's
+dtype in every process, and so its states."""
+MEMORY_SHARE = 2 / 3
+"""Of the free memory: what weights in float32 may take. States need the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeChoice:
+    """The dtypes of an opened model.
+
+    compute: of weights and activations; states: of kept keys and values; reason: why `compute` was
+    chosen, for people.
+    """
+
+    compute: torch.dtype
+    states: torch.dtype
+    reason: str
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype | None:
+    """The dtype of a name; None for `auto`. Raises `ConfigurationError` for any other text."""
+    if isinstance(name, torch.dtype):
+        return name
+    if name == AUTO:
+        return None
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"{name!r} is not a dtype of models; give auto, {', '.join(DTYPES)}"
+        ) from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def choose_compute(model: Any, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype in which a loaded model computes fastest on a device, and why."""
+    own: torch.dtype = model.dtype
+    name = dtype_name(own)
+    if device.type != "cpu":
+        return own, f"{name}, as the checkpoint: a GPU is fast in it"
+    if own.itemsize >= torch.float32.itemsize:
+        return own, f"{name}, as the checkpoint"
+    if getattr(model, "is_quantized", False):
+        return own, f"{name}: weights that are quantized stay as they are"
+    shape = largest_linear(model)
+    times = {each: linear_seconds(*shape, each) for each in (own, torch.float32)}
+    needed = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
+    return faster_dtype(own, shape, times, needed, available_memory())
+
+
+def faster_dtype(
+    own: torch.dtype, shape: tuple[int, int], times: Mapping[torch.dtype, float],
+    needed: int, free: int,
+) -> tuple[torch.dtype, str]:  # fmt: skip
+    """The checkpoint's dtype `own`, or float32, and why. shape, times: of the layer that was timed,
+    and its seconds; needed, free: bytes of the weights in float32, and of free memory."""
+    name, quicker = dtype_name(own), times[own] > MARGIN * times[torch.float32]
+    timed = (
+        f"{ROWS} rows through a layer of {shape[1]:,} x {shape[0]:,} take "
+        f"{1e3 * times[torch.float32]:.2f} ms in float32, {1e3 * times[own]:.2f} ms in {name}"
+    )
+    if not quicker:
+        return own, f"{name}, as the checkpoint: {timed}"
+    if needed > MEMORY_SHARE * free:
+        return own, (
+            f"{name}, though {timed}: weights in float32 would take {needed:,} bytes of the "
+            f"{free:,} that are free"
+        )
+    return torch.float32, f"float32: {timed}"
+
+
+def choose_states(
+    wanted: torch.dtype | None, checkpoint: torch.dtype, compute: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype of kept states. wanted: None for the checkpoint's own, unless that is wider than
+    what the model computes in. Raises `ConfigurationError` on a GPU, whose kernels read states in
+    the model's dtype."""
+    if device.type != "cpu":
+        if wanted not in (None, compute):
+            raise ConfigurationError(
+                f"a GPU reads states in the model's dtype, {dtype_name(compute)}; leave "
+                "states_dtype at auto, or keep eight bits with device_kv_dtype=int8"
+            )
+        return compute
+    if wanted is not None:
+        return wanted
+    return checkpoint if checkpoint.itemsize < compute.itemsize else compute
+
+
+def largest_linear(model: Any) -> tuple[int, int]:
+    """The size [out, in] of the matrices, embeddings aside, that most of the weights are in."""
+    embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding))
+    vocabulary = {id(each.weight) for each in embeddings}
+    head = model.get_output_embeddings()
+    if head is not None:
+        vocabulary.add(id(head.weight))
+    sizes: Counter[tuple[int, int]] = Counter()
+    for weight in model.parameters():
+        if weight.dim() >= 2 and id(weight) not in vocabulary:
+            sizes[int(weight.shape[-2]), int(weight.shape[-1])] += weight.numel()
+    if not sizes:  # nothing but embeddings: any size tells
+        return model.config.hidden_size, model.config.hidden_size
+    return sizes.most_common(1)[0][0]
