@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -24,13 +25,15 @@ from ragcache.engine import (
 from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.request import check_options
-from ragcache.errors import InvalidRequest
+from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.monitor import RequestMonitor
-from ragcache.pipeline.prompt import BuiltPrompt, build_context
+from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
 from ragcache.store import Lease
 from ragcache.structured import Grammar, compile_constraint
+
+logger = logging.getLogger(__name__)
 
 MakeRequest = Callable[[Context], Request]
 
@@ -187,7 +190,7 @@ class Submitter:
             return self._submit(prompt, request, None)
         lease = prompt.states.lease()
         try:
-            prompt.states.record_owners(lease)
+            _record_owners(prompt.states, lease)
             return self._submit(prompt, request, lease)
         except BaseException:
             lease.release()
@@ -236,3 +239,12 @@ def prepare_answer(prompt: BuiltPrompt, lease: Lease | None, assembled: float) -
         bytes_moved={} if lease is None else dict(lease.moved),
         timestamps=replace(prompt.timestamps, assembled=assembled),
     )  # fmt: skip
+
+
+def _record_owners(states: PromptStates, lease: Lease) -> None:
+    """Records who owns what was encoded. Where the ledger cannot (its disk is full), the question
+    is answered all the same; states without an owner are removed when the folder is opened."""
+    try:
+        states.record_owners(lease)
+    except StoreError as error:
+        logger.warning("%s; states of this question are not kept", error)

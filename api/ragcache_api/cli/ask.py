@@ -65,7 +65,7 @@ def ask(
         else:
             ui.print_answer(served, pieces=stream)
         return
-    with ui.open_existing_rag(state, model, embedding, collection, dtype=dtype) as rag:
+    with ui.open_for_reading(state, model, embedding, collection, dtype=dtype) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
@@ -127,7 +127,7 @@ def prompt(
 ) -> None:
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
-    with ui.open_existing_rag(state, model, dtype=dtype) as rag:
+    with ui.open_for_reading(state, model, None, dtype=dtype) as rag:
         from ragcache import Generation
 
         generation = Generation.of(

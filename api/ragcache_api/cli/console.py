@@ -7,9 +7,10 @@ starts without them.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 UNWRAPPED_WIDTH = 10_000  # characters: a path that a log or a pipe breaks in two is not found again
 DEFAULT_STATE = Path("ragcache-state")
+SESSION_BYTES = 2**20  # of the ledger's log that an open folder may need
 
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
@@ -166,6 +168,32 @@ def open_existing_rag(
         if collection is not None:
             check_collection(database, collection)
     return open_rag(state, model, embedding, **options)
+
+
+@contextmanager
+def open_for_reading(
+    state: Path, model: str | None, embedding: str | None, collection: str | None = None,
+    **options: Any,
+) -> Iterator[RagCache]:  # fmt: skip
+    """As `open_existing_rag`, for commands that change nothing: where the disk is full, a ledger
+    cannot be opened, and a copy in memory answers."""
+    from ragcache_api.settings import ServiceSettings
+
+    with ExitStack() as stack:
+        if ServiceSettings.read().ledger is None and is_full(state):
+            from ragcache_api.cli.overlay import overlay_of
+
+            copied = stack.enter_context(overlay_of(state))
+            if copied is not None:
+                state = copied
+                errors.print("the disk is full: a copy of the ledger answers, nothing is kept")
+        opened = open_existing_rag(state, model, embedding, collection, **options)
+        yield stack.enter_context(opened)
+
+
+def is_full(state: Path) -> bool:
+    """Whether the disk of a state folder that exists lacks room for what a session writes."""
+    return state.is_dir() and shutil.disk_usage(state).free < SESSION_BYTES
 
 
 def check_collection(database: Database, collection: str, namespace: str = NAMESPACE) -> None:
