@@ -51,6 +51,11 @@ class ScopeGroup:
     paths: tuple[Path, ...]
     tokens: ScopeTokens
 
+    @property
+    def scaffold(self) -> str:
+        """The modules of a scaffold, as citations name it; "" for a module by itself."""
+        return " ".join("/".join(path) for path in self.paths) if len(self.paths) > 1 else ""
+
 
 @dataclass(frozen=True, slots=True)
 class SchemaStates:
@@ -86,17 +91,18 @@ class PmlPipeline:
     _loaded: dict[str, LoadedSchema] = field(default_factory=dict)
 
     def add(self, text: str, source: str = "<string>", placement: Placement = "schema") -> Schema:
-        """Stores a schema and encodes all its modules (§3.3). Raises `PMLError`, or `PromptTooLong`
-        for a module outside of the model's window, before anything is encoded."""
+        """Stores a schema and encodes all its modules and scaffolds (§3.3). Raises `PMLError`, or
+        `PromptTooLong` for a module outside of the model's window, before anything is encoded."""
         self.template.check(text)
         schema = parse_schema(text, source=source)
         stored = SchemaText(text, placement)
         loaded = self._index(stored, schema)
+        joint = [[scope_at(loaded.index, p) for p in s.modules] for s in schema.scaffolds]
         groups = []
-        for scope in _scopes(loaded.index.root):
-            tokens = self.encoder.tokens([scope])
+        for scopes in (*([scope] for scope in _scopes(loaded.index.root)), *joint):
+            tokens = self.encoder.tokens(scopes)
             if tokens.token_ids:
-                self._check_window(schema.name, scope.path, tokens)
+                self._check_window(schema.name, scopes[0].path, tokens)
                 groups.append(tokens)
         keys = [self.encoder.key(group) for group in groups]
         store = self.encoder.store
@@ -158,7 +164,11 @@ class PmlPipeline:
         groups = self.groups(index, plan)
         group_of = {path: n for n, group in enumerate(groups) for path in group.paths}
         spans, own = place(plan.pieces, groups, group_of, self.template)
-        citations = [Citation(plan.schema, "/".join(path), "", 0.0) for path in plan.modules]
+        joint = {path: group.scaffold for group in groups for path in group.paths}
+        citations = [
+            Citation(plan.schema, "/".join(path), "", 0.0, scaffold=joint.get(path, ""))
+            for path in plan.modules
+        ]
         states = SchemaStates(self.encoder, self.texts, plan.schema, tuple(groups))
         return BuiltPrompt(
             question="".join(p.text for p in plan.pieces if p.kind == "new").strip(),

@@ -12,12 +12,13 @@ template first (`render_schema_turns`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, TypeAlias
 
-from ragcache_schemas.errors import SpanTooLong
+from ragcache_schemas.errors import PMLWarning
 from ragcache_schemas.tree import Chat, Module, Node, Parameter, Path, Schema, Slot, Text, Union
 
 CountTokens: TypeAlias = Callable[[str], int]
@@ -82,8 +83,9 @@ def lay_out(
         slot_length: The length of the longest module that may fill a slot; by default 0. Only the
             placement "schema" uses it.
 
-    Raises:
-        SpanTooLong: The scaffold text of a parameter does not fit.
+    Warns:
+        PMLWarning: The scaffold text of a parameter does not fit; as in the reference
+            implementation, as much of it is encoded as the parameter holds.
 
     Example:
         >>> schema = Schema("s", (Text("Be brief."), Module("tone", (Text("Kindly."),))))
@@ -139,13 +141,12 @@ class _Walk:
         if node.scaffold is not None:
             length = self.count_tokens(node.scaffold)
             if length > node.length:
-                raise SpanTooLong(
+                warnings.warn(PMLWarning(
                     f"the scaffold of the parameter {node.name!r} is {length} tokens long, "
-                    f"and the parameter holds {node.length}",
-                    node.location,
-                    "param",
+                    f"and the parameter holds {node.length}: the rest of it is not encoded; "
                     f'shorten the scaffold, or write len="{length}"',
-                )
+                    node.location,
+                ), stacklevel=2)  # fmt: skip
         return node.length
 
     def _nested(self, own: Path, outer: Path, node: Module | Union, start: int) -> int:

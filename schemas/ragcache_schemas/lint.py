@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,7 +81,12 @@ def lint_schema(
         findings.extend(_advice(schema, count_tokens))
         rendered = render_schema_turns(schema, render) if render else schema
         if count_tokens:
-            lay_out(rendered, count_tokens)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", PMLWarning)
+                lay_out(rendered, count_tokens)
+            for each in caught:
+                if isinstance(each.message, PMLWarning):
+                    warn(each.message)
 
     return _collected(findings, read)
 

@@ -15,6 +15,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache.db import Catalog
 from ragcache.errors import (
     ConfigurationError,
     EmptyQuestion,
@@ -22,6 +23,7 @@ from ragcache.errors import (
     NoDocuments,
     PromptTooLong,
     QueueFull,
+    StoreFull,
     StoreUnwritable,
     UnknownCollection,
     UnreadableDocument,
@@ -555,6 +557,20 @@ def test_threads_ask_in_every_mode_while_others_ingest_and_delete(
         "other1": 7,
         "other2": 7,
     }
+
+
+def test_a_question_is_answered_where_the_ledger_takes_no_rows(
+    bells_rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the owners of what a question encodes cannot be recorded."""
+
+    def refuse(*_: object) -> None:
+        raise StoreFull("no space left for the ledger")
+
+    monkeypatch.setattr(Catalog, "add_key", refuse)
+    answer = bells_rag.ask(BELL_QUESTION, collection="bells", k=1, mode="isolated")
+    assert {source.tier for source in answer.sources} == {"encoded"}
+    nothing_stays_leased(bells_rag)
 
 
 def test_a_full_queue_refuses_and_keeps_no_lease(bells_rag: RagCache) -> None:

@@ -71,7 +71,9 @@ def test_advice(body: str, kind: str) -> None:
 def test_scaffold_that_does_not_fit_is_found_by_counting() -> None:
     text = '<schema name="s"><param name="p" len="1" scaffold="a b"/></schema>'
     assert lint_schema(text) == []
-    assert [f.kind for f in lint_schema(text, count_tokens=count_words)] == ["SpanTooLong"]
+    [found] = lint_schema(text, count_tokens=count_words)
+    assert (found.severity, found.kind) == ("warning", "PMLWarning")
+    assert "the rest of it is not encoded" in found.message
 
 
 def test_findings_of_prompts() -> None:

@@ -32,7 +32,7 @@ from ragcache.pipeline import (
 from ragcache.pipeline.pml import SchemaStates, scope_at
 from ragcache.pipeline.prompt import build_context
 from ragcache.store import KVStore
-from ragcache_schemas import Plan, parse_prompt, render_prompt_turns, resolve_prompt
+from ragcache_schemas import Plan, PMLWarning, parse_prompt, render_prompt_turns, resolve_prompt
 from tests.conftest import REPOSITORY
 from tests.ragcache.pipeline.conftest import last_logits
 from tests.tiny_models import tiny_model
@@ -180,6 +180,24 @@ def test_a_scaffold_changes_what_its_modules_saw(bench: Bench) -> None:
     assert not torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
 
 
+def test_scaffolds_are_encoded_with_their_schema_and_cited(bench: Bench) -> None:
+    answer = bench.answer(PROMPTS["a scaffold"])
+    assert {source.tier for source in answer.sources} == {"host"}, "nothing is encoded again"
+    assert {source.scaffold for source in answer.sources} == {"miami style"}
+    alone = bench.answer(PROMPTS["nested imports"])
+    assert {source.scaffold for source in alone.sources} == {""}
+
+
+def test_a_long_scaffold_text_loads_with_a_warning(bench: Bench) -> None:
+    """A schema of the reference implementation: what does not fit is not encoded."""
+    text = """<schema name="long"><module name="ring">Ring <parameter name="whom" length="2"
+        scaffold="the duty officer of the harbour at night"/> first.</module></schema>"""
+    with pytest.warns(PMLWarning, match="holds 2: the rest of it is not encoded"):
+        bench.runner.add(text)
+    answer = bench.answer('<prompt schema="long"><ring whom="Tom"/>Who?</prompt>')
+    assert answer.reuse.cached_tokens > 0
+
+
 def test_one_scaffold_over_everything_equals_the_plain_prompt(bench: Bench) -> None:
     schema = (
         '<schema name="all"><module name="a">One boat is red.</module>'
@@ -286,7 +304,8 @@ def test_every_token_is_read_or_computed_once(pipeline: PmlPipeline, name: str) 
     assert (exact.states, exact.spans, exact.shares) == (None, (), False)
     assert prompt.end == exact.end > prompt.own[-1][0]
     assert (prompt.kind, prompt.collection, prompt.shares) == ("prompt", "trip", True)
-    assert [cited for cited, _ in prompt.sources] == [cited for cited, _ in exact.sources]
+    cited = [replace(each, scaffold="") for each, _ in prompt.sources]
+    assert cited == [each for each, _ in exact.sources]
     assert {group for _, group in exact.sources} == {None}
 
 
