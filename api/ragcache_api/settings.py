@@ -83,6 +83,9 @@ class ServiceSettings(BaseSettings):
     kv_dtype: Literal["model", "fp8", "int8"] = Field("model", description="How tiers keep states.")
     policy: Literal["lru", "gdsf", "lfu"] = Field("lru", description="Who is evicted first.")
     ledger: str | None = Field(None, description="A database URL in place of the ledger's file.")
+    claim_patience: float = Field(
+        1.0, ge=0, description="Seconds that a question waits for what another process encodes."
+    )
 
     host: str = Field("127.0.0.1", description="The address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="The port; 0 takes a free one.")
@@ -156,7 +159,7 @@ class ServiceSettings(BaseSettings):
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
-            "dtype", "states_dtype",
+            "dtype", "states_dtype", "claim_patience",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

@@ -200,11 +200,14 @@ class Ledger:
         rows = session.execute(select(*COLUMNS).where(self._shared(), *chosen))
         return [state_row(row) for row in rows]
 
-    def record(self, row: StateRow, *, last: bool) -> None:
+    def record(self, row: StateRow, *, last: bool, fenced: bool = False) -> bool:
         """Notes that a tier that outlives processes holds states now; with the last such tier
-        their claim ends."""
+        their claim ends. fenced: not where others have ended the claim, which they do where this
+        process was silent for too long; returns whether the row was written."""
         values = [row.values(self._place_of(row.tier))]
         with self.database.transaction() as session:
+            if fenced and not self.locks.are_held(session, [row.key]):
+                return False
             upsert(session, StateTable, values, _RECORDED)
             again = note_fetched_again(session, [(str(row.key), row.tier)])
             if last:
@@ -212,6 +215,7 @@ class Ledger:
             else:
                 self._reserve(session, row.key, "", 0)
         self._count_again(again)
+        return True
 
     def claim(
         self, keys: Sequence[KVKey], unreadable: Collection[KVKey]

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.sql import chunks, lock_rows
 from ragcache.db.tables import (
+    MEMORY_TIERS,
     EncodingTable,
     EvictionTable,
     JobStateTable,
@@ -25,7 +26,6 @@ ROOT_MODE = "root"
 
 # Jobs come first: what one hands over to a module while the tables are read is seen in either.
 _OWNERS = (JobStateTable, EncodingTable, SchemaStateTable, ScaffoldTable)
-_MEMORY = ("device", "host")
 
 
 def is_unowned() -> ColumnElement[bool]:
@@ -43,7 +43,7 @@ def retire(session: Session, keys: Iterable[KVKey], *, even_owned: bool = False)
     for chunk in chunks(sorted(set(keys))):
         owned = set() if even_owned else _owned(session, chunk)
         ended = [key for key in chunk if key not in owned]
-        lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(_MEMORY)
+        lasting = StateTable.key.in_(ended) & StateTable.tier.not_in(MEMORY_TIERS)
         lock_rows(session, StateTable, lasting)
         now = time.time()
         for row in session.scalars(select(StateTable).where(lasting)):

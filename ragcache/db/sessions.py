@@ -1,6 +1,7 @@
 """Sessions, one for each process that has the store open, and their claims on keys.
 
-Rows of memory tiers, claims and running jobs belong to a session and end with it.
+Rows of memory tiers, claims and running jobs belong to a session and end with it. Whether a session
+of another machine lives is decided by the database's clock: those of machines need not agree.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from pathlib import Path
 from uuid import uuid4
 
 import psutil
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
-from ragcache.db.sql import chunks, insert_new, lock_rows
-from ragcache.db.tables import ClaimTable, JobTable, SessionTable, StateTable
-from ragcache.errors import LedgerUnavailable
+from ragcache.db.sql import chunks, clock, insert_new, lock_rows
+from ragcache.db.tables import MEMORY_TIERS, ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.states import KVKey
 
 HEARTBEAT_SECONDS = 2.0
-DEAD_SECONDS = 60.0  # after which a silent session of another machine counts as ended
+DEAD_SECONDS = 10.0  # after which a silent session of another machine counts as ended
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
+_LEFTOVER_SECONDS = 30.0  # between two looks for rows of memory tiers that no session has
 _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
 
 
@@ -58,26 +59,42 @@ class Identity:
 
 @dataclass(slots=True)
 class Sessions:
-    """This process's session in a ledger. Times are of this machine's clock: machines that share a
-    ledger need clocks that agree within `DEAD_SECONDS`."""
+    """This process's session in a ledger. generation: how often it has begun."""
 
     database: Database
     id: str = field(default_factory=lambda: uuid4().hex)
+    generation: int = 1
+    _last_beat: float = field(default_factory=time.monotonic)
+    _last_look: float = -_LEFTOVER_SECONDS
+    _reaps_from: float = 0.0
 
     def begin(self) -> None:
         """Writes this session's row and ends those that died."""
-        me = Identity.here()
         with self.database.transaction() as session:
-            process = {"machine": me.machine, "pid": me.pid, "started": me.started}
-            session.add(SessionTable(id=self.id, heartbeat=time.time(), **process))
+            session.add(self._row(session))
         self.reap_dead()
 
-    def heartbeat(self) -> None:
-        """Writes that this process lives, and ends the sessions that died."""
-        row = update(SessionTable).where(SessionTable.id == self.id)
+    def heartbeat(self) -> bool:
+        """Writes that this process lives, and ends the sessions that died. Returns False where
+        others had ended this one, which was silent for too long: it begins again under the next
+        generation, without its claims and without its rows of memory tiers.
+
+        A process that was silent itself (it was halted, or the ledger was away for all) lets the
+        others beat before it ends any.
+        """
         with self.database.transaction() as session:
-            session.execute(row.values(heartbeat=time.time()))
+            mine = update(SessionTable).where(SessionTable.id == self.id)
+            beaten = mine.values(heartbeat=clock(session)).returning(SessionTable.generation)
+            alive = session.scalar(beaten) is not None
+            if not alive:
+                self.generation += 1
+                session.add(self._row(session))
+        now = time.monotonic()
+        if now - self._last_beat > DEAD_SECONDS / 2:
+            self._reaps_from = now + DEAD_SECONDS
+        self._last_beat = now
         self.reap_dead()
+        return alive
 
     def end(self) -> None:
         """Ends this session with what belonged to it."""
@@ -87,22 +104,42 @@ class Sessions:
     def dead(self) -> list[str]:
         """Sessions whose process has ended, or of another machine and silent."""
         with self.database.reading() as session:
-            rows = list(session.scalars(select(SessionTable).where(SessionTable.id != self.id)))
-        return [row.id for row in rows if _is_dead(row)]
+            silent = clock(session) - SessionTable.heartbeat
+            rows = session.execute(select(SessionTable, silent).where(SessionTable.id != self.id))
+            return [row.id for row, seconds in rows if _is_dead(row, seconds)]
 
     def reap_dead(self) -> None:
-        """Ends the sessions that died."""
+        """Ends the sessions that died, and what belongs to no session: a process that was silent
+        may have claimed keys after others ended its session."""
+        now = time.monotonic()
+        if now < self._reaps_from:
+            return
         found = self.dead()
-        if found:
+        with self.database.reading() as session:
+            orphaned = session.scalar(select(ClaimTable.key).where(_without_session()).limit(1))
+        looks = now - self._last_look > _LEFTOVER_SECONDS
+        if found or orphaned is not None or looks:
             with self.database.transaction() as session:
                 end_sessions(session, found)
+                _end_leftovers(session, memory=looks)
+            self._last_look = now if looks else self._last_look
+
+    def _row(self, session: Session) -> SessionTable:
+        me = Identity.here()
+        return SessionTable(
+            id=self.id, machine=me.machine, pid=me.pid, started=me.started,
+            heartbeat=clock(session), generation=self.generation,
+        )  # fmt: skip
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:
     """Forgets sessions: their memory tiers and claims go, their jobs are interrupted."""
+    if not ids:
+        return
     lock_rows(session, SessionTable, SessionTable.id.in_(ids))
     lock_rows(session, StateTable, StateTable.place.in_(ids))
     session.execute(delete(StateTable).where(StateTable.place.in_(ids)))
+    lock_rows(session, ClaimTable, ClaimTable.session.in_(ids))
     session.execute(delete(ClaimTable).where(ClaimTable.session.in_(ids)))
     open_jobs = JobTable.session.in_(ids) & JobTable.status.in_(("queued", "running"))
     ended = {"status": "interrupted", "finished_at": time.time(), "error": _INTERRUPTED}
@@ -110,11 +147,25 @@ def end_sessions(session: Session, ids: list[str]) -> None:
     session.execute(delete(SessionTable).where(SessionTable.id.in_(ids)))
 
 
-def _is_dead(row: SessionTable) -> bool:
+def _end_leftovers(session: Session, *, memory: bool) -> None:
+    lock_rows(session, ClaimTable, _without_session())
+    session.execute(delete(ClaimTable).where(_without_session()))
+    if memory:
+        living = select(SessionTable.id)
+        left = StateTable.tier.in_(MEMORY_TIERS) & StateTable.place.not_in(living)
+        lock_rows(session, StateTable, left)
+        session.execute(delete(StateTable).where(left))
+
+
+def _without_session() -> ColumnElement[bool]:
+    return ClaimTable.session.not_in(select(SessionTable.id))
+
+
+def _is_dead(row: SessionTable, silent: float) -> bool:
     identity = Identity(row.machine, row.pid, row.started)
     if identity.machine == _machine():
         return identity.has_ended()
-    return time.time() - row.heartbeat > DEAD_SECONDS
+    return silent > DEAD_SECONDS
 
 
 def _machine() -> str:
@@ -173,19 +224,25 @@ class KeyLocks:
         for chunk in chunks(keys):
             session.execute(mine.where(ClaimTable.key.in_(chunk)))
 
-    def wait_for(self, keys: Sequence[KVKey], seconds: float) -> None:
-        """Waits until others have released one of the keys. Raises `LedgerUnavailable` after so
-        many seconds."""
+    def wait_for(self, keys: Sequence[KVKey], seconds: float) -> bool:
+        """Waits until others have released one of the keys; False where none was after so many
+        seconds."""
         deadline, pause = time.monotonic() + seconds, _FIRST_WAIT
         while len(self._claimed_by_others(keys)) == len(set(keys)):
-            if time.monotonic() > deadline:
-                raise LedgerUnavailable(
-                    f"another process has been encoding {keys[0]} for {seconds:,.0f} seconds; "
-                    "look whether it hangs"
-                )
-            time.sleep(pause)
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_WAIT)
             self.sessions.reap_dead()
+        return True
+
+    def are_held(self, session: Session, keys: Sequence[KVKey]) -> bool:
+        """Whether this session has claimed all of the keys, which are locked until the end of the
+        transaction."""
+        texts = [str(key) for key in keys]
+        mine = (ClaimTable.session == self.sessions.id) & ClaimTable.key.in_(texts)
+        held = session.scalars(select(ClaimTable.key).where(mine).with_for_update())
+        return len(set(held)) == len(set(texts))
 
     def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[str]:
         with self.sessions.database.reading() as session:

@@ -18,7 +18,10 @@ from sqlalchemy import (
     Double,
     Select,
     String,
+    cast,
     column,
+    extract,
+    func,
     literal,
     select,
     values,
@@ -37,6 +40,7 @@ from ragcache.db.tables import (
 from ragcache.errors import InvalidRequest, UnknownCollection
 
 CHUNK = 500  # values in one statement, below SQLite's limit on variables
+_UNIX_EPOCH = 2_440_587.5  # in days of the Julian calendar
 _TYPES: dict[type, Any] = {int: BigInteger(), float: Double(), str: String()}
 
 Rows = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -69,6 +73,14 @@ def upsert(session: Session, table: type[Base], rows: Rows, changed: Sequence[st
     new = {name: statement.excluded[name] for name in changed}
     primary = list(table.__table__.primary_key)
     session.execute(statement.on_conflict_do_update(index_elements=primary, set_=new), rows)
+
+
+def clock(session: Session) -> ColumnElement[float]:
+    """The database's clock in Unix seconds, which machines that share it agree by. Of a SQLite file
+    it is the machine's."""
+    if session.get_bind().dialect.name == "postgresql":
+        return cast(extract("epoch", func.clock_timestamp()), Double())
+    return (func.julianday("now", type_=Double()) - _UNIX_EPOCH) * 86_400.0
 
 
 def lock_rows(session: Session, table: type[Base], *chosen: ColumnElement[bool]) -> None:

@@ -23,6 +23,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from ragcache.config import NAMESPACE
 
 DEFAULT_NAMESPACE = NAMESPACE
+MEMORY_TIERS = ("device", "host")
 SHARED = ""  # the place of a tier that there is only one of
 
 Number = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only integers
@@ -234,7 +235,8 @@ class EvictionTable(PublicIdMixin, Base):
 
 class SessionTable(Base):
     """A process that has the store open. machine, pid, started: which process; heartbeat: Unix
-    seconds, by which other machines see that it lives."""
+    seconds on the database's clock, by which other machines see that it lives; generation: how
+    often it has begun, which is again where others ended it while it was silent."""
 
     __tablename__ = "sessions"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -242,6 +244,7 @@ class SessionTable(Base):
     pid: Mapped[int]
     started: Mapped[str]
     heartbeat: Mapped[float]
+    generation: Mapped[int] = mapped_column(default=1, server_default="1")
 
 
 class ClaimTable(Base):

@@ -170,7 +170,8 @@ class Stats:
         encoded: Modules that were encoded.
         corrupt: Blobs that failed their checksum or vanished, and were encoded again.
         unreadable: Failed reads and writes of tiers and ledger.
-        unclaimed: States encoded for one question because the ledger did not respond.
+        unclaimed: States encoded for one question because the ledger did not respond, or another
+            process took too long to encode them.
         host_evictions: States that left memory for lack of room.
     """
 

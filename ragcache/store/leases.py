@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _WRITERS = 2  # threads that write blobs of what GPUs have computed
 _WRITES = 8  # of one lease that are under way, each with a copy in main memory
 ENCODING_SECONDS = 600.0  # that another process may take to encode what this one waits for
+CLAIM_PATIENCE = 1.0  # seconds of them for a question, before it encodes for itself
 
 Origin = Literal["ingest", "warm", "question"]
 """Why states are leased: documents are ingested, a call names them, or a question needs them."""
@@ -125,8 +126,8 @@ class Lease:
     `host`, `disk` or `remote`) or `encoded`. moved: bytes read from each tier below the first.
     admitted: for keys that were not in the first tier, whether they may push others out.
     unreadable: keys whose rows exist, but whose states no tier could give. lost_blobs: whether a
-    blob turned out to be corrupt or vanished, and has to be replaced. writes: of blobs of states
-    that were put, from a copy in main memory, beside what the caller does next.
+    blob turned out to be corrupt or vanished, and has to be replaced. waited: seconds for what
+    other processes encode. writes: of blobs of states that were put, from a copy in main memory, beside what the caller does next.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Lease:
         self.admitted: dict[KVKey, bool] = {}
         self.unreadable: set[KVKey] = set()
         self.lost_blobs = False
+        self.waited = 0.0
         self.claimed: _Claimed | None = None
         self.writes: deque[Future[None]] = deque()
         self._loader = loader
@@ -207,7 +209,9 @@ class StateLoader:
     def __init__(
         self, memory: MemoryTiers, persistent: PersistentTiers, ledger: Ledger,
         flights: SingleFlight, admission: AdmissionFilter, counters: Counters,
+        claim_patience: float = CLAIM_PATIENCE,
     ) -> None:  # fmt: skip
+        self._patience = claim_patience
         self._memory, self._persistent, self._ledger = memory, persistent, ledger
         self._flights, self._admission, self._counters = flights, admission, counters
         self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # none until there is work
@@ -392,9 +396,28 @@ class StateLoader:
             if claimed is not None:
                 return claimed
             left = [key for key in left if key not in lease.found]
-            if left and not rows:
-                self._ledger.locks.wait_for(left, ENCODING_SECONDS)
+            if left and not rows and not self._wait_for_others(lease, left):
+                return self._begin_claims(lease, flight, left, shared=False)
         return None
+
+    def _wait_for_others(self, lease: Lease, keys: Sequence[KVKey]) -> bool:
+        """Waits for states that another process encodes; False where a question has waited for all
+        of its patience. Raises `LedgerUnavailable`."""
+        question = lease.request.origin == "question"
+        began, seconds = time.monotonic(), ENCODING_SECONDS
+        if question:
+            seconds = max(0.0, self._patience - lease.waited)
+        released = self._ledger.locks.wait_for(keys, seconds)
+        lease.waited += time.monotonic() - began
+        if not released and not question:
+            raise LedgerUnavailable(
+                f"another process has been encoding {keys[0]} for {seconds:,.0f} seconds; look "
+                "whether it hangs"
+            )
+        if not released:
+            logger.warning("another process encodes %s for long; this question does, too", keys[0])
+            self._counters.unclaimed += len(keys)
+        return released
 
     def _read_rows(self, lease: Lease, flight: Flight, rows: Sequence[StateRow]) -> None:
         """Reads what other processes have recorded."""

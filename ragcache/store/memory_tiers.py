@@ -29,8 +29,8 @@ _Demoted = tuple[KVKey, StoredStates, int]  # with their last use
 class Counters:
     """What happened since a store was opened. encoded: states computed. corrupt: blobs that failed
     their checksum or vanished. unreadable: tiers that could not be read or written when they were
-    wanted. unclaimed: states computed without the ledger, which did not answer. hits: by tier,
-    states found there. evictions: by (tier, reason)."""
+    wanted. unclaimed: states computed for one question without a claim: the ledger did not answer, or
+    another process took too long. hits: by tier, states found there. evictions: by (tier, reason)."""
 
     encoded: int = 0
     corrupt: int = 0
@@ -211,6 +211,14 @@ class MemoryTiers:
             index.add(KVEntry.of_row(row), admitted=admitted)
             if self.is_held(row.key):
                 index.entries.lease(row.key)
+
+    def note_all(self) -> None:
+        """Notes all that the tiers in memory hold once more: the ledger has forgotten it."""
+        with self.lock:
+            for index in self.indexes:
+                for entry in index.entries:
+                    row = self.row(index, entry.key, entry.nbytes, entry.last_use)
+                    self._usage.admitted(row._replace(hits=entry.hits))
 
     def know(self, index: TierIndex, rows: Sequence[StateRow]) -> None:
         """Notes that a tier that outlives processes holds states, as the ledger says."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ragcache.db.ledger import Ledger, StateRow
 from ragcache.errors import (
+    LedgerUnavailable,
     RemoteUnavailable,
     StateCorrupt,
     StateMissing,
@@ -32,6 +33,7 @@ Room = Callable[[int], Allocate | None]
 
 _NO_THREAD = 0
 _ATTEMPTS = 16  # at making room, against other processes that fill it
+_WRITES = 6  # of one blob, where the claim on its key was lost
 
 
 class SingleFlight:
@@ -215,19 +217,34 @@ class PersistentTiers:
     def _write(
         self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, last: bool
     ) -> None:
+        """Writes a blob, then its row, under the claim on the key. Where that was lost because this
+        process was silent, another may have deleted the blob: it is claimed and written again.
+        Raises `LedgerUnavailable` where another process keeps the claim."""
+        for attempt in range(_WRITES):
+            nbytes = self._put(index, key, states)
+            row = self._memory.row(index, key, nbytes, tick)
+            if self._ledger.record(row, last=last, fenced=True):
+                self.learn([row])
+                return
+            if not self._ledger.locks.acquire([key]):
+                self._ledger.locks.wait_for([key], 2.0**attempt)
+                self._ledger.locks.acquire([key])
+        raise LedgerUnavailable(
+            f"this process was silent, and another one has claimed {key} since; look whether it "
+            "hangs"
+        )
+
+    def _put(self, index: TierIndex, key: KVKey, states: StoredStates) -> int:
         budget = index.tier.budget_bytes
         if budget is not None:
             self._make_room(index, key, index.tier.size_of(states), budget)
         try:
-            nbytes = index.tier.put(key, states)
+            return index.tier.put(key, states)
         except StoreBudgetExceeded:
             if not isinstance(index.tier, DiskTier):
                 raise
             index.tier.scan()  # other processes have deleted what this one still counts
-            nbytes = index.tier.put(key, states)
-        row = self._memory.row(index, key, nbytes, tick)
-        self._ledger.record(row, last=last)
-        self.learn([row])
+            return index.tier.put(key, states)
 
     def _make_room(self, index: TierIndex, key: KVKey, nbytes: int, budget: int) -> None:
         """Reserves bytes of the budget, which all processes share, and evicts what is needed."""

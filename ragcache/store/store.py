@@ -29,7 +29,13 @@ from ragcache.errors import ConfigurationError, LedgerUnavailable, StoreError
 from ragcache.states import FORMAT_VERSION, KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
 from ragcache.store.eviction import Policy, check_policy
-from ragcache.store.leases import AdmissionFilter, Lease, LeaseRequest, StateLoader
+from ragcache.store.leases import (
+    CLAIM_PATIENCE,
+    AdmissionFilter,
+    Lease,
+    LeaseRequest,
+    StateLoader,
+)
 from ragcache.store.memory_tiers import Counters, MemoryTiers, TierIndex
 from ragcache.store.persistent_tiers import PersistentTiers, SingleFlight
 from ragcache.store.tiers import DeviceTier, DiskTier, HostTier, RemoteTier, Tier
@@ -51,7 +57,7 @@ class KVStore:
 
     def __init__(
         self, ledger: Ledger, memory: Sequence[Tier], persistent: Sequence[Tier] = (),
-        policy: Policy = "lru", window: int = WINDOW,
+        policy: Policy = "lru", window: int = WINDOW, claim_patience: float = CLAIM_PATIENCE,
     ) -> None:  # fmt: skip
         self.ledger = ledger
         self.counters = Counters()
@@ -62,8 +68,9 @@ class KVStore:
         )
         self.persistent = PersistentTiers(indexes, ledger, self.memory, flights, self.counters)
         self._loader = StateLoader(
-            self.memory, self.persistent, ledger, flights, AdmissionFilter(window), self.counters
-        )
+            self.memory, self.persistent, ledger, flights, AdmissionFilter(window), self.counters,
+            claim_patience,
+        )  # fmt: skip
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
         self._background = Background(self)
 
@@ -71,18 +78,19 @@ class KVStore:
     def open(
         cls, folder: Path, database: Database, host_bytes: int, *, disk_bytes: int | None = None,
         kv_dtype: KVDtype = "model", device: Tier | None = None, remote: Tier | None = None,
-        policy: Policy = "lru",
+        policy: Policy = "lru", claim_patience: float = CLAIM_PATIENCE,
     ) -> KVStore:  # fmt: skip
         """Opens the store of a state folder, whose ledger is in the database, and makes ledger and
         disk agree. kv_dtype: how the host and the disk keep states. device: a tier before the host;
-        remote: one after the disk."""
+        remote: one after the disk. claim_patience: seconds that a question waits for states which
+        another process encodes, before it encodes them itself."""
         states = folder / "states"
         ledger = Ledger(database, disk_place(database, states))
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
         disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
         memory = [host] if device is None else [device, host]
         persistent = [disk] if remote is None else [disk, remote]
-        store = cls(ledger, memory, persistent, policy)
+        store = cls(ledger, memory, persistent, policy, claim_patience=claim_patience)
         store.start()
         return store
 
@@ -237,8 +245,11 @@ class KVStore:
         self.persistent.learn_uses()
 
     def heartbeat(self) -> None:
-        """Tells other processes that this one lives."""
-        self.ledger.sessions.heartbeat()
+        """Tells other processes that this one lives. Where they took it for dead, its tiers in
+        memory are written to the ledger again."""
+        if not self.ledger.sessions.heartbeat():
+            logger.warning("this process was silent, and others ended its session; it goes on")
+            self.memory.note_all()
 
     def _keep_reused(self) -> None:
         """Writes states that questions used again to the disk, if something still owns them."""
@@ -423,7 +434,8 @@ class TierOptions(TypedDict, total=False):
     place. disk_bytes: without it, no limit. remote: an fsspec URL (`s3://BUCKET/PATH`,
     `file:///MOUNT`), and remote_bytes. kv_dtype: how the host, the disk and the remote keep states:
     `model`, `fp8` or `int8`. policy: `lru`, `gdsf` or
-    `lfu`. ledger: a database URL in place of the file in the state folder.
+    `lfu`. ledger: a database URL in place of the file in the state folder. claim_patience: seconds
+    that a question waits for states which another process encodes, before it encodes them itself.
     """
 
     device_bytes: int | str
@@ -434,6 +446,13 @@ class TierOptions(TypedDict, total=False):
     kv_dtype: str
     policy: str
     ledger: str
+    claim_patience: float
+
+
+def _check_patience(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"claim_patience is {seconds}; it is 0 seconds or more")
+    return seconds
 
 
 def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
@@ -455,6 +474,7 @@ def open_tiers(options: TierOptions, device: torch.device) -> dict[str, Any]:
         "disk_bytes": parse_optional_bytes(options.get("disk_bytes")),
         "kv_dtype": kv_dtype,
         "policy": check_policy(options.get("policy", "lru")),
+        "claim_patience": _check_patience(options.get("claim_patience", CLAIM_PATIENCE)),
         "device": on_device,
         "remote": remote,
     }

@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import event
+from sqlalchemy import event, update
 from sqlalchemy.exc import IntegrityError
 
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
+from ragcache.db.sessions import DEAD_SECONDS
+from ragcache.db.tables import SessionTable
 from ragcache.errors import ConfigurationError, StoreBudgetExceeded, StoreFull
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.states import KVKey, KVStates
@@ -32,6 +34,7 @@ from ragcache.store import (
     tier_status,
 )
 from ragcache.store.leases import AdmissionFilter, admits
+from ragcache.store.verify import verify
 from tests.ragcache.conftest import (
     TOKEN_BYTES,
     encode_missing,
@@ -767,14 +770,70 @@ def test_a_claim_of_a_process_that_died_does_not_count(
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    from sqlalchemy import update
-
-    from ragcache.db.tables import SessionTable
-
     with store.ledger.database.transaction() as session:
         mine = update(SessionTable).where(SessionTable.id == other.ledger.sessions.id)
         session.execute(mine.values(pid=pid))
     assert sources(store, 1, request=INGEST) == ["encoded"]
+
+
+def move_away(store: KVStore, silent: float) -> None:
+    """Lets a session be one of another machine that was silent for so many seconds."""
+    with store.ledger.database.transaction() as session:
+        mine = update(SessionTable).where(SessionTable.id == store.ledger.sessions.id)
+        heard = SessionTable.heartbeat - silent
+        session.execute(mine.values(machine="another", heartbeat=heard))
+
+
+def test_a_question_waits_for_claims_of_a_silent_machine_for_its_patience(reopen: Open) -> None:
+    store, other = reopen(claim_patience=0.2), reopen()
+    other.ledger.locks.acquire(keys(1))
+    move_away(other, DEAD_SECONDS / 2)
+    assert sources(store, 1) == ["encoded"]
+    assert store.counters.unclaimed == 1
+    assert other.ledger.claim(keys(1), ()) == ([], keys(1)), "the claim is still the other's"
+    move_away(other, DEAD_SECONDS)
+    assert sources(store, 2, 1, request=INGEST) == ["encoded", "host"]
+
+
+def test_a_session_that_was_ended_while_it_was_silent_begins_again(reopen: Open) -> None:
+    store, other = reopen(), reopen()
+    fill(other, 1)
+    other.ledger.flush()
+    move_away(other, DEAD_SECONDS + 1)
+    assert store.ledger.sessions.heartbeat()
+    assert other.ledger.keys("host") == set()
+    other.ledger.locks.acquire(keys(2))  # it does not know yet
+    store.ledger.sessions.reap_dead()
+    assert store.ledger.claim(keys(2), ()) == ([], keys(2)), "no session had claimed it"
+    other.heartbeat()
+    other.ledger.flush()
+    assert other.ledger.sessions.generation == 2
+    assert other.ledger.keys("host") == set(keys(1))
+    assert other.ledger.claim(keys(3), ()) == ([], keys(3))
+    store.ledger.sessions.reap_dead()
+    assert store.ledger.claim(keys(3), ()) == ([], [])
+
+
+def test_a_blob_whose_claim_was_lost_is_claimed_and_written_again(
+    reopen: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = reopen(), reopen()
+    put, puts = store.disk.put, 0
+
+    def lose_claim(key: KVKey, states: Any) -> int:
+        nonlocal puts
+        puts += 1
+        nbytes = put(key, states)
+        if puts == 1:
+            move_away(store, DEAD_SECONDS + 1)
+            other.ledger.sessions.reap_dead()
+            store.disk.delete(key)  # as one who evicts it
+        return nbytes
+
+    monkeypatch.setattr(store.disk, "put", lose_claim)
+    fill(store, 1)
+    assert puts == 2
+    assert verify(store).found == ()
 
 
 CPU = torch.device("cpu")

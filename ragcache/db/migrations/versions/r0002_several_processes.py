@@ -1,4 +1,4 @@
-"""What several processes agree by: one clock of uses."""
+"""What several processes agree by: one clock of uses, generations of sessions."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,6 +12,8 @@ _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 def upgrade() -> None:
     """Adds tables and columns only: what the code before this reads and writes stays."""
     _create_clock()
+    generation = sa.Column("generation", _NUMBER, nullable=False, server_default="1")
+    op.add_column("sessions", generation)
 
 
 def _create_clock() -> None:
