@@ -10,7 +10,8 @@
     │   UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
-        StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable
+        StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable:
+        RemoteMismatch
 
 Errors of the markup language derive from `ragcache_schemas.PMLError`: the language does not depend
 on ragcache.
@@ -193,3 +194,7 @@ class StateMissing(StoreError, KeyError):
 
 class RemoteUnavailable(StoreError, OSError):
     """A remote tier did not answer in time, or not at all."""
+
+
+class RemoteMismatch(RemoteUnavailable):
+    """A remote tier is another one than the ledger's, or what it is mounted from is away."""

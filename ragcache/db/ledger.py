@@ -21,8 +21,8 @@ from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.sessions import KeyLocks, Sessions
-from ragcache.db.sql import CHUNK, chunks, lock_rows, table_of, upsert
-from ragcache.db.tables import Base, ClaimTable, ClockTable, EvictionTable, StateTable
+from ragcache.db.sql import CHUNK, chunks, insert_new, lock_rows, table_of, upsert
+from ragcache.db.tables import Base, ClaimTable, ClockTable, EvictionTable, FactTable, StateTable
 from ragcache.errors import StoreError
 from ragcache.states import FORMAT_VERSION, KVKey
 
@@ -170,6 +170,23 @@ class Ledger:
     def _set_clock(self, tick: int) -> None:
         with self._clock_lock:
             self._behind = max(self._behind, tick - self._uses)
+
+    def fact(self, name: str) -> str | None:
+        """A fact that all processes agree by, None where it is not known."""
+        with self.database.reading() as session:
+            return session.scalar(select(FactTable.value).where(FactTable.name == name))
+
+    def agree(self, name: str, value: str) -> str:
+        """Writes a fact, unless another process has; returns what holds now."""
+        with self.database.transaction() as session:
+            insert_new(session, FactTable, {"name": name, "value": value})
+            return session.scalars(select(FactTable.value).where(FactTable.name == name)).one()
+
+    def holds(self, tier: str) -> bool:
+        """Whether any row is one of this tier."""
+        with self.database.reading() as session:
+            first = select(StateTable.key).where(StateTable.tier == tier).limit(1)
+            return session.scalar(first) is not None
 
     def used_since(self, tick: int) -> list[tuple[str, KVKey, int, int]]:
         """Tier, key, last use and hits of the shared states that any session has used after a tick,

@@ -210,6 +210,15 @@ class ScaffoldTable(Base):
     members: Mapped[list[Any]] = mapped_column(JSON)
 
 
+class FactTable(Base):
+    """What all processes over the ledger must agree by: `remote`, the identity of the remote
+    tier."""
+
+    __tablename__ = "ledger_facts"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+
+
 class ClockTable(Base):
     """The logical clock of uses, one row: all sessions' uses until now."""
 

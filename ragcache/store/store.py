@@ -25,7 +25,13 @@ from ragcache.db.ledger import Ledger, StateRow
 from ragcache.db.references import is_unowned, owned_among, retire
 from ragcache.db.sessions import HEARTBEAT_SECONDS
 from ragcache.db.tables import SessionTable, StateTable
-from ragcache.errors import ConfigurationError, LedgerUnavailable, StoreError
+from ragcache.errors import (
+    ConfigurationError,
+    LedgerUnavailable,
+    RemoteMismatch,
+    RemoteUnavailable,
+    StoreError,
+)
 from ragcache.states import FORMAT_VERSION, KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
 from ragcache.store.eviction import Policy, check_policy
@@ -102,18 +108,40 @@ class KVStore:
         disk = DiskTier.open(folder / "states")
         persistent = [disk] if remote is None else [disk, remote]
         store = cls(ledger, [HostTier(1 << 30)], persistent)
+        store._check_remote()
         store.persistent.learn(ledger.begin())
         store._background.start_heart()
         return store
 
     def start(self) -> None:
-        """Begins the session: reads the ledger, ends what died, and starts the threads."""
+        """Begins the session: reads the ledger, ends what died, and starts the threads. Raises
+        `RemoteMismatch` before anything is changed."""
+        self._check_remote()
         with _garbage_collector_paused():
             rows = self.ledger.begin()
             self.persistent.learn(rows)
             self.persistent.learned = self.ledger.tick
         recover(self.ledger, self.persistent, rows)
         self._background.start()
+
+    def _check_remote(self) -> None:
+        """Compares the remote's identity with the ledger's; a new one gets it. One that does not
+        answer now is compared when it does."""
+        remotes = (index.tier for index in self.persistent.indexes)
+        for tier in (each for each in remotes if isinstance(each, RemoteTier)):
+            tier.place = self.ledger.fact("remote") or ""
+            try:
+                found = tier.read_place()
+                if found is None and self.ledger.holds("remote"):
+                    tier.check_place()
+                tier.place = self.ledger.agree("remote", found or uuid4().hex)
+                if found is None:
+                    tier.write_place(tier.place)
+                tier.check_place()
+            except RemoteMismatch:
+                raise
+            except RemoteUnavailable as error:
+                logger.warning("%s; the remote is compared with the ledger when it answers", error)
 
     @property
     def host(self) -> HostTier:

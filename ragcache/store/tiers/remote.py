@@ -22,6 +22,7 @@ from torch import Tensor
 from ragcache.errors import (
     ConfigurationError,
     MissingExtra,
+    RemoteMismatch,
     RemoteUnavailable,
     StateMissing,
     StoreUnreadable,
@@ -36,6 +37,11 @@ _HEADER = 4096  # bytes: the most that a blob adds to its tensors
 _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}
 """Protocols whose objects appear whole, once their upload has ended."""
 
+PLACE = "place"
+"""The name of the file that holds a remote's identity."""
+
+_CHECKED_SECONDS = 5.0  # for which a remote counts as the same one when blobs are written
+
 
 class RemoteTier:
     """Blobs under a URL, in 256 folders by the first digits of their keys.
@@ -45,6 +51,9 @@ class RemoteTier:
     `retry.seconds`, tried `retry.attempts` times, and after the last, calls fail at once for
     `retry.rest` seconds. `used_bytes` counts what the last `scan` found and what this process
     wrote and deleted since.
+
+    place: the identity that the remote's own file must hold, once it is known. A folder whose mount
+    is away is empty, and no blob of it counts as missing: calls raise `RemoteMismatch`.
     """
 
     name = "remote"
@@ -60,6 +69,8 @@ class RemoteTier:
         protocol = files.protocol
         self._whole = not _WHOLE.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._calls = RemoteCalls(self.root, retry or RetryPolicy())
+        self.place = ""
+        self._checked = -_CHECKED_SECONDS
         self._sizes: dict[KVKey, int] = {}
         self._used = 0
         self._lock = threading.Lock()
@@ -90,6 +101,30 @@ class RemoteTier:
     def path(self, key: KVKey) -> str:
         return f"{self.root}/{key.digest[:2]}/{key.digest}{SUFFIX}"
 
+    def read_place(self) -> str | None:
+        """The identity in the remote, None where there is none. Raises `RemoteUnavailable`."""
+        path = f"{self.root}/{PLACE}"
+        with suppress(FileNotFoundError):
+            content: bytes = self._calls.run("read", lambda: self.files.cat_file(path))
+            return content.decode("ascii", "replace")
+        return None
+
+    def write_place(self, place: str) -> None:
+        """Gives the remote its identity. Raises `RemoteUnavailable` or `StoreUnwritable`."""
+        content = place.encode("ascii")
+        self._calls.run("write", lambda: self._write(f"{self.root}/{PLACE}", content))
+
+    def check_place(self) -> None:
+        """Raises `RemoteMismatch` where the remote is not that of `place`."""
+        if self.place and (found := self.read_place()) != self.place:
+            named = "none" if found is None else repr(found)
+            raise RemoteMismatch(
+                f"the remote {self.root} has {named} in its file {PLACE!r}, but the ledger's has "
+                f"{self.place!r}: it is another one, or what is mounted there is away. Mount it, "
+                "or name the remote that the other processes use"
+            )
+        self._checked = time.monotonic()
+
     def scan(self) -> dict[KVKey, int]:
         """Keys and bytes of all blobs, counted anew. Raises `RemoteUnavailable`."""
         found = self._calls.run("list", self._list)
@@ -101,6 +136,8 @@ class RemoteTier:
         return quantized_nbytes(states, self.kv_dtype) + _HEADER
 
     def put(self, key: KVKey, states: StoredStates) -> int:
+        if time.monotonic() - self._checked > _CHECKED_SECONDS:
+            self.check_place()
         blob = to_blob(key, quantize(states, self.kv_dtype))
         with self._lock:
             check_budget(self.name, self.budget_bytes, self._used, len(blob))
@@ -123,6 +160,7 @@ class RemoteTier:
         try:
             content: bytes = self._calls.run("read", lambda: self.files.cat_file(path))
         except FileNotFoundError:
+            self.check_place()
             raise StateMissing(f"there is no blob {path}") from None
         return read_blob(io.BytesIO(content), key, path, _plain_memory)
 

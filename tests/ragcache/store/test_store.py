@@ -21,7 +21,7 @@ from ragcache.db import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.sessions import DEAD_SECONDS
 from ragcache.db.tables import SessionTable
-from ragcache.errors import ConfigurationError, StoreBudgetExceeded, StoreFull
+from ragcache.errors import ConfigurationError, RemoteMismatch, StoreBudgetExceeded, StoreFull
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.states import KVKey, KVStates
 from ragcache.store import (
@@ -580,6 +580,36 @@ class TestRemote:
         assert sources(store, 1) == sources(store, 1) == ["remote"]
         store.sweep()
         assert make_key(1) in set(store.disk.keys())
+
+    def test_another_remote_is_refused_and_nothing_is_changed(
+        self, reopen: Open, remote: RemoteTier, tmp_path: Path
+    ) -> None:
+        store = reopen(10, remote=remote)
+        fill(store, 1, 2, 3)
+        for name, there in (("unmounted", "none"), ("another", "'its own'")):
+            wrong = RemoteTier.open(f"file://{tmp_path / name}")
+            if name == "another":
+                wrong.write_place("its own")
+            with pytest.raises(RemoteMismatch, match=f"has {there} in its file 'place'"):
+                reopen(10, remote=wrong)
+        assert store.ledger.keys("remote") == set(keys(1, 2, 3))
+        assert reopen(10, remote=remote).ledger.fact("remote") == remote.read_place()
+
+    def test_a_remote_whose_mount_goes_away_keeps_its_rows(
+        self, reopen: Open, remote: RemoteTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = reopen(10, remote=remote)
+        fill(store, 1)
+        for tier in ("host", "disk"):
+            store.evict(keys(1), tier)
+        (tmp_path / "bucket").rename(tmp_path / "away")
+        monkeypatch.setattr("ragcache.store.tiers.remote._CHECKED_SECONDS", -1.0)
+        assert sources(store, 1) == ["encoded"]
+        fill(store, 2)
+        assert store.ledger.keys("remote") == set(keys(1))
+        assert verify(store).found[0].kind == "unreadable"
+        (tmp_path / "away").rename(tmp_path / "bucket")
+        assert set(remote.keys()) == set(keys(1))
 
     def test_an_unreachable_remote_costs_an_encoding(
         self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""What several processes agree by: one clock of uses, generations of sessions."""
+"""What several processes agree by: one clock of uses, generations of sessions, which
+remote."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,6 +13,10 @@ _NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 def upgrade() -> None:
     """Adds tables and columns only: what the code before this reads and writes stays."""
     _create_clock()
+    op.create_table(
+        "ledger_facts", sa.Column("name", sa.String, primary_key=True, nullable=False),
+        sa.Column("value", sa.String, nullable=False),
+    )  # fmt: skip
     generation = sa.Column("generation", _NUMBER, nullable=False, server_default="1")
     op.add_column("sessions", generation)
 
