@@ -5,9 +5,9 @@
     ├── DocumentError: NoDocuments, UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
-    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, PromptTooLong, QueueFull,
-    │   RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey, UnknownModule,
-    │   UnknownSchema, UnusableLogits
+    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobTaken, PromptTooLong,
+    │   QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey,
+    │   UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
         StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable:
@@ -96,6 +96,10 @@ class IdempotencyConflict(RequestError, ValueError):
 
 class InvalidRequest(RequestError, ValueError):
     """A request whose parameters cannot be used."""
+
+
+class JobTaken(RequestError):
+    """Another process goes on with the ingestion: this one was silent and counted as dead."""
 
 
 class PromptTooLong(RequestError, ValueError):

@@ -3,7 +3,7 @@
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
 from ragcache.db.catalog import Catalog, DocumentRow, ModuleRow, NewDocument, NewModule, Vectors
 from ragcache.db.database import Database
-from ragcache.db.jobs import JobRow, Jobs
+from ragcache.db.jobs import AdoptedJob, JobDocument, JobRow, Jobs, collection_target
 from ragcache.db.ledger import Ledger
 from ragcache.db.listing import (
     CollectionRow,
@@ -25,9 +25,10 @@ from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
 from ragcache.db.sql import Page
 
 __all__ = [
-    "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "DocumentRow", "EvictionRow",
-    "HeldState", "JobRow", "Jobs", "Ledger", "Members", "ModuleDetail", "ModuleFilter",
-    "ModuleListing", "ModuleRow", "NewDocument", "NewModule", "Page", "Records", "ScaffoldRows",
-    "SchemaText", "SchemaTexts", "Vectors", "collection_page", "document_page", "eviction_page",
-    "held_keys", "list_modules", "module_detail", "module_page",
+    "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "DocumentRow",
+    "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "Members",
+    "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "NewDocument", "NewModule",
+    "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts", "Vectors", "collection_page",
+    "collection_target", "document_page", "eviction_page", "held_keys", "list_modules",
+    "module_detail", "module_page",
 ]  # fmt: skip

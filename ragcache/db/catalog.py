@@ -89,17 +89,19 @@ class Catalog:
         return found
 
     def replace_documents(
-        self, collection: str, documents: Sequence[NewDocument], job: int | None = None
-    ) -> list[KVKey]:
-        """Stores documents, each in place of an earlier one of its name, and ends their job.
-        Returns the keys of states without an owner; their rows are gone already."""
+        self, collection: str, documents: Sequence[NewDocument], job: int | None = None,
+        runner: str | None = None,
+    ) -> list[KVKey]:  # fmt: skip
+        """Stores documents, each in place of an earlier one of its name, and ends their job, which
+        the session `runner` must still run. Returns the keys of states without an owner; their rows
+        are gone already. Raises `JobTaken`."""
         with self._database.transaction() as session:
             owner = self._change(session, collection)
             freed = _delete_rows(session, owner, [d.source_id for d in documents])
             for document in documents:
                 _insert_rows(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
-                freed += jobs.complete(session, job)
+                freed += jobs.complete(session, job, runner)
             return retire(session, freed)
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
@@ -208,6 +210,9 @@ class Catalog:
         with self._database.transaction() as session:
             collection_id(session, collection, self.namespace)
             owner = self._change(session, collection)
+            jobs.forget_documents(
+                session, self.namespace, jobs.collection_target(collection), source_ids
+            )
             return retire(session, _delete_rows(session, owner, source_ids))
 
     def add_collection(self, collection: str) -> bool:
@@ -223,6 +228,7 @@ class Catalog:
             owner = collection_id(session, collection, self.namespace)
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
+            jobs.forget_documents(session, self.namespace, jobs.collection_target(collection))
             freed = _delete_rows(session, owner, names)
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
             return len(names), retire(session, freed)

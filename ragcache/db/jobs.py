@@ -1,28 +1,49 @@
-"""Ingestion jobs. What is encoded for documents that are not stored yet belongs to their job."""
+"""Ingestion jobs. What is encoded for documents that are not stored yet belongs to their job, and
+so do the documents of one in the background: where its process dies, another one goes on."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
-from ragcache.db.sql import Page, after, check_limit, insert_new, insert_returning, page_of
-from ragcache.db.tables import DEFAULT_NAMESPACE, JobStateTable, JobTable
-from ragcache.errors import EngineClosed, IdempotencyConflict, StoreError, UnknownJob
+from ragcache.db.sql import (
+    Page,
+    after,
+    check_limit,
+    chunks,
+    insert_new,
+    insert_returning,
+    page_of,
+)
+from ragcache.db.tables import DEFAULT_NAMESPACE, JobDocumentTable, JobStateTable, JobTable
+from ragcache.errors import EngineClosed, IdempotencyConflict, JobTaken, StoreError, UnknownJob
 from ragcache.states import KVKey
 
 logger = logging.getLogger(__name__)
 
 OPEN = ("queued", "running")
 RETRIED = ("interrupted", "failed")
+NOBODY = ""  # the session of a job that waits for any process
 PROGRESS_SECONDS = 1.0
+_SUPERSEDED = "later requests replaced or deleted its documents before they were stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,24 @@ class JobRow:
     def can_be_retried(self) -> bool:
         """Whether its request, sent again, begins it anew."""
         return self.status in RETRIED
+
+
+@dataclass(frozen=True, slots=True)
+class JobDocument:
+    """A document that a job will store. content: for the one who does."""
+
+    source_id: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedJob:
+    """A job of a process that has ended, which this one goes on with."""
+
+    id: int
+    namespace: str
+    target: str
+    contents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +128,47 @@ class Jobs:
             number = None if found is None else _same(found, digest).id
         return None if number is None else self.get(number)
 
-    def queue(self, target: str, key: str | None, digest: str) -> tuple[int, bool]:
+    def queue(
+        self, target: str, key: str | None, digest: str, documents: Sequence[JobDocument] = ()
+    ) -> tuple[int, bool]:
         """Queues a job, or finds that of the same idempotency key and request. Returns its id, and
-        whether it is to be run: new, interrupted or failed. Raises `IdempotencyConflict`."""
+        whether it is to be run: new, interrupted or failed. Its documents are kept until it has
+        ended, instead of earlier ones of their ids that wait. Raises `IdempotencyConflict`."""
         new = self._new(target, "queued", time.time())
         new |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
         with self.database.transaction() as session:
-            number = insert_returning(session, JobTable, new)
-            if number is not None:
-                return number, True
-            assert key is not None
-            row = session.scalars(select(JobTable).where(self._requested(key))).one()
-            return row.id, self._retry(session, _same(row, digest).id)
+            number, runs = insert_returning(session, JobTable, new), True
+            if number is None:
+                assert key is not None
+                row = session.scalars(select(JobTable).where(self._requested(key))).one()
+                number, runs = row.id, self._retry(session, _same(row, digest).id)
+            if runs:
+                forget_documents(session, self.namespace, target, [d.source_id for d in documents])
+                _keep_documents(session, number, documents)
+            return number, runs
+
+    def adopt(self) -> AdoptedJob | None:
+        """Takes over the oldest job of any namespace that waits for a process: its own one has
+        ended. None where there is none."""
+        left = JobTable.status.in_(OPEN) & (JobTable.session == NOBODY)
+        waits = or_(left, JobTable.status == "interrupted") & has_documents()
+        oldest = select(JobTable).where(waits).order_by(JobTable.id).limit(1)
+        with self.database.reading() as session:
+            if session.scalar(oldest) is None:
+                return None
+        with self.database.transaction() as session:
+            row = session.scalar(oldest.with_for_update(skip_locked=True))
+            if row is None:
+                return None
+            row.session, row.status, row.error = self.session, "queued", ""
+            row.started_at = row.finished_at = None
+            mine = select(JobDocumentTable.content).where(JobDocumentTable.job_id == row.id)
+            contents = session.scalars(mine.order_by(JobDocumentTable.ordinal))
+            return AdoptedJob(row.id, row.namespace, row.target, tuple(contents))
+
+    def leave(self, job: int) -> None:
+        """Leaves a job to any process."""
+        self._set(job, session=NOBODY)
 
     def _retry(self, session: Session, job: int) -> bool:
         """Queues an ended job again; False for one that is done or queued already. It finds the
@@ -138,7 +206,8 @@ class Jobs:
     def finish(self, job: int) -> None:
         """Ends a job that had nothing to store; one that has ended stays as it is."""
         with self.database.transaction() as session:
-            if session.get_one(JobTable, job).status in OPEN:
+            row = session.get_one(JobTable, job)
+            if row.status in OPEN and row.session == self.session:
                 _end(session, job, "done", "")
 
     def progress(self, job: int) -> Callable[[int], None]:
@@ -167,7 +236,8 @@ class Jobs:
         status = "interrupted" if stopped else "failed"
         try:
             with self.database.transaction() as session:
-                _end(session, job, status, f"{type(error).__name__}: {error}")
+                if session.get_one(JobTable, job).session == self.session:
+                    _end(session, job, status, f"{type(error).__name__}: {error}")
         except StoreError as unwritten:  # a full disk, as a rule: the error before is what counts
             logger.warning("%s; the job counts as running until this process ends", unwritten)
 
@@ -205,14 +275,73 @@ class Jobs:
         }  # fmt: skip
 
     def _set(self, job: int, **values: Any) -> None:
+        """Raises `JobTaken`."""
+        mine = (JobTable.id == job) & (JobTable.session == self.session)
         with self.database.transaction() as session:
-            session.execute(update(JobTable).where(JobTable.id == job).values(**values))
+            changed = update(JobTable).where(mine).values(**values).returning(JobTable.id)
+            if session.scalar(changed) is None:
+                raise _taken(job)
 
 
-def complete(session: Session, job: int) -> list[KVKey]:
+def collection_target(collection: str) -> str:
+    """The target of the jobs that store documents in a collection."""
+    return f"collection {collection}"
+
+
+def has_documents() -> ColumnElement[bool]:
+    """The condition on jobs whose documents any process can store."""
+    return exists().where(JobDocumentTable.job_id == JobTable.id)
+
+
+def forget_documents(
+    session: Session, namespace: str, target: str, source_ids: Sequence[str] | None = None
+) -> None:
+    """Forgets documents that wait in jobs of a target, those of some ids or all: others took their
+    place, or they were deleted. What a process stores already is not held up."""
+    same = (JobTable.namespace == namespace) & (JobTable.target == target)
+    waiting = JobDocumentTable.job_id.in_(select(JobTable.id).where(same))
+    if source_ids is None:
+        session.execute(delete(JobDocumentTable).where(waiting))
+    for chunk in chunks(source_ids or ()):
+        named = JobDocumentTable.source_id.in_(chunk)
+        session.execute(delete(JobDocumentTable).where(waiting, named))
+    left = same & JobTable.status.in_(OPEN) & (JobTable.session == NOBODY) & ~has_documents()
+    ended = {"status": "interrupted", "finished_at": time.time(), "error": _SUPERSEDED}
+    session.execute(update(JobTable).where(left).values(ended))
+
+
+def hand_over(session: Session, sessions: Sequence[str]) -> None:
+    """Leaves the jobs of sessions that end, and whose documents are kept, to any other process."""
+    stopped = JobTable.status.in_((*OPEN, "interrupted"))
+    chosen = JobTable.session.in_(sessions) & stopped & has_documents()
+    again = {"status": "queued", "session": NOBODY, "error": "", "finished_at": None}
+    session.execute(update(JobTable).where(chosen).values(again))
+
+
+def _keep_documents(session: Session, job: int, documents: Sequence[JobDocument]) -> None:
+    session.execute(delete(JobDocumentTable).where(JobDocumentTable.job_id == job))
+    rows = [
+        {"job_id": job, "ordinal": number, "source_id": each.source_id, "content": each.content}
+        for number, each in enumerate(documents)
+    ]
+    if rows:
+        session.execute(insert(JobDocumentTable), rows)
+
+
+def _taken(job: int) -> JobTaken:
+    return JobTaken(
+        f"another process goes on with the ingestion {job}: this one was silent for so long that "
+        "it counted as dead"
+    )
+
+
+def complete(session: Session, job: int, runner: str | None = None) -> list[KVKey]:
     """Ends a job, and the earlier ones of its target that were interrupted, in the transaction that
-    stores its documents. Returns the keys that they held."""
-    done = session.get_one(JobTable, job)
+    stores its documents. Returns the keys that they held. runner: the session that must still run
+    it. Raises `JobTaken`."""
+    done = session.get_one(JobTable, job, with_for_update=True)
+    if runner is not None and done.session != runner:
+        raise _taken(job)
     same = (JobTable.namespace == done.namespace) & (JobTable.target == done.target)
     ended = select(JobTable.id).where(same, JobTable.status.not_in(OPEN))
     ids = [job, *session.scalars(ended)]
@@ -238,6 +367,8 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
     if status == "done":
         values["done"] = JobTable.modules
     session.execute(update(JobTable).where(JobTable.id == job).values(values))
+    if status != "interrupted":
+        session.execute(delete(JobDocumentTable).where(JobDocumentTable.job_id == job))
 
 
 def _row(row: JobTable, states: int) -> JobRow:

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,12 +22,21 @@ from sqlalchemy.orm import Session
 from ragcache.db.database import Database
 from ragcache.db.sessions import KeyLocks, Sessions
 from ragcache.db.sql import CHUNK, chunks, insert_new, lock_rows, table_of, upsert
-from ragcache.db.tables import Base, ClaimTable, ClockTable, EvictionTable, FactTable, StateTable
+from ragcache.db.tables import (
+    Base,
+    ClaimTable,
+    ClockTable,
+    EvictionTable,
+    FactTable,
+    RetirementTable,
+    StateTable,
+)
 from ragcache.errors import StoreError
 from ragcache.states import FORMAT_VERSION, KVKey
 
 logger = logging.getLogger(__name__)
 
+_COMMIT_SECONDS = 30.0  # that a transaction takes at most
 EVICTIONS_KEPT = 100_000  # rows; older ones are forgotten
 
 # What recording states again changes, in tiers that outlive the process and in those in memory.
@@ -128,6 +137,8 @@ class Ledger:
         self._uses = 0
         self._behind = 0  # by how many ticks the uses of this session are behind the clock
         self._written = 0  # of `_uses`, those that the clock counts
+        self._retirements: deque[tuple[float, int]] = deque()  # when the largest number was which
+        self._known_retirements: set[int] = set()
         self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
 
@@ -135,6 +146,9 @@ class Ledger:
         """Opens a session; returns the rows of tiers that outlive processes."""
         self.sessions.begin()
         self.read_clock()
+        with self.database.reading() as session:
+            newest = session.scalar(select(func.max(RetirementTable.id)))
+        self._retirements.append((time.monotonic(), newest or 0))
         return self.load()
 
     def end(self) -> None:
@@ -187,6 +201,24 @@ class Ledger:
         with self.database.reading() as session:
             first = select(StateTable.key).where(StateTable.tier == tier).limit(1)
             return session.scalar(first) is not None
+
+    def retired(self) -> list[KVKey]:
+        """The keys that processes have retired since this session began, or since the call before;
+        some come twice.
+
+        Numbers of rows are given before a transaction commits: a smaller one may appear after a
+        larger one, so that each is looked for until `_COMMIT_SECONDS` have passed.
+        """
+        now, seen = time.monotonic(), self._retirements
+        while len(seen) > 1 and seen[1][0] < now - _COMMIT_SECONDS:
+            seen.popleft()
+        columns = select(RetirementTable.id, RetirementTable.key)
+        with self.database.reading() as session:
+            rows = list(session.execute(columns.where(RetirementTable.id > seen[0][1])))
+        new = [KVKey(key) for number, key in rows if number not in self._known_retirements]
+        self._known_retirements = {number for number, _ in rows}
+        seen.append((now, max((number for number, _ in rows), default=seen[-1][1])))
+        return new
 
     def used_since(self, tick: int) -> list[tuple[str, KVKey, int, int]]:
         """Tier, key, last use and hits of the shared states that any session has used after a tick,
@@ -250,8 +282,9 @@ class Ledger:
             self.sessions.reap_dead()
         return rows, claimed
 
-    def reclaim(self, tier: str, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Claims those of the keys of which a shared tier has no row, to delete what it holds."""
+    def reclaim(self, tier: str, keys: Sequence[KVKey]) -> tuple[list[KVKey], list[KVKey]]:
+        """Claims those of the keys of which a shared tier has no row, to delete what it holds.
+        Returns them, and the keys that another process has claimed."""
         with self.database.transaction() as session:
             taken = self.locks.acquire_within(session, keys)
             found: set[str] = set()
@@ -260,7 +293,7 @@ class Ledger:
                 found |= set(session.scalars(select(StateTable.key).where(rows)))
             gone = [key for key in taken if str(key) not in found]
             self.locks.release_within(session, set(taken) - set(gone))
-        return gone
+        return gone, [key for key in keys if key not in set(taken)]
 
     def reserve(self, tier: str, key: KVKey, nbytes: int, budget: int) -> int:
         """Takes bytes of a shared tier for a key that is claimed. Returns by how many all that is

@@ -4,23 +4,25 @@ transaction."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from sqlalchemy import ColumnElement, and_, delete, exists, select
+from sqlalchemy import ColumnElement, and_, delete, exists, insert, select
 from sqlalchemy.orm import Session
 
-from ragcache.db.sql import chunks, lock_rows
+from ragcache.db.sql import chunks, clock, lock_rows
 from ragcache.db.tables import (
     MEMORY_TIERS,
     EncodingTable,
     EvictionTable,
     JobStateTable,
+    RetirementTable,
     ScaffoldTable,
     SchemaStateTable,
     StateTable,
 )
 from ragcache.states import KVKey
 
+RETIREMENTS_KEPT = 3600.0  # seconds
 ROOT_MODE = "root"
 """The mode of preambles, which belong to the store: other states are encoded after them."""
 
@@ -38,7 +40,8 @@ def is_unowned() -> ColumnElement[bool]:
 def retire(session: Session, keys: Iterable[KVKey], *, even_owned: bool = False) -> list[KVKey]:
     """Deletes the rows of keys without an owner, and returns these keys; `even_owned` ones too,
     which are encoded again when they are needed. Rows of memory tiers stay: each process forgets
-    its own. `KVStore.discard` deletes the blobs after the transaction."""
+    its own, and what it has on its disk, when it reads of the retirement. `KVStore.discard` deletes
+    the blobs after the transaction."""
     retired: list[KVKey] = []
     for chunk in chunks(sorted(set(keys))):
         owned = set() if even_owned else _owned(session, chunk)
@@ -51,7 +54,19 @@ def retire(session: Session, keys: Iterable[KVKey], *, even_owned: bool = False)
             session.add(EvictionTable(reason="superseded", **left))
         session.execute(delete(StateTable).where(lasting))
         retired += map(KVKey, ended)
+    _announce(session, retired)
     return retired
+
+
+def _announce(session: Session, keys: Sequence[KVKey]) -> None:
+    """Tells all processes; those that have been silent for an hour look for themselves."""
+    if keys:
+        now = session.scalars(select(clock(session))).one()
+        rows = [{"key": str(key), "at": now} for key in keys]
+        session.execute(insert(RetirementTable), rows)
+        old = select(RetirementTable.id).where(RetirementTable.at < now - RETIREMENTS_KEPT)
+        free = old.with_for_update(skip_locked=True)  # another session may delete them, too
+        session.execute(delete(RetirementTable).where(RetirementTable.id.in_(free)))
 
 
 def owned_among(session: Session, keys: Iterable[KVKey]) -> set[KVKey]:

@@ -20,6 +20,7 @@ from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
+from ragcache.db.jobs import hand_over
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.tables import MEMORY_TIERS, ClaimTable, JobTable, SessionTable, StateTable
 from ragcache.states import KVKey
@@ -99,6 +100,8 @@ class Sessions:
     def end(self) -> None:
         """Ends this session with what belonged to it."""
         with self.database.transaction() as session:
+            if session.scalar(select(SessionTable.id).where(SessionTable.id != self.id).limit(1)):
+                hand_over(session, [self.id])
             end_sessions(session, [self.id])
 
     def dead(self) -> list[str]:
@@ -120,6 +123,7 @@ class Sessions:
         looks = now - self._last_look > _LEFTOVER_SECONDS
         if found or orphaned is not None or looks:
             with self.database.transaction() as session:
+                hand_over(session, found)
                 end_sessions(session, found)
                 _end_leftovers(session, memory=looks)
             self._last_look = now if looks else self._last_look
@@ -133,7 +137,8 @@ class Sessions:
 
 
 def end_sessions(session: Session, ids: list[str]) -> None:
-    """Forgets sessions: their memory tiers and claims go, their jobs are interrupted."""
+    """Forgets sessions: their memory tiers and claims go, jobs that nobody took over are
+    interrupted."""
     if not ids:
         return
     lock_rows(session, SessionTable, SessionTable.id.in_(ids))

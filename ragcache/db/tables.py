@@ -242,6 +242,16 @@ class EvictionTable(PublicIdMixin, Base):
     fetched_again: Mapped[bool] = mapped_column(default=False)
 
 
+class RetirementTable(Base):
+    """States that lost their last owner: every process forgets what it holds of them. at: Unix
+    seconds on the database's clock."""
+
+    __tablename__ = "retirements"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    key: Mapped[str]
+    at: Mapped[float]
+
+
 class SessionTable(Base):
     """A process that has the store open. machine, pid, started: which process; heartbeat: Unix
     seconds on the database's clock, by which other machines see that it lives; generation: how
@@ -269,8 +279,9 @@ class ClaimTable(Base):
 
 
 class JobTable(PublicIdMixin, Base):
-    """An ingestion. status: queued, running, done, failed or interrupted; times in Unix seconds;
-    done: modules. idempotency_key: names a request, whose content has the `request_digest`."""
+    """An ingestion. session: which runs it, empty for none; status: queued, running, done, failed
+    or interrupted; times in Unix seconds; done: modules. idempotency_key: names a request, whose
+    content has the `request_digest`."""
 
     __tablename__ = "ingestion_jobs"
     __table_args__ = (
@@ -292,6 +303,17 @@ class JobTable(PublicIdMixin, Base):
     done: Mapped[int] = mapped_column(default=0, server_default="0")
     idempotency_key: Mapped[str | None]
     request_digest: Mapped[str] = mapped_column(default="", server_default="")
+
+
+class JobDocumentTable(Base):
+    """A document of a background ingestion, until it is stored: any process can go on with it.
+    content: the `SourceDocument` as JSON."""
+
+    __tablename__ = "job_documents"
+    job_id: Mapped[int] = mapped_column(owned_by("ingestion_jobs"), primary_key=True)
+    ordinal: Mapped[int] = mapped_column(primary_key=True)
+    source_id: Mapped[str]
+    content: Mapped[str]
 
 
 class JobStateTable(Base):

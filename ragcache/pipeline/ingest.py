@@ -1,7 +1,8 @@
 """Ingestion: load, split, encode, and store documents; at once or in the background.
 
 `Ingestor` does the work in its caller's thread. `IngestionJobs` queues it for the one thread of
-`IngestionWorker`, and the ledger keeps the state of every job.
+`IngestionWorker`, and the ledger keeps the state and the documents of every job, so that another
+process goes on with it where this one ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ragcache.config import RagCacheConfig
-from ragcache.db import Catalog, JobRow, Jobs, NewDocument, NewModule, Page
+from ragcache.db import (
+    AdoptedJob,
+    Catalog,
+    JobDocument,
+    JobRow,
+    Jobs,
+    NewDocument,
+    NewModule,
+    Page,
+    collection_target,
+)
 from ragcache.documents import SourceDocument, load_sources, split_document
 from ragcache.documents.source import DocumentSource
 from ragcache.documents.split import SPLIT_VERSION
@@ -27,6 +38,7 @@ from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
     InvalidRequest,
+    JobTaken,
     QueueFull,
     RagCacheError,
 )
@@ -140,7 +152,7 @@ class Ingestor:
         jobs = self.store.jobs.within(self.catalog.namespace)
         rows, done, encoded = [], 0, 0
         total = sum(len(modules) for _, modules in prepared)
-        with jobs.running(f"collection {collection}", total, queued) as job:
+        with jobs.running(collection_target(collection), total, queued) as job:
             note = jobs.progress(job)
             with _Writing() as writing:
                 for document, modules in prepared:
@@ -154,7 +166,8 @@ class Ingestor:
                         if progress is not None:
                             progress(done, total)
                     rows.append(self._row(document, modules))
-            self.store.discard(self.catalog.replace_documents(collection, rows, job))
+            freed = self.catalog.replace_documents(collection, rows, job, jobs.session)
+            self.store.discard(freed)
         return encoded
 
     def _digest(self, document: SourceDocument) -> str:
@@ -288,6 +301,11 @@ class IngestionWorker:
         else:
             time.sleep(_POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no job, and one may come."""
+        return not (self._slots or self.stopping)
+
     def check_open(self) -> None:
         """Raises `EngineClosed` after `halt`."""
         if self.stopping:
@@ -349,8 +367,8 @@ class IngestionWorker:
 @dataclass(frozen=True, slots=True)
 class IngestionJobs:
     """The ingestion jobs of one namespace, which the ledger keeps: those that `submit` queued, and
-    those of `ingest`. The documents of a queued job are only in memory: a job that was interrupted
-    continues when the same documents are submitted again."""
+    those of `ingest`. The ledger keeps the documents of a queued job until it has ended: where its
+    process ends before, another one goes on with it, or the next that opens the folder."""
 
     rows: Jobs
     ingestor: Ingestor
@@ -361,7 +379,7 @@ class IngestionJobs:
         self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
         idempotency_key: str | None = None,
     ) -> JobRow:  # fmt: skip
-        """Reads documents, queues their ingestion and returns.
+        """Reads documents, queues their ingestion and returns; they are in the ledger then.
 
         Args:
             collection: The collection to store them in; made if need be.
@@ -389,17 +407,30 @@ class IngestionJobs:
         if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
             raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY_LENGTH} characters")
         documents = load_sources(sources).documents
-        target = f"collection {collection}"
+        target = collection_target(collection)
         request = _IngestionRequest.of(collection, documents)
         known = self.rows.known(idempotency_key, request.digest)
         if known is not None and not known.can_be_retried:
             return known  # needs no slot
         with self.worker.reserve_slot(self.rows.namespace, request.nbytes) as slot:
-            job, new = self.rows.queue(target, idempotency_key, request.digest)
+            kept = [JobDocument(each.id, _content_of(each)) for each in documents]
+            job, new = self.rows.queue(target, idempotency_key, request.digest, kept)
             row = self.rows.get(job)
             if new:
                 self.worker.put_job(job, partial(self._run, job, collection, documents), slot)
         return row
+
+    def resume(self, job: AdoptedJob) -> None:
+        """Queues a job that another process has left; leaves it again where there is no room."""
+        documents = [_document_of(content) for content in job.contents]
+        collection = job.target.removeprefix(collection_target(""))
+        nbytes = _IngestionRequest.of(collection, documents).nbytes
+        try:
+            with self.worker.reserve_slot(self.rows.namespace, nbytes) as slot:
+                run = partial(self._run, job.id, collection, documents)
+                self.worker.put_job(job.id, run, slot)
+        except (QueueFull, EngineClosed):
+            self.rows.leave(job.id)
 
     def get(self, job: int | str) -> JobRow:
         """A job as it is now, by its id or its public id; its progress is at most a second old.
@@ -433,11 +464,24 @@ class IngestionJobs:
             check_open = lambda *_: self.worker.check_open()  # noqa: E731
             self.ingestor.ingest(collection, documents, check_open, job)
             self.rows.finish(job)
+        except JobTaken as error:
+            logger.warning("%s", error)
         except RagCacheError as error:  # expected; the job's row holds the reason
             self.rows.fail(job, error)
         except BaseException as error:
             self.rows.fail(job, error)
             raise
+
+
+def _content_of(document: SourceDocument) -> str:
+    """A document as the ledger keeps it."""
+    fields = (document.id, document.text, document.uri, dict(document.metadata), document.parts)
+    return json.dumps(fields, default=str)
+
+
+def _document_of(content: str) -> SourceDocument:
+    name, text, uri, metadata, parts = json.loads(content)
+    return SourceDocument(name, text, uri, metadata, tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

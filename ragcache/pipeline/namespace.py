@@ -73,11 +73,18 @@ class SharedServices:
         except BaseException:
             engine.close()
             raise
-        return cls(
+        shared = cls(
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model, template_kwargs), ApiKeys(database),
             IngestionWorker(config.ingestion_bytes), RequestMonitor(),
         )  # fmt: skip
+        store.on_heartbeat.append(shared.adopt_job)
+        return shared
+
+    def adopt_job(self) -> None:
+        """Goes on with an ingestion whose process has ended, if none is queued here."""
+        if self.worker.is_idle and (job := self.store.jobs.adopt()) is not None:
+            self.namespace(job.namespace).jobs.resume(job)
 
     def namespace(self, name: str = NAMESPACE) -> Namespace:
         """The components of a namespace, built at the first call. Raises `ConfigurationError`."""

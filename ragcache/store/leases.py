@@ -127,7 +127,8 @@ class Lease:
     admitted: for keys that were not in the first tier, whether they may push others out.
     unreadable: keys whose rows exist, but whose states no tier could give. lost_blobs: whether a
     blob turned out to be corrupt or vanished, and has to be replaced. waited: seconds for what
-    other processes encode. writes: of blobs of states that were put, from a copy in main memory, beside what the caller does next.
+    other processes encode. writes: of blobs of states that were put, from a copy in main memory,
+    beside what the caller does next.
     """
 
     def __init__(

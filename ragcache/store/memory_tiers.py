@@ -29,8 +29,9 @@ _Demoted = tuple[KVKey, StoredStates, int]  # with their last use
 class Counters:
     """What happened since a store was opened. encoded: states computed. corrupt: blobs that failed
     their checksum or vanished. unreadable: tiers that could not be read or written when they were
-    wanted. unclaimed: states computed for one question without a claim: the ledger did not answer, or
-    another process took too long. hits: by tier, states found there. evictions: by (tier, reason)."""
+    wanted. unclaimed: states computed for one question without a claim: the ledger did not answer,
+    or another process took too long. hits: by tier, states found there. evictions: by (tier,
+    reason)."""
 
     encoded: int = 0
     corrupt: int = 0

@@ -323,14 +323,18 @@ class PersistentTiers:
         with self._flights.begin(keys) as flight:
             self._later |= set(keys).difference(flight.mine)
             for index in self.indexes:
-                gone = self._ledger.reclaim(index.name, flight.mine) if flight.mine else []
+                gone, busy = self._reclaim(index, flight)
+                self._later.update(busy)
                 with self._memory.lock:
                     held = sum(index.remove(key) > 0 for key in gone)
                     self._counters.evicted(index.name, "superseded", held)
                 self._delete_blobs(index, gone)
 
+    def _reclaim(self, index: TierIndex, flight: Flight) -> tuple[list[KVKey], list[KVKey]]:
+        return self._ledger.reclaim(index.name, flight.mine) if flight.mine else ([], [])
+
     def discard_later(self) -> None:
-        """Discards what was in flight at the first attempt."""
+        """Discards what was in flight, or claimed elsewhere, at the first attempt."""
         keys, self._later = self._later, set()
         if keys:
             self.discard(keys)
@@ -339,7 +343,7 @@ class PersistentTiers:
         """Whether a tier holds a blob without a row that is neither in flight nor claimed. remove:
         deletes it."""
         with self._flights.begin([key]) as flight:
-            gone = self._ledger.reclaim(index.name, flight.mine) if flight.mine else []
+            gone, _ = self._reclaim(index, flight)
             found = bool(gone) and key in index.tier
             self._delete_blobs(index, gone if remove else [])
             self._ledger.locks.release(gone)

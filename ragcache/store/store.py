@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 10_000  # uses within which a second one counts as observed reuse
 SWEEP_SECONDS = 1.0
+_RETIRED_SECONDS = 60.0  # for which retired states are looked for in memory
 _WAITING = 256  # prefetches; when more wait, the next are left out
 
 
@@ -58,7 +59,8 @@ class KVStore:
 
     memory: tiers that end with the process, the fastest first; persistent: those that outlive it,
     the nearest first. States that are leased for ingestion and by warm calls are stored in all
-    persistent tiers; the first memory tier holds those in use.
+    persistent tiers; the first memory tier holds those in use. on_heartbeat: called after each
+    heartbeat, in its thread.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class KVStore:
             claim_patience,
         )  # fmt: skip
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
+        self._retired: dict[KVKey, float] = {}
+        self.on_heartbeat: list[Callable[[], None]] = []
         self._background = Background(self)
 
     @classmethod
@@ -270,7 +274,26 @@ class KVStore:
         self._keep_reused()
         self.persistent.discard_later()
         self.ledger.flush()
-        self.persistent.learn_uses()
+        with suppress(LedgerUnavailable):
+            self._follow_retirements(now)
+            self.persistent.learn_uses()
+
+    def _follow_retirements(self, now: float) -> None:
+        """Forgets what other processes have retired, and what was encoded here meanwhile."""
+        self._retired.update((key, now) for key in self.ledger.retired())
+        for key in [k for k, at in self._retired.items() if at < now - _RETIRED_SECONDS]:
+            del self._retired[key]
+        with self.memory.lock:
+            held = [k for k in self._retired if any(k in i.entries for i in self.memory.every)]
+        self._discard_unowned(held)
+
+    def _discard_unowned(self, keys: Sequence[KVKey]) -> None:
+        if keys:
+            with self.ledger.database.reading() as session:
+                owned = owned_among(session, keys)
+            for key in owned:
+                self._retired.pop(key, None)
+            self.persistent.discard(key for key in keys if key not in owned)
 
     def heartbeat(self) -> None:
         """Tells other processes that this one lives. Where they took it for dead, its tiers in
@@ -278,6 +301,11 @@ class KVStore:
         if not self.ledger.sessions.heartbeat():
             logger.warning("this process was silent, and others ended its session; it goes on")
             self.memory.note_all()
+            with self.memory.lock:
+                held = {entry.key for index in self.memory.every for entry in index.entries}
+            self._discard_unowned(sorted(held))
+        for follow in self.on_heartbeat:
+            follow()
 
     def _keep_reused(self) -> None:
         """Writes states that questions used again to the disk, if something still owns them."""
@@ -289,6 +317,16 @@ class KVStore:
         with self.borrow([key for key in keys if key in owned]) as lease:
             for key, states in lease.found.items():
                 self.persistent.add(key, states, self.ledger.advance_clock())
+        self._retire_unowned([key for key in keys if key in owned])
+
+    def _retire_unowned(self, keys: Sequence[KVKey]) -> None:
+        """Takes back what lost its owner while it was written."""
+        with self.ledger.database.reading() as session:
+            owned = owned_among(session, keys)
+        if len(owned) < len(set(keys)):
+            with self.ledger.database.transaction() as session:
+                gone = retire(session, [key for key in keys if key not in owned])
+            self.persistent.discard(gone)
 
     def close(self) -> None:
         """Writes what is pending and ends the session: rows of memory tiers go with it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import Machines
+from tests.cluster.services import Services
 from tests.ragcache.conftest import postgres_schema
 
 Measured = Callable[[str, object], None]
@@ -40,3 +41,12 @@ def measured(capsys: pytest.CaptureFixture[str]) -> Measured:
             print(f"\n    {name}: {value}", end="", flush=True)
 
     return show
+
+
+@pytest.fixture
+def services(socket_enabled: None, tmp_path: Path) -> Iterator[Services]:
+    """Services that end with the test."""
+    with postgres_schema() as url:
+        made = Services(tmp_path, url)
+        yield made
+        made.end()

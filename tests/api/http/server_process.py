@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ragcache.models import loader
+from tests.cluster.machines import move_to_machine
 
 _LISTENING = re.compile(r"running on http://([\d.]+):(\d+)")
 _FORKS = multiprocessing.get_context("forkserver")
@@ -46,13 +47,16 @@ class Started:
         return self.process.exitcode
 
 
-def start_server(state: Path, *options: str, **environment: str) -> Started:
-    """`ragcache serve` on a free port of loopback, with the default model of this process."""
+def start_server(
+    state: Path, *options: str, machine: str | None = None, **environment: str
+) -> Started:
+    """`ragcache serve` on a free port of loopback, with the default model of this process. machine:
+    the name of another machine that it is on."""
     receive, send = _FORKS.Pipe(duplex=False)
     arguments = ["serve", "--state", str(state), "--port", "0", *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = _FORKS.Process(
-        target=_run, args=(arguments, variables, state.parent, loader.READER, send)
+        target=_run, args=(arguments, variables, state.parent, loader.READER, send, machine)
     )
     process.start()
     send.close()
@@ -72,10 +76,13 @@ def start_server(state: Path, *options: str, **environment: str) -> Started:
 
 
 def _run(
-    arguments: list[str], variables: dict[str, str], folder: Path, model: Path, log: Connection
-) -> None:
+    arguments: list[str], variables: dict[str, str], folder: Path, model: Path, log: Connection,
+    machine: str | None,
+) -> None:  # fmt: skip
     """`python -m ragcache_api.cli.main` in a new process."""
     gc.freeze()  # the modules stay
+    if machine is not None:
+        move_to_machine(machine)
     os.dup2(log.fileno(), sys.stderr.fileno())
     log.close()
     os.environ.clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ragcache.db import Database, Jobs
-from ragcache.db.jobs import complete
+from ragcache.db.jobs import JobDocument, complete, hand_over
 from ragcache.db.sessions import end_sessions
-from ragcache.errors import IdempotencyConflict, InvalidRequest, UnknownJob
+from ragcache.errors import IdempotencyConflict, InvalidRequest, JobTaken, UnknownJob
 from tests.ragcache.conftest import make_key
 
 
@@ -88,6 +88,50 @@ def test_a_job_ends_those_of_its_target_in_its_namespace(jobs: Jobs, database: D
     assert [row.states for row in jobs.page().items] == [0, 0]
     assert [row.states for row in other.page().items] == [1]
     assert (jobs.get(job).done, jobs.get(job).status) == (1, "done")
+
+
+def documents(*names: str) -> list[JobDocument]:
+    return [JobDocument(name, f"text of {name}") for name in names]
+
+
+def test_a_job_with_documents_goes_on_where_its_session_ended(
+    jobs: Jobs, database: Database
+) -> None:
+    job, _ = jobs.queue("collection notes", None, "", documents("a", "b"))
+    other = Jobs(database, "there")
+    assert other.adopt() is None, "its session lives"
+    jobs.start(job)
+    with database.transaction() as session:
+        hand_over(session, ["here"])
+        end_sessions(session, ["here"])
+    assert jobs.get(job).status == "queued"
+    adopted = other.adopt()
+    assert adopted is not None
+    assert (adopted.id, adopted.target) == (job, "collection notes")
+    assert adopted.contents == ("text of a", "text of b")
+    assert other.adopt() is None
+    with pytest.raises(JobTaken, match="another process goes on"):
+        jobs.start(job)
+    jobs.fail(job, ValueError("late"))
+    jobs.finish(job)
+    assert jobs.get(job).status == "queued", "only the one that runs it may end it"
+    with pytest.raises(JobTaken), database.transaction() as session:
+        complete(session, job, "here")
+    with database.transaction() as session:
+        complete(session, job, "there")
+    assert jobs.get(job).status == "done"
+    assert other.adopt() is None
+
+
+def test_later_requests_replace_documents_that_wait(jobs: Jobs, database: Database) -> None:
+    first, _ = jobs.queue("collection notes", None, "", documents("a", "b"))
+    jobs.queue("collection plans", None, "", documents("b"))
+    jobs.queue("collection notes", None, "", documents("b"))
+    with database.transaction() as session:
+        hand_over(session, ["here"])
+    contents = [(job.id, job.contents) for _ in range(3) if (job := jobs.adopt())]
+    assert contents == [(first, ("text of a",)), (first + 1, ("text of b",)),
+                        (first + 2, ("text of b",))]  # fmt: skip
 
 
 def test_an_unknown_job_is_named(jobs: Jobs) -> None:

@@ -405,6 +405,23 @@ def test_closing_interrupts_what_runs_and_what_waits(
         assert again.jobs.wait(waiting, 20).status == "done"
 
 
+def test_an_ingestion_goes_on_when_the_folder_is_opened_again(
+    tmp_path: Path, model: LoadedModel, gate: Gate
+) -> None:
+    rag = RagCache.open(tmp_path / "state", model)
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    assert gate.reached.wait(20)
+    closing = threading.Thread(target=rag.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(20)
+    with RagCache.open(tmp_path / "state", model) as again:
+        assert again.jobs.get(job).status == "interrupted"
+        again.internals.shared.adopt_job()
+        assert again.jobs.wait(job, 60).status == "done"
+        assert {row.source_id for row in again.documents("notes")} == {"kiln", "lamp"}
+
+
 @pytest.fixture
 def worker() -> Iterator[IngestionWorker]:
     made = IngestionWorker(100)

@@ -13,14 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import event, update
+from sqlalchemy import delete, event, update
 from sqlalchemy.exc import IntegrityError
 
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Database
 from ragcache.db.jobs import Jobs
+from ragcache.db.references import retire
 from ragcache.db.sessions import DEAD_SECONDS
-from ragcache.db.tables import SessionTable
+from ragcache.db.tables import JobStateTable, SessionTable
 from ragcache.errors import ConfigurationError, RemoteMismatch, StoreBudgetExceeded, StoreFull
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.states import KVKey, KVStates
@@ -308,6 +309,26 @@ def test_superseded_states_are_in_no_tier(store: KVStore) -> None:
     assert list(store.disk.keys()) == keys(2)
     store.ledger.flush()
     assert (store.ledger.keys("disk"), store.ledger.keys("host")) == (set(keys(2)), set(keys(2)))
+
+
+def test_what_one_process_retires_leaves_the_others(
+    reopen: Open, tmp_path: Path, database: Database
+) -> None:
+    store = reopen()
+    other = KVStore.open(tmp_path / "other", database, 10 * STATE_BYTES)
+    other.ledger.place = "" if database.engine.dialect.name == "sqlite" else other.ledger.place
+    fill(other, 1, 2)
+    sources(other, 3)  # in memory alone
+    other.ledger.flush()
+    with database.transaction() as session:
+        session.execute(delete(JobStateTable).where(JobStateTable.key.in_(map(str, keys(1, 3)))))
+        gone = retire(session, keys(1, 2, 3))
+    assert set(gone) == set(keys(1, 3))
+    store.discard(gone)
+    other.sweep()
+    assert in_host(other) == set(other.disk.keys()) == set(keys(2))
+    assert other.ledger.keys("host") == other.ledger.keys("disk") == set(keys(2))
+    other.close()
 
 
 def test_states_removed_while_leased_can_still_be_read(store: KVStore) -> None:
