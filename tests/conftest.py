@@ -134,7 +134,41 @@ def reader(_default_model: None) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
-def empty_ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_reader(reader: LoadedModel) -> LoadedModel:
+    """A tiny random model behind the embedded reader's tokenizer, made once."""
+    from ragcache.models import LoadedModel, wrap_causal
+    from tests.tiny_models import tiny_model
+
+    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
+    return LoadedModel("tiny", causal, reader.tokenizer)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _statements_are_compiled_once() -> Iterator[None]:
+    """All SQLite ledgers share the dialect of the first, and the statements compiled for it."""
+    from sqlalchemy import create_engine
+
+    from ragcache.db import database
+
+    shared: list[tuple[Any, Any]] = []
+
+    def create(url: str, **options: Any) -> Any:
+        engine = create_engine(url, **options)
+        if engine.dialect.name == "sqlite":
+            shared.append((engine.dialect, engine._compiled_cache))
+            engine.dialect, engine._compiled_cache = shared[0]
+            del shared[1:]
+        return engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "create_engine", create)
+        yield
+
+
+@pytest.fixture(scope="session")
+def empty_ledger(
+    _statements_are_compiled_once: None, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A SQLite ledger as migrations leave it."""
     from ragcache.db import Database
 

@@ -28,10 +28,9 @@ from ragcache.errors import (
     UnknownCollection,
     UnreadableDocument,
 )
-from ragcache.models import LoadedModel, wrap_causal
+from ragcache.models import LoadedModel
 from ragcache.retrieval import SearchParams
 from tests.conftest import write_notes
-from tests.tiny_models import tiny_model
 
 QUESTION = "Where does the spare key of the boathouse hang?"
 CHAT_KEYS = "The spare key of the boathouse hangs in the red cupboard. Ask Tom Hartley."
@@ -197,10 +196,8 @@ def test_records_outlive_the_process(tmp_path: Path, reader: LoadedModel) -> Non
 
 
 @pytest.fixture
-def chats(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    model = LoadedModel("tiny", causal, reader.tokenizer)
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as opened:
+def chats(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", tiny_reader, max_new_tokens=8) as opened:
         opened.ingest("notes", [SourceDocument("k", CHAT_KEYS), SourceDocument("b", CHAT_BOATS)])
         yield opened
 
@@ -502,11 +499,9 @@ BELL_QUESTION = "Which bell rings at number 3?"
 
 
 @pytest.fixture
-def bells_rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    model = LoadedModel("tiny", causal, reader.tokenizer)
+def bells_rag(tmp_path: Path, tiny_reader: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(
-        tmp_path / "state", model, max_new_tokens=6, private_bytes="8MiB", queue=20
+        tmp_path / "state", tiny_reader, max_new_tokens=6, private_bytes="8MiB", queue=20
     ) as opened:
         opened.ingest("bells", bells(6))
         yield opened

@@ -13,15 +13,13 @@ from transformers import PreTrainedTokenizerFast
 from ragcache.engine import Context
 from ragcache.engine.batch import BatchBuilder, ScheduledChunk
 from ragcache.engine.kv_cache import ContiguousKV
-from ragcache.models import CausalLM, LoadedModel, wrap_causal
-from tests.tiny_models import tiny_model
+from ragcache.models import CausalLM, LoadedModel
 
 
-@pytest.fixture
-def model(reader: LoadedModel) -> LoadedModel:
+@pytest.fixture(scope="session")
+def model(tiny_reader: LoadedModel) -> LoadedModel:
     """A tiny random model behind the embedded reader's tokenizer."""
-    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    return LoadedModel("tiny", causal, reader.tokenizer)
+    return tiny_reader
 
 
 def last_logits(causal: CausalLM, contexts: list[Context]) -> Tensor:

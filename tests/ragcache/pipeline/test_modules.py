@@ -10,17 +10,14 @@ import pytest
 
 from ragcache import RagCache, SourceDocument
 from ragcache.errors import ConfigurationError, UnknownCollection, UnknownModule
-from ragcache.models import LoadedModel, wrap_causal
+from ragcache.models import LoadedModel
 from ragcache.pipeline import Modules
-from tests.tiny_models import tiny_model
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 
 
 @pytest.fixture
-def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    model = LoadedModel("tiny", causal, reader.tokenizer)
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened

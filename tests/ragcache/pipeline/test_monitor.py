@@ -26,12 +26,16 @@ SCHEMA = '<schema name="trip"><module name="sea">The tide is out.</module></sche
 PROMPT = '<prompt schema="trip"><sea/>When is it in?</prompt>'
 
 
-@pytest.fixture
-def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
+@pytest.fixture(scope="module")
+def wide(reader: LoadedModel) -> LoadedModel:
+    """A tiny random model of a wide window."""
     config = {"vocab_size": len(reader.tokenizer), "max_position_embeddings": 4096}
-    causal = wrap_causal(tiny_model("llama", **config))
-    model = LoadedModel("tiny", causal, reader.tokenizer)
-    with RagCache.open(tmp_path / "state", model, max_new_tokens=4) as opened:
+    return LoadedModel("tiny", wrap_causal(tiny_model("llama", **config)), reader.tokenizer)
+
+
+@pytest.fixture
+def rag(tmp_path: Path, wide: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", wide, max_new_tokens=4) as opened:
         opened.ingest("notes", DOCUMENTS)
         yield opened
 

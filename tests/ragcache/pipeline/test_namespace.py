@@ -15,8 +15,7 @@ from ragcache.errors import (
     UnknownCollection,
     UnknownSchema,
 )
-from ragcache.models import LoadedModel, wrap_causal
-from tests.tiny_models import tiny_model
+from ragcache.models import LoadedModel
 
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
 SCHEMA = '<schema name="trip"><module name="sea">The tide is out.</module></schema>'
@@ -35,9 +34,7 @@ class Letters(Embeddings):
 
 
 @pytest.fixture
-def rag(tmp_path: Path, reader: LoadedModel) -> Iterator[RagCache]:
-    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    model = LoadedModel("tiny", causal, reader.tokenizer)
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
     with RagCache.open(
         tmp_path / "state", model, max_new_tokens=4, embedding=Letters(), module_tokens=32
     ) as opened:

@@ -23,7 +23,7 @@ from ragcache.db.references import retire
 from ragcache.db.sessions import DEAD_SECONDS
 from ragcache.db.tables import JobStateTable, SessionTable
 from ragcache.errors import ConfigurationError, RemoteMismatch, StoreBudgetExceeded, StoreFull
-from ragcache.models import LoadedModel, wrap_causal
+from ragcache.models import LoadedModel
 from ragcache.states import KVKey, KVStates
 from ragcache.store import (
     HostTier,
@@ -44,7 +44,6 @@ from tests.ragcache.conftest import (
     make_states,
     same,
 )
-from tests.tiny_models import tiny_model
 
 STATE_BYTES = HostTier(1 << 20).size_of(make_states(1))  # of one state in memory
 BLOCK = 4096  # bytes that a blob of such states takes; while it is written, two are reserved
@@ -910,12 +909,10 @@ def test_invalid_options_are_refused(options: Any, said: str) -> None:
         open_tiers(options, CPU)
 
 
-def test_an_answer_from_every_tier_is_the_same(tmp_path: Path, reader: LoadedModel) -> None:
-    causal = wrap_causal(tiny_model("llama", vocab_size=len(reader.tokenizer)))
-    model = LoadedModel("tiny", causal, reader.tokenizer)
+def test_an_answer_from_every_tier_is_the_same(tmp_path: Path, tiny_reader: LoadedModel) -> None:
     remote = f"file://{tmp_path / 'bucket'}"
     options: Any = {"remote": remote, "device_bytes": "64MiB", "max_new_tokens": 4}
-    with RagCache.open(tmp_path / "state", model, **options) as rag:
+    with RagCache.open(tmp_path / "state", tiny_reader, **options) as rag:
         rag.ingest("notes", [SourceDocument("kiln", "The kiln is in the yard.")])
         found = {}
         for tier in ("device", "host", "disk", "remote"):
