@@ -98,6 +98,7 @@ class RagCache:
         dtype: str = "auto",
         states_dtype: str = "auto",
         warm_up: bool = False,
+        long_context: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
@@ -121,6 +122,9 @@ class RagCache:
             dtype, states_dtype: What it computes in and keeps states in; see `load_model`. `auto`
                 chooses what is fast on this machine; give one where several share their states.
             warm_up: Whether a GPU's graphs are captured now; else with the first steps.
+            long_context: Whether a model with LongRoPE (Phi-3.5, Phi-4-mini) computes every text as
+                those beyond its original length, so that its window is the whole context; without
+                it the window ends at that length. States of the two are kept apart.
             chat_template_kwargs: Variables of the model's chat template in every prompt, such as
                 `{"enable_thinking": False}`; a call may set others. They are part of what states
                 are kept under wherever they change the text before documents.
@@ -144,7 +148,10 @@ class RagCache:
         if isinstance(model, LoadedModel):
             loaded = model
         else:
-            loaded = load_model(model, device=device, dtype=dtype, states_dtype=states_dtype)
+            loaded = load_model(
+                model, device=device, dtype=dtype, states_dtype=states_dtype,
+                long_context=long_context,
+            )  # fmt: skip
         variables = _template_kwargs(loaded, chat_template_kwargs)
         chosen = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")

@@ -113,8 +113,10 @@ def _default_model(float_reader: Path) -> Iterator[None]:
 
     default = cache(load_model)
 
-    def load(name: str | Path | None = None, **options: str) -> LoadedModel:
-        usual = {"device": "cpu", "dtype": "auto", "states_dtype": "auto"}
+    def load(name: str | Path | None = None, **options: Any) -> LoadedModel:
+        usual = {
+            "device": "cpu", "dtype": "auto", "states_dtype": "auto", "long_context": False,
+        }  # fmt: skip
         if name is None and options == usual:
             return default()
         return load_model(name, **options)

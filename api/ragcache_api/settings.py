@@ -68,6 +68,9 @@ class ServiceSettings(BaseSettings):
     states_dtype: ModelDType = Field(
         "auto", description="What states are kept in; `auto`: the checkpoint's dtype."
     )
+    long_context: bool = Field(
+        False, description="A model with LongRoPE uses its long factors, for its whole context."
+    )
     private_bytes: Size | None = Field(
         None, description="Room for questions' own states: 512 MiB; a share of a GPU."
     )
@@ -159,7 +162,7 @@ class ServiceSettings(BaseSettings):
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
-            "dtype", "states_dtype", "claim_patience",
+            "dtype", "states_dtype", "claim_patience", "long_context",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

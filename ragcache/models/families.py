@@ -328,6 +328,8 @@ for _family in (
         interleaved=True,
         positions="rotary, interleaved",
     ),
+    # text models of composite checkpoints: the positions in their three axes are equal for text
+    Family(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")),
     Family(("nanochat",), backward=True, positions="rotary, backward"),
     Family(("smollm3",), silent_layers=_unturned, positions=SOME_LAYERS),
     Family(

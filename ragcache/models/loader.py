@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
+from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.dtype import (
     AUTO,
     DTypeChoice,
@@ -111,6 +112,7 @@ def _encoded_outside(tokenizer: Any, text: str) -> list[int]:
 def load_model(
     name: str | Path | None = None, *, device: str | torch.device = "cpu",
     dtype: str | torch.dtype = AUTO, states_dtype: str | torch.dtype = AUTO,
+    long_context: bool = False,
 ) -> LoadedModel:  # fmt: skip
     """Loads and patches a model.
 
@@ -121,6 +123,8 @@ def load_model(
             or float32 on a CPU that is slow in it, if that fits the memory.
         states_dtype: What its states are kept in; `auto` is the checkpoint's, unless `dtype` is
             narrower. On a GPU it is what the model computes in.
+        long_context: Whether a model with LongRoPE computes every text as those beyond its
+            original length, which its window then includes.
 
     Raises:
         ModelNotFound: It cannot be read.
@@ -134,15 +138,15 @@ def load_model(
     """
     place, wanted, kept = _device(device), parse_dtype(dtype), parse_dtype(states_dtype)
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     source = str(READER if name is None else name)
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source)
             checkpoint = None if wanted is None else AutoConfig.from_pretrained(source).dtype
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted or "auto")
-    except (OSError, ValueError, SafetensorError) as error:
+            model = load_checkpoint(source, wanted or "auto", long_context=long_context)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelNotFound(
             f"cannot load the model {source!r}: {error}. Give a folder with config.json, weights "
             "and tokenizer, or the name of a hub model that this machine can reach; without a "

@@ -16,7 +16,7 @@ from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.fingerprint import model_fingerprint
 from ragcache.models.hf_patch import SegmentCache, step_in_context
-from ragcache.models.positions import PositionScheme
+from ragcache.models.positions import PositionScheme, changes_at_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,10 @@ class CausalLM(LanguageModel):
 
 
 def _positions(config: Any) -> int:
-    """Those of the configuration; with LongRoPE those up to which its frequencies are fixed."""
+    """Those of the configuration; with LongRoPE those up to which its frequencies are fixed, unless
+    they are the same for all lengths (`checkpoint.use_long_factors`)."""
     positions = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "longrope":
+    if parameters.get("rope_type") == "longrope" and changes_at_length(parameters):
         return min(positions, int(parameters["original_max_position_embeddings"]))
     return positions

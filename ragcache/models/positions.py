@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from ragcache.errors import UnsupportedModel
 # LongRoPE are up to the length where they change, and that is then the window (`Dimensions.of`).
 FIXED_SCALINGS = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
 NO_POSITIONS = "none"
+LONG_FACTORS = {"short_factor": "long_factor", "short_mscale": "long_mscale"}
+"""LongRoPE's factors for texts up to the original length, and for longer ones."""
 
 
 class PositionScheme(Protocol):
@@ -154,6 +157,13 @@ def rotary_scaling(config: Any, layer_type: str | None = None) -> str:
     """The name of the scaling, `default` where there is none. layer_type: of which layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return str(parameters.get(layer_type, parameters).get("rope_type", "default"))
+
+
+def changes_at_length(parameters: Mapping[str, Any]) -> bool:
+    """Whether LongRoPE has other factors for short texts than for long ones."""
+    return any(
+        parameters.get(short) != parameters.get(long) for short, long in LONG_FACTORS.items()
+    )
 
 
 def check_scaling(scaling: str) -> None:

@@ -1,0 +1,99 @@
+"""The causal language model of a checkpoint: the text model of one that also sees or hears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+from ragcache.errors import ConfigurationError
+from ragcache.models.families import family_of
+from ragcache.models.positions import LONG_FACTORS, rotary_scaling
+
+
+class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is not typed
+    """A text stack and its head, for composite models whose text model has no class of its own."""
+
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = AutoModel.from_config(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """The stack knows, which transformers does not ask."""
+        return True
+
+    def forward(
+        self, input_ids: Tensor | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any
+    ) -> CausalLMOutputWithPast:
+        """Logits of the last tokens, or of these rows, or of all."""
+        out = self.model(input_ids=input_ids, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+
+
+def load_checkpoint(source: str, dtype: torch.dtype | str, *, long_context: bool = False) -> Any:
+    """The Hugging Face model of a folder or hub name that continues a text.
+
+    Of a composite checkpoint the rest is read and dropped. long_context: see `use_long_factors`.
+    Raises `UnsupportedModel` for a text model that no family serves, `ConfigurationError`, and what
+    transformers raises.
+    """
+    config = AutoConfig.from_pretrained(source)
+    text = config.get_text_config(decoder=True)
+    if long_context:
+        use_long_factors(text)
+    if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+    family_of(text).check(text)  # before gigabytes are read
+    whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
+    return text_model(whole)
+
+
+def text_model(whole: Any) -> Any:
+    """The text model of a composite one, over the same weights."""
+    stack, head = whole.get_decoder(), whole.get_output_embeddings()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(stack.config), TextForCausalLM)
+    with torch.device("meta"):
+        model = kind(stack.config)
+    setattr(model, model.base_model_prefix, stack)
+    model.set_output_embeddings(head)
+    model.generation_config = whole.generation_config
+    return model.eval()
+
+
+def use_long_factors(config: Any) -> None:
+    """Makes a LongRoPE model compute every text with the factors of texts beyond its original
+    length, in place. transformers changes factors at that length, so that states before and after
+    disagree; with one set for all the window is the whole context. Raises `ConfigurationError` for
+    another model.
+    """
+    if rotary_scaling(config) != "longrope":
+        raise ConfigurationError(
+            f"long_context is for models with LongRoPE, and this {config.model_type} model has the "
+            f"rotary scaling {rotary_scaling(config)!r}; leave it out"
+        )
+    parameters = config.rope_parameters
+    for short, long in LONG_FACTORS.items():
+        if long in parameters:
+            parameters[short] = parameters[long]
