@@ -28,10 +28,10 @@ class AskOptions(TypedDict, total=False):
     collection: Required[str]
     k: int
     mode: str
-    chat_template_kwargs: Mapping[str, Any] | None
     generation: Generation
     filters: Filters | None
     threshold: float | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class SearchOptions(TypedDict, total=False):
@@ -75,15 +75,15 @@ class ChatOptions(TypedDict, total=False):
             must otherwise be equal; texts under 32 characters are not searched for.
         tools: JSON descriptions of functions, as Hugging Face's chat templates take them; None by
             default.
-        chat_template_kwargs: Variables of the model's chat template, as in `AskOptions`.
         generation: How the answer is generated; one greedy answer by default.
+        chat_template_kwargs: Variables of the model's chat template, as in `AskOptions`.
     """
 
     mode: str
     recognize: bool
-    chat_template_kwargs: Mapping[str, Any] | None
     tools: Sequence[Mapping[str, Any]] | None
     generation: Generation
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class PromptOptions(TypedDict, total=False):

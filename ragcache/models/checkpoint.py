@@ -73,13 +73,19 @@ def load_checkpoint(source: str, dtype: torch.dtype | str, *, long_context: bool
 def text_model(whole: Any) -> Any:
     """The text model of a composite one, over the same weights."""
     stack, head = whole.get_decoder(), whole.get_output_embeddings()
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(stack.config), TextForCausalLM)
+    kind = text_class(stack.config)
     with torch.device("meta"):
         model = kind(stack.config)
     setattr(model, model.base_model_prefix, stack)
     model.set_output_embeddings(head)
     model.generation_config = whole.generation_config
     return model.eval()
+
+
+def text_class(config: Any) -> type[Any]:
+    """The class that continues texts with models of a text model's configuration."""
+    found: type[Any] = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), TextForCausalLM)
+    return found
 
 
 def use_long_factors(config: Any) -> None:

@@ -439,7 +439,8 @@ class TestOptions:
     )
     def test_a_question_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
         listed = (
-            r"'colection'; options of ask: collection, k, mode, generation, filters, threshold$"
+            r"'colection'; options of ask: collection, k, mode, generation, filters, threshold, "
+            r"chat_template_kwargs$"
         )
         with pytest.raises(ConfigurationError, match=listed):
             call(getattr(rag, method), [QUESTION], colection="notes")
@@ -449,7 +450,10 @@ class TestOptions:
         "achat", "achat_batch", "astream_chat", "astream_chat_batch",
     ])  # fmt: skip
     def test_a_chat_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
-        listed = "'temperature'; options of chat: mode, recognize, tools, generation$"
+        listed = (
+            "'temperature'; options of chat: mode, recognize, tools, generation, "
+            "chat_template_kwargs$"
+        )
         with pytest.raises(ConfigurationError, match=listed):
             call(getattr(rag, method), [QUESTION], temperature=1.0)
 

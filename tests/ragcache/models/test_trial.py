@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Family, LayeredRotary, register, trial, wrap
+from ragcache.models.checkpoint import text_class
 from ragcache.models.families import FAMILIES, family_of
 from ragcache.models.trial import TOLERANCE, tiny_config, tiny_model, trial_difference, try_family
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+AXES = {"rope_type": "default", "rope_theta": 1e6}
 CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
     },
     "granitemoehybrid": {"layer_types": ["attention"] * 32},
+    "qwen2_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
+    "qwen2_5_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
 }  # fmt: skip
 """Where the defaults of a configuration make no model that is served."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +69,7 @@ def make_config(model_type: str, **changes: Any) -> Any:
 
 def difference(config: Any, **changes: Any) -> float:
     """Of the family's tiny model, with changes of the recipe."""
-    kind, family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], family_of(config)
+    kind, family = text_class(config), family_of(config)
     family.check(config)
     return trial_difference(tiny_model(kind, tiny_config(config, family), 7))
 
@@ -205,7 +208,7 @@ def test_layers_without_positions_turn_nothing() -> None:
 
 def test_layers_that_share_states_keep_none_of_their_own() -> None:
     config = tiny_config(make_config("gemma3n_text"), FAMILIES["gemma3n_text"])
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = text_class(config)
     causal = wrap(tiny_model(kind, config, 7))
     assert (causal.num_layers, causal.model.config.num_hidden_layers) == (2, 4)
     assert causal.new_states(3)[0].shape[0] == 2
@@ -213,7 +216,7 @@ def test_layers_that_share_states_keep_none_of_their_own() -> None:
 
 def test_sinks_are_refused_where_nothing_counts_them() -> None:
     config = tiny_config(make_config("gpt_oss"), FAMILIES["gpt_oss"])
-    causal = wrap(tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, 7))
+    causal = wrap(tiny_model(text_class(config), config, 7))
     assert causal.sinks
     with pytest.raises(UnsupportedModel, match="attention sinks, which only the engine's own"):
         causal.model(torch.tensor([[1, 2, 3]]))
