@@ -32,15 +32,11 @@ class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is
     _supports_attention_backend = True
 
     def __init__(self, config: Any) -> None:
+        config._experts_implementation = None  # the stack chooses; this class has no experts
         super().__init__(config)
         self.model = AutoModel.from_config(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """The stack knows, which transformers does not ask."""
-        return True
 
     def forward(
         self, input_ids: Tensor | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any
