@@ -5,7 +5,6 @@ from ragcache.models.families import Family, register, wrap_causal
 from ragcache.models.loader import (
     LoadedModel,
     PromptFrame,
-    ThreadSafeTokenizer,
     load_model,
     prompt_frame,
     render_undated,
@@ -17,11 +16,12 @@ from ragcache.models.model import (
     LanguageModel,
 )
 from ragcache.models.positions import Alibi, LayeredRotary, Learned, PositionScheme, Rotary
+from ragcache.models.tokenizer import PromptTokenizer
 from ragcache.models.trial import wrap
 
 __all__ = [
     "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch", "LanguageModel",
-    "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame", "Rotary",
-    "ThreadSafeTokenizer", "dtype_name", "load_model", "prompt_frame", "register",
+    "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame", "PromptTokenizer",
+    "Rotary", "dtype_name", "load_model", "prompt_frame", "register",
     "render_undated", "wrap", "wrap_causal",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 SAMPLES = 1024  # elements of every weight whose bits enter the digest as they are
+TOKENIZING = 2  # higher when `PromptTokenizer` gives other tokens for a text
 VOLATILE = (
     *("transformers_version", "_name_or_path", "_attn_implementation"),
     *("architectures", "dtype", "torch_dtype"),
@@ -34,11 +35,12 @@ def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> st
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A digest of vocabulary and merges: the serialized tokenizer without the padding and
-    truncation that its last caller set."""
+    truncation that its last caller set, and how texts are put to it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     entries = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     if backend is not None:
         entries = {**entries, "padding": None, "truncation": None}
+    entries = {"how": TOKENIZING, "tokenizer": entries}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from ragcache.models.dtype import (
 )
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
+from ragcache.models.tokenizer import PromptTokenizer
 from ragcache.models.trial import wrap
 
 READER = Path(__file__).parent.parent / "reader"
@@ -54,9 +54,9 @@ class LoadedModel:
         return tokenizer_fingerprint(self.tokenizer)
 
     @cached_property
-    def thread_safe(self) -> ThreadSafeTokenizer:
-        """The same model for any number of threads, made once."""
-        return ThreadSafeTokenizer.of(self)
+    def prompt_tokenizer(self) -> PromptTokenizer:
+        """Tokenizes texts from outside, and what a template writes around them."""
+        return PromptTokenizer(self.tokenizer)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -67,46 +67,18 @@ class LoadedModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; control tokens in it are recognized."""
+        """Token ids of a template's text; control tokens in it are recognized."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def encode_untrusted(self, text: str) -> list[int]:
-        """Token ids of a text from outside, in which `<|end|>` is five ordinary characters."""
-        return _encoded_outside(self.tokenizer, text)
+    def encode_untrusted(self, text: str, *, first: bool = False) -> list[int]:
+        """Token ids of a text from outside, in which `<|end|>` is five ordinary characters. first:
+        it begins the prompt."""
+        return self.prompt_tokenizer.encode(text, first=first)
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
-
-
-@dataclass(frozen=True)
-class ThreadSafeTokenizer(LoadedModel):
-    """A loaded model whose texts any number of threads tokenize.
-
-    Whether control tokens are recognized is a state of a Hugging Face tokenizer, which every call
-    sets. With one tokenizer for both, a question that is spelled in one thread could be read as
-    the template of another, and its `<|end|>` as the end of a turn. So text from outside has a
-    tokenizer of its own, and the state of neither ever changes.
-    """
-
-    outside: Any
-
-    @classmethod
-    def of(cls, model: LoadedModel) -> ThreadSafeTokenizer:
-        outside = copy.deepcopy(model.tokenizer)
-        shared = cls(model.name, model.causal, model.tokenizer, outside, dtypes=model.dtypes)
-        shared.encode("")
-        shared.encode_untrusted("")
-        return shared
-
-    def encode_untrusted(self, text: str) -> list[int]:
-        return _encoded_outside(self.outside, text)
-
-
-def _encoded_outside(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids
 
 
 def load_model(

@@ -97,13 +97,14 @@ class AskPipeline:
         return groups
 
     def _question(self, query: str, encoder: ModuleEncoder) -> list[int]:
-        """The question and what the template puts around it, in tokens."""
-        encode, frame = encoder.model.encode, encoder.frame
+        """The question and what the template puts around it, in tokens: of one text, as they would
+        be in the whole prompt."""
+        tokenizer, frame = encoder.model.prompt_tokenizer, encoder.frame
         lead = frame.question
         if frame.dated:  # its preamble says a fixed day
             lead = f"Today's date is {self.today().isoformat()}.\n{lead}"
-        asked = encoder.model.encode_untrusted(query.strip())
-        return [*encode(lead), *asked, *encode(frame.epilogue)]
+        spelled = tokenizer.spell(lead), query.strip(), tokenizer.spell(frame.epilogue)
+        return tokenizer.encode("".join(spelled))
 
 
 def lay_out(

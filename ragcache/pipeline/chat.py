@@ -11,7 +11,6 @@ from typing import Any
 from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import InvalidRequest
-from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import MARK, ChatTemplate, Message
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
@@ -26,7 +25,6 @@ MIN_READ_TOKENS = 8  # of a module; fewer are computed
 FitsAt = Callable[[int, int], bool]
 """Whether a module's states can be read at a position: `fits_at(start, length)`."""
 
-_ANCHOR = "\ue000"  # a private character, with which no letter makes a token
 _EDGE = 3  # tokens at the front of a text that its surroundings may change
 
 
@@ -177,21 +175,14 @@ class Agreement:
 
 
 class InContextTokenizer:
-    """Tokenizes parts of a prompt so that their tokens, one after the other, decode to it.
+    """Tokenizes parts of a prompt so that their tokens, one after the other, are the prompt's."""
 
-    Tokenizers of the sentencepiece kind put a space before every text that they are given. Inside
-    of a prompt there is none: a text is tokenized behind an anchor, whose tokens are dropped.
-    """
-
-    def __init__(self, model: LoadedModel, template: ChatTemplate) -> None:
-        self._model, self._template = model, template
-        self._lead = model.encode_untrusted(_ANCHOR)
-        bare = model.encode_untrusted("a")
-        self._prefixes = self._anchored("a") not in (None, bare)
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template, self._model = template, template.model
 
     def encode(self, text: str, *, first: bool) -> list[int]:
         """Tokens of a text with marks (see `ChatTemplate`). first: it begins the prompt."""
-        return self._template.encode(text, lambda piece, at: self._piece(piece, first and at == 0))
+        return self._template.encode(text, first=first)
 
     def agreement(
         self, text: str, token_ids: Sequence[int], *, whole: bool, first: bool
@@ -201,9 +192,9 @@ class InContextTokenizer:
         whole: the text is the module's own; else it lacks outer whitespace. States of a run that
         is cut off at the end are what they would be without the rest: no token sees those after it.
         """
-        if whole and (first or not self._prefixes):
+        if whole and not (first and self._model.prompt_tokenizer.prefixes):
             return Agreement((), 0, len(token_ids), ())
-        here = self._piece(text, first)
+        here = self._model.encode_untrusted(text, first=first)
         best = (0, 0, 0)  # length, and where it begins in the module and here
         for begin, at in sorted(product(range(_EDGE), repeat=2), key=sum):
             best = max(best, (_common(token_ids[begin:], here[at:]), begin, at), key=lambda b: b[0])
@@ -211,17 +202,6 @@ class InContextTokenizer:
                 break
         length, begin, at = best
         return Agreement(tuple(here[:at]), begin, begin + length, tuple(here[at + length :]))
-
-    def _piece(self, text: str, first: bool) -> list[int]:
-        if first or not self._prefixes:
-            return self._model.encode_untrusted(text)
-        return self._anchored(text) or self._model.encode_untrusted(text)
-
-    def _anchored(self, text: str) -> list[int] | None:
-        """None where the anchor's tokens do not come apart from the text's."""
-        ids = self._model.encode_untrusted(_ANCHOR + text)
-        size = len(self._lead)
-        return ids[size:] if ids[:size] == self._lead else None
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

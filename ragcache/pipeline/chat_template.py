@@ -7,13 +7,15 @@ hold. So a control token can only come from the template, whatever a document or
 The template of a chat has to see contents as they are: it trims them, splits them, tests how they
 begin. What it makes of them is one string, in which its control tokens must still be separable from
 those that a content spells. So a character of each control token in a content is replaced by a
-guard, one character from the same plane, until the template's own control tokens are marked.
+guard, one character from the same plane, until the template's own control tokens are marked. Tokens
+that are added without being special, such as `</think>`, stay whole behind a guard: templates look
+for them in earlier answers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,9 +23,11 @@ from jinja2.exceptions import TemplateError
 
 from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
 from ragcache.models import LoadedModel, render_undated
+from ragcache.models.tokenizer import control_tokens
 
 _FIRST = 0x100000  # plane 16, for private use
 _FIRST_GUARD = 0x10F000  # above the marks of control tokens
+_WRITTEN = "\U0010fffd"  # before a whole control token that a content spells
 _GUARD = re.compile("[\U0010f000-\U0010fffd]")
 MARK = re.compile("([\U00100000-\U0010fffd])")
 UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
@@ -33,8 +37,6 @@ _OWN_VARIABLES = frozenset(
     "return_assistant_tokens_mask tokenizer_kwargs bos_token eos_token strftime_now".split()
 )
 ROLES = ("system", "user", "assistant", "tool")
-
-Tokenize = Callable[[str, int], list[int]]
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with `tool_calls`, `tool_call_id` or `name` where they apply: the
@@ -50,11 +52,15 @@ class ChatTemplate:
     def __init__(self, model: LoadedModel, kwargs: Mapping[str, Any] | None = None) -> None:
         self.model = model
         self.kwargs = dict(kwargs or {})
-        self.control = special = sorted(_control_tokens(model.tokenizer), key=len, reverse=True)
-        self._ids = [model.tokenizer.convert_tokens_to_ids(token) for token in special]
-        self._marks = {token: chr(_FIRST + i) for i, token in enumerate(special)}
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
-        self._escaper = ControlTokenEscaper(special)
+        tokenizer = model.prompt_tokenizer
+        self.control = list(tokenizer.control)
+        self._marks = {token: chr(_FIRST + i) for i, token in enumerate(self.control)}
+        self._names = {ord(mark): tokenizer.spell(token) for token, mark in self._marks.items()}
+        some = "|".join(map(re.escape, self.control)) or "(?!)"
+        self._written = re.compile(f"{_WRITTEN}?(?:{some})")
+        special = set(model.tokenizer.all_special_tokens)
+        special |= {t.content for t in model.tokenizer.added_tokens_decoder.values() if t.special}
+        self._escaper = ControlTokenEscaper(self.control, set(self.control) - special)
 
     def render(self, messages: Sequence[tuple[str, str]], *, generate: bool) -> str:
         """The template's text, with marks for its control tokens (`ragcache_schemas.Render`). What
@@ -107,22 +113,12 @@ class ChatTemplate:
 
     def mark(self, rendered: str) -> str:
         """A template's text with marks for its control tokens."""
-        if self._special is None:
-            return rendered
-        return self._special.sub(lambda m: self._marks[m[0]], rendered)
+        return self._written.sub(lambda m: self._marks.get(m[0], m[0]), rendered)
 
-    def encode(self, text: str, tokenize: Tokenize | None = None) -> list[int]:
-        """Token ids: marks are control tokens, everything else is ordinary text. tokenize: how, of
-        a piece without marks that begins at a place in the text; None is as a text of its own."""
-        ids: list[int] = []
-        place = 0
-        for piece in MARK.split(text):
-            if MARK.fullmatch(piece):
-                ids.append(self._ids[ord(piece) - _FIRST])
-            elif piece:
-                ids += tokenize(piece, place) if tokenize else self.model.encode_untrusted(piece)
-            place += len(piece)
-        return ids
+    def encode(self, text: str, *, first: bool = True) -> list[int]:
+        """Token ids: marks are control tokens, everything else is ordinary text. first: the text
+        begins the prompt, or is tokenized as if it did."""
+        return self.model.prompt_tokenizer.encode(text.translate(self._names), first=first)
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
@@ -175,7 +171,7 @@ def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[st
                 f"this model's chat template has no variable {name!r}; leave it out of "
                 "chat_template_kwargs, or look at the template for its name"
             )
-    if ControlTokenEscaper(sorted(_control_tokens(tokenizer))).hide(given) != given:
+    if ControlTokenEscaper(list(control_tokens(tokenizer))).hide(given) != given:
         raise InvalidRequest(
             "a value in chat_template_kwargs holds a control token of the model, or the edge of "
             "one; control tokens come from the template alone"
@@ -186,11 +182,15 @@ def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[st
 class ControlTokenEscaper:
     """Hides control tokens that occur in contents, and reveals them again."""
 
-    def __init__(self, control: Sequence[str]) -> None:
-        """control: the tokenizer's control tokens."""
+    def __init__(self, control: Sequence[str], visible: Collection[str] = ()) -> None:
+        """control: the tokenizer's control tokens, the longest first. visible: those that a
+        template still finds whole in contents, behind a guard: Qwen's drops what comes before
+        `</think>` from earlier answers."""
         letters = sorted({letter for token in control for letter in token})
         self._hidden = {letter: chr(_FIRST_GUARD + i) for i, letter in enumerate(letters)}
         self._revealed = {guard: letter for letter, guard in self._hidden.items()}
+        self._revealed[_WRITTEN] = ""
+        self._visible = frozenset(visible)
         firsts = re.escape("".join({token[0] for token in control}))
         self._firsts = re.compile(f"[{firsts}]" if control else "(?!)")
         self._any = re.compile("|".join(map(re.escape, control)))
@@ -224,12 +224,17 @@ class ControlTokenEscaper:
                 "for control tokens; remove it"
             )
         begins = (match.start() for match in self._firsts.finditer(text))
-        places = {at for at in begins if self._any.match(text, at)}
+        whole = {at: match[0] for at in begins if (match := self._any.match(text, at))}
+        guarded = {at for at, token in whole.items() if token in self._visible}
+        places = whole.keys() - guarded
         if ends:
             places |= self._edges(text)
-        if not places:
+        if not guarded and not places:
             return text
-        return "".join(self._hidden[c] if i in places else c for i, c in enumerate(text))
+        return "".join(
+            (_WRITTEN if i in guarded else "") + (self._hidden[c] if i in places else c)
+            for i, c in enumerate(text)
+        )
 
     def _edges(self, text: str) -> set[int]:
         """Where a piece of a control token begins that the template's text could complete."""
@@ -260,9 +265,3 @@ def _checked(message: Message, number: int) -> dict[str, Any]:
             "other media are not served"
         )
     return {**message, "content": content}
-
-
-def _control_tokens(tokenizer: Any) -> set[str]:
-    """All of them: those with a role (end of text, padding) and those that are only marked."""
-    marked = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
-    return {*tokenizer.all_special_tokens, *marked}

@@ -62,7 +62,6 @@ class SharedServices:
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine. template_kwargs: variables of the
         chat template, checked."""
-        model = model.thread_safe
         limits = EngineConfig.for_device(
             model.causal.device, pool_bytes=config.private_bytes, queue=config.queue,
             warm_up=config.warm_up,
@@ -141,7 +140,7 @@ class Namespace:
         tokens = ModuleTokens(catalog, model)
         ingestor = Ingestor(catalog, store, encoder, retriever, config)
         scaffolds = Scaffolds(ScaffoldRows(database, name), config.scaffold_after)
-        in_context = InContextTokenizer(model, template)
+        in_context = InContextTokenizer(template)
         return cls(
             name, shared, catalog, ingestor,
             AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),

@@ -46,7 +46,7 @@ def spaced_tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     special = ["<unk>", "<s>", "</s>"]
-    letters = sorted({letter for text in CORPUS for letter in text} | set("<>[]/|xyz"))
+    letters = sorted({letter for text in CORPUS for letter in text} | set("<>[]/|xyzAB"))
     trainer = BpeTrainer(
         vocab_size=300, special_tokens=special, initial_alphabet=letters, show_progress=False
     )

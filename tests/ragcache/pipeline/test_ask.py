@@ -29,14 +29,14 @@ from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble_con
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
 from ragcache.models.loader import prompt_frame
-from ragcache.pipeline import AskPipeline, BuiltPrompt, ModuleEncoder
+from ragcache.pipeline import AskPipeline, BuiltPrompt, ChatTemplate, ModuleEncoder
 from ragcache.pipeline.ask import lay_out
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.pipeline.prompt import ModuleGroup, ModuleStates, PromptLayout, build_context
 from ragcache.retrieval import Hit, SearchParams, Selection
 from ragcache.states import KVKey, KVStates
 from ragcache.store import KVStore
-from tests.ragcache.pipeline.conftest import last_logits
+from tests.ragcache.pipeline.conftest import last_logits, spaced_tokenizer
 from tests.tiny_models import random_tokens, tiny_model
 
 DOCUMENTS = [
@@ -428,13 +428,43 @@ def test_every_mode_builds_the_same_tokens(
 ) -> None:
     frame, model = pipeline.encoder.frame, pipeline.encoder.model
     texts = [model.encode_untrusted(ROWS[n - 1].text) for n in numbers]
-    asked = [*model.encode_untrusted(QUESTION), *model.encode(frame.epilogue)]
-    expected = [*model.encode(frame.preamble), *chain(*texts), *model.encode(frame.question)]
+    asked = model.encode(f"{frame.question}{QUESTION}{frame.epilogue}")
+    expected = [*model.encode(frame.preamble), *chain(*texts)]
     prompt = pipeline.build(selection_of(*numbers), "notes", mode)
     assert all_tokens(prompt) == [*expected, *asked]
     assert (prompt.question, prompt.mode, prompt.kind) == (QUESTION, mode, "question")
     assert (prompt.collection, prompt.answerable) == ("notes", True)
-    assert len(prompt.own) - prompt.recomputed == len(asked) + len(model.encode(frame.question))
+    assert len(prompt.own) - prompt.recomputed == len(asked)
+
+
+NOTES = [
+    SourceDocument("keys", "The spare key hangs at the north quay.\n\nAsk Ines Marlow."),
+    SourceDocument("leave", "Everybody has the key 26 days a year."),
+]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_question_has_the_tokens_of_the_whole_text(
+    tmp_path: Path, model: LoadedModel, bos: bool
+) -> None:
+    """Also where the tokenizer puts a space before every text that it is given."""
+    spaced, question = spaced_tokenizer(bos=bos), "which key? </s>"
+    loaded = replace(model, tokenizer=spaced)
+    with RagCache.open(tmp_path / "state", loaded) as rag:
+        rag.ingest("notes", NOTES)
+        ask, params = rag.internals.ask, SearchParams(2)
+        [prompt] = ask.prepare_prompts([question], "notes", params, "exact")
+        hits = ask.retriever.retrieve(question, "notes", params).hits
+        frame = ask.encoder.frame
+    modules = "".join(hit.module.text for hit in hits)
+    text = f"{frame.preamble}{modules}{frame.question}{question}{frame.epilogue}"
+    content = [{"role": "user", "content": text[len("<s>[user] ") : -len("</s>")]}]
+    assert len(hits) == 2
+    assert text == spaced.apply_chat_template(content, tokenize=False)
+    ids = all_tokens(prompt)
+    assert spaced.decode(ids, clean_up_tokenization_spaces=False) == text
+    template = ChatTemplate(loaded)
+    assert ids == template.encode(template.render_chat(content)), "as a chat of this text"
 
 
 def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline) -> None:

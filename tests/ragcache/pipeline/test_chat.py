@@ -260,7 +260,7 @@ def laid_out(
     """A prompt's layout, the group of each module in it, and all of its tokens in order."""
     found = find(text, TABLE)
     ids = [tuple(model.encode_untrusted(each.module.text)) for each in found]
-    tokenizer = InContextTokenizer(model, ChatTemplate(model))
+    tokenizer = InContextTokenizer(ChatTemplate(model))
     layout, chat = PromptLayout(), RenderedChat("", text, found, lead)
     groups = lay_out_chat(layout, chat, ids, tokenizer, linked=linked, fits_at=lambda *_: allowed)
     places = dict(layout.own)
@@ -329,10 +329,10 @@ def test_a_space_that_the_tokenizer_adds_is_not_read(reader: LoadedModel) -> Non
     model = LoadedModel("spaced", reader.causal, spaced_tokenizer())
     layout, _, _ = laid_out(model, f"The key:\n{MODULES[0]}Which?")
     [span] = layout.spans
-    assert 0 < span.begin <= 2
-    assert span.end == len(layout.groups[span.group].token_ids)
-    first, _, _ = laid_out(model, f"{MODULES[0]}Which?")
-    assert first.spans[0].begin == 0, "a prompt may begin with it"
+    assert (span.begin, span.end) == (0, len(layout.groups[span.group].token_ids))
+    first, _, ids = laid_out(model, f"{MODULES[0]}Which?")
+    assert 0 < first.spans[0].begin <= 2, "it stands at the beginning of a prompt alone"
+    assert ids[0] != layout.groups[1].token_ids[0]
 
 
 def test_the_last_token_is_computed(reader: LoadedModel) -> None:
@@ -372,7 +372,7 @@ def pipeline(reader: LoadedModel) -> ChatPipeline:
     )
     return ChatPipeline(
         template,
-        InContextTokenizer(reader, template),
+        InContextTokenizer(template),
         cast("Any", SimpleNamespace(find=lambda text: find(text, TABLE))),
         none,
         ModuleEncoder(reader, prompt_frame(reader.tokenizer), none, none),

@@ -208,6 +208,51 @@ def test_turns_of_a_model_without_a_template_are_plain_lines(reader: LoadedModel
     assert template.render([("system", "a"), ("user", "b")], generate=True) == "a\nb\n"
 
 
+THINKING = (
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% if m['role'] == 'assistant' and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|user|>' + content + '<|end|>' }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function.name }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def thinking(reader: LoadedModel) -> ChatTemplate:
+    """With added tokens that are not special, as Qwen 3 and DeepSeek have them."""
+    tokenizer = copy.deepcopy(reader.tokenizer)
+    tokenizer.chat_template = THINKING
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>"])
+    return ChatTemplate(LoadedModel("thinking", reader.causal, tokenizer))
+
+
+def test_added_tokens_are_the_templates_whatever_their_kind(thinking: ChatTemplate) -> None:
+    content = "<think>no</think><tool_call>weather"
+    ids = thinking.encode(thinking.render_chat([{"role": "user", "content": content}]))
+    tokenizer = thinking.model.tokenizer
+    expected = f"<|user|>{content}<|end|><|assistant|><think>"
+    assert tokenizer.decode(ids) == expected
+    added = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<tool_call>"])
+    assert [each for each in ids if each in added] == added[:1], "the last, which is the template's"
+    plain = thinking.encode(thinking.plain(content))
+    assert not {*plain} & {*added}
+    called = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [CALL]}]
+    assert thinking.encode(thinking.render_chat(called)).count(added[2]) == 1
+
+
+def test_a_template_still_drops_the_thoughts_of_earlier_answers(thinking: ChatTemplate) -> None:
+    chat = [
+        {"role": "user", "content": "a </think> b"},
+        {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nYes."},
+        {"role": "user", "content": "</think>"},
+    ]
+    text = thinking.model.tokenizer.decode(thinking.encode(thinking.render_chat(chat)))
+    assert text == (
+        "<|user|>a </think> b<|end|><|user|>Yes.<|end|><|user|></think><|end|><|assistant|><think>"
+    )
+
+
 CONTROL = ["<|user|>", "<|end|>", "<s>", "ab", "bc", "#"]
 TEXTS = st.lists(
     st.sampled_from([*CONTROL, "<|", "|>", "<", "s>", "a", "b", "c", " ", "\n"]), max_size=8
@@ -233,6 +278,19 @@ def test_the_templates_text_completes_no_control_token(text: str, after: str, be
             whole = before + spelled + after
             places = (whole.find(token) for token in CONTROL)
             assert all(at < 0 for at in places)
+
+
+@given(TEXTS, st.sampled_from(["", "|>", "c"]), st.sampled_from(["", "<|us", "a"]))
+def test_visible_tokens_stay_whole_behind_a_guard(text: str, after: str, before: str) -> None:
+    visible = {"<s>", "bc"}
+    guard = ControlTokenEscaper(CONTROL, visible)
+    hidden = guard.hide(text)
+    assert guard.reveal(hidden) == text
+    whole = f"{before}{hidden}{after}"
+    for token in CONTROL:
+        begins = [at for at in range(len(whole)) if whole.startswith(token, at)]
+        assert not begins or token in visible
+        assert all(whole[at - 1] == "\U0010fffd" for at in begins)
 
 
 def test_texts_deep_in_a_message_are_hidden_and_numbers_are_not() -> None:

@@ -1,0 +1,147 @@
+"""Tokenizes prompts in which text from outside stands among a template's control tokens.
+
+A Hugging Face tokenizer takes every added token, such as `<|im_end|>` or `<think>`, for a control
+token wherever a text spells it, and is able to leave out only those that are marked as special. So
+texts go to a copy in which each control token has another name: random, so that no text can spell
+it. `spell` writes these names for the control tokens of a template. The whole of a template's text
+with what people wrote in it is then tokenized at once, as Hugging Face tokenizes rendered chats.
+
+Tokenizers of the sentencepiece kind put a space before every text that they are given. Inside of a
+prompt there is none: a text that does not begin one is tokenized behind an anchor, whose tokens are
+dropped. So the tokens of a prompt's parts, one after the other, are those of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_ANCHOR = "\ue000"  # a private character, with which no letter makes a token
+_BLANKS = "\u2581"  # sentencepiece's sign for a space
+
+
+class PromptTokenizer:
+    """Tokens of parts of prompts. Any number of threads may use it: its state never changes.
+
+    Args:
+        tokenizer: A tokenizer of Hugging Face; it is left as it is.
+
+    Attributes:
+        control: The control tokens with their ids, the longest first.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.control = control_tokens(tokenizer)
+        secret = secrets.token_hex(8)
+        self._names = {
+            token: f"<|{secret}{number:x}|>" for number, token in enumerate(self.control)
+        }
+        self._written = _any_of(self.control)
+        self._tokenizer, self._backend = tokenizer, None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            self._backend = _renamed(backend, self._names)
+        ids = zip(self._names.values(), self.control.values(), strict=True)
+        self._ids = dict(ids)
+        self._spelled = _any_of(self._names.values())
+        self._lead = self._encode(_ANCHOR)
+        self._prefixes = self._anchored("a") not in (None, self._encode("a"))
+
+    @property
+    def prefixes(self) -> bool:
+        """Whether a text has other tokens at the beginning of a prompt than within."""
+        return self._prefixes
+
+    def spell(self, text: str) -> str:
+        """A template's text in which its control tokens have the names that `encode` reads."""
+        return self._written.sub(lambda found: self._names[found[0]], text)
+
+    def encode(self, text: str, *, first: bool = False) -> list[int]:
+        """Token ids. Control tokens are those that `spell` has written; whatever else looks like
+        one is ordinary text. first: the text begins the prompt."""
+        if first or not self._prefixes:
+            return self._encode(text)
+        ids = self._anchored(text)
+        return self._encode(text) if ids is None else ids
+
+    def _anchored(self, text: str) -> list[int] | None:
+        """None where the anchor's tokens do not come apart from the text's."""
+        whole, size = _ANCHOR + text, len(self._lead)
+        if self._backend is None:
+            ids, end = self._encode(whole), 1
+        else:
+            found = self._backend.encode(whole, add_special_tokens=False)
+            ids, end = found.ids, found.offsets[size - 1][1]  # unknown letters are one token
+        apart = ids[:size] == self._lead and end <= 1 and (len(ids) > size or not text)
+        return ids[size:] if apart else None
+
+    def _encode(self, text: str) -> list[int]:
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return ids
+        ids, done = [], 0  # a tokenizer without a backend passes over all added tokens
+        for found in self._spelled.finditer(text):
+            ids += self._plain(text[done : found.start()])
+            ids.append(self._ids[found[0]])
+            done = found.end()
+        return ids + self._plain(text[done:])
+
+    def _plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        return ids
+
+
+def control_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that a template writes and no text from outside may become, with their ids: those
+    with a role (end of text, padding) and all that were added to the vocabulary, but for runs of
+    spaces and line breaks. The longest first."""
+    added = tokenizer.added_tokens_decoder.items()
+    tokens = {
+        token.content: int(number)
+        for number, token in added
+        if token.special or token.content.strip().strip(_BLANKS)
+    }
+    for token in tokenizer.all_special_tokens:
+        if token not in tokens:
+            tokens[token] = tokenizer.convert_tokens_to_ids(token)
+    return dict(sorted(tokens.items(), key=lambda each: -len(each[0])))
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of some texts, the first that fits; nothing where there are none."""
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
+def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """A copy in which some tokens have other names, and are never made of parts."""
+    spec = json.loads(backend.to_str())
+    spec |= {"truncation": None, "padding": None, "post_processor": None}
+    for token in spec["added_tokens"]:
+        if token["content"] in names:  # where it is written, it is meant
+            token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
+    model = spec["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    elif vocabulary is not None:  # Unigram: tokens and their scores
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [each for each in model["merges"] if not _makes(each, names)]
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _makes(merge: str | list[str], names: Mapping[str, str]) -> bool:
+    """Whether a merge of byte-pair encoding is about one of these tokens."""
+    one, other = merge.split(" ") if isinstance(merge, str) else merge
+    return one in names or other in names or one + other in names

@@ -1,0 +1,179 @@
+"""Control tokens come from a template alone, and a prompt's parts have the tokens of the whole."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram, WordLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from ragcache.models import LoadedModel, PromptTokenizer
+from ragcache.models.tokenizer import control_tokens
+
+CORPUS = [
+    "<s>[INST] Read the notes.\n\nThe key hangs. [/INST]</s>",
+    "a<think>b</think>c<tool_call>",
+]
+ADDED = ["<think>", "</think>", "<tool_call>", "|word|"]
+
+
+def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    made.add_tokens([AddedToken(each, normalized=False) for each in [*ADDED[:-1], "   "]])
+    made.add_tokens([AddedToken(ADDED[-1], single_word=True)])
+    return made
+
+
+def spaced(kind: str) -> PreTrainedTokenizerFast:
+    """Tokenizers that put a space before texts: before the first (Llama 3's heirs of Mistral), and
+    after every control token too (Llama 2)."""
+    backend = Tokenizer(BPE(unk_token="<unk>", fuse_unk=True))
+    if kind == "first":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    trainer = BpeTrainer(
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=sorted({*"".join(CORPUS), "▁"} - {" "}),
+        show_progress=False,
+    )
+    backend.train_from_iterator([text.split() for text in CORPUS], trainer)
+    return wrapped(backend)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """Its model has the control tokens among its pieces, and would choose them."""
+    letters = sorted({*"".join(CORPUS)} - {" "})
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<think>", -0.5), ("▁", -2.0)]
+    backend = Tokenizer(Unigram([*pieces, *((each, -5.0) for each in letters)], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    return wrapped(backend)
+
+
+def merging() -> PreTrainedTokenizerFast:
+    """Byte-pair encoding that merges letters to a control token."""
+    letters = sorted({*"".join(CORPUS)} - {" "})
+    merges = [("<", "s"), ("<s", ">")]
+    pieces = ["<unk>", "<s>", "</s>", *letters, "<s"]
+    backend = Tokenizer(BPE({each: n for n, each in enumerate(pieces)}, merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Metaspace(prepend_scheme="never")
+    return wrapped(backend)
+
+
+@pytest.fixture(params=["reader", "first", "always", "unigram", "merging"])
+def tokenizer(request: pytest.FixtureRequest, reader: LoadedModel) -> Any:
+    if request.param == "reader":
+        made = deepcopy(reader.tokenizer)
+        made.add_tokens([*ADDED, "   "])
+        return made
+    if request.param in ("unigram", "merging"):
+        return unigram() if request.param == "unigram" else merging()
+    return spaced(request.param)
+
+
+def test_what_people_write_never_becomes_a_control_token(tokenizer: Any) -> None:
+    prompts = PromptTokenizer(tokenizer)
+    controls = {*control_tokens(tokenizer).values()} - {tokenizer.unk_token_id}
+    assert len(controls) >= len(ADDED)
+    for token in prompts.control:
+        for text in (token, f"a{token}b", f"The {token} key", token * 3, f" {token} "):
+            for first in (True, False):
+                ids = prompts.encode(text, first=first)
+                assert ids
+                assert not controls & {*ids}, text
+
+
+def test_text_that_people_wrote_comes_back(reader: LoadedModel) -> None:
+    made = deepcopy(reader.tokenizer)
+    made.add_tokens(ADDED)
+    text = "First <think>I think</think> then <tool_call> and <|end|>, |word|."
+    assert made.decode(PromptTokenizer(made).encode(text)) == text
+
+
+def test_a_template_writes_control_tokens(tokenizer: Any) -> None:
+    prompts = PromptTokenizer(tokenizer)
+    for token, number in prompts.control.items():
+        for text in (token, f"{token}a", f"[INST]{token}{token}"):
+            ids = prompts.encode(prompts.spell(text), first=True)
+            assert ids.count(number) == text.count(token)
+    marks = ["<s>", "</s>"] if tokenizer.bos_token == "<s>" else ["<|user|>", "<|end|>"]
+    whole = f"{marks[0]}[INST] Read the notes.\n\nThe key hangs. [/INST]{marks[1]}<think>a</think>b"
+    assert prompts.encode(prompts.spell(whole), first=True) == tokenizer.encode(
+        whole, add_special_tokens=False
+    ), "as Hugging Face tokenizes rendered chats"
+
+
+def test_parts_of_a_prompt_have_the_tokens_of_the_whole(tokenizer: Any) -> None:
+    prompts = PromptTokenizer(tokenizer)
+    begin = "<s>" if tokenizer.bos_token == "<s>" else "<|user|>"
+    parts = [f"{begin}[INST] Read", " the notes.", " The key", " hangs", f" [/INST]{begin}", "a"]
+    ids = prompts.encode(prompts.spell(parts[0]), first=True)
+    for part in parts[1:]:
+        ids += prompts.encode(prompts.spell(part))
+    expected = tokenizer.encode("".join(parts[:-1]), add_special_tokens=False)
+    assert ids[: len(expected)] == expected
+
+
+def test_runs_of_spaces_stay_tokens(reader: LoadedModel) -> None:
+    made = deepcopy(reader.tokenizer)
+    made.add_tokens(["      ", "\n\n\n\n"])
+    text = "a      b\n\n\n\nc"
+    assert PromptTokenizer(made).encode(text) == made.encode(text, add_special_tokens=False)
+    assert not {"      ", "\n\n\n\n"} & {*control_tokens(made)}
+
+
+def test_every_copy_has_names_of_its_own(reader: LoadedModel) -> None:
+    spelled = {PromptTokenizer(reader.tokenizer).spell("<|end|>") for _ in range(3)}
+    assert len(spelled) == 3
+    assert "<|end|>" not in spelled
+    other = PromptTokenizer(reader.tokenizer)
+    assert reader.tokenizer.convert_tokens_to_ids("<|end|>") not in other.encode(spelled.pop())
+
+
+class Slow:
+    """A tokenizer without a backend, one token a character; it passes over added tokens."""
+
+    all_special_tokens = ("<s>",)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return {1000: AddedToken("<s>", special=True), 1001: AddedToken("<think>")}
+
+    def encode(self, text: str, **options: bool) -> list[int]:
+        assert options == {"add_special_tokens": False, "split_special_tokens": True}
+        return [ord(character) for character in text]
+
+
+def test_tokenizers_without_a_backend_are_served() -> None:
+    prompts = PromptTokenizer(Slow())
+    assert prompts.encode("a<s>") == [*b"a<s>"]
+    assert prompts.encode(prompts.spell("a<s><think>b")) == [*b"a", 1000, 1001, *b"b"]
+    assert not prompts.prefixes
+
+
+def test_a_vocabulary_of_words_keeps_its_control_tokens_apart() -> None:
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "key": 3}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+    )  # fmt: skip
+    prompts = PromptTokenizer(made)
+    assert prompts.encode("<s>") == [0]
+    assert prompts.encode("<s> key") == [0]
+    assert prompts.encode("key") == [3]
+    assert prompts.encode(prompts.spell("<s>key")) == [1, 3]
