@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +53,8 @@ def test_the_top_level_holds_the_packages_and_the_metadata_only(wheel: zipfile.P
     [metadata] = [name for name in top if name.endswith(".dist-info")]
     assert metadata.startswith("ragcache-")
     assert top - {metadata} == set(PACKAGES)
+    handbook = {each.name for each in (wheel / "ragcache_api" / "handbook").iterdir()}
+    assert handbook == {file.name for file in (REPOSITORY / "examples" / "handbook").iterdir()}
 
 
 def test_every_package_is_typed(wheel: zipfile.Path) -> None:
@@ -72,6 +77,45 @@ def test_every_module_and_data_file_of_a_package_is_there(
     assert files
     missing = [str(p) for p in files if not wheel.joinpath(p.relative_to(home).as_posix()).exists()]
     assert missing == []
+
+
+def test_the_demo_runs_from_the_wheel(wheel: zipfile.Path, tmp_path: Path) -> None:
+    """Outside of the repository, over the handbook that the wheel brings."""
+    archive = wheel.root
+    assert archive.filename is not None
+    archive.extractall(tmp_path / "site")
+    code = (
+        "import sys, ragcache, ragcache_api.cli.ask as ask\n"
+        "from ragcache_api.cli.main import main\n"
+        "assert 'site' in ragcache.__file__\n"
+        "ask.RUNS, ask.QUESTIONS = 1, ask.QUESTIONS[:1]\n"
+        "sys.argv = ['ragcache', 'demo', '--json']; main()"
+    )
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        env={**inherited, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [answer] = json.loads(done.stdout)
+    assert answer["text"]
+
+
+def test_an_editable_install_is_a_path_file(tmp_path: Path) -> None:
+    """Type checkers read path files, and none of the finders that run code."""
+    hook = (
+        "import sys; from hatchling.build import build_editable\nprint(build_editable(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", hook, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as built:
+        [path_file] = [name for name in built.namelist() if name.endswith(".pth")]
+        lines = built.read(path_file).decode().splitlines()
+    assert {Path(line).resolve() for line in lines} == {
+        (REPOSITORY / home).resolve() for home in PACKAGES.values()
+    }
 
 
 def test_the_command_is_declared(wheel: zipfile.Path) -> None:

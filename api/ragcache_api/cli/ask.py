@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+import ragcache_api
 from ragcache.config import DEFAULT_K
 from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache_api.cli import console as ui
@@ -173,17 +174,15 @@ class DemoAnswer:
 
 def demo(
     handbook: Annotated[
-        Path, typer.Option(help="The folder of documents.", show_default=True)
-    ] = Path("examples/handbook"),
+        Path | None, typer.Option(help="Another folder of documents, with the same questions.")
+    ] = None,
     dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Ingest the example handbook and answer five questions, cached and ordinary side by side."""
+    handbook = example_handbook() if handbook is None else handbook
     if not handbook.is_dir():
-        raise NoDocuments(
-            f"there is no folder {handbook}; run the demo where ragcache was cloned, or give one "
-            "with --handbook"
-        )
+        raise NoDocuments(f"there is no folder {handbook}; give another with --handbook")
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
     with (
@@ -213,6 +212,13 @@ def demo(
         f"all {len(QUESTIONS)} questions together: {ui.format_milliseconds(batch_seconds)} to the "
         f"last answer; one after another: {ui.format_milliseconds(single_seconds)}"
     )
+
+
+def example_handbook() -> Path:
+    """The handbook in the package; of a clone, that of the examples."""
+    package = Path(ragcache_api.__file__).parent
+    installed = package / "handbook"
+    return installed if installed.is_dir() else package.parent.parent / "examples" / "handbook"
 
 
 def _measure(rag: RagCache, question: str) -> DemoAnswer:

