@@ -5,7 +5,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
 
 from ragcache.pipeline import Generation
+from ragcache.pipeline.ingest import Preparing, Progress
 from ragcache.retrieval import Filters, SearchKind
+
+
+class IngestOptions(TypedDict, total=False):
+    """Options of `ingest` and `sync`.
+
+    Attributes:
+        include: Patterns as in a `.gitignore`, such as `*.pdf` or `guide/`: only files of folders
+            that match one are ingested, whatever their suffix. All of a known type by default.
+        exclude: Patterns of files and folders that are left out. None by default.
+        strict: Whether a file that cannot be read is an error; otherwise, the default, it is
+            skipped.
+        progress: Called as `progress(done, total)` with numbers of modules that are encoded.
+        preparing: Called as `preparing(stage, done, total)` before: `reading` in bytes of files,
+            `splitting` in characters.
+    """
+
+    include: Sequence[str]
+    exclude: Sequence[str]
+    strict: bool
+    progress: Progress | None
+    preparing: Preparing | None
 
 
 class AskOptions(TypedDict, total=False):

@@ -68,7 +68,7 @@ def corpus_of_sources(
     modules: list[array[int]] = []
     for number, document in enumerate(documents, start=1):
         parts = split_document(document, module_tokens, model.encode_untrusted)
-        modules += [array("i", ids) for _, ids in parts]
+        modules += [array("i", each.token_ids) for each in parts]
         progress(number, len(documents))
     return Corpus(len(documents), tuple(modules))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -32,10 +33,17 @@ from ragcache.db import (
     eviction_page,
     list_modules,
 )
+from ragcache.documents import FileFilter, load_sources
 from ragcache.documents.source import DocumentSource
 from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
-from ragcache.options import AskOptions, ChatOptions, PromptOptions, SearchOptions
+from ragcache.options import (
+    AskOptions,
+    ChatOptions,
+    IngestOptions,
+    PromptOptions,
+    SearchOptions,
+)
 from ragcache.pipeline import (
     GREEDY,
     Answer,
@@ -54,7 +62,7 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.answer import aresults, results
 from ragcache.pipeline.chat_template import template_kwargs
-from ragcache.pipeline.ingest import IngestionJobs, Progress, check_collection
+from ragcache.pipeline.ingest import IngestionJobs, check_collection
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.retrieval.embeddings import MiniLM
@@ -198,22 +206,25 @@ class RagCache:
         return RagCache(self._shared.namespace(namespace), closes=False)
 
     def ingest(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
-        progress: Progress | None = None,
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
+        **options: Unpack[IngestOptions],
     ) -> Ingestion:  # fmt: skip
         """Stores documents and encodes their modules. A document whose id is known and whose
-        content is unchanged costs nothing.
+        content is unchanged costs nothing. Files that cannot be read are skipped and listed in the
+        summary.
 
         Args:
             collection: The collection to store them in; made if need be.
             sources: Files, folders, `SourceDocument`s or LangChain documents.
-            progress: Called as `progress(done, total)` with numbers of modules.
+            **options: `include`, `exclude`, `strict`, `progress` and `preparing`; see
+                `IngestOptions`.
 
         Returns:
             A summary of what was stored.
 
         Raises:
-            DocumentError: A document cannot be read; nothing is stored.
+            DocumentError: A path does not exist, no document can be read or, if `strict`, one
+                cannot; nothing is stored.
             ConfigurationError: The name is blank, or a module does not fit the model's window.
 
         Example:
@@ -222,8 +233,50 @@ class RagCache:
             >>> rag.ingest("handbook", [leave]).added
             1
         """
+        return self._ingest(collection, sources, options, sync=False)
+
+    def sync(
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
+        **options: Unpack[IngestOptions],
+    ) -> Ingestion:  # fmt: skip
+        """As `ingest`, and removes what has vanished: of folders, the documents whose files no
+        longer exist; if there are no folders among the sources, all other documents of the
+        collection. A document that has moved is renamed; nothing of it is encoded.
+
+        Args:
+            collection: The collection; made if need be.
+            sources: Folders, files, `SourceDocument`s or LangChain documents.
+            **options: As for `ingest`.
+
+        Returns:
+            A summary, with what was `removed` and `renamed`.
+
+        Raises:
+            DocumentError: As `ingest`; nothing is stored or removed.
+            ConfigurationError: As `ingest`.
+
+        Example:
+            >>> rag.sync("handbook", [leave]).unchanged
+            1
+        """
+        return self._ingest(collection, sources, options, sync=True)
+
+    def _ingest(
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
+        options: IngestOptions, *, sync: bool,
+    ) -> Ingestion:  # fmt: skip
+        check_options(options, IngestOptions, "sync" if sync else "ingest")
+        check_collection(collection)
+        preparing = options.get("preparing")
+        files = FileFilter(
+            options.get("include", ()), options.get("exclude", ()), options.get("strict", False)
+        )
+        reading = (lambda *_: None) if preparing is None else partial(preparing, "reading")
+        loaded = load_sources(sources, files, reading)
         self._shared.deferred.release()
-        return self.internals.ingestor.ingest(collection, sources, progress)
+        return self.internals.ingestor.ingest(
+            collection, loaded, options.get("progress"), sync=sync, preparing=preparing
+        )
 
     @property
     def jobs(self) -> IngestionJobs:

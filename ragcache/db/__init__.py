@@ -1,7 +1,15 @@
 """The application database, in SQLite or PostgreSQL: documents, modules, jobs, keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import Catalog, DocumentRow, ModuleRow, NewDocument, NewModule, Vectors
+from ragcache.db.catalog import (
+    Catalog,
+    DocumentRow,
+    ModuleRow,
+    MovedDocument,
+    NewDocument,
+    NewModule,
+    Vectors,
+)
 from ragcache.db.database import Database
 from ragcache.db.jobs import AdoptedJob, JobDocument, JobRow, Jobs, collection_target
 from ragcache.db.ledger import Ledger
@@ -27,8 +35,8 @@ from ragcache.db.sql import Page
 __all__ = [
     "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "DocumentRow",
     "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "Members",
-    "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "NewDocument", "NewModule",
-    "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts", "Vectors", "collection_page",
-    "collection_target", "document_page", "eviction_page", "held_keys", "list_modules",
-    "module_detail", "module_page",
+    "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
+    "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts", "Vectors",
+    "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
+    "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

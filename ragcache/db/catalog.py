@@ -90,14 +90,17 @@ class Catalog:
 
     def replace_documents(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None,
-        runner: str | None = None,
+        runner: str | None = None, removed: Sequence[str] = (),
+        moved: Sequence[MovedDocument] = (),
     ) -> list[KVKey]:  # fmt: skip
         """Stores documents, each in place of an earlier one of its name, and ends their job, which
-        the session `runner` must still run. Returns the keys of states without an owner; their rows
-        are gone already. Raises `JobTaken`."""
+        the session `runner` must still run. Others are removed, or get another name and address.
+        Returns the keys of states without an owner; their rows are gone already. Raises
+        `JobTaken`."""
         with self._database.transaction() as session:
             owner = self._change(session, collection)
-            freed = _delete_rows(session, owner, [d.source_id for d in documents])
+            freed = _delete_rows(session, owner, [*(d.source_id for d in documents), *removed])
+            _move_rows(session, owner, moved)
             for document in documents:
                 _insert_rows(session, owner, document, self._tokenizer, self._embedder)
             if job is not None:
@@ -120,7 +123,7 @@ class Catalog:
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
             return [
-                ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes)
+                ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes, m.details)
                 for m, d in session.execute(self._within(statement, collection))
             ]
 
@@ -245,10 +248,7 @@ class Catalog:
                 raise DocumentError(f"the collection {collection!r} holds no {source_id!r}")
             if session.scalar(rows.where(DocumentTable.source_id == to)) is not None:
                 raise DocumentError(f"the collection {collection!r} holds a {to!r} already")
-            row.source_id = to
-            modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
-            for module in session.scalars(modules):
-                module.name = f"{to}#{module.ordinal + 1}"
+            _move_rows(session, owner, [MovedDocument(source_id, to, row.uri)])
 
     def _within(self, statement: Any, collection: str) -> Any:
         named = (NamespaceTable.name == self.namespace) & (CollectionTable.name == collection)
@@ -274,13 +274,14 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class NewModule:
-    """A nested module to store. key: the states that it was encoded to."""
+    """A nested module to store. key: the states that it was encoded to; details: its metadata."""
 
     name: str
     text: str
     token_ids: Sequence[int]
     key: KVKey
     vector: np.ndarray | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,15 @@ class NewDocument:
     modules: Sequence[NewModule]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedDocument:
+    """A stored document that gets another id and address; nothing else of it changes."""
+
+    source_id: str
+    to: str
+    uri: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +324,8 @@ class DocumentRow:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """A stored module, with its document's name, address and metadata (`attributes`)."""
+    """A stored module, with its document's name, address and metadata (`attributes`). details: its
+    own metadata, such as its page and the headings above it."""
 
     id: int
     name: str
@@ -322,6 +333,12 @@ class ModuleRow:
     uri: str
     text: str
     attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Its own metadata and that of its document, for filters."""
+        return {**self.attributes, **self.details}
 
 
 def _insert_rows(
@@ -336,8 +353,12 @@ def _insert_rows(
     session.flush()
     session.add(DocumentTextTable(document_id=row.id, text=document.text))
     numbered = enumerate(document.modules)
-    modules = [ModuleTable(document_id=row.id, ordinal=i, name=m.name, text=m.text)
-               for i, m in numbered]  # fmt: skip
+    modules = [
+        ModuleTable(
+            document_id=row.id, ordinal=i, name=m.name, text=m.text, details=dict(m.details)
+        )
+        for i, m in numbered
+    ]
     session.add_all(modules)
     session.flush()
     for stored, module in zip(modules, document.modules, strict=True):
@@ -347,6 +368,28 @@ def _insert_rows(
         if module.vector is not None and embedder is not None:
             vector = module.vector.astype("<f4").tobytes()
             session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
+
+
+def _move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
+    """Renames documents of the collection `owner`, by way of names that no document has: one may
+    take the name that another one leaves."""
+    found: list[tuple[DocumentTable, MovedDocument]] = []
+    for each in moved:
+        chosen = (DocumentTable.collection_id == owner) & (
+            DocumentTable.source_id == each.source_id
+        )
+        row = session.scalars(select(DocumentTable).where(chosen)).one_or_none()
+        if row is None:
+            raise DocumentError(f"the document {each.source_id!r} was removed meanwhile; try again")
+        row.source_id = f"\x1f{row.id}"
+        found.append((row, each))
+    session.flush()
+    for row, each in found:
+        row.source_id, row.uri = each.to, each.uri
+        modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
+        for module in session.scalars(modules):
+            module.name = f"{each.to}#{module.ordinal + 1}"
+    session.flush()
 
 
 def _delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:

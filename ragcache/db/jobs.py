@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import (
@@ -50,7 +50,8 @@ _SUPERSEDED = "later requests replaced or deleted its documents before they were
 class JobRow:
     """An ingestion. target: `collection NAME` or `schema NAME`. status: queued, running, done,
     failed or interrupted. done, total: its modules, 0 while they are not known. states: that it
-    still holds. Times in Unix seconds."""
+    still holds. report: files that were skipped, and documents that vanished, were removed or were
+    renamed. Times in Unix seconds."""
 
     id: int
     public_id: str
@@ -63,6 +64,7 @@ class JobRow:
     created_at: float
     started_at: float | None
     finished_at: float | None
+    report: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def ended(self) -> bool:
@@ -90,6 +92,8 @@ class AdoptedJob:
     namespace: str
     target: str
     contents: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    report: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +133,16 @@ class Jobs:
         return None if number is None else self.get(number)
 
     def queue(
-        self, target: str, key: str | None, digest: str, documents: Sequence[JobDocument] = ()
-    ) -> tuple[int, bool]:
+        self, target: str, key: str | None, digest: str, documents: Sequence[JobDocument] = (),
+        options: Mapping[str, Any] | None = None, report: Mapping[str, Any] | None = None,
+    ) -> tuple[int, bool]:  # fmt: skip
         """Queues a job, or finds that of the same idempotency key and request. Returns its id, and
         whether it is to be run: new, interrupted or failed. Its documents are kept until it has
-        ended, instead of earlier ones of their ids that wait. Raises `IdempotencyConflict`."""
+        ended, instead of earlier ones of their ids that wait; `options` for a process that goes on
+        with it. Raises `IdempotencyConflict`."""
         new = self._new(target, "queued", time.time())
         new |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
+        new |= {"options": dict(options or {}), "report": dict(report or {})}
         with self.database.transaction() as session:
             number, runs = insert_returning(session, JobTable, new), True
             if number is None:
@@ -164,7 +171,9 @@ class Jobs:
             row.started_at = row.finished_at = None
             mine = select(JobDocumentTable.content).where(JobDocumentTable.job_id == row.id)
             contents = session.scalars(mine.order_by(JobDocumentTable.ordinal))
-            return AdoptedJob(row.id, row.namespace, row.target, tuple(contents))
+            return AdoptedJob(
+                row.id, row.namespace, row.target, tuple(contents), row.options, row.report
+            )
 
     def leave(self, job: int) -> None:
         """Leaves a job to any process."""
@@ -222,6 +231,10 @@ class Jobs:
                 self._set(job, done=done)
 
         return note
+
+    def note_report(self, job: int, report: Mapping[str, Any]) -> None:
+        """Stores what became of files and documents that are not simply stored."""
+        self._set(job, report=dict(report))
 
     def expect(self, job: int, keys: Iterable[KVKey]) -> None:
         """Makes a job an owner of states, before they are encoded."""
@@ -374,5 +387,5 @@ def _end(session: Session, job: int, status: str, error: str) -> None:
 def _row(row: JobTable, states: int) -> JobRow:
     return JobRow(
         row.id, row.public_id, row.target, row.status, row.done, row.modules, states, row.error,
-        row.created_at, row.started_at, row.finished_at,
+        row.created_at, row.started_at, row.finished_at, row.report,
     )  # fmt: skip

@@ -260,17 +260,20 @@ def module_detail(database: Database, module: int | str, namespace: str) -> Modu
     """A module with its text and states, by its id or public id. Raises `UnknownModule`, also for
     a module of another namespace."""
     id_column = ModuleTable.id if isinstance(module, int) else ModuleTable.public_id
-    columns = (ModuleTable.id, ModuleTable.text, DocumentTable.uri, DocumentTable.attributes)
+    columns = (
+        ModuleTable.id, ModuleTable.text, DocumentTable.uri, DocumentTable.attributes,
+        ModuleTable.details,
+    )  # fmt: skip
     statement = _in_namespace(namespace, *columns).where(id_column == module)
     with database.reading() as session:
         found = session.execute(statement).one_or_none()
         if found is None:
             raise UnknownModule(f"there is no module {module}")
-        number, text, uri, attributes = found
+        number, text, uri, attributes, details = found
         [listing] = listings(session, [number])
         states = _states(session, [number])[number]
     held = sorted(states, key=lambda s: (s.key, s.tier))
-    return ModuleDetail(listing, text, uri, attributes, tuple(map(_held, held)))
+    return ModuleDetail(listing, text, uri, {**attributes, **details}, tuple(map(_held, held)))
 
 
 def held_keys(database: Database, modules: Sequence[int], namespace: str) -> list[KVKey]:

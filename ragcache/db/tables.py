@@ -87,7 +87,8 @@ class DocumentTextTable(Base):
 
 
 class ModuleTable(PublicIdMixin, Base):
-    """A module of a document, which retrieval selects. Ids are never used again."""
+    """A module of a document, which retrieval selects. Ids are never used again. details: metadata
+    of its own, such as its page and the headings above it."""
 
     __tablename__ = "modules"
     __table_args__ = (
@@ -100,6 +101,7 @@ class ModuleTable(PublicIdMixin, Base):
     ordinal: Mapped[int]
     name: Mapped[str]
     text: Mapped[str]
+    details: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
 
 
 class TokenTable(Base):
@@ -281,7 +283,8 @@ class ClaimTable(Base):
 class JobTable(PublicIdMixin, Base):
     """An ingestion. session: which runs it, empty for none; status: queued, running, done, failed
     or interrupted; times in Unix seconds; done: modules. idempotency_key: names a request, whose
-    content has the `request_digest`."""
+    content has the `request_digest`. options: how it is to be run; report: what became of files and
+    documents that were not simply stored."""
 
     __tablename__ = "ingestion_jobs"
     __table_args__ = (
@@ -303,6 +306,8 @@ class JobTable(PublicIdMixin, Base):
     done: Mapped[int] = mapped_column(default=0, server_default="0")
     idempotency_key: Mapped[str | None]
     request_digest: Mapped[str] = mapped_column(default="", server_default="")
+    options: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
+    report: Mapped[dict[str, Any]] = mapped_column(JSON, default=dict, server_default="{}")
 
 
 class JobDocumentTable(Base):

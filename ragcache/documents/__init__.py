@@ -1,6 +1,17 @@
-"""Documents: loading them, and splitting them into the texts of modules."""
+"""Documents: reading files of all types, and splitting them into the texts of modules."""
 
-from ragcache.documents.source import LoadedSources, SourceDocument, load_sources
-from ragcache.documents.split import split_document, split_text
+from ragcache.documents.loading import FileFilter, LoadedSources, SkippedFile, load_sources
+from ragcache.documents.source import DocumentPart, SourceDocument
+from ragcache.documents.split import SplitModule, split_document, split_text
 
-__all__ = ["LoadedSources", "SourceDocument", "load_sources", "split_document", "split_text"]
+__all__ = [
+    "DocumentPart",
+    "FileFilter",
+    "LoadedSources",
+    "SkippedFile",
+    "SourceDocument",
+    "SplitModule",
+    "load_sources",
+    "split_document",
+    "split_text",
+]

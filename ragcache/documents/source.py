@@ -1,25 +1,36 @@
-"""Loading documents: files, folders, LangChain documents or ready-made ones.
-
-Everything is read and checked before anything is stored: files are UTF-8 text, ids are unique, and
-metadata is what JSON can hold.
-"""
+"""Documents before they are split, and what they may hold."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from langchain_core.documents import Document
 
-from ragcache.errors import DocumentError, NoDocuments, UnreadableDocument, UnstorableMetadata
+from ragcache.errors import DocumentError, UnreadableDocument, UnstorableMetadata
 from ragcache_schemas import sanitize_text
 
-TEXT_SUFFIXES = frozenset(".md .markdown .txt .text .rst .adoc .org .tex .html .htm".split())
-"""Files of a folder that are loaded. A file given by its own path may have any suffix."""
+
+@dataclass(frozen=True, slots=True)
+class DocumentPart:
+    """A part of a document, such as a page; it becomes one module, or several if it is too long.
+
+    Attributes:
+        text: The text.
+        metadata: Values of this part, for filters and citations; `page` is cited.
+        continues: Whether headings of earlier parts are above it, as on pages.
+        language: Of source code: a language of LangChain's splitters, or `code`.
+    """
+
+    text: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    language: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,138 +42,60 @@ class SourceDocument:
         text: The whole text.
         uri: Its address, for citations.
         metadata: Values for filters, as JSON can hold them.
-        parts: The text in parts, if it is divided already; each becomes one module, or several if
-            it is too long.
+        parts: The text in parts, if it is divided already: `DocumentPart`s, or texts.
     """
 
     id: str
     text: str
     uri: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    parts: tuple[str, ...] = ()
+    parts: tuple[DocumentPart, ...] | tuple[str, ...] = ()
+
+    @property
+    def sections(self) -> tuple[DocumentPart, ...]:
+        """The parts, or else the whole text as one."""
+        parts = self.parts or (self.text,)
+        return tuple(DocumentPart(each) if isinstance(each, str) else each for each in parts)
 
     @property
     def digest(self) -> str:
-        """A digest of the text and of the lengths of its parts."""
-        cuts = "".join(f"|{len(part)}" for part in self.parts)
+        """A digest of the text, and of the lengths and metadata of its parts."""
+        cuts = "".join(map(_cut, self.sections)) if self.parts else ""
         return hashlib.sha256(f"{self.text}{cuts}".encode()).hexdigest()
+
+
+def _cut(part: DocumentPart) -> str:
+    bare = part == DocumentPart(part.text)
+    told = [dict(part.metadata), part.continues, part.language]
+    return f"|{len(part.text)}" + ("" if bare else json.dumps(told, sort_keys=True, default=str))
 
 
 DocumentSource = str | Path | SourceDocument | Document
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSources:
-    """Documents, and the files of folders that were ignored because of their suffix."""
-
-    documents: tuple[SourceDocument, ...]
-    ignored: tuple[Path, ...]
-
-
-def load_sources(sources: Iterable[DocumentSource] | DocumentSource) -> LoadedSources:
-    """Reads all sources, or raises.
-
-    Control characters that PML cannot carry are removed (`sanitize_text`), so that the schema of a
+def sanitize_document(document: SourceDocument) -> SourceDocument:
+    """The document without control characters that PML cannot carry, so that the schema of a
     collection holds exactly the text that its states were computed from.
 
     Raises:
-        NoDocuments: There are no sources, or a folder contains no text files.
-        UnreadableDocument: Files are missing or not UTF-8 text; the message lists all of them.
-        DocumentError: Two documents have the same id, or an id or address is not UTF-8 text.
-        UnstorableMetadata: JSON cannot hold the metadata of a document.
+        UnreadableDocument: Nothing is left of it.
     """
-    documents: list[SourceDocument] = []
-    unreadable: list[str] = []
-    ignored: list[Path] = []
-    for source in [sources] if isinstance(sources, DocumentSource) else sources:
-        for item in _expand(source, ignored):
-            try:
-                documents.append(_sanitized(_load(item)))
-            except UnreadableDocument as error:
-                unreadable.append(str(error))
-    if unreadable:
-        raise UnreadableDocument(
-            "; ".join(unreadable) + ". Nothing was ingested: mend these documents (files must be "
-            "UTF-8 text) or leave them out"
-        )
-    if not documents:
-        raise NoDocuments("no documents were given")
-    _check_storable(documents)
-    return LoadedSources(tuple(documents), tuple(ignored))
-
-
-def _expand(
-    source: DocumentSource, ignored: list[Path]
-) -> Iterator[SourceDocument | Document | tuple[Path, str]]:
-    """The files of a folder as (path, id), any other source unchanged. Hidden files are skipped."""
-    if isinstance(source, (SourceDocument, Document)):
-        yield source
-        return
-    path = Path(source)
-    if not path.is_dir():
-        yield path, path.name
-        return
-    files = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-    texts = [file for file in files if file.suffix.lower() in TEXT_SUFFIXES]
-    if not texts:
-        raise NoDocuments(
-            f"the folder {path} holds no text files; looked for {' '.join(sorted(TEXT_SUFFIXES))}"
-        )
-    ignored += [file for file in files if file.suffix.lower() not in TEXT_SUFFIXES]
-    yield from ((file, file.relative_to(path).as_posix()) for file in texts)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _load(item: SourceDocument | Document | tuple[Path, str]) -> SourceDocument:
-    if isinstance(item, SourceDocument):
-        return item
-    if isinstance(item, Document):
-        return _from_langchain(item)
-    path, name = item
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UnreadableDocument(f"{path}: {error.strerror or error}") from error
-    if b"\0" in raw:
-        raise UnreadableDocument(f"{path}: a binary file")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UnreadableDocument(f"{path}: not UTF-8 at byte {error.start}") from error
-    if not text.strip():
-        raise UnreadableDocument(f"{path}: an empty file")
-    return SourceDocument(name, text, path.absolute().as_uri())
-
-
-def _sanitized(document: SourceDocument) -> SourceDocument:
     text = sanitize_text(document.text)
     if not document.text.strip():
         raise UnreadableDocument(f"{document.id}: an empty document")
     if not text.strip():
         raise UnreadableDocument(f"{document.id}: control characters and nothing else")
-    parts = tuple(kept for part in document.parts if (kept := sanitize_text(part)).strip())
-    if text == document.text and parts == document.parts:
+    sections = document.sections if document.parts else ()
+    clean = [replace(each, text=sanitize_text(each.text)) for each in sections]
+    parts = tuple(each for each in clean if each.text.strip())
+    if text == document.text and parts == sections:
         return document
-    return replace(document, text=text, parts=parts)
+    bare = tuple(each.text for each in parts)
+    plain = all(isinstance(each, str) for each in document.parts)
+    return replace(document, text=text, parts=bare if plain else parts)
 
 
-def _from_langchain(document: Document) -> SourceDocument:
-    source = document.metadata.get("source")
-    name = document.id or source
-    if not name:
-        raise DocumentError(
-            "a LangChain document has neither an id nor metadata['source'] to name it by; give it "
-            f"one. It begins {document.page_content[:40]!r}"
-        )
-    return SourceDocument(
-        str(name), document.page_content, str(source or ""), dict(document.metadata)
-    )
-
-
-def _check_storable(documents: list[SourceDocument]) -> None:
+def check_storable(documents: Iterable[SourceDocument]) -> None:
     """Checks ids and addresses, UTF-8 without NUL in the database, and metadata, JSON there."""
     seen: set[str] = set()
     for document in documents:
@@ -174,6 +107,8 @@ def _check_storable(documents: list[SourceDocument]) -> None:
         if "\0" in document.uri or not is_text(document.uri):
             raise DocumentError(f"document {document.id!r}: its address is not UTF-8 text")
         check_metadata(document.metadata, document.id)
+        for part in document.sections if document.parts else ():
+            check_metadata(part.metadata, document.id)
         if document.id in seen:
             raise DocumentError(
                 f"two documents are both called {document.id!r}; ingest the folder above them, or "

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.store import Lease
@@ -29,6 +30,8 @@ class Citation:
         scaffold: The modules that it was encoded with, itself included; "" if there are no others.
         bm25: What its words score for the question; None where they were not compared.
         cosine: The same of its vector, -1 to 1.
+        page: The page or slide that it is from, where its document has such.
+        headings: The titles above it, outermost first.
     """
 
     document: str
@@ -39,6 +42,25 @@ class Citation:
     scaffold: str = ""
     bm25: float | None = None
     cosine: float | None = None
+    page: int | None = None
+    headings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, module: ModuleRow, score: float, scaffold: str = "", bm25: float | None = None,
+        cosine: float | None = None,
+    ) -> Citation:  # fmt: skip
+        """The citation of a stored module."""
+        page, headings = module.metadata.get("page"), module.details.get("headings", ())
+        return cls(
+            module.document, module.name, module.uri, score, scaffold=scaffold, bm25=bm25,
+            cosine=cosine, page=page if isinstance(page, int) else None, headings=_titles(headings),
+        )  # fmt: skip
+
+
+def _titles(headings: Any) -> tuple[str, ...]:
+    """Headings as they are stored; a loader may have metadata of this name too."""
+    return tuple(map(str, headings)) if isinstance(headings, list) else ()
 
 
 @dataclass(frozen=True, slots=True)

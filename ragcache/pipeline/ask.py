@@ -144,9 +144,6 @@ def _sources(
         scaffold = "" if single else " ".join(hit.module.name for hit in members)
         for hit in members:
             module = hit.module
-            cited = Citation(
-                module.document, module.name, module.uri, hit.score, scaffold=scaffold,
-                bm25=hit.bm25, cosine=hit.cosine,
-            )  # fmt: skip
+            cited = Citation.of(module, hit.score, scaffold, hit.bm25, hit.cosine)
             sources.append((cited, None if exact else number))
     return tuple(sources)

@@ -87,7 +87,7 @@ class ChatPipeline:
             fits_at=lambda start, length: self.encoder.fits_at(start, length, encoded),
         )  # fmt: skip
         found = [each.module for each in chat.found]
-        cited = [Citation(module.document, module.name, module.uri, 1.0) for module in found]
+        cited = [Citation.of(module, 1.0) for module in found]
         states = None
         if layout.spans:
             states = ModuleStates(self.encoder, self.catalog, tuple(layout.groups), encoded)

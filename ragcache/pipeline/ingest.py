@@ -14,24 +14,37 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from ragcache.config import RagCacheConfig
 from ragcache.db import (
     AdoptedJob,
     Catalog,
+    DocumentRow,
     JobDocument,
     JobRow,
     Jobs,
+    MovedDocument,
     NewDocument,
     NewModule,
     Page,
     collection_target,
 )
-from ragcache.documents import SourceDocument, load_sources, split_document
+from ragcache.documents import (
+    DocumentPart,
+    LoadedSources,
+    SkippedFile,
+    SourceDocument,
+    SplitModule,
+    load_sources,
+    split_document,
+)
 from ragcache.documents.source import DocumentSource
 from ragcache.documents.split import SPLIT_VERSION
 from ragcache.errors import (
@@ -50,8 +63,9 @@ from ragcache.store import KVStore, Lease
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-Prepared = tuple[SourceDocument, list[tuple[str, list[int]]]]
-"""A document with the texts and token ids of its modules."""
+Preparing = Callable[[str, int, int], None]
+"""Called with a stage (`reading` bytes, `splitting` characters), what is done, and the total."""
+Prepared = tuple[SourceDocument, list[SplitModule]]
 
 MAX_JOBS = 256  # queued and running
 _MAX_KEY_LENGTH = 255
@@ -77,7 +91,10 @@ class Ingestion:
         modules: Modules of the added and updated documents.
         tokens: Tokens of these modules.
         encoded: Module states that were computed.
-        ignored: Files of folders that were skipped because of their suffix.
+        skipped: Files that were not ingested, each with the reason.
+        vanished: Documents of the same folders whose files are gone; they are still stored.
+        removed: Documents that `sync` removed.
+        renamed: Documents that `sync` renamed, with their new ids.
     """
 
     collection: str
@@ -87,7 +104,36 @@ class Ingestion:
     modules: int
     tokens: int
     encoded: int
-    ignored: tuple[str, ...] = ()
+    skipped: tuple[SkippedFile, ...] = ()
+    vanished: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def failed(self) -> tuple[SkippedFile, ...]:
+        """The skipped files that should have been ingested: damaged, binary or not accessible."""
+        return tuple(file for file in self.skipped if file.failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """What an ingestion does to a collection. gone: documents whose files are gone; moved: those
+    of them whose content has come back under another name."""
+
+    documents: tuple[SourceDocument, ...]
+    changed: tuple[SourceDocument, ...]
+    known: Mapping[str, DocumentRow]
+    gone: tuple[str, ...] = ()
+    moved: tuple[MovedDocument, ...] = ()
+
+    def report(self, loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
+        """The fields of an `Ingestion` that are not counts."""
+        return {
+            "skipped": tuple(loaded.skipped),
+            "vanished": () if sync else self.gone,
+            "removed": self.gone if sync else (),
+            "renamed": {each.source_id: each.to for each in self.moved},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,34 +147,76 @@ class Ingestor:
     config: RagCacheConfig
 
     def ingest(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource,
-        progress: Progress | None = None, job: int | None = None,
+        self, collection: str, loaded: LoadedSources, progress: Progress | None = None,
+        job: int | None = None, *, sync: bool = False, preparing: Preparing | None = None,
     ) -> Ingestion:  # fmt: skip
         """Upserts documents by id. States are on disk before a row refers to them, and all rows
         change in one transaction: no answer mixes old and new. job: the queued job that this call
-        runs; its caller ends it."""
+        runs; its caller ends it. sync: whether documents that are gone are removed, or renamed
+        where their content has moved; of the loaded folders, or of the whole collection."""
         check_collection(collection)
-        loaded = load_sources(sources)
-        documents = loaded.documents
-        known = self.catalog.documents(collection, [d.id for d in documents])
-        changed = [
-            d for d in documents if d.id not in known or known[d.id].digest != self._digest(d)
-        ]
-        prepared = [(d, self._split(d)) for d in changed]
-        self._check_window([ids for _, modules in prepared for _, ids in modules])
-        total = sum(len(modules) for _, modules in prepared)
-        encoded = self._store(collection, prepared, progress, job) if prepared else 0
-        updated = sum(d.id in known for d in changed)
+        changes = self._compare(collection, loaded, sync=sync)
+        report = changes.report(loaded, sync=sync)
+        if job is not None:
+            jobs = self.store.jobs.within(self.catalog.namespace)
+            jobs.note_report(job, {**report, "skipped": [asdict(each) for each in loaded.skipped]})
+        prepared = self._prepare(changes.changed, preparing)
+        self._check_window([module.token_ids for _, modules in prepared for module in modules])
+        removed = report["removed"]
+        stores = prepared or removed or changes.moved
+        encoded = (
+            self._store(collection, prepared, progress, job, removed, changes.moved)
+            if stores
+            else 0
+        )
+        updated = sum(d.id in changes.known for d in changes.changed)
         return Ingestion(
             collection,
-            added=len(changed) - updated,
+            added=len(changes.changed) - updated,
             updated=updated,
-            unchanged=len(documents) - len(changed),
-            modules=total,
-            tokens=sum(len(ids) for _, modules in prepared for _, ids in modules),
+            unchanged=len(changes.documents) - len(changes.changed) - len(changes.moved),
+            modules=sum(len(modules) for _, modules in prepared),
+            tokens=sum(len(each.token_ids) for _, modules in prepared for each in modules),
             encoded=encoded,
-            ignored=tuple(str(path) for path in loaded.ignored),
+            **report,
         )
+
+    def _compare(self, collection: str, loaded: LoadedSources, *, sync: bool) -> _Changes:
+        """What differs from what is stored."""
+        ids = [d.id for d in loaded.documents]
+        every = sync or loaded.files or loaded.folders
+        known = self.catalog.documents(collection, None if every else ids)
+        documents = loaded.documents if sync else _with_known_ids(loaded, known)
+        gone = {row.source_id: row for row in _gone(loaded, documents, known, sync=sync)}
+        by_digest = {row.digest: row for row in gone.values()} if sync else {}
+        changed, moved = [], []
+        for document in documents:
+            row, digest = known.get(document.id), self._digest(document)
+            if row is not None and (row.digest, row.uri) == (digest, document.uri):
+                continue
+            source = by_digest.pop(digest, None) if row is None else None
+            if source is None:
+                changed.append(document)
+            else:
+                moved.append(MovedDocument(source.source_id, document.id, document.uri))
+                del gone[source.source_id]
+        return _Changes(tuple(documents), tuple(changed), known, tuple(gone), tuple(moved))
+
+    def _prepare(
+        self, documents: Sequence[SourceDocument], preparing: Preparing | None
+    ) -> list[Prepared]:
+        """Splits documents."""
+        total, done = sum(len(d.text) for d in documents), 0
+
+        def note(characters: int) -> None:
+            nonlocal done
+            done = min(done + characters, total)
+            if preparing is not None:
+                preparing("splitting", done, total)
+
+        tokenize = self.encoder.model.encode_untrusted
+        limit = self.config.module_tokens
+        return [(d, split_document(d, limit, tokenize, note)) for d in documents]
 
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with modules, vectors and states; returns how many there were."""
@@ -144,7 +232,7 @@ class Ingestor:
 
     def _store(
         self, collection: str, prepared: Sequence[Prepared], progress: Progress | None,
-        queued: int | None,
+        queued: int | None, removed: Sequence[str], moved: Sequence[MovedDocument],
     ) -> int:  # fmt: skip
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. New states belong to the job until then; if it is interrupted, the next job of the
@@ -156,7 +244,7 @@ class Ingestor:
             note = jobs.progress(job)
             with _Writing() as writing:
                 for document, modules in prepared:
-                    for part in portions([ids for _, ids in modules]):
+                    for part in portions([module.token_ids for module in modules]):
                         jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
                         lease = self.encoder.lease(part, "rooted", "ingest")
                         done += len(part)
@@ -166,7 +254,9 @@ class Ingestor:
                         if progress is not None:
                             progress(done, total)
                     rows.append(self._row(document, modules))
-            freed = self.catalog.replace_documents(collection, rows, job, jobs.session)
+            freed = self.catalog.replace_documents(
+                collection, rows, job, jobs.session, removed, moved
+            )
             self.store.discard(freed)
         return encoded
 
@@ -174,12 +264,8 @@ class Ingestor:
         """Digest of text, metadata and everything that decides how the text is split."""
         metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
         size = str(self.config.module_tokens)
-        parts = (document.digest, document.uri, metadata, str(SPLIT_VERSION), size)
+        parts = (document.digest, metadata, str(SPLIT_VERSION), size)
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
-
-    def _split(self, document: SourceDocument) -> list[tuple[str, list[int]]]:
-        model = self.encoder.model
-        return split_document(document, self.config.module_tokens, model.encode_untrusted)
 
     def _check_window(self, modules: Sequence[Sequence[int]]) -> None:
         window = self.encoder.model.causal.window
@@ -191,17 +277,59 @@ class Ingestor:
                 f"and answer leave {window - taken}; give a smaller module_tokens"
             )
 
-    def _row(self, document: SourceDocument, modules: list[tuple[str, list[int]]]) -> NewDocument:
-        vectors = self.retriever.embed_texts([text for text, _ in modules])
+    def _row(self, document: SourceDocument, modules: Sequence[SplitModule]) -> NewDocument:
+        vectors = self.retriever.embed_texts([module.text for module in modules])
         rows = []
-        for number, (text, ids) in enumerate(modules):
-            name, key = f"{document.id}#{number + 1}", self.encoder.key(ids, "rooted")
+        for number, module in enumerate(modules):
+            name = f"{document.id}#{number + 1}"
+            key = self.encoder.key(module.token_ids, "rooted")
             vector = None if vectors is None else vectors[number]
-            rows.append(NewModule(name=name, text=text, token_ids=ids, key=key, vector=vector))
+            details = _storable(module.metadata)
+            rows.append(NewModule(name, module.text, module.token_ids, key, vector, details))
         return NewDocument(
             document.id, document.uri, self._digest(document), rows, document.metadata,
             document.text,
         )  # fmt: skip
+
+
+def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as JSON can hold it; other values (dates, paths) become text."""
+    stored: dict[str, Any] = json.loads(json.dumps(dict(metadata), default=str))
+    return stored
+
+
+def _with_known_ids(
+    loaded: LoadedSources, known: Mapping[str, DocumentRow]
+) -> tuple[SourceDocument, ...]:
+    """The documents, where a file that is stored under another id keeps that."""
+    ids = {document.id for document in loaded.documents}
+    by_uri = {row.uri: row.source_id for row in known.values() if row.source_id not in ids}
+    return tuple(
+        replace(each, id=by_uri.pop(each.uri))
+        if each.id in loaded.files and each.id not in known and each.uri in by_uri
+        else each
+        for each in loaded.documents
+    )
+
+
+def _gone(
+    loaded: LoadedSources, documents: Sequence[SourceDocument], known: Mapping[str, DocumentRow], *,
+    sync: bool,
+) -> Iterator[DocumentRow]:  # fmt: skip
+    """Stored documents that the sources lack: of folders, those whose files do not exist or have
+    another id now; if there are no folders, all but those of files that failed."""
+    ids = loaded.present.union(document.id for document in documents)
+    uris = {document.uri for document in documents if document.id in loaded.files}
+    for row in known.values():
+        if row.source_id in ids:
+            continue
+        if not loaded.folders:
+            if sync:
+                yield row
+        elif any(row.uri.startswith(f"{folder.rstrip('/')}/") for folder in loaded.folders) and (
+            row.uri in uris or not Path(unquote(urlsplit(row.uri).path)).exists()
+        ):
+            yield row
 
 
 class _Writing:
@@ -376,8 +504,8 @@ class IngestionJobs:
     worker: IngestionWorker
 
     def submit(
-        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource, *,
-        idempotency_key: str | None = None,
+        self, collection: str, sources: Iterable[DocumentSource] | DocumentSource | LoadedSources,
+        *, idempotency_key: str | None = None, sync: bool = False,
     ) -> JobRow:  # fmt: skip
         """Reads documents, queues their ingestion and returns; they are in the ledger then.
 
@@ -386,6 +514,8 @@ class IngestionJobs:
             sources: Files, folders or documents, as for `RagCache.ingest`.
             idempotency_key: Identifies the request. Sent again with the same documents, it returns
                 the same job; one that was interrupted or failed is queued again under its number.
+            sync: Whether stored documents that the sources lack are removed, as `RagCache.sync`
+                does.
 
         Returns:
             The queued job, or the job of the key.
@@ -406,28 +536,33 @@ class IngestionJobs:
         check_collection(collection)
         if idempotency_key is not None and not 0 < len(idempotency_key) <= _MAX_KEY_LENGTH:
             raise InvalidRequest(f"an idempotency key has 1 to {_MAX_KEY_LENGTH} characters")
-        documents = load_sources(sources).documents
+        loaded = sources if isinstance(sources, LoadedSources) else load_sources(sources)
         target = collection_target(collection)
-        request = _IngestionRequest.of(collection, documents)
+        request = _IngestionRequest.of(collection, loaded.documents, sync=sync)
         known = self.rows.known(idempotency_key, request.digest)
         if known is not None and not known.can_be_retried:
             return known  # needs no slot
         with self.worker.reserve_slot(self.rows.namespace, request.nbytes) as slot:
-            kept = [JobDocument(each.id, _content_of(each)) for each in documents]
-            job, new = self.rows.queue(target, idempotency_key, request.digest, kept)
+            kept = [JobDocument(each.id, _content_of(each)) for each in loaded.documents]
+            job, new = self.rows.queue(
+                target, idempotency_key, request.digest, kept, _options_of(loaded, sync=sync),
+                {"skipped": [asdict(each) for each in loaded.skipped]},
+            )  # fmt: skip
             row = self.rows.get(job)
             if new:
-                self.worker.put_job(job, partial(self._run, job, collection, documents), slot)
+                run = partial(self._run, job, collection, loaded, sync=sync)
+                self.worker.put_job(job, run, slot)
         return row
 
     def resume(self, job: AdoptedJob) -> None:
         """Queues a job that another process has left; leaves it again where there is no room."""
-        documents = [_document_of(content) for content in job.contents]
+        loaded = _loaded_of(job)
         collection = job.target.removeprefix(collection_target(""))
-        nbytes = _IngestionRequest.of(collection, documents).nbytes
+        sync = bool(job.options.get("sync"))
+        nbytes = _IngestionRequest.of(collection, loaded.documents, sync=sync).nbytes
         try:
             with self.worker.reserve_slot(self.rows.namespace, nbytes) as slot:
-                run = partial(self._run, job.id, collection, documents)
+                run = partial(self._run, job.id, collection, loaded, sync=sync)
                 self.worker.put_job(job.id, run, slot)
         except (QueueFull, EngineClosed):
             self.rows.leave(job.id)
@@ -454,7 +589,7 @@ class IngestionJobs:
             self.worker.wait_for(row.id, left)
         return row
 
-    def _run(self, job: int, collection: str, documents: Sequence[SourceDocument]) -> None:
+    def _run(self, job: int, collection: str, loaded: LoadedSources, *, sync: bool) -> None:
         """Runs a queued job in the worker's thread and ends it, once: as soon as it has ended, it
         may be queued again."""
 
@@ -462,7 +597,7 @@ class IngestionJobs:
             self.rows.start(job)
             self.deferred.release()
             check_open = lambda *_: self.worker.check_open()  # noqa: E731
-            self.ingestor.ingest(collection, documents, check_open, job)
+            self.ingestor.ingest(collection, loaded, check_open, job, sync=sync)
             self.rows.finish(job)
         except JobTaken as error:
             logger.warning("%s", error)
@@ -475,13 +610,35 @@ class IngestionJobs:
 
 def _content_of(document: SourceDocument) -> str:
     """A document as the ledger keeps it."""
-    fields = (document.id, document.text, document.uri, dict(document.metadata), document.parts)
+    parts = [asdict(part) for part in document.sections] if document.parts else []
+    fields = (document.id, document.text, document.uri, dict(document.metadata), parts)
     return json.dumps(fields, default=str)
 
 
 def _document_of(content: str) -> SourceDocument:
     name, text, uri, metadata, parts = json.loads(content)
-    return SourceDocument(name, text, uri, metadata, tuple(parts))
+    return SourceDocument(name, text, uri, metadata, tuple(DocumentPart(**part) for part in parts))
+
+
+def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
+    """What else another process must know to go on with an ingestion. present: all ids of the
+    sources, since later requests take single documents away from the ledger."""
+    if not (sync or loaded.files):
+        return {}
+    present = sorted(loaded.present.union(each.id for each in loaded.documents))
+    return {
+        "sync": sync, "folders": loaded.folders, "files": sorted(loaded.files), "present": present,
+    }  # fmt: skip
+
+
+def _loaded_of(job: AdoptedJob) -> LoadedSources:
+    return LoadedSources(
+        tuple(_document_of(content) for content in job.contents),
+        tuple(SkippedFile(**each) for each in job.report.get("skipped", ())),
+        tuple(job.options.get("folders", ())),
+        frozenset(job.options.get("files", ())),
+        frozenset(job.options.get("present", ())),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,8 +650,15 @@ class _IngestionRequest:
     nbytes: int
 
     @classmethod
-    def of(cls, collection: str, documents: Sequence[SourceDocument]) -> _IngestionRequest:
+    def of(
+        cls, collection: str, documents: Sequence[SourceDocument], *, sync: bool
+    ) -> _IngestionRequest:
         parts = [(d.id, d.digest, d.uri, dict(d.metadata)) for d in documents]
-        content = json.dumps([collection, parts], sort_keys=True, default=str).encode()
-        texts = sum(sys.getsizeof(text) for d in documents for text in (d.text, *d.parts))
+        asked = [collection, parts, *(["sync"] if sync else [])]
+        content = json.dumps(asked, sort_keys=True, default=str).encode()
+        texts = sum(
+            sys.getsizeof(text)
+            for d in documents
+            for text in (d.text, *(each.text for each in d.sections if d.parts))
+        )
         return cls(hashlib.sha256(content).hexdigest(), texts + len(content))

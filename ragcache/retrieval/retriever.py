@@ -263,7 +263,7 @@ def _rank(
 def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
     """[N] bool, in the order of the index."""
     rows = indexed.modules.values()
-    return np.fromiter((wanted(row.attributes) for row in rows), dtype=bool, count=len(rows))
+    return np.fromiter((wanted(row.metadata) for row in rows), dtype=bool, count=len(rows))
 
 
 def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Ranking:

@@ -1,4 +1,4 @@
-"""`ragcache ask`, `ingest`, `prompt` and `demo`: documents in, answers out."""
+"""`ragcache ask`, `prompt` and `demo`: questions in, answers out."""
 
 from __future__ import annotations
 
@@ -79,36 +79,6 @@ def ask(
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
             ui.print_answer(answer, pieces=stream)
-
-
-def ingest(
-    collection: Annotated[str, typer.Argument(help="The collection to put the documents in.")],
-    paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    module_tokens: Annotated[
-        int | None, typer.Option(help="The most tokens of a module; 384 unless set otherwise.")
-    ] = None,
-    as_json: ui.JsonOption = False,
-) -> None:
-    """Store documents and encode their attention states, once."""
-    with (
-        ui.open_rag(state, model, embedding, module_tokens=module_tokens, dtype=dtype) as rag,
-        ui.progress_bar("encoding modules") as progress,
-    ):
-        done = rag.ingest(collection, list(paths), progress=progress)
-    if as_json:
-        ui.print_json(done)
-        return
-    ui.console.print(
-        f"{done.added} documents added, {done.updated} updated, {done.unchanged} unchanged in "
-        f"[bold]{escape(done.collection)}[/]: {done.modules} modules of {done.tokens:,} tokens, "
-        f"{done.encoded} states encoded"
-    )
-    if done.ignored:
-        ui.console.print(f"[dim]passed over (not text): {escape(', '.join(done.ignored))}[/]")
 
 
 def prompt(

@@ -331,7 +331,8 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
     table = plain_table()
     for source in answer.sources:
         score = format_scores(source.bm25, source.cosine)
-        table.add_row(escape(source.module), score, source.tier, style="dim")
+        page = f", page {source.page}" if source.page is not None else ""
+        table.add_row(escape(source.module) + page, score, source.tier, style="dim")
     console.print(table)
     timings = answer.timings
     console.print(

@@ -9,7 +9,7 @@ import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import admin, ask, chat, documents, measure, schema
+from ragcache_api.cli import admin, ask, chat, documents, ingest, measure, schema
 from ragcache_api.cli.console import errors
 
 _AFTER_CTRL_C = {
@@ -46,7 +46,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("demo")(ask.demo)
-app.command("ingest")(ask.ingest)
+app.command("ingest")(ingest.ingest)
+app.command("sync")(ingest.sync)
 app.command("ask")(ask.ask)
 app.command("chat")(chat.chat)
 app.command("retrieve")(documents.retrieve)

@@ -410,7 +410,9 @@ class DocumentResponse(ResponseModel):
 
 
 class JobResponse(RowResponse):
-    """An ingestion job. done and total count modules; times are Unix seconds."""
+    """An ingestion job. done and total count modules; times are Unix seconds. report: files that
+    were `skipped`, each with the reason, and ids that have `vanished`, were `removed` or
+    `renamed`."""
 
     target: str
     status: str
@@ -419,6 +421,7 @@ class JobResponse(RowResponse):
     error: str
     started_at: float | None
     finished_at: float | None
+    report: dict[str, Any] = Field(default_factory=dict)
 
 
 class SchemaRequest(RequestModel):

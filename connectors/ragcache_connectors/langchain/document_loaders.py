@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.document_loaders import BaseLoader
 from langchain_core.documents import BaseDocumentTransformer, Document
 
+from ragcache.documents.loading import join_documents
 from ragcache.documents.source import check_metadata
 from ragcache.errors import DocumentError
 from ragcache_connectors.langchain.shared import shared_rag
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from ragcache.retrieval import Hit
 
 METADATA_KEY = "ragcache"  # of a document's module, tier and tokens
-_ABSENT = object()
 
 
 class RagCacheLoader:
@@ -89,19 +89,12 @@ def _name(document: Document) -> str:
     return str(name)
 
 
-def _source(name: str, parts: Sequence[Document]) -> SourceDocument:
-    from ragcache import SourceDocument
-
-    texts = tuple(part.page_content for part in parts)
-    metadata = storable_metadata(_common([part.metadata for part in parts]), name)
-    uri = str(metadata.get("source", ""))
-    return SourceDocument(name, "\n\n".join(texts), uri, metadata, texts if len(texts) > 1 else ())
-
-
-def _common(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first, *others = every
-    agreed = (k for k, v in first.items() if all(each.get(k, _ABSENT) == v for each in others))
-    return {key: first[key] for key in agreed}
+def _source(name: str, documents: Sequence[Document]) -> SourceDocument:
+    kept = [
+        Document(each.page_content, metadata=storable_metadata(each.metadata, name))
+        for each in documents
+    ]
+    return join_documents(kept, name)
 
 
 def storable_metadata(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -133,7 +126,7 @@ def hits_to_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
     for hit, details in zip(hits, module_metadata(rag, hits), strict=True):
         module = hit.module
         source = {"source": module.uri or module.document}
-        metadata = {**source, **module.attributes, METADATA_KEY: details}
+        metadata = {**source, **module.metadata, METADATA_KEY: details}
         text = module.text.strip()
         documents.append(Document(id=module.name, page_content=text, metadata=metadata))
     return documents

@@ -1,4 +1,4 @@
-"""`ragcache ingest`, `ask`, `prompt` and `demo`."""
+"""`ragcache ask`, `prompt` and `demo`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ from tests.conftest import REPOSITORY
 ANSWER_KEYS = {
     "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices"
 }  # fmt: skip
-
-
-def test_ingest_reports_what_it_stored(run: Run, notes: Path) -> None:
-    (notes / "plan.pdf").write_bytes(b"%PDF\0")
-    stored = json_of(run("ingest", "notes", notes, "--json"))
-    counts = ("added", "updated", "unchanged", "modules", "encoded")
-    assert [stored[name] for name in counts] == [3, 0, 0, 3, 4]
-    assert stored["collection"] == "notes"
-    assert stored["tokens"] > 50
-    assert [Path(path).name for path in stored["ignored"]] == ["plan.pdf"]
-    status, out, _ = run("ingest", "notes", notes)
-    assert status == 0
-    assert "0 documents added, 0 updated, 3 unchanged in notes: 0 modules" in out
-    assert "passed over (not text)" in out
 
 
 def test_ask_answers_with_sources_and_costs(run: Run, ingested: Path) -> None:

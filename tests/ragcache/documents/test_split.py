@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.documents import split_text
+from ragcache.documents import DocumentPart, SourceDocument, split_document, split_text
 from ragcache.documents.split import MIN_TOKENS
 from ragcache.errors import ConfigurationError
 from tests.conftest import scaled
@@ -161,3 +161,93 @@ def test_a_limit_that_is_too_small_is_refused(limit: int) -> None:
 
 def test_the_smallest_limit_is_served() -> None:
     assert len(split_text(numbered(0, 100), MIN_TOKENS, words)) == 4
+
+
+ROWS = [f"| r{n} | {numbered(4 * n, 4 * n + 4)} |" for n in range(30)]
+HEADER = "| name | words |\n| --- | --- |\n"
+
+
+def test_a_table_that_fits_stays_whole_and_with_its_heading() -> None:
+    table = HEADER + "\n".join(ROWS[:5])  # 46 words
+    text = f"# A\n\n{numbered(200, 240)}\n\n## Rows\n{table}\n\nAfter it. {numbered(240, 280)}"
+    pieces = split_text(text, 60, words)
+    [whole] = [piece for piece in pieces if "| r0 |" in piece]
+    assert whole.startswith("# A\n\n## Rows")
+    assert table in whole
+
+
+def test_a_long_table_is_cut_between_rows_under_its_header() -> None:
+    text = f"# A\n\n{numbered(200, 205)}\n\n{HEADER}" + "\n".join(ROWS) + "\n\nAfter it."
+    pieces = split_text(text, 60, words)
+    rows = [line for piece in pieces for line in piece.splitlines() if line.startswith("| r")]
+    assert rows == ROWS
+    for piece in pieces:
+        assert words(piece) <= 60
+        assert ("| r" in piece) <= (HEADER in piece)
+
+
+def test_a_row_longer_than_a_part_is_cut() -> None:
+    text = f"{HEADER}| a | {numbered(0, 200)} |\n| b | short |\n"
+    pieces = split_text(text, 60, words)
+    assert all(words(piece) <= 60 for piece in pieces)
+    found = re.findall(r"w\d+", " ".join(pieces))
+    assert found == numbered(0, 200).split()
+    assert "| b | short |" in pieces[-1]
+
+
+def test_lines_of_fenced_code_are_no_headings() -> None:
+    text = f"# A\n\n```python\n# a comment\nx = 1\n```\n\n{numbered(0, 80)}"
+    assert all("# a comment" not in piece for piece in split_text(text, 40, words)[1:])
+
+
+def tokens(text: str) -> list[int]:
+    return [1] * words(text)
+
+
+def split(document: SourceDocument, limit: int = 40) -> list[tuple[str, dict[str, object]]]:
+    return [(each.text, dict(each.metadata)) for each in split_document(document, limit, tokens)]
+
+
+def test_modules_know_their_page_and_the_headings_above_them() -> None:
+    pages = (
+        DocumentPart(f"# Boat\n\n## Hull\n\n{numbered(0, 60)}", {"page": 1}, continues=True),
+        DocumentPart(f"{numbered(60, 90)}\n\n## Mast\n\n{numbered(90, 110)}", {"page": 2}, True),
+    )
+    found = split(SourceDocument("a.pdf", "\n\n".join(p.text for p in pages), parts=pages))
+    assert [metadata["page"] for _, metadata in found] == [1, 1, 2, 2]
+    assert [metadata["headings"] for _, metadata in found] == [["Boat", "Hull"]] * 3 + [
+        ["Boat", "Mast"]
+    ]
+    assert found[2][0].startswith("# Boat\n\n## Hull\n\nw60")
+    assert split(SourceDocument("b", "Words.")) == [("Words.\n\n", {})]
+
+
+def test_parts_of_others_do_not_continue() -> None:
+    parts = ("# Boat\n\nBlue.", "Green.")
+    found = split(SourceDocument("a", "\n\n".join(parts), parts=parts))
+    assert found == [("# Boat\n\nBlue.\n\n", {"headings": ["Boat"]}), ("Green.\n\n", {})]
+
+
+def test_code_is_cut_at_functions_and_has_no_headings() -> None:
+    functions = [
+        f"def f{n}():\n    # no heading\n    return '{numbered(n, n + 15)}'" for n in range(4)
+    ]
+    text = "\n\n".join(functions)
+    found = split(SourceDocument("a.py", text, parts=(DocumentPart(text, language="python"),)))
+    assert [module.strip() for module, _ in found] == functions[:]
+    assert all(metadata == {} for _, metadata in found)
+
+
+def test_long_texts_are_split_in_portions_with_headings_and_table_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ragcache.documents.split._PORTION", 400)
+    rows = "\n".join(f"| r{n} | w{n} |" for n in range(200))
+    text = f"# Top\n\n## Words\n\n{numbered(1000, 1300)}\n\n## Table\n\n{HEADER}{rows}\n"
+    seen: list[int] = []
+    modules = split_document(SourceDocument("a", text), 40, tokens, seen.append)
+    whole = " ".join(module.text for module in modules)
+    assert re.findall(r"w\d+", whole) == [*numbered(1000, 1300).split(), *numbered(0, 200).split()]
+    assert all(HEADER in m.text for m in modules if "| r" in m.text)
+    assert {tuple(m.metadata["headings"]) for m in modules} == {("Top", "Words"), ("Top", "Table")}
+    assert len(seen) > 5

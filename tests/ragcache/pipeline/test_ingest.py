@@ -249,9 +249,9 @@ def test_progress_can_be_seen(rag: RagCache, gate: Gate, monkeypatch: pytest.Mon
     seen: list[int] = []
     run = type(rag.internals.ingestor).ingest
 
-    def watched(self, collection, sources, progress=None, job=None):  # type: ignore[no-untyped-def]
+    def watched(self, collection, loaded, progress=None, job=None, *, sync):  # type: ignore[no-untyped-def]
         look = lambda *_: seen.append(rag.jobs.get(job).done)  # noqa: E731
-        return run(self, collection, sources, look, job)
+        return run(self, collection, loaded, look, job, sync=sync)
 
     monkeypatch.setattr(type(rag.internals.ingestor), "ingest", watched)
     job = rag.jobs.submit("notes", DOCUMENTS).id

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Response
@@ -15,7 +16,10 @@ from starlette.datastructures import UploadFile
 
 from ragcache import SourceDocument
 from ragcache.db import DocumentRow
-from ragcache.errors import UnreadableDocument
+from ragcache.documents import LoadedSources, SkippedFile, load_sources
+from ragcache.documents.formats import read_document
+from ragcache.documents.source import sanitize_document
+from ragcache.errors import MissingExtra, UnreadableDocument
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem, stream_error
 from ragcache_api.http.protocol import (
@@ -73,22 +77,43 @@ async def delete_collection(collection: Collection, context: ContextDep) -> Dele
     return DeletedResponse(deleted=await off_loop(context.rag.delete_collection, collection))
 
 
-@router.post(
-    "/{collection}/documents", status_code=202, openapi_extra={"requestBody": MULTIPART},
-    responses=problems(409, 415, 507)
+_UPLOAD: dict[str, Any] = {
+    "status_code": 202,
+    "openapi_extra": {"requestBody": MULTIPART},
+    "responses": problems(409, 415, 507)
     | {202: {"headers": {"Location": {"schema": {"type": "string"}}}}},
-)  # fmt: skip
+}
+
+
+@router.post("/{collection}/documents", **_UPLOAD)
 async def add_documents(
     collection: Collection, context: ContextDep, response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> JobResponse:  # fmt: skip
-    """Stores documents in the background; the job shows its progress."""
-    documents = await read_documents(context.request)
+    """Stores documents in the background; the job shows its progress and, in `report`, the files
+    that could not be read."""
+    return await _submit(collection, context, response, idempotency_key, sync=False)
+
+
+@router.put("/{collection}/documents", **_UPLOAD)
+async def sync_documents(
+    collection: Collection, context: ContextDep, response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> JobResponse:  # fmt: skip
+    """Makes the documents of a collection those of the body, in the background: what changed is
+    encoded, others are removed, and what has moved is renamed. Stored versions of files that cannot
+    be read stay."""
+    return await _submit(collection, context, response, idempotency_key, sync=True)
+
+
+async def _submit(
+    collection: str, context: RequestContext, response: Response, key: str | None, *, sync: bool
+) -> JobResponse:
+    loaded = await read_documents(context.request)
     if context.service.requests.draining:
         raise stopping()
-    row = await off_loop(
-        context.rag.jobs.submit, collection, documents, idempotency_key=idempotency_key
-    )
+    submit = context.rag.jobs.submit
+    row = await off_loop(submit, collection, loaded, idempotency_key=key, sync=sync)
     job = JobResponse.model_validate(row)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
@@ -138,19 +163,19 @@ def _document_response(row: DocumentRow) -> DocumentResponse:
     )  # fmt: skip
 
 
-async def read_documents(request: Request) -> list[SourceDocument]:
+async def read_documents(request: Request) -> LoadedSources:
     """The documents of an upload. Raises `RequestValidationError`, `HTTPProblem` (400, 415) or
     `UnreadableDocument`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         files = await _form_files(request)
-        return await off_loop(lambda: [_parse_file(name, raw) for name, raw in files])
+        return await off_loop(_parse_files, files)
     if kind == "application/json":
         return await off_loop(_parse_json, await request.body())
     raise HTTPProblem(415, "unsupported-media-type", "send application/json or multipart/form-data")
 
 
-def _parse_json(body: bytes) -> list[SourceDocument]:
+def _parse_json(body: bytes) -> LoadedSources:
     try:
         upload = DocumentsRequest.model_validate_json(body)
     except ValidationError as error:
@@ -159,7 +184,7 @@ def _parse_json(body: bytes) -> list[SourceDocument]:
             for each in error.errors(include_url=False, include_input=False)
         ]
         raise RequestValidationError(problems) from None
-    return [each.source() for each in upload.documents]
+    return load_sources([each.source() for each in upload.documents])
 
 
 async def _form_files(request: Request) -> list[tuple[str, bytes]]:
@@ -175,16 +200,32 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
     return found
 
 
+def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
+    """The documents of those files that can be read. Raises `UnreadableDocument` if there are
+    none."""
+    documents, skipped = [], []
+    for name, raw in files:
+        try:
+            documents.append(_parse_file(name, raw))
+        except UnreadableDocument as error:
+            skipped.append(SkippedFile(_usable(name), str(error), failed=True))
+        except MissingExtra as error:
+            skipped.append(SkippedFile(_usable(name), str(error)))
+    if not documents:
+        raise UnreadableDocument("; ".join(f"{file.name}: {file.reason}" for file in skipped))
+    present = frozenset(file.name for file in skipped)
+    return replace(load_sources(documents), skipped=tuple(skipped), present=present)
+
+
 def _parse_file(name: str, raw: bytes) -> SourceDocument:
-    name = name.replace("\\", "/").strip("/")
+    name = _usable(name)
     if not name or len(name) > 1000:
         raise UnreadableDocument("a file of the form has no usable name")
-    if b"\0" in raw:
-        raise UnreadableDocument(f"{name}: a binary file")
-    try:
-        return SourceDocument(name, raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UnreadableDocument(f"{name}: not UTF-8 at byte {error.start}") from None
+    return sanitize_document(read_document(name, raw))
+
+
+def _usable(name: str) -> str:
+    return name.replace("\\", "/").strip("/")
 
 
 @jobs_router.get("")

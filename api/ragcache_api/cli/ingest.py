@@ -1,0 +1,177 @@
+"""`ragcache ingest` and `sync`: files and folders become documents of a collection."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeRemainingColumn
+
+from ragcache.errors import ConfigurationError, UnreadableDocument
+from ragcache_api.cli import console as ui
+
+if TYPE_CHECKING:
+    from ragcache import Ingestion
+    from ragcache.documents import SkippedFile
+
+INCOMPLETE = 3  # the exit status where some files could not be read
+_SHOWN = 20  # names of one reason
+
+IncludeOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Only files of folders that match, as in a .gitignore; repeatable."),
+]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option(help="Files and folders to leave out; repeatable.")
+]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Store nothing if a file cannot be read.")
+]
+ModuleTokensOption = Annotated[
+    int | None, typer.Option(help="The most tokens of a module; 384 unless set otherwise.")
+]
+
+
+def ingest(
+    collection: Annotated[str, typer.Argument(help="The collection to put the documents in.")],
+    paths: Annotated[list[Path], typer.Argument(help="Files, or folders of them.")],
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
+    embedding: ui.EmbeddingOption = None,
+    module_tokens: ModuleTokensOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    strict: StrictOption = False,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Store documents and encode their attention states, once.
+
+    Files that cannot be read are named and skipped; the exit status is then 3.
+    """
+    _check(collection, paths)
+    with (
+        ui.open_rag(state, model, embedding, module_tokens=module_tokens, dtype=dtype) as rag,
+        _bars() as report,
+    ):
+        done = rag.ingest(
+            collection, paths, include=include or (), exclude=exclude or (), strict=strict,
+            progress=lambda *at: report("encoding", *at), preparing=report,
+        )  # fmt: skip
+    _finish(done, as_json=as_json)
+
+
+def sync(
+    collection: Annotated[str, typer.Argument(help="The collection.")],
+    folder: Annotated[Path, typer.Argument(help="The folder that it mirrors.")],
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
+    embedding: ui.EmbeddingOption = None,
+    module_tokens: ModuleTokensOption = None,
+    include: IncludeOption = None,
+    exclude: ExcludeOption = None,
+    strict: StrictOption = False,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Bring a collection up to date with a folder.
+
+    What changed is encoded, what vanished is removed and what moved is renamed. Documents from
+    elsewhere stay. Files that cannot be read are named and skipped; the exit status is then 3.
+    """
+    _check(collection, [folder])
+    if not folder.is_dir():
+        raise UnreadableDocument(
+            f"{folder} is no folder; give the folder to mirror, or `ingest` it"
+        )
+    with (
+        ui.open_rag(state, model, embedding, module_tokens=module_tokens, dtype=dtype) as rag,
+        _bars() as report,
+    ):
+        done = rag.sync(
+            collection, folder, include=include or (), exclude=exclude or (), strict=strict,
+            progress=lambda *at: report("encoding", *at), preparing=report,
+        )  # fmt: skip
+    _finish(done, as_json=as_json)
+
+
+def _check(collection: str, paths: Sequence[Path]) -> None:
+    """Checks the arguments before anything heavy is imported."""
+    if not collection.strip():
+        raise ConfigurationError("a collection needs a name")
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        raise UnreadableDocument(
+            f"there is no file or folder {', '.join(missing)}; nothing was ingested"
+        )
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each stage on standard error, if that is a terminal."""
+    columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(
+        *columns, console=ui.errors, transient=True, disable=not ui.errors.is_terminal
+    ) as bars:
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def _finish(done: Ingestion, *, as_json: bool) -> None:
+    """Prints the summary; exits with `INCOMPLETE` where files failed."""
+    if as_json:
+        ui.print_json(done)
+    else:
+        _print_summary(done)
+    if done.failed:
+        raise typer.Exit(INCOMPLETE)
+
+
+def _print_summary(done: Ingestion) -> None:
+    moved = f", {len(done.renamed)} renamed" if done.renamed else ""
+    removed = f", {len(done.removed)} removed" if done.removed else ""
+    ui.console.print(
+        f"{done.added} documents added, {done.updated} updated, {done.unchanged} unchanged"
+        f"{moved}{removed} in [bold]{escape(done.collection)}[/]: {done.modules} modules of "
+        f"{done.tokens:,} tokens, {done.encoded} states encoded"
+    )
+    for old, new in done.renamed.items():
+        ui.console.print(f"[dim]renamed: {escape(old)} to {escape(new)}[/]")
+    _print_names("removed", done.removed)
+    _print_skipped("[dim]skipped", (file for file in done.skipped if not file.failed))
+    _print_skipped("[bold red]not read[/][dim]", done.failed)
+    if done.vanished:
+        _print_names("vanished", done.vanished)
+        ui.console.print(
+            "[yellow]these documents still answer; `ragcache sync` removes what is gone[/]"
+        )
+
+
+def _print_skipped(label: str, files: Iterable[SkippedFile]) -> None:
+    """Files with their reason, those of one reason on one line."""
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for file in files:
+        reasons[file.reason].append(file.name)
+    for reason, names in reasons.items():
+        ui.console.print(f"{label}: {_listed(names)}: {escape(reason)}[/]")
+
+
+def _print_names(label: str, names: Sequence[str]) -> None:
+    if names:
+        ui.console.print(f"[dim]{label}: {_listed(names)}[/]")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return escape(", ".join(names[:_SHOWN])) + more

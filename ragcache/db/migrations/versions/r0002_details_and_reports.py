@@ -1,0 +1,15 @@
+"""Metadata of single modules, and what jobs report."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    """Adds a column to modules and two to jobs."""
+    for table, name in (
+        ("modules", "details"), ("ingestion_jobs", "options"), ("ingestion_jobs", "report"),
+    ):  # fmt: skip
+        op.add_column(table, sa.Column(name, sa.JSON, nullable=False, server_default="{}"))

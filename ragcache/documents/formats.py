@@ -1,0 +1,332 @@
+"""Files of all types as documents: which reader takes a file, and the readers of text formats.
+
+What a file is follows from its suffix, but nothing binary is ever read as text: signatures and
+bytes that no encoding explains are refused.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from email import message_from_bytes, policy
+from email.message import EmailMessage
+from pathlib import PurePosixPath
+from typing import Any
+
+from ragcache.documents import office
+from ragcache.documents.html import read_html
+from ragcache.documents.markdown import write_fence, write_table
+from ragcache.documents.source import DocumentPart, SourceDocument
+from ragcache.errors import MissingExtra, UnreadableDocument
+
+TEXT_SUFFIXES = frozenset(
+    ".md .markdown .mdx .txt .text .rst .adoc .org .tex .log .srt .vtt".split()
+)
+LANGUAGES = {
+    ".py": "python", ".pyi": "python", ".js": "js", ".jsx": "js", ".mjs": "js", ".ts": "ts",
+    ".tsx": "ts", ".java": "java", ".kt": "kotlin", ".scala": "scala", ".go": "go", ".rs": "rust",
+    ".rb": "ruby", ".php": "php", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp",
+    ".cpp": "cpp", ".cxx": "cpp", ".hpp": "cpp", ".cs": "csharp", ".lua": "lua", ".hs": "haskell",
+    ".ex": "elixir", ".exs": "elixir", ".ps1": "powershell", ".proto": "proto", ".sol": "sol",
+    ".pl": "perl",
+}  # fmt: skip
+"""Source code, by the names of LangChain's splitters."""
+_PLAIN_CODE = frozenset(
+    ".sh .bash .zsh .fish .sql .r .jl .m .dart .vue .svelte .css .scss .yaml .yml .toml .ini .cfg "
+    ".conf .properties .xml .xsd .gradle .cmake .tf .graphql .bat .diff .patch".split()
+)
+CODE = "code"  # the language of code for which there is no splitter of its own
+
+_SIGNATURES = {
+    b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive or an office document",
+    b"\x89PNG": "a picture", b"GIF8": "a picture", b"\xff\xd8\xff": "a picture",
+    b"\x1f\x8b": "a gzip archive", b"7z\xbc\xaf": "a 7z archive", b"BZh": "a bzip2 archive",
+    b"\xfd7zXZ": "an xz archive", b"Rar!": "a RAR archive", b"\x7fELF": "a program",
+    b"OggS": "sound", b"ID3": "sound", b"{\\rtf": "RTF; save it as .docx",
+    b"\xd0\xcf\x11\xe0": "a file of an old Office; save it as .docx, .xlsx or .pptx",
+    b"SQLite format 3": "a database",
+}  # fmt: skip
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a reader found in a file."""
+
+    parts: list[DocumentPart]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_document(name: str, raw: bytes, uri: str = "") -> SourceDocument:
+    """A file's content as a document.
+
+    Args:
+        name: The document's id; its suffix says what the file is.
+        raw: The content.
+        uri: Its address.
+
+    Raises:
+        UnreadableDocument: The content is binary, damaged, empty or locked.
+        MissingExtra: The type needs the extra `documents`.
+    """
+    suffix = PurePosixPath(name).suffix.lower()
+    if raw.startswith(b"%PDF-"):
+        suffix = ".pdf"
+    if not raw.strip():
+        raise UnreadableDocument("an empty file")
+    reader = _READERS.get(suffix, _read_text)
+    try:
+        content = reader(raw, suffix)
+    except (UnreadableDocument, MissingExtra):
+        raise
+    except Exception as error:  # what libraries raise for damaged files is of any type
+        kind = type(error).__name__
+        raise UnreadableDocument(f"it cannot be read as {suffix}: {kind}: {error}") from error
+    parts = [part for part in content.parts if part.text.strip()]
+    if not parts:
+        raise UnreadableDocument("it holds no text")
+    text = "\n\n".join(part.text for part in parts)
+    bare = len(parts) == 1 and parts[0] == DocumentPart(parts[0].text)
+    return SourceDocument(name, text, uri, content.metadata, () if bare else tuple(parts))
+
+
+def is_supported(name: str) -> bool:
+    """Whether files of a folder with this name are loaded."""
+    return PurePosixPath(name).suffix.lower() in SUFFIXES
+
+
+def decode_text(raw: bytes, declared: str = "") -> str:
+    """The text of a file: by its byte order mark, as UTF-8, in the encoding that it declares, or in
+    the one that charset-normalizer finds the likeliest. Raises `UnreadableDocument`."""
+    for bom, encoding in _BOMS:
+        if raw.startswith(bom):
+            return _decode(raw, encoding)
+    for signature, kind in _SIGNATURES.items():
+        if raw.startswith(signature):
+            raise UnreadableDocument(f"a binary file: {kind}")
+    if b"\0" in raw:
+        raise UnreadableDocument("a binary file")
+    for encoding in ("utf-8", declared):
+        try:
+            return raw.decode(encoding) if encoding else _detect(raw)
+        except (UnicodeDecodeError, LookupError):
+            continue
+    return _detect(raw)
+
+
+def _decode(raw: bytes, encoding: str) -> str:
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        message = f"it begins as {encoding.removesuffix('-sig').upper()}, but is not at byte"
+        raise UnreadableDocument(f"{message} {error.start}") from error
+
+
+def _detect(raw: bytes) -> str:
+    from charset_normalizer import from_bytes
+
+    best = from_bytes(raw).best()
+    if best is None:
+        raise UnreadableDocument("a binary file: no encoding of text explains its bytes")
+    return str(best)
+
+
+def _read_text(raw: bytes, suffix: str) -> _Content:
+    text = decode_text(raw)
+    if suffix in LANGUAGES or suffix in _PLAIN_CODE:
+        return _Content([DocumentPart(text, language=LANGUAGES.get(suffix, CODE))])
+    return _Content([DocumentPart(text)])
+
+
+_CHARSET = re.compile(rb"charset\s*=\s*[\"']?\s*([\w.:-]+)|encoding\s*=\s*[\"']([\w.:-]+)", re.I)
+
+
+def _read_html(raw: bytes, _: str) -> _Content:
+    found = _CHARSET.search(raw[:4096])
+    declared = (found[1] or found[2]).decode("ascii") if found else ""
+    page = read_html(decode_text(raw, declared))
+    metadata = {"title": page.title} if page.title else {}
+    bare = page.title and not re.search(r"^# ", page.text, re.MULTILINE)
+    text = f"# {page.title}\n\n{page.text}" if bare and page.text else page.text
+    return _Content([DocumentPart(text)], metadata)
+
+
+def _read_csv(raw: bytes, suffix: str) -> _Content:
+    text = decode_text(raw)
+    try:
+        dialect: Any = csv.Sniffer().sniff(text[:65536], delimiters=",;\t|")
+    except csv.Error:
+        dialect = csv.excel_tab if suffix == ".tsv" else csv.excel
+    return _Content([DocumentPart(write_table(list(csv.reader(io.StringIO(text), dialect))))])
+
+
+def _read_json(raw: bytes, suffix: str) -> _Content:
+    text = decode_text(raw)
+    try:
+        lines = suffix != ".json"
+        value = [json.loads(each) for each in text.splitlines() if each.strip()] if lines else (
+            json.loads(text))  # fmt: skip
+    except ValueError:  # comments, or another format of that name: still text
+        return _Content([DocumentPart(text, language=CODE)])
+    return _Content([DocumentPart("\n\n".join(_json_blocks(value, 1)))])
+
+
+_DEEPEST = 3  # level of JSON that becomes a heading
+
+
+def _json_blocks(value: Any, level: int) -> Iterable[str]:
+    """JSON as text: keys of objects are headings, lists of flat objects are tables."""
+    if _is_table(value):
+        keys = list(dict.fromkeys(key for each in value for key in each))
+        yield write_table([keys, *([_scalar(each.get(key)) for key in keys] for each in value)])
+        return
+    if not isinstance(value, dict) or level > _DEEPEST:
+        yield "\n".join(_json_lines(value, 0))
+        return
+    plain = [f"{key}: {_scalar(inner)}" for key, inner in value.items() if _is_scalar(inner)]
+    if plain:
+        yield "\n".join(plain)
+    for key, inner in value.items():
+        if not _is_scalar(inner):
+            yield f"{'#' * level} {' '.join(key.split())}"
+            yield from _json_blocks(inner, level + 1)
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is a list of objects that hold no others."""
+    if not (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+        return False
+    return all(_is_scalar(inner) for each in value for inner in each.values())
+
+
+def _json_lines(value: Any, depth: int) -> Iterable[str]:
+    indent = "  " * depth
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if _is_scalar(inner):
+                yield f"{indent}{key}: {_scalar(inner)}"
+            else:
+                yield f"{indent}{key}:"
+                yield from _json_lines(inner, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            first, *rest = [*_json_lines(inner, 0)] or [""]
+            yield f"{indent}- {first}"
+            yield from (f"{indent}  {line}" for line in rest)
+    else:
+        yield indent + _scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, dict | list) or not value
+
+
+def _scalar(value: Any) -> str:
+    if value is None or value == {} or value == []:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _read_notebook(raw: bytes, _: str) -> _Content:
+    """A Jupyter notebook of format 3 or 4: Markdown, code, and outputs of text."""
+    book = json.loads(decode_text(raw))
+    cells = book.get("cells") or [c for sheet in book.get("worksheets", ()) for c in sheet["cells"]]
+    language = book.get("metadata", {}).get("kernelspec", {}).get("language", "python")
+    blocks = [block for cell in cells for block in _cell_blocks(cell, language)]
+    return _Content([DocumentPart("\n\n".join(blocks))])
+
+
+def _cell_blocks(cell: Mapping[str, Any], language: str) -> Iterable[str]:
+    text = _joined(cell.get("source", cell.get("input", "")))
+    if not text.strip():
+        return
+    if cell.get("cell_type") == "heading":  # of format 3
+        yield f"{'#' * int(cell.get('level', 1))} {text}"
+    elif cell.get("cell_type") != "code":
+        yield text
+    else:
+        yield write_fence(text, language)
+        for output in cell.get("outputs", ()):
+            data = output.get("data", output)
+            shown = _joined(output.get("text") or data.get("text/plain") or "")
+            if shown.strip():
+                yield write_fence(shown, "output")
+
+
+def _joined(text: str | list[str]) -> str:
+    return text if isinstance(text, str) else "".join(text)
+
+
+_HEADERS = ("From", "To", "Cc", "Date")
+
+
+def _read_mail(raw: bytes, _: str) -> _Content:
+    """A message with its headers, and each attachment of a known type as a part."""
+    message = message_from_bytes(raw, policy=policy.default)
+    assert isinstance(message, EmailMessage)
+    subject = " ".join(str(message.get("Subject", "")).split())
+    headers = {name: str(message[name]) for name in _HEADERS if message[name]}
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    blocks = [f"# {subject}"] if subject else []
+    parts: list[DocumentPart] = []
+    for attachment in message.iter_attachments():
+        name, read = _attachment(attachment)
+        lines.append(f"Attachment: {name}" + ("" if read else " (not read)"))
+        parts += read
+    metadata = {name.lower(): value for name, value in headers.items()}
+    text = "\n\n".join(each for each in [*blocks, "\n".join(lines), _mail_body(message)] if each)
+    return _Content(
+        [DocumentPart(text), *parts], metadata | ({"subject": subject} if subject else {})
+    )
+
+
+def _mail_body(message: EmailMessage) -> str:
+    body = message.get_body(("plain", "html"))
+    if not isinstance(body, EmailMessage):
+        return ""
+    try:
+        text = str(body.get_content())
+    except LookupError:  # a charset that Python does not know
+        payload = body.get_payload(decode=True)
+        text = decode_text(payload) if isinstance(payload, bytes) else ""
+    return read_html(text).text if body.get_content_subtype() == "html" else text.strip()
+
+
+def _attachment(attachment: Any) -> tuple[str, list[DocumentPart]]:
+    """The name of an attachment, and its parts where it can be read."""
+    name = attachment.get_filename() or "without a name"
+    payload = attachment.get_payload(decode=True)
+    if not isinstance(payload, bytes) or not is_supported(name):
+        return name, []
+    try:
+        document = read_document(name, payload)
+    except (UnreadableDocument, MissingExtra):
+        return name, []
+    return name, [
+        replace(each, metadata={**each.metadata, "attachment": name}) for each in document.sections
+    ]
+
+
+def _office(suffix: str) -> Callable[[bytes, str], _Content]:
+    return lambda raw, _: _Content(office.READERS[suffix](raw))
+
+
+_READERS: dict[str, Callable[[bytes, str], _Content]] = {
+    **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), _read_json),
+    ".ipynb": _read_notebook,
+    ".eml": _read_mail,
+    **{suffix: _office(suffix) for suffix in office.READERS},
+}
+SUFFIXES = TEXT_SUFFIXES | LANGUAGES.keys() | _PLAIN_CODE | _READERS.keys()
+"""Files of a folder that are loaded. A file given by its own path may have any suffix."""

@@ -1,0 +1,328 @@
+"""Loading sources: files, folders, LangChain documents or ready-made ones.
+
+A file that cannot be read does not keep the others from being loaded; it is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from langchain_core.documents import Document
+from pathspec import GitIgnoreSpec
+
+from ragcache.documents.formats import SUFFIXES, is_supported, read_document
+from ragcache.documents.source import (
+    DocumentPart,
+    DocumentSource,
+    SourceDocument,
+    check_storable,
+    sanitize_document,
+)
+from ragcache.errors import (
+    ConfigurationError,
+    DocumentError,
+    MissingExtra,
+    NoDocuments,
+    UnreadableDocument,
+)
+
+_INSTALLED = frozenset({"node_modules", "__pycache__", "site-packages"})  # not anybody's documents
+_BLOCK = 2**24  # bytes that are read at once
+_ABSENT = object()
+
+ReadProgress = Callable[[int, int], None]
+"""Called with the bytes that were read, and those of all files."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedFile:
+    """A file that was not loaded.
+
+    Attributes:
+        name: Its path, or the name under which it was uploaded.
+        reason: Why.
+        failed: Whether it should have been loaded: it is damaged, binary or cannot be opened. Else
+            it is of a type that is not read, or not without an extra.
+    """
+
+    name: str
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSources:
+    """Documents, and the files that were skipped. folders: the addresses of the folders; files: the
+    ids of documents that are files; present: ids of others that are there but were not loaded."""
+
+    documents: tuple[SourceDocument, ...]
+    skipped: tuple[SkippedFile, ...] = ()
+    folders: tuple[str, ...] = ()
+    files: frozenset[str] = frozenset()
+    present: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class FileFilter:
+    """Which files of folders are loaded.
+
+    Attributes:
+        include: Patterns as in a `.gitignore`; only files that match one are loaded, of any suffix.
+            All of a known type by default.
+        exclude: Patterns of files and folders that are left out.
+        strict: Whether a file that cannot be read is an error.
+    """
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("include", "exclude"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigurationError(f"{name} is one text; give a list of patterns")
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    id: str
+
+
+def load_sources(
+    sources: Iterable[DocumentSource] | DocumentSource, files: FileFilter | None = None,
+    progress: ReadProgress = lambda *_: None,
+) -> LoadedSources:  # fmt: skip
+    """Reads all sources.
+
+    Files of a folder have their paths in it as ids; a file given by its own path has its path in
+    the working directory, or else its whole path. LangChain documents of one `source` without ids
+    are the parts of one document.
+
+    Args:
+        sources: Files, folders and documents.
+        files: Which files of folders are loaded, and whether one that cannot be read is an error.
+        progress: Called while files are read.
+
+    Raises:
+        NoDocuments: There are no sources, or folders hold no document that can be read.
+        UnreadableDocument: A path does not exist, no file can be read or, if `strict`, one cannot;
+            the message lists all of them.
+        DocumentError: Two documents have the same id, or an id or address is not UTF-8 text.
+        UnstorableMetadata: JSON cannot hold the metadata of a document.
+    """
+    loader = _Loader(files or FileFilter(), progress)
+    given = [sources] if isinstance(sources, DocumentSource) else list(sources)
+    paths = [Path(each) for each in given if isinstance(each, str | Path)]
+    found = loader.find(dict.fromkeys(paths))
+    documents: list[SourceDocument] = []
+    for source in _grouped(given):
+        if isinstance(source, SourceDocument):
+            documents.append(sanitize_document(source))
+        else:
+            documents += loader.read(found[source])
+    loader.check_read(documents)
+    check_storable(documents)
+    ids = frozenset(file.id for listed in found.values() for file in listed)
+    folders = tuple(map(_address, loader.folders))
+    return LoadedSources(tuple(documents), tuple(loader.skipped), folders, ids)
+
+
+class _Loader:
+    """Finds and reads files, and notes those that it skips."""
+
+    def __init__(self, files: FileFilter, progress: ReadProgress) -> None:
+        self.skipped: list[SkippedFile] = []
+        self.total = 0
+        self._files, self._progress, self._done = files, progress, 0
+        self.folders: list[Path] = []
+        self._include = GitIgnoreSpec.from_lines(files.include)
+        self._exclude = GitIgnoreSpec.from_lines(files.exclude)
+
+    def find(self, paths: Iterable[Path]) -> dict[Path, list[_File]]:
+        """For each path the files to be read: those of the folder, or the file itself. Raises
+        `UnreadableDocument` for paths that do not exist."""
+        missing, modes = [], {}
+        for path in paths:
+            try:
+                modes[path] = path.stat().st_mode
+            except OSError as error:
+                missing.append(f"{path}: {error.strerror or error}")
+        if missing:
+            raise UnreadableDocument(
+                "; ".join(missing) + ". Nothing was ingested: mend these paths or leave them out"
+            )
+        self.folders = [path for path, mode in modes.items() if stat.S_ISDIR(mode)]
+        found = {
+            path: self._walk(path) if path in self.folders
+            else [_File(path, _own_id(path, self.folders))]
+            for path in modes
+        }  # fmt: skip
+        self.total = sum(_size(file.path) for files in found.values() for file in files)
+        return found
+
+    def read(self, files: Iterable[_File]) -> Iterator[SourceDocument]:
+        """The documents of those files that can be read."""
+        for file in files:
+            end = self._done + _size(file.path)
+            try:
+                yield self._read_file(file)
+            except UnreadableDocument as error:
+                self.skipped.append(SkippedFile(str(file.path), str(error), failed=True))
+            except MissingExtra as error:
+                self.skipped.append(SkippedFile(str(file.path), str(error)))
+            self._report(end)
+
+    def check_read(self, documents: Sequence[SourceDocument]) -> None:
+        """Raises `UnreadableDocument` or `NoDocuments`."""
+        failed = [f"{each.name}: {each.reason}" for each in self.skipped if each.failed]
+        if failed and (self._files.strict or not documents):
+            raise UnreadableDocument(
+                "; ".join(failed) + ". Nothing was ingested: mend these files or leave them out"
+            )
+        if documents:
+            return
+        if not self.folders:
+            skipped = "; ".join(f"{each.name}: {each.reason}" for each in self.skipped)
+            raise NoDocuments(skipped or "no documents were given")
+        names = ", ".join(map(str, self.folders))
+        reasons = sorted({each.reason for each in self.skipped})
+        raise NoDocuments(
+            f"the folder {names} holds no documents that can be read; "
+            + (f"skipped: {'; '.join(reasons[:5])}; " if reasons else "")
+            + f"looked for {' '.join(sorted(SUFFIXES))}"
+        )
+
+    def _walk(self, folder: Path) -> list[_File]:
+        """The files of a folder that are to be read, in the order of their paths. Hidden ones are
+        left out."""
+        found: list[Path] = []
+        for root, names, files in os.walk(folder, onerror=self._note_folder):
+            below = Path(root)
+            for name in sorted(_INSTALLED.intersection(names)):
+                reason = "installed packages; give the folder itself to ingest it"
+                self.skipped.append(SkippedFile(f"{below / name}{os.sep}", reason))
+            names[:] = [n for n in names if not n.startswith(".") and n not in _INSTALLED]
+            found += [below / name for name in files if not name.startswith(".")]
+        listed = (_File(path, path.relative_to(folder).as_posix()) for path in sorted(found))
+        return [file for file in listed if self._is_wanted(file)]
+
+    def _note_folder(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        self.skipped.append(SkippedFile(str(error.filename), reason, failed=True))
+
+    def _is_wanted(self, file: _File) -> bool:
+        if self._exclude.match_file(file.id):
+            return False
+        if self._files.include:
+            return self._include.match_file(file.id)
+        if is_supported(file.path.name):
+            return True
+        suffix = file.path.suffix.lower()
+        reason = f"{suffix} is no type that is read" if suffix else "no suffix tells its type"
+        self.skipped.append(SkippedFile(str(file.path), reason))
+        return False
+
+    def _read_file(self, file: _File) -> SourceDocument:
+        try:
+            raw = self._bytes(file.path)
+        except OSError as error:
+            raise UnreadableDocument(error.strerror or str(error)) from error
+        return sanitize_document(read_document(file.id, raw, _address(file.path)))
+
+    def _bytes(self, path: Path) -> bytes:
+        """A file's content. Pipes and devices are refused before they are read."""
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as opened:
+            mode = os.fstat(handle)
+            if not stat.S_ISREG(mode.st_mode):
+                raise UnreadableDocument("no file, but a pipe, a socket or a device")
+            begun, blocks = self._done, []
+            while block := opened.read(_BLOCK):
+                blocks.append(block)
+                begun += len(block)
+                self._report(begun)
+        return b"".join(blocks)
+
+    def _report(self, done: int) -> None:
+        self._done = done
+        self._progress(done, self.total)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link that leads nowhere; reading it says so
+        return 0
+
+
+def _whole(path: Path) -> Path:
+    return Path(os.path.normpath(path.absolute()))
+
+
+def _address(path: Path) -> str:
+    return _whole(path).as_uri()
+
+
+def _own_id(path: Path, folders: Iterable[Path]) -> str:
+    """The id of a file that is given by its own path: in one of the folders, in the working
+    directory, or in the root."""
+    whole = _whole(path)
+    bases = [*map(_whole, folders), Path.cwd(), Path(whole.anchor)]
+    base = next(each for each in bases if whole.is_relative_to(each))
+    return whole.relative_to(base).as_posix()
+
+
+def _grouped(sources: Sequence[DocumentSource]) -> Iterator[SourceDocument | Path]:
+    """Sources in order, LangChain documents of one source as one document where the first is."""
+    groups: dict[str, list[Document]] = {}
+    order: list[SourceDocument | Path | list[Document]] = []
+    for source in sources:
+        if isinstance(source, SourceDocument):
+            order.append(source)
+        elif not isinstance(source, Document):
+            order.append(Path(source))
+        elif source.id is None and (name := source.metadata.get("source")):
+            if str(name) not in groups:
+                order.append(groups.setdefault(str(name), []))
+            groups[str(name)].append(source)
+        else:
+            order.append([source])
+    for each in order:
+        yield each if isinstance(each, SourceDocument | Path) else join_documents(each)
+
+
+def join_documents(documents: Sequence[Document], name: str = "") -> SourceDocument:
+    """LangChain documents as the parts of one. It has the metadata on which all of them agree; each
+    part has its own. name: its id; by default the id or else the source of the first.
+
+    Raises:
+        DocumentError: There is no name.
+    """
+    first = documents[0]
+    source = first.metadata.get("source")
+    name = name or str(first.id or source or "")
+    if not name:
+        raise DocumentError(
+            "a LangChain document has neither an id nor metadata['source'] to name it by; give it "
+            f"one. It begins {first.page_content[:40]!r}"
+        )
+    common = _common([each.metadata for each in documents])
+    parts = tuple(
+        DocumentPart(each.page_content, {k: v for k, v in each.metadata.items() if k not in common})
+        for each in documents
+        if len(documents) == 1 or each.page_content.strip()  # loaders give empty pages
+    )
+    text = "\n\n".join(part.text for part in parts)
+    return SourceDocument(name, text, str(source or ""), common, parts if len(parts) > 1 else ())
+
+
+def _common(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, *others = every
+    agreed = (k for k, v in first.items() if all(each.get(k, _ABSENT) == v for each in others))
+    return {key: first[key] for key in agreed}

@@ -1,0 +1,74 @@
+"""Markdown that readers write and the splitter reads: headings, fences and pipe tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_HEADING = re.compile(r"^(#{1,6}) +(.+?)\s*$", re.MULTILINE)
+_FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n.*?(?:^\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_HIDDEN = "\ue000"
+_TABLE = re.compile(
+    r"^[ \t]*\|.*\|[ \t]*\n"  # the header
+    r"[ \t]*\|(?:[ \t]*:?-+:?[ \t]*\|)+[ \t]*(?:\n|\Z)"  # the delimiter row
+    r"(?:[ \t]*\|.*(?:\n|\Z))*",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading of a text. start: its place in the text; level: 1 to 6; line: with its marks."""
+
+    start: int
+    level: int
+    line: str
+
+    @property
+    def title(self) -> str:
+        return self.line.lstrip("#").strip()
+
+
+def find_headings(text: str) -> list[Heading]:
+    """The headings of a Markdown text, in order; lines of fenced code are none."""
+    fences = [found.span() for found in _FENCE.finditer(text)]
+    found = (Heading(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text))
+    return [each for each in found if not any(a <= each.start < b for a, b in fences)]
+
+
+def hide_comments(text: str) -> str:
+    """The text with another character of no meaning for each `#` that begins a line of fenced code,
+    so that it is not taken for a heading. Places stay the same."""
+    return _FENCE.sub(lambda found: re.sub(r"^#", _HIDDEN, found[0], flags=re.MULTILINE), text)
+
+
+def is_heading(line: str) -> bool:
+    return _HEADING.fullmatch(line) is not None
+
+
+def find_tables(text: str) -> Iterator[tuple[int, int]]:
+    """Where the pipe tables of a text begin and end."""
+    return (found.span() for found in _TABLE.finditer(text))
+
+
+def write_table(rows: Sequence[Sequence[str]]) -> str:
+    """A pipe table; the first row is its header. Empty rows are left out, short ones filled up."""
+    kept = [[_cell(each) for each in row] for row in rows]
+    kept = [row for row in kept if any(row)]
+    width = max(map(len, kept), default=0)
+    if not width:
+        return ""
+    lines = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in kept]
+    return "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def write_fence(text: str, language: str = "") -> str:
+    """A block of code, between fences that do not occur in it."""
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{language}\n{text.strip(chr(10))}\n{fence}"

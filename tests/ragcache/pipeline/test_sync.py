@@ -1,0 +1,154 @@
+"""Folders that change: what vanished, moved and failed, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from langchain_core.documents import Document
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+from ragcache import RagCache, SourceDocument
+from ragcache.documents import LoadedSources, SkippedFile
+from ragcache.errors import ConfigurationError, UnreadableDocument
+from ragcache.models import LoadedModel
+
+
+@pytest.fixture
+def rag(tmp_path: Path, model: LoadedModel) -> Iterator[RagCache]:
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as opened:
+        yield opened
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "docs"
+    (made / "deep").mkdir(parents=True)
+    for name in ("a.md", "b.md", "deep/c.md"):
+        (made / name).write_text(f"# {name}\n\nThe {name[-4]} is in the yard.")
+    return made
+
+
+def ids(rag: RagCache, collection: str = "c") -> list[str]:
+    return sorted(row.source_id for row in rag.documents(collection))
+
+
+def test_ingest_says_what_has_vanished_and_keeps_it(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", [folder, SourceDocument("other", "From elsewhere.")])
+    (folder / "b.md").unlink()
+    done = rag.ingest("c", folder)
+    assert (done.vanished, done.removed, done.unchanged) == (("b.md",), (), 2)
+    assert ids(rag) == ["a.md", "b.md", "deep/c.md", "other"]
+
+
+def test_sync_encodes_removes_and_renames(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", [folder, SourceDocument("other", "From elsewhere.")])
+    (folder / "b.md").unlink()
+    (folder / "a.md").rename(folder / "deep" / "moved.md")
+    (folder / "deep/c.md").write_text("# Other\n\nAnother text.")
+    (folder / "new.md").write_text("A new text.")
+    done = rag.sync("c", folder)
+    assert (done.added, done.updated, done.unchanged, done.encoded) == (1, 1, 0, 2)
+    assert (done.removed, done.renamed) == (("b.md",), {"a.md": "deep/moved.md"})
+    assert ids(rag) == ["deep/c.md", "deep/moved.md", "new.md", "other"]
+    [moved] = rag.documents("c", ["deep/moved.md"])
+    assert moved.uri == (folder / "deep" / "moved.md").as_uri()
+    assert rag.get_modules(["deep/moved.md#1"], collection="c")[0].text.startswith("# a.md")
+    again = rag.sync("c", folder)
+    assert (again.unchanged, again.removed, dict(again.renamed)) == (3, (), {})
+
+
+def test_files_that_take_each_others_names(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", folder)
+    (folder / "a.md").rename(folder / "z.md")
+    (folder / "b.md").rename(folder / "y.md")
+    assert rag.sync("c", folder).renamed == {"a.md": "z.md", "b.md": "y.md"}
+    (folder / "z.md").rename(folder / "swap")
+    (folder / "y.md").rename(folder / "z.md")
+    (folder / "swap").rename(folder / "y.md")
+    done = rag.sync("c", folder)
+    assert (done.updated, done.encoded) == (2, 0), "their states are there"
+
+
+def test_a_file_that_cannot_be_read_now_keeps_its_last_version(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", folder)
+    (folder / "b.md").write_bytes(b"\0\1")
+    done = rag.sync("c", folder)
+    assert [Path(file.name).name for file in done.failed] == ["b.md"]
+    assert done.removed == ()
+    assert "b.md" in ids(rag)
+    with pytest.raises(UnreadableDocument, match=r"b\.md: a binary"):
+        rag.sync("c", folder, strict=True)
+
+
+def test_what_is_excluded_now_stays(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", folder)
+    assert rag.sync("c", folder, exclude=["deep/"]).removed == ()
+    assert rag.ingest("d", folder, include=["deep/"]).added == 1
+
+
+def test_a_file_that_is_given_by_its_path_keeps_its_id_of_the_folder(
+    rag: RagCache, folder: Path
+) -> None:
+    rag.ingest("c", folder)
+    assert rag.ingest("c", folder / "deep/c.md").unchanged == 1
+    assert ids(rag) == ["a.md", "b.md", "deep/c.md"]
+    rag.ingest("d", folder / "deep/c.md")
+    assert ids(rag, "d") != ["deep/c.md"]
+    whole = (folder / "deep/c.md").relative_to(folder.anchor).as_posix()
+    assert rag.sync("d", folder).renamed == {whole: "deep/c.md"}
+
+
+def test_without_folders_the_collection_becomes_what_is_given(rag: RagCache) -> None:
+    documents = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
+    rag.ingest("c", documents)
+    done = rag.sync("c", [SourceDocument("kiln 2", documents[0].text)])
+    assert (done.removed, done.renamed) == (("lamp",), {"kiln": "kiln 2"})
+    assert ids(rag) == ["kiln 2"]
+
+
+def test_a_job_reports_what_it_did(rag: RagCache) -> None:
+    rag.ingest("c", [SourceDocument("kiln", "The kiln."), SourceDocument("oar", "The oar.")])
+    loaded = LoadedSources(
+        (SourceDocument("lamp", "The lamp."),),
+        (SkippedFile("oar", "a binary file", failed=True),),
+        present=frozenset({"oar"}),
+    )
+    job = rag.jobs.wait(rag.jobs.submit("c", loaded, sync=True).id, 20)
+    assert job.status == "done"
+    assert job.report["removed"] == ["kiln"]
+    assert job.report["skipped"] == [{"name": "oar", "reason": "a binary file", "failed": True}]
+    assert ids(rag) == ["lamp", "oar"], "a file that failed keeps its last version"
+
+
+def test_documents_that_langchain_split_are_ingested_as_they_are(rag: RagCache) -> None:
+    pages = [
+        Document(f"Page {n}. " + "The heron stands in the reeds. " * 6,
+                 metadata={"source": "birds.pdf", "page": n})
+        for n in (1, 2)
+    ]  # fmt: skip
+    splitter = RecursiveCharacterTextSplitter(chunk_size=120, chunk_overlap=20)
+    done = rag.ingest("c", splitter.split_documents(pages))
+    assert (done.added, done.modules) == (1, 4)
+    assert ids(rag) == ["birds.pdf"]
+    found = rag.retrieve("heron", collection="c", k=8, filters={"page": 2})
+    assert {hit.module.details["page"] for hit in found.hits} == {2}
+    [source, *_] = rag.ask("Where is the heron?", collection="c", filters={"page": 2}).sources
+    assert (source.document, source.page) == ("birds.pdf", 2)
+
+
+def test_stages_are_reported_in_turn(rag: RagCache, folder: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    rag.ingest("c", folder, preparing=lambda *at: seen.append(at))
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["reading", "splitting"]
+    for stage in ("reading", "splitting"):
+        last = [at for at in seen if at[0] == stage][-1]
+        assert last[1] == last[2] > 0
+
+
+def test_patterns_are_a_list(rag: RagCache, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="include is one text; give a list"):
+        rag.ingest("c", folder, include="*.md")
+    with pytest.raises(ConfigurationError, match="includes"):
+        rag.ingest("c", folder, includes=["*.md"])  # type: ignore[call-arg]
