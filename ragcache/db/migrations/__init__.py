@@ -9,7 +9,7 @@ from sqlalchemy import Connection, inspect, text
 
 from ragcache.errors import LedgerTooNew
 
-HEAD = "0002"
+HEAD = "0003"
 _LOCK = 0x7261_6763  # of PostgreSQL's advisory locks: "ragc"
 
 
