@@ -135,11 +135,13 @@ class Jobs:
     def queue(
         self, target: str, key: str | None, digest: str, documents: Sequence[JobDocument] = (),
         options: Mapping[str, Any] | None = None, report: Mapping[str, Any] | None = None,
+        replaces_all: bool = False,
     ) -> tuple[int, bool]:  # fmt: skip
         """Queues a job, or finds that of the same idempotency key and request. Returns its id, and
         whether it is to be run: new, interrupted or failed. Its documents are kept until it has
-        ended, instead of earlier ones of their ids that wait; `options` for a process that goes on
-        with it. Raises `IdempotencyConflict`."""
+        ended, instead of earlier ones of their ids that wait, or of all that wait if it
+        `replaces_all`; `options` for a process that goes on with it. Raises
+        `IdempotencyConflict`."""
         new = self._new(target, "queued", time.time())
         new |= {"modules": 0, "error": "", "idempotency_key": key, "request_digest": digest}
         new |= {"options": dict(options or {}), "report": dict(report or {})}
@@ -150,7 +152,8 @@ class Jobs:
                 row = session.scalars(select(JobTable).where(self._requested(key))).one()
                 number, runs = row.id, self._retry(session, _same(row, digest).id)
             if runs:
-                forget_documents(session, self.namespace, target, [d.source_id for d in documents])
+                ids = None if replaces_all else [document.source_id for document in documents]
+                forget_documents(session, self.namespace, target, ids)
                 _keep_documents(session, number, documents)
             return number, runs
 

@@ -130,7 +130,9 @@ def load_sources(
     check_storable(documents)
     ids = frozenset(file.id for listed in found.values() for file in listed)
     folders = tuple(map(_address, loader.folders))
-    return LoadedSources(tuple(documents), tuple(loader.skipped), folders, ids)
+    return LoadedSources(
+        tuple(documents), tuple(loader.skipped), folders, ids, frozenset(loader.present)
+    )
 
 
 class _Loader:
@@ -138,6 +140,7 @@ class _Loader:
 
     def __init__(self, files: FileFilter, progress: ReadProgress) -> None:
         self.skipped: list[SkippedFile] = []
+        self.present: set[str] = set()
         self.total = 0
         self._files, self._progress, self._done = files, progress, 0
         self.folders: list[Path] = []
@@ -172,10 +175,10 @@ class _Loader:
             end = self._done + _size(file.path)
             try:
                 yield self._read_file(file)
-            except UnreadableDocument as error:
-                self.skipped.append(SkippedFile(str(file.path), str(error), failed=True))
-            except MissingExtra as error:
-                self.skipped.append(SkippedFile(str(file.path), str(error)))
+            except (UnreadableDocument, MissingExtra) as error:
+                failed = isinstance(error, UnreadableDocument)
+                self.skipped.append(SkippedFile(str(file.path), str(error), failed))
+                self.present.add(file.id)
             self._report(end)
 
     def check_read(self, documents: Sequence[SourceDocument]) -> None:

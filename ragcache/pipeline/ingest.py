@@ -547,6 +547,7 @@ class IngestionJobs:
             job, new = self.rows.queue(
                 target, idempotency_key, request.digest, kept, _options_of(loaded, sync=sync),
                 {"skipped": [asdict(each) for each in loaded.skipped]},
+                replaces_all=sync and not loaded.folders,
             )  # fmt: skip
             row = self.rows.get(job)
             if new:

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from ragcache import RagCache, SourceDocument
-from ragcache.documents import LoadedSources, SkippedFile
+from ragcache.documents import DocumentPart, LoadedSources, SkippedFile
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache.models import LoadedModel
 
@@ -120,6 +120,30 @@ def test_a_job_reports_what_it_did(rag: RagCache) -> None:
     assert job.report["removed"] == ["kiln"]
     assert job.report["skipped"] == [{"name": "oar", "reason": "a binary file", "failed": True}]
     assert ids(rag) == ["lamp", "oar"], "a file that failed keeps its last version"
+
+
+def test_another_process_goes_on_with_a_sync(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: LoadedModel
+) -> None:
+    rag.ingest("c", [SourceDocument(name, f"The {name}.") for name in ("kiln", "oar", "lamp")])
+    pages = (DocumentPart("# Boat\n\nBlue.", {"page": 1}), DocumentPart("Old.", {"page": 2}, True))
+    boat = SourceDocument("boat.pdf", "# Boat\n\nBlue.\n\nOld.", parts=pages)
+    loaded = LoadedSources(
+        (SourceDocument("lamp", "The lamp is new."), boat),
+        (SkippedFile("oar", "a binary file", failed=True),), present=frozenset({"oar"}),
+    )  # fmt: skip
+    monkeypatch.setattr(type(rag.jobs.worker), "put_job", lambda *_: None)
+    job = rag.jobs.submit("c", loaded, sync=True).id
+    rag.close()
+    monkeypatch.undo()
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
+        other.internals.shared.adopt_job()
+        ended = other.jobs.wait(job, 20)
+        assert (ended.status, ended.report["removed"]) == ("done", ["kiln"])
+        assert ended.report["skipped"][0]["name"] == "oar"
+        assert ids(other) == ["boat.pdf", "lamp", "oar"]
+        [last] = other.get_modules(["boat.pdf#2"], collection="c")
+        assert last.details == {"headings": ["Boat"], "page": 2}
 
 
 def test_documents_that_langchain_split_are_ingested_as_they_are(rag: RagCache) -> None:
