@@ -96,6 +96,9 @@ class ServiceSettings(BaseSettings):
     deadline: float = Field(
         300.0, gt=0, description="The most seconds of an answer, then 504, and of a body's coming."
     )
+    lame_duck: float = Field(
+        5.0, ge=0, description="Seconds after SIGTERM in which a service still accepts."
+    )
     grace: float = Field(20.0, ge=0, description="Seconds that running requests get at the end.")
     body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
     upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")

@@ -273,9 +273,10 @@ class KVStore:
         self.memory.forget_limits(now)
         self._keep_reused()
         self.persistent.discard_later()
-        self.ledger.flush()
         with suppress(LedgerUnavailable):
             self._follow_retirements(now)
+        self.ledger.flush()
+        with suppress(LedgerUnavailable):
             self.persistent.learn_uses()
 
     def _follow_retirements(self, now: float) -> None:

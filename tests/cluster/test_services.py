@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import time
 
 from sqlalchemy import select
@@ -60,3 +62,26 @@ def test_d6_what_is_deleted_leaves_every_machine(services: Services, measured: M
         wait_until(10, lambda service=service: service.verify()["clean"])
     database.close()
     assert "anchor" not in second.sources("Where is the anchor kept?", 4)
+
+
+def test_d9_a_service_that_ends_refuses_no_connection_until_it_is_noticed(
+    services: Services, measured: Measured
+) -> None:
+    service = services.start("a", lame_duck="4")
+    service.send(signal.SIGTERM)
+    began = time.monotonic()
+    wait_until(3, lambda: service.client.get("/health/ready").status_code == 503, every=0.01)
+    measured("D9 not ready after", f"{(time.monotonic() - began) * 1000:.0f} ms")
+    accepted, refused = 0, 0
+    while time.monotonic() - began < 3:
+        try:
+            socket.create_connection(("127.0.0.1", service.started.port), timeout=5).close()
+            accepted += 1
+        except OSError:
+            refused += 1
+        time.sleep(0.003)
+    measured("D9 connections accepted and refused in 3 s after SIGTERM", (accepted, refused))
+    assert service.client.get("/health/live").status_code == 200
+    assert refused == 0
+    service.started.process.join(60)
+    assert service.started.process.exitcode == 0

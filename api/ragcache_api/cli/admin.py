@@ -374,11 +374,17 @@ def serve(
         serve_app(rag, settings)
 
 
+_OPTIONS = frozenset(("state", "host", "port", "model", "dtype", "embedding"))
+
+
 def _parse_settings(texts: list[str]) -> dict[str, str]:
     pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigurationError(f"--set takes NAME=VALUE, not {text!r}")
-        pairs[name.replace("-", "_")] = value
+        name = name.replace("-", "_")
+        if name in _OPTIONS:
+            raise ConfigurationError(f"{name} has an option of its own: write --{name} {value}")
+        pairs[name] = value
     return pairs

@@ -94,11 +94,13 @@ class ActiveRequest:
 
 
 class RequestRegistry:
-    """The requests under way, by id. draining: no request begins any longer. stopped: those that
-    were left have been cancelled. on_end: called with every request that has ended."""
+    """The requests under way, by id. leaving: the service ends soon, and no more is to be sent.
+    draining: no request begins any longer. stopped: those that were left have been cancelled.
+    on_end: called with every request that has ended."""
 
     def __init__(self) -> None:
         self.active: dict[str, ActiveRequest] = {}
+        self.leaving = False
         self.draining = False
         self.stopped = False
         self.on_end: list[Callable[[ActiveRequest], None]] = []

@@ -10,9 +10,11 @@ import gc
 import ipaddress
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import socket
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,6 +26,7 @@ from ragcache_api.http.requests import RequestRegistry
 from ragcache_api.settings import ServiceSettings
 
 logger = logging.getLogger("uvicorn.error")  # where uvicorn logs its own address
+_TICK_SECONDS = 0.05  # between two looks for the end of a lame duck
 _LAST_EVENTS_SECONDS = 5.0  # for the error events of requests that `grace` did not suffice for
 
 
@@ -32,13 +35,33 @@ class KeyRequired(ConfigurationError):
 
 
 class GracefulServer(uvicorn.Server):
-    """Stops accepting on SIGTERM, and cancels what still runs after `grace` seconds."""
+    """Is a lame duck after SIGTERM, for `lame_duck` seconds: not ready, but accepting, until load
+    balancers have noticed. Then it stops accepting, and cancels what still runs after `grace`
+    seconds."""
 
     def __init__(
-        self, config: uvicorn.Config, requests: RequestRegistry, grace: float, *, page: bool
-    ) -> None:
+        self, config: uvicorn.Config, requests: RequestRegistry, grace: float, lame_duck: float, *,
+        page: bool,
+    ) -> None:  # fmt: skip
         super().__init__(config)
         self._requests, self._grace, self._page = requests, grace, page
+        self._lame_duck = lame_duck
+        self._signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the end: at once for SIGINT and for a second signal."""
+        self._signals += 1
+        if sig == signal.SIGINT:
+            self._lame_duck = 0.0
+        super().handle_exit(sig, frame)
+
+    async def main_loop(self) -> None:
+        """Serves until a signal, and on as a lame duck."""
+        await super().main_loop()
+        self._requests.leaving = True
+        until, signals = time.monotonic() + self._lame_duck, self._signals
+        while time.monotonic() < until and self._signals == signals and self._lame_duck:
+            await asyncio.sleep(_TICK_SECONDS)
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         """Listens, and logs the address of the operator's page."""
@@ -72,7 +95,9 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
         signal.signal(number, signal.SIG_IGN)
     requests = app.state.service.requests
     with frozen_heap():
-        GracefulServer(config, requests, settings.grace, page=settings.page).run()
+        GracefulServer(
+            config, requests, settings.grace, settings.lame_duck, page=settings.page
+        ).run()
 
 
 @contextmanager

@@ -215,6 +215,13 @@ def test_an_option_comes_before_the_environment_and_that_before_the_file(
     assert count_verified_states("--ledger", empty) == 0
 
 
+@pytest.mark.parametrize("name", ["state", "host", "port", "model", "dtype", "embedding"])
+def test_a_setting_with_an_option_of_its_own_is_refused(folder: Path, name: str) -> None:
+    result = runner.invoke(app, ["serve", "--set", f"{name}=x"])
+    assert isinstance(result.exception, ConfigurationError)
+    assert f"write --{name} x" in str(result.exception)
+
+
 def test_an_unknown_setting_is_named(folder: Path) -> None:
     (folder / "ragcache.toml").write_text("stat = 1\n", encoding="utf-8")
     result = runner.invoke(app, ["verify"])

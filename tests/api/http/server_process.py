@@ -54,7 +54,7 @@ def start_server(
     the name of another machine that it is on."""
     receive, send = _FORKS.Pipe(duplex=False)
     arguments = ["serve", "--state", str(state), "--port", "0", *options]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "RAGCACHE_LAME_DUCK": "0", **environment}
     process = _FORKS.Process(
         target=_run, args=(arguments, variables, state.parent, loader.READER, send, machine)
     )

@@ -313,8 +313,9 @@ async def check_live() -> HealthResponse:
 
 @health_router.get("/health/ready", responses=problems())
 async def check_ready(service: ServiceDep) -> HealthResponse:
-    """Whether the service takes requests: 503 while it is being stopped."""
-    if service.requests.draining:
+    """Whether requests may be sent: 503 from when the service is being stopped, which still takes
+    them for a while."""
+    if service.requests.leaving or service.requests.draining:
         raise stopping()
     if not service.queries.is_open:
         raise HTTPProblem(503, "engine-closed", "the engine takes no requests any longer")
