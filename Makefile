@@ -15,7 +15,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # With what `make test` runs a little of: kills, state machines, loads, requests by schema, second
-# processes, scripts; and with every example of a property.
+# processes, scripts; and with every example of a property. Where there is a PostgreSQL, also
+# tests/cluster, whose soak takes RAGCACHE_SOAK_SECONDS (900).
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile full -n auto --dist worksteal
 
