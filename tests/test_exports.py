@@ -1,21 +1,26 @@
-"""What the package exports and loads, its configuration, and its OpenMP workers."""
+"""What the packages export and load, the configuration, the OpenMP workers, and doctests."""
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import os
 import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 
 import pytest
 
 import ragcache
+import ragcache_schemas
 from ragcache import errors
 from ragcache.config import MODES, RagCacheConfig, check_mode, linked_tokens, parse_bytes
 from ragcache.errors import ConfigurationError
 from ragcache.openmp import _pause
+from ragcache_schemas import layout, parser, text
 
 PACKAGES = (
     "ragcache.attention",
@@ -267,3 +272,28 @@ def test_threads_that_copy_states_keep_no_workers() -> None:
     if _pause() is not None:
         assert int(out[0]) > 0, "workers can be counted"
         assert out[1:] == ["0"] * 4
+
+
+def test_exported_names_of_the_language_exist() -> None:
+    assert sorted(ragcache_schemas.__all__) == ragcache_schemas.__all__
+    assert all(hasattr(ragcache_schemas, name) for name in ragcache_schemas.__all__)
+
+
+def test_functions_and_classes_of_the_language_have_docstrings() -> None:
+    for name in ragcache_schemas.__all__:
+        thing = getattr(ragcache_schemas, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert thing.__doc__, name
+
+
+def test_importing_the_language_loads_no_torch_database_or_network() -> None:
+    [loaded] = loaded_by("import ragcache_schemas")
+    assert "ragcache_schemas" in loaded
+    assert not loaded & {"torch", "transformers", "sqlalchemy", "numpy", "urllib.request"}
+
+
+@pytest.mark.parametrize("module", [layout, parser, text])
+def test_docstring_examples_of_the_language(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0
