@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, seconds, shaped_model
 from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
+from ragcache_api.cli.measure import BenchDTypeOption, JsonFile, print_figures, run_benchmark
 from ragcache_connectors.langchain.chat_models import ChatRagCache
 from ragcache_connectors.langchain.retrievers import RagCacheRetriever
 
@@ -66,6 +66,7 @@ class LangChainSetting:
     runs: int = 3
     k: int = 4
     batch: int = 16
+    dtype: str = "auto"
     shared: int = 4
     new_tokens: int = 32
     lengths: tuple[int, ...] = (8_192, 32_768, 131_072)
@@ -114,7 +115,7 @@ def _typical(rows: Sequence[dict[str, Any]]) -> float | None:
 def _handbook(setting: LangChainSetting, folder: Path, progress: Progress) -> dict[str, Any]:
     from ragcache import RagCache
 
-    with RagCache.open(folder) as rag:
+    with RagCache.open(folder, dtype=setting.dtype) as rag:
         progress("ingesting the handbook")
         rag.ingest("handbook", [setting.handbook])
         return _chains(rag, "handbook", QUESTIONS, setting, progress)
@@ -126,7 +127,7 @@ def _synthetic(
     from ragcache import RagCache
 
     progress("building the model")
-    model = shaped_model(setting.shape)
+    model = shaped_model(setting.shape, dtype=setting.dtype)
     with RagCache.open(folder, model, module_tokens=setting.module_words * 8) as rag:
         progress(f"storing {setting.modules:,} modules")
         fill(rag, "synthetic", setting.modules, setting.module_words)
@@ -306,12 +307,13 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model that reads them.")] = 6,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each question, each way.")] = 3,
     batch: Annotated[int, typer.Option(min=2, help="Conversations of the batch.")] = 16,
+    dtype: BenchDTypeOption = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """An LCEL chain with recognition and without; recognition alone; a batch and single calls."""
     shape = LlamaShape(num_layers=layers)
     setting = LangChainSetting(
-        handbook=handbook, shape=shape, modules=modules, runs=runs, batch=batch
+        handbook=handbook, shape=shape, modules=modules, runs=runs, batch=batch, dtype=dtype
     )
     result = run_benchmark(lambda progress: bench_langchain(setting, progress))
     shown = [_chain_table(result, modules, layers), _recognition_table(result)]

@@ -15,14 +15,14 @@ import torch
 import typer
 from torch import Tensor
 
-from ragcache.bench.harness import Progress, describe_machine
+from ragcache.bench.harness import Progress, describe_machine, dtypes_of
 from ragcache.engine import EncodeJob, Request, Segment, assemble_context, complete, encode
 from ragcache.errors import NoDocuments
 from ragcache.models import LoadedModel, load_model, prompt_frame
 from ragcache.states import KVStates
 from ragcache.states.quantization import KVDtype, quantize, restored
 from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
+from ragcache_api.cli.measure import BenchDTypeOption, JsonFile, print_figures, run_benchmark
 
 _MODULE_TOKENS = 384
 
@@ -116,13 +116,16 @@ def main(
         Path, typer.Option(help="Documents with questions.jsonl.", show_default=True)
     ] = Path("examples/handbook"),
     questions: Annotated[int, typer.Option(min=1, help="Questions to quantized states.")] = 48,
+    dtype: BenchDTypeOption = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """States and answers of the embedded reader in eight bits."""
+    model = load_model(dtype=dtype)
     result: dict[str, Any] = {
         "quantized": run_benchmark(
-            lambda progress: bench_quantization(load_model(), handbook, questions, progress)
+            lambda progress: bench_quantization(model, handbook, questions, progress)
         ),
+        "dtypes": dtypes_of(model.causal),
         "setting": {"questions": questions, "handbook": str(handbook)},
         "machine": describe_machine(),
     }

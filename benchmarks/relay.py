@@ -17,8 +17,16 @@ from torch.nn import functional as F
 
 from ragcache.attention import AttentionMetadata, PagedQueries, SharedKV, SharedQueries, backend_for
 from ragcache.bench.harness import describe_machine, new_figure, seconds
+from ragcache.machine import product_dtype
+from ragcache.models.dtype import parse_dtype
 from ragcache_api.cli.console import plain_table
-from ragcache_api.cli.measure import DeviceOption, JsonFile, PlotFile, print_figures
+from ragcache_api.cli.measure import (
+    BenchDTypeOption,
+    DeviceOption,
+    JsonFile,
+    PlotFile,
+    print_figures,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,12 @@ class RelaySetting:
     num_kv_heads: int = 14
     head_dim: int = 64
     runs: int = 15
+    dtype: str = "auto"
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """`auto` is bfloat16, or float32 where products in bfloat16 are slow."""
+        return parse_dtype(self.dtype) or product_dtype(torch.bfloat16)
 
 
 def bench_relay(setting: RelaySetting, device: str = "cpu") -> list[dict[str, Any]]:
@@ -64,7 +78,7 @@ def _plan(
     heads, dim, own = setting.num_kv_heads, setting.head_dim, setting.own
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(torch.bfloat16)
+        return torch.randn(shape, device=device).to(setting.computes_in)
 
     run, pool = (random(1, heads, shared, dim) for _ in range(2)), batch * own
     keys, values = run
@@ -75,7 +89,7 @@ def _plan(
         own,
         rows,
         rows[:, None],
-        torch.zeros(batch, own, dtype=torch.bfloat16, device=device),
+        torch.zeros(batch, own, dtype=setting.computes_in, device=device),
     )
     metadata = AttentionMetadata(
         SharedQueries(rows), (SharedKV(keys, values, 0, batch),), (), pages, (), rows[None]
@@ -94,8 +108,9 @@ def _times(
     """Median seconds of the metadata and of attention over copies, in turn."""
     torch.manual_seed(1)
     heads, dim = setting.num_heads, setting.head_dim
-    query = torch.randn(heads, batch, dim, device=device).to(torch.bfloat16)
-    new = torch.randn(setting.num_kv_heads, batch, dim, device=device).to(torch.bfloat16)
+    dtype = setting.computes_in
+    query = torch.randn(heads, batch, dim, device=device).to(dtype)
+    new = torch.randn(setting.num_kv_heads, batch, dim, device=device).to(dtype)
     backend = backend_for(torch.device(device))
     scale = dim**-0.5
 
@@ -134,9 +149,12 @@ def plot_relay(result: dict[str, Any], file: Path) -> None:
     figure.savefig(file)
 
 
-def main(device: DeviceOption = "cpu", json_file: JsonFile = None, plot: PlotFile = None) -> None:
+def main(
+    device: DeviceOption = "cpu", dtype: BenchDTypeOption = "auto", json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:  # fmt: skip
     """Attention of a decoding step over a shared run, beside attention over copies."""
-    setting = RelaySetting()
+    setting = RelaySetting(dtype=dtype)
     result: dict[str, Any] = {
         "relay": bench_relay(setting, device),
         "setting": asdict(setting) | {"device": device},

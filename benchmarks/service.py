@@ -31,6 +31,7 @@ from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shape
 from ragcache.bench.tiers import fill_ledger
 from ragcache_api.cli.console import plain_table
 from ragcache_api.cli.measure import (
+    BenchDTypeOption,
     CheckOption,
     DeviceOption,
     JsonFile,
@@ -62,6 +63,7 @@ class HttpSetting:
     tokens: int = 64
     rounds: int = 8
     shape: LlamaShape = LlamaShape(num_layers=6)
+    dtype: str = "auto"
     modules: int = 100_000
     pages: int = 60
     foreign: int = 24
@@ -77,7 +79,7 @@ def bench_http(
     setting = setting or HttpSetting()
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:
         progress("ingesting documents")
-        with RagCache.open(Path(place) / "state") as rag:
+        with RagCache.open(Path(place) / "state", dtype=setting.dtype) as rag:
             for topic in _TOPICS:
                 rag.ingest(_COLLECTION, [_document(topic)])
             with serving(rag) as port:
@@ -86,7 +88,8 @@ def bench_http(
                 progress("texts of another namespace")
                 result |= foreign_first_tokens(rag, port, setting.foreign)
         progress("building a model of the shape")
-        with RagCache.open(Path(place) / "shape", shaped_model(setting.shape)) as rag:
+        model = shaped_model(setting.shape, dtype=setting.dtype)
+        with RagCache.open(Path(place) / "shape", model) as rag:
             rag.ingest(_COLLECTION, [_document(topic) for topic in _TOPICS])
             with serving(rag) as port:
                 result |= _streams(rag, port, setting, "", progress)
@@ -357,6 +360,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of streams, four runs each.")] = 8,
     modules: Annotated[int, typer.Option(min=100, help="Modules to list.")] = 100_000,
     device: DeviceOption = "cpu",
+    dtype: BenchDTypeOption = "auto",
     shape: ShapeOption = "7b,8b",
     check: CheckOption = False,
     json_file: JsonFile = None,
@@ -369,7 +373,7 @@ def main(
 
         print_chats(shape, device, json_file, check)
         return
-    setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules)
+    setting = HttpSetting(runs=runs, streams=streams, rounds=rounds, modules=modules, dtype=dtype)
     result = run_benchmark(lambda progress: bench_http(setting, progress))
     table = plain_table("over HTTP", "", "of the calls")
     table.add_row(

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from ragcache.attention import AttentionMetadata
-from ragcache.bench.harness import LlamaShape, Progress, PromptSetting, describe_machine, new_figure
+from ragcache.bench.harness import (
+    LlamaShape,
+    Progress,
+    PromptSetting,
+    describe_machine,
+    dtypes_of,
+    new_figure,
+    shaped_causal,
+)
+from ragcache.bench.peers import in_dtype
 from ragcache.engine import (
     Context,
     EngineConfig,
@@ -26,7 +35,7 @@ from ragcache.engine import (
 )
 from ragcache.engine.core import AnswerChannel, EngineCore
 from ragcache.engine.runner import RaggedModelRunner
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.models import CausalLM
 from ragcache.states import KVStates
 from ragcache.states.quantization import restored
 
@@ -42,6 +51,7 @@ class DecodeSetting(PromptSetting):
     copies_tokens: int = 8
     unshared_tokens: int = 256
     device: str = "cpu"
+    dtype: str = "auto"
 
 
 class _NoAttention:
@@ -96,8 +106,8 @@ def bench_decode(
 def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> dict[str, Any]:
     heads = f"{shape.num_heads} query heads over {shape.num_kv_heads}"
     progress(f"building the model ({heads} key heads)")
-    model = shape.build(torch.bfloat16).to(setting.device)
-    causal = wrap_causal(model)
+    causal = shaped_causal(shape, setting.dtype, setting.device)
+    model = causal.model
     states = _states(setting, causal)
     contexts = _contexts(setting, causal, states)
     requests = [Request(context, setting.new_tokens) for context in contexts]
@@ -108,7 +118,10 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     ceiling = _decode(causal, requests)
     causal.backend = backend
     progress("copies")
-    prompts = [[restored(segment.states) for segment in context.segments] for context in contexts]
+    prompts = [
+        [in_dtype(restored(segment.states), causal.dtype) for segment in context.segments]
+        for context in contexts
+    ]
     questions = [context.token_ids for context in contexts]
     copies = generate_copies(model, prompts, questions, setting.copies_tokens)
     again = _decode(causal, requests)
@@ -116,9 +129,10 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
     medians = {way: statistics.median(run) for way, run in steps.items()}
     step = medians["segments"]
     one_copy = sum(each.nbytes for each in states)
+    computed = sum(each.length for each in states) * causal.computed_bytes_per_token
     own = setting.question_tokens + setting.new_tokens
     private = setting.requests * own * causal.computed_bytes_per_token
-    copied = setting.requests * one_copy + private
+    copied = setting.requests * computed + private
     total = ours.stats.planning + ours.stats.forward + ours.stats.sampling
     return {
         "ratio_to_copies": medians["copies"] / step,
@@ -128,6 +142,7 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
         "scheduler_share": ours.stats.planning / total,
         "sampling_share": ours.stats.sampling / total,
         "tokens_per_second": setting.requests / step,
+        "dtypes": dtypes_of(causal),
         "step_s": medians,
         "runs": steps,
     }
@@ -135,8 +150,8 @@ def _shared(setting: DecodeSetting, shape: LlamaShape, progress: Progress) -> di
 
 def _unshared(setting: DecodeSetting, progress: Progress) -> dict[str, Any]:
     progress("no sharing")
-    model = setting.shape.build(torch.bfloat16).to(setting.device)
-    causal = wrap_causal(model)
+    causal = shaped_causal(setting.shape, setting.dtype, setting.device)
+    model = causal.model
     rng = random.Random(3)
     questions = [
         setting.shape.draw_tokens(rng, setting.unshared_tokens) for _ in range(setting.requests)
@@ -164,7 +179,8 @@ def _states(setting: DecodeSetting, causal: CausalLM) -> list[KVStates]:
     found, start = list[KVStates](), 0
     for length in (setting.preamble_tokens, *[setting.module_tokens] * setting.modules):
         keys, values = causal.new_states(length)
-        found.append(KVStates(keys.normal_(), values.normal_(), start))
+        states = KVStates(keys.normal_(), values.normal_(), start)
+        found.append(in_dtype(states, causal.states_dtype))
         start = setting.preamble_tokens
     return found
 

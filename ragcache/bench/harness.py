@@ -21,7 +21,7 @@ from ragcache.errors import MissingExtra
 from ragcache.states import KVKey
 
 if TYPE_CHECKING:
-    from ragcache.models import LoadedModel
+    from ragcache.models import CausalLM, LanguageModel, LoadedModel
 
 Progress = Callable[[str], None]
 
@@ -128,24 +128,43 @@ class PromptSetting:
         return draw(self.preamble_tokens), modules, draw(self.question_tokens)
 
 
-def shaped_model(shape: LlamaShape, device: str | None = None) -> LoadedModel:
+def shaped_causal(shape: LlamaShape, dtype: str = "auto", device: str = "cpu") -> CausalLM:
+    """A model of the shape as `load_model` opens one whose random weights are in bfloat16."""
+    from ragcache.models import wrap_causal
+    from ragcache.models.dtype import choose_dtypes, convert
+
+    model = shape.build(torch.bfloat16)
+    choice = choose_dtypes(model, torch.device(device), dtype)
+    causal = wrap_causal(convert(model, choice.compute).to(device))
+    causal.states_dtype = choice.states
+    return causal
+
+
+def dtypes_of(causal: LanguageModel) -> dict[str, str]:
+    """What a model computes in and keeps states in, for the JSON of every figure."""
+    from ragcache.models import dtype_name
+
+    return {"compute": dtype_name(causal.dtype), "states": dtype_name(causal.states_dtype)}
+
+
+def shaped_model(shape: LlamaShape, device: str | None = None, dtype: str = "auto") -> LoadedModel:
     """A model of the shape with random bfloat16 weights and the embedded reader's tokenizer.
-    device: see `LlamaShape.build`; what is drawn there has no digest, which would take minutes, and
-    answers with tokens that are text."""
+    dtype: what it computes in on a CPU, as in `load_model`. device: see `LlamaShape.build`; what is
+    drawn there has no digest, which would take minutes, and answers with tokens that are text."""
     from ragcache.models import LoadedModel, load_model, wrap_causal
 
     tokenizer = load_model().tokenizer
+    if device is None:
+        return LoadedModel("shape", shaped_causal(shape, dtype), tokenizer)
     model = shape.build(torch.bfloat16, device=device)
-    if device is not None:
-        silent = torch.ones(shape.vocabulary, dtype=torch.bool)
-        for token in range(min(shape.vocabulary, len(tokenizer))):
-            text = tokenizer.decode([token], skip_special_tokens=True)
-            silent[token] = not text.isprintable() or not text.isascii() or not text
-        with torch.no_grad():
-            model.lm_head.weight[silent] = 0  # of thousands of logits the largest is above zero
+    silent = torch.ones(shape.vocabulary, dtype=torch.bool)
+    for token in range(min(shape.vocabulary, len(tokenizer))):
+        text = tokenizer.decode([token], skip_special_tokens=True)
+        silent[token] = not text.isprintable() or not text.isascii() or not text
+    with torch.no_grad():
+        model.lm_head.weight[silent] = 0  # of thousands of logits the largest is above zero
     causal = wrap_causal(model)
-    if device is not None:
-        causal.fingerprint = f"random weights of {shape}"
+    causal.fingerprint = f"random weights of {shape}"
     return LoadedModel("shape", causal, tokenizer)
 
 

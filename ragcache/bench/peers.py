@@ -30,6 +30,11 @@ def prefill(model: Any, prompt: Sequence[int]) -> int:
     return int(logits[0, -1].argmax())
 
 
+def in_dtype(states: KVStates, dtype: torch.dtype) -> KVStates:
+    """States as Hugging Face attends to them: in the dtype that the model computes in."""
+    return KVStates(states.keys.to(dtype), states.values.to(dtype), states.start)
+
+
 @torch.inference_mode()
 def concatenate(model: Any, states: Sequence[KVStates], question: Sequence[int]) -> int:
     """The first token over the states of every layer, concatenated into a `DynamicCache`."""

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from ragcache.bench.harness import LlamaShape, Progress, describe_machine, new_figure
+from ragcache.bench.harness import (
+    LlamaShape,
+    Progress,
+    describe_machine,
+    dtypes_of,
+    new_figure,
+    shaped_causal,
+)
 from ragcache.engine import (
     EncodeJob,
     EngineConfig,
@@ -25,7 +31,7 @@ from ragcache.engine import (
     assemble_context,
     encode,
 )
-from ragcache.models import CausalLM, wrap_causal
+from ragcache.models import CausalLM
 from ragcache.planning import encode_modules
 from ragcache.states import KVStates
 
@@ -48,6 +54,7 @@ class ServeSetting:
     growth: float = 1.6
     most_rates: int = 8
     device: str = "cpu"
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ def bench_serve(
     """
     setting = setting or ServeSetting()
     progress("building the model and encoding the documents")
-    causal = wrap_causal(setting.shape.build(torch.bfloat16).to(setting.device))
+    causal = shaped_causal(setting.shape, setting.dtype, setting.device)
     own = setting.preamble_tokens + setting.each * setting.document_tokens
     own += setting.question_tokens + setting.new_tokens
     room = 32 * (own + 64) * causal.computed_bytes_per_token
@@ -102,6 +109,7 @@ def bench_serve(
         "limit_s_a_token": limit,
         "alone_s_a_token": alone,
         "loads": {mode: [asdict(load) for load in found] for mode, found in loads.items()},
+        "dtypes": dtypes_of(causal),
         "setting": asdict(setting),
         "machine": describe_machine(),
     }

@@ -21,15 +21,17 @@ from ragcache.bench.harness import (
     PromptSetting,
     describe_machine,
     draw_bars,
+    dtypes_of,
     made_up_key,
     new_figure,
     seconds,
+    shaped_causal,
 )
 from ragcache.db import Catalog, Database, Ledger, NewDocument, NewModule
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.tables import StateTable
 from ragcache.engine import EncodeJob, Request, assemble_context, complete, encode
-from ragcache.models import LanguageModel, wrap_causal
+from ragcache.models import LanguageModel
 from ragcache.planning import (
     break_even_tokens,
     drop_pages,
@@ -48,9 +50,11 @@ _A_DOCUMENT = 100
 
 @dataclass(frozen=True, slots=True)
 class ByTierSetting(PromptSetting):
-    """The prompt, its repetitions from each tier, and the lengths for the break-even."""
+    """The prompt, its repetitions from each tier, the lengths for the break-even, and the dtype
+    that the model computes in."""
 
     runs: int = 5
+    dtype: str = "auto"
     lengths: tuple[int, ...] = (16, 64, 256, 1024)
 
 
@@ -180,7 +184,7 @@ def bench_by_tier(
     """
     progress("building the model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = wrap_causal(shape.build(torch.bfloat16).to(device))
+    model = shaped_causal(shape, setting.dtype, device)
     preamble, modules, question = setting.draw(shape)
     progress("encoding the modules")
     [root] = encode(model, [EncodeJob(preamble)])
@@ -221,7 +225,7 @@ def bench_by_tier(
     }
     ready = {tier: leased for tier, (leased, _) in times.items()}
     ttft = {tier: first for tier, (_, first) in times.items()} | {"computed": computed}
-    details = {"device": device, "runs": setting.runs, "ready_s": ready}
+    details = {"device": device, "dtypes": dtypes_of(model), "runs": setting.runs, "ready_s": ready}
     details |= {"lengths": rows, "break_even_tokens": even}
     return {"ttft_by_tier": ttft, "by_tier": details}
 

@@ -8,10 +8,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from ragcache.bench.harness import LlamaShape, Progress, PromptSetting, describe_machine, seconds
-from ragcache.bench.peers import concatenate, prefill
+from ragcache.bench.harness import (
+    LlamaShape,
+    Progress,
+    PromptSetting,
+    describe_machine,
+    dtypes_of,
+    seconds,
+    shaped_causal,
+)
+from ragcache.bench.peers import concatenate, in_dtype, prefill
 from ragcache.engine import EncodeJob, LLMEngine, Request, assemble_context, encode
 from ragcache.models import wrap_causal
 from ragcache.planning import encode_modules
@@ -20,12 +26,14 @@ from ragcache.states import KVStates
 
 @dataclass(frozen=True, slots=True)
 class TtftSetting(PromptSetting):
-    """The prompt, and repetitions of each way."""
+    """The prompt, and repetitions of each way. dtype: what the model, whose weights are bfloat16,
+    computes in by each of them."""
 
     shape: LlamaShape = LlamaShape()
     prefill_runs: int = 2
     cached_runs: int = 9
     device: str = "cpu"
+    dtype: str = "auto"
 
 
 def bench_ttft(
@@ -38,19 +46,21 @@ def bench_ttft(
     """
     setting = setting or TtftSetting()
     progress("building the model")
-    model = setting.shape.build(torch.bfloat16).to(setting.device)
+    causal = shaped_causal(setting.shape, setting.dtype, setting.device)
+    model = causal.model
+    model.set_attn_implementation("sdpa")
     preamble, modules, question = setting.draw(setting.shape)
     prompt = [t for run in (preamble, *reversed(modules), question) for t in run]
 
     progress("ordinary prefill (tens of seconds)")
     ordinary = partial(prefill, model, prompt)
     computed = statistics.median(seconds(ordinary) for _ in range(setting.prefill_runs))
-    causal = wrap_causal(model)
+    wrap_causal(model)
     progress("encoding the modules")
     [root] = encode(causal, [EncodeJob(preamble)])
     placed = [root, *reversed(encode_modules(causal, root, modules))]
     model.set_attn_implementation("sdpa")
-    concatenated = partial(concatenate, model, placed, question)
+    concatenated = partial(concatenate, model, [in_dtype(s, model.dtype) for s in placed], question)
     concatenated()
     times: dict[str, list[float]] = {"concat": [], "cached": []}
     progress("concatenated states and segments, in turn")
@@ -71,6 +81,7 @@ def bench_ttft(
         "share_of_limit": limit / middle,
         "seconds": {"prefill": computed, "concat": concat, "cached": middle, "limit": limit},
         "runs": times,
+        "dtypes": dtypes_of(causal),
         "setting": asdict(setting),
         "machine": describe_machine(),
     }

@@ -60,6 +60,29 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def choose_dtypes(
+    model: Any, device: torch.device, dtype: str | torch.dtype = AUTO,
+    states_dtype: str | torch.dtype = AUTO, checkpoint: torch.dtype | None = None,
+) -> DTypeChoice:  # fmt: skip
+    """The dtypes of a loaded model on a device. checkpoint: that of its file, where it was loaded
+    in another. Raises `ConfigurationError`."""
+    wanted, kept = parse_dtype(dtype), parse_dtype(states_dtype)
+    if wanted is None:
+        compute, reason = choose_compute(model, device)
+    else:
+        compute, reason = wanted, f"{dtype_name(wanted)}, as set"
+    states = choose_states(kept, checkpoint or model.dtype, compute, device)
+    return DTypeChoice(compute, states, reason)
+
+
+def convert(model: Any, dtype: torch.dtype) -> Any:
+    """The model in `dtype`, converted in place, one weight after another."""
+    if model.dtype != dtype:
+        model = model.to(dtype)
+        model.config.dtype = dtype
+    return model
+
+
 def choose_compute(model: Any, device: torch.device) -> tuple[torch.dtype, str]:
     """The dtype in which a loaded model computes fastest on a device, and why."""
     own: torch.dtype = model.dtype

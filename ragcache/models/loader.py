@@ -14,14 +14,7 @@ import torch
 
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
 from ragcache.models.checkpoint import load_checkpoint
-from ragcache.models.dtype import (
-    AUTO,
-    DTypeChoice,
-    choose_compute,
-    choose_states,
-    dtype_name,
-    parse_dtype,
-)
+from ragcache.models.dtype import AUTO, DTypeChoice, choose_dtypes, convert, parse_dtype
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
 from ragcache.models.tokenizer import PromptTokenizer
@@ -108,7 +101,8 @@ def load_model(
         >>> loaded.causal.dtype, loaded.causal.states_dtype
         (torch.float32, torch.bfloat16)
     """
-    place, wanted, kept = _device(device), parse_dtype(dtype), parse_dtype(states_dtype)
+    place, wanted = _device(device), parse_dtype(dtype)
+    parse_dtype(states_dtype)  # an unknown name is refused before anything is read
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
@@ -116,7 +110,8 @@ def load_model(
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source)
-            checkpoint = None if wanted is None else AutoConfig.from_pretrained(source).dtype
+            config = AutoConfig.from_pretrained(source)
+            stored = config.dtype or config.get_text_config(decoder=True).dtype
             model = load_checkpoint(source, wanted or "auto", long_context=long_context)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelNotFound(
@@ -124,23 +119,12 @@ def load_model(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    checkpoint = checkpoint or model.dtype
-    compute, reason = wanted, f"{dtype_name(model.dtype)}, as set"
-    if compute is None:
-        compute, reason = choose_compute(model, place)
-    choice = DTypeChoice(compute, choose_states(kept, checkpoint, compute, place), reason)
-    causal = wrap(_converted(model, compute).to(place))
+    checkpoint = model.dtype if wanted is None else stored
+    choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint)
+    causal = wrap(convert(model, choice.compute).to(place))
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
     return LoadedModel(called, causal, tokenizer, dtypes=choice)
-
-
-def _converted(model: Any, dtype: torch.dtype) -> Any:
-    """The model in `dtype`, converted in place, one weight after another."""
-    if model.dtype != dtype:
-        model = model.to(dtype)
-        model.config.dtype = dtype
-    return model
 
 
 def _device(name: str | torch.device) -> torch.device:

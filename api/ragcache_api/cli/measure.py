@@ -36,6 +36,9 @@ DeviceOption = Annotated[
     str, typer.Option(help="cpu, or cuda: the table of the GPU backend (docs/gpu.md).")
 ]
 ShapeOption = Annotated[str, typer.Option(help="On cuda: 7b, 8b, or both with a comma.")]
+BenchDTypeOption = Annotated[
+    str, typer.Option("--dtype", help="On cpu: what the model computes in; `auto` is the faster.")
+]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="On cuda: exit 1 where a figure misses what it must be.")
 ]
@@ -103,6 +106,7 @@ def print_table(document: dict[str, Any], json_file: Path | None, *, check: bool
 def ttft(
     runs: Annotated[int, typer.Option(help="On cpu: runs of the cached sides.")] = 9,
     device: DeviceOption = "cpu",
+    dtype: BenchDTypeOption = "auto",
     shape: ShapeOption = "7b,8b",
     check: CheckOption = False,
     json_file: JsonFile = None,
@@ -113,7 +117,7 @@ def ttft(
         return
     from ragcache.bench.ttft import TtftSetting, bench_ttft
 
-    setting = TtftSetting(cached_runs=runs, device=device)
+    setting = TtftSetting(cached_runs=runs, device=device, dtype=dtype)
     result = run_benchmark(lambda progress: bench_ttft(setting, progress))
     seconds = result["seconds"]
     ways = (
@@ -131,6 +135,7 @@ def ttft(
 def decode(
     requests: Annotated[int, typer.Option(min=1, help="On cpu: requests decoding together.")] = 16,
     device: DeviceOption = "cpu",
+    dtype: BenchDTypeOption = "auto",
     shape: ShapeOption = "7b,8b",
     check: CheckOption = False,
     json_file: JsonFile = None,
@@ -142,7 +147,7 @@ def decode(
         return
     from ragcache.bench.decode import DecodeSetting, bench_decode, plot_decode
 
-    setting = DecodeSetting(requests=requests, device=device)
+    setting = DecodeSetting(requests=requests, device=device, dtype=dtype)
     result = run_benchmark(lambda progress: bench_decode(setting, progress))
     rows = [
         ("of `generate` with copies", f"{result['ratio_to_copies']:.1f}x"),
@@ -163,6 +168,7 @@ def decode(
 def serve(
     requests: Annotated[int, typer.Option(min=4, help="On cpu: requests a rate, at least.")] = 24,
     device: DeviceOption = "cpu",
+    dtype: BenchDTypeOption = "auto",
     shape: ShapeOption = "7b,8b",
     check: CheckOption = False,
     json_file: JsonFile = None,
@@ -174,7 +180,7 @@ def serve(
         return
     from ragcache.bench.serve import ServeSetting, bench_serve, plot_serve
 
-    setting = ServeSetting(requests=requests, device=device)
+    setting = ServeSetting(requests=requests, device=device, dtype=dtype)
     result = run_benchmark(lambda progress: bench_serve(setting, progress))
     table = ui.plain_table("mode", "requests/s", "served/s", "TTFT p50", "TTFT p99", "s a token")
     for mode, loads in result["loads"].items():
@@ -197,6 +203,7 @@ def tiers(
     blobs: Annotated[int, typer.Option(min=1, help="Modules of 1,024 tokens on disk.")] = 16,
     folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
     device: DeviceOption = "cpu",
+    dtype: BenchDTypeOption = "auto",
     shape: ShapeOption = "7b,8b",
     check: CheckOption = False,
     json_file: JsonFile = None,
@@ -206,9 +213,10 @@ def tiers(
     if device != "cpu":
         print_gpu_table(["tiers"], device, shape, json_file, check)
         return
-    from ragcache.bench.tiers import TiersSetting, bench_tiers, plot_tiers
+    from ragcache.bench.tiers import ByTierSetting, TiersSetting, bench_tiers, plot_tiers
 
-    setting = TiersSetting(blobs=blobs, entries=entries, folder=folder)
+    by_tier = ByTierSetting(dtype=dtype)
+    setting = TiersSetting(blobs=blobs, entries=entries, folder=folder, by_tier=by_tier)
     result = run_benchmark(lambda progress: bench_tiers(setting, progress))
     parts = (_disk_table, _first_token_table, _break_even_table, _ledger_sentence)
     print_figures([part(result) for part in parts], result, json_file)

@@ -80,6 +80,7 @@ TTFT = TtftSetting(
     question_tokens=5,
     prefill_runs=1,
     cached_runs=3,
+    dtype="float32",
 )
 
 
@@ -92,9 +93,11 @@ def test_the_benchmark_reports_ratios_of_what_it_measured() -> None:
         "share_of_limit",
         "seconds",
         "runs",
+        "dtypes",
         "setting",
         "machine",
     }
+    assert result["dtypes"] == {"compute": "float32", "states": "bfloat16"}
     seconds = result["seconds"]
     assert set(seconds) == {"prefill", "concat", "cached", "limit"}
     assert all(value > 0 for value in seconds.values())
@@ -130,6 +133,7 @@ DECODE = DecodeSetting(
     new_tokens=6,
     copies_tokens=4,
     unshared_tokens=10,
+    dtype="bfloat16",
 )
 
 
@@ -182,6 +186,7 @@ SERVE = ServeSetting(
     seconds=0.01,
     growth=4.0,
     most_rates=2,
+    dtype="bfloat16",
 )
 
 
@@ -218,7 +223,7 @@ def by_tier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, intermediate=96, vocabulary=320,
         window=512,
     )  # fmt: skip
-    setting = ByTierSetting(2, 24, 8, 6, runs=2, lengths=(8, 24))
+    setting = ByTierSetting(2, 24, 8, 6, runs=2, dtype="float32", lengths=(8, 24))
     return bench_by_tier(tmp_path_factory.mktemp("tiers"), shape, setting, lambda _: None)
 
 
