@@ -180,6 +180,24 @@ def test_structured_styles_are_described() -> None:
     assert all(f"| `{style}` |" in STRUCTURED for style in ToolStyle)
 
 
+def test_documents_examples_run_and_types_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache.documents.formats import TEXT_SUFFIXES, is_supported
+
+    page = (REPOSITORY / "docs/documents.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = [text for kind, text in BLOCK.findall(page) if kind == "python"]
+    for block in blocks:
+        exec(compile(block, "docs/documents.md", "exec"), names)
+    assert len(blocks) == 2
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `.")]
+    listed = re.findall(r"\.\w+", " ".join(rows))
+    assert all(is_supported(f"a{suffix}") for suffix in listed)
+    assert set(listed) > TEXT_SUFFIXES & {".md", ".txt", ".rst"}
+
+
 LANGCHAIN = (REPOSITORY / "docs/langchain.md").read_text(encoding="utf-8")
 LANGCHAIN_BLOCKS = re.findall(
     r"^```python( no-run)?\n(.*?)^```$", LANGCHAIN, re.MULTILINE | re.DOTALL

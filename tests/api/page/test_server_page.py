@@ -19,6 +19,7 @@ from ragcache.models import LoadedModel
 from tests.api.http.server_process import Started, start_server
 from tests.api.page.conftest import VIEWS, Page, asked, get, module, tier
 from tests.conftest import write_notes
+from tests.ragcache.documents.paper import FACTS, WRITERS
 
 pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
 Opened = Callable[[str], Page]
@@ -288,3 +289,22 @@ def test_tokens_by_source_add_up_to_the_prompts(page: Page, server: httpx.Client
     kept = sum(after["tokens"].get(name, 0) for name in SOURCES - {"computed", "encoded"})
     share = 100 * kept / sum(after["tokens"].values())
     assert page.find("[data-figure=kept] dd").text == f"{share:.0f} %"
+
+
+@pytest.mark.slow
+def test_files_of_every_type_are_dropped_asked_and_cited(page: Page, tmp_path: Path) -> None:
+    files = [tmp_path / Path(name).name for name in WRITERS]
+    for file, write in zip(files, WRITERS.values(), strict=True):
+        file.write_bytes(write())
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7")
+    page.open("ingestion")
+    page.find("[name=collection]").send_keys("papers")
+    drop(page, *files, tmp_path / "broken.pdf")
+    page.click(".ingestform [type=submit]", f"Ingest {len(files) + 1} files")
+    job = page.find(".job[data-status=done]", "papers").text
+    assert "broken.pdf: it is damaged, or no PDF" in job
+    for name, (question, _) in FACTS.items():
+        asked(page, question, "papers")
+        first = page.find("[aria-label='Modules used'] tbody tr").text
+        assert first.startswith(f"{Path(name).name}#"), question
+        assert (" page 2" in first) == name.endswith((".pdf", ".pptx"))

@@ -82,12 +82,17 @@ function sourceTable(sources) {
     {
       title: "Module",
       wide: true,
-      cell: ({ module, uri }) =>
+      cell: ({ module, uri, page, headings }) => [
         h(
           "a",
-          { href: `#/modules?search=${encodeURIComponent(module)}`, title: uri || module },
+          {
+            href: `#/modules?search=${encodeURIComponent(module)}`,
+            title: [uri || module, ...(headings ?? [])].join(" › "),
+          },
           module,
         ),
+        page != null && h("span", { class: "muted" }, ` page ${page}`),
+      ],
     },
     {
       title: "From",

@@ -114,7 +114,7 @@ function dropZone(files, add) {
     h(
       "span",
       { class: "muted" },
-      "or press to choose: text in UTF-8, such as Markdown, HTML or code",
+      "or press to choose: PDF, Word, PowerPoint, Excel, HTML, Markdown, EPUB, mail, code",
     ),
   );
   const over = (on) => (event) => {
@@ -221,6 +221,7 @@ function jobLine({
   done,
   total,
   error,
+  report,
   started_at: started,
   finished_at: finished,
 }) {
@@ -256,6 +257,9 @@ function jobLine({
       h("span", {}, when),
     ),
     error && h("p", { class: "fault" }, error),
+    ...(report?.skipped ?? []).map(({ name, reason }) =>
+      h("p", { class: "fault" }, `${name}: ${reason}`),
+    ),
   ];
 }
 
