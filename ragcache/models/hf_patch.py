@@ -94,9 +94,8 @@ def attend_layer(
         out: Tensor = attend(query, key, value, module.ragcache_layer, scale, metadata.handle)
         return out
     layer = states_layer(module)
-    return backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale, sinks=sinks)[
-        None
-    ]
+    out = backend.attend(metadata, layer, query[0], key[0], value[0], scale=scale, sinks=sinks)
+    return out[None].contiguous()  # some models take a view
 
 
 def states_layer(module: Any) -> int:

@@ -22,9 +22,11 @@ from ragcache.attention import (
     rotate,
 )
 from ragcache.attention.ops import (
+    add_sinks,
     alibi_bias,
     alibi_segment_bias,
     alibi_shift,
+    window_bias,
 )
 from tests.conftest import scaled
 from tests.ragcache.attention.scenes import Shape, make_scene, shapes
@@ -372,3 +374,41 @@ def test_half_precision_is_computed_in_float32() -> None:
         assert out.dtype == dtype
         expected = scene.expected()
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_scores_are_capped_before_the_bias() -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 3, 1, 4, generator=generator) * 3 for _ in range(3))
+    bias = torch.tensor([0.0, -torch.inf, 0.5]).expand(1, 3, 1, 3)
+    part = partial_attention(query, key[:, :, 0], value[:, :, 0], scale=0.5, bias=bias, softcap=2.0)
+    scores = query[0, :, 0] @ key[0, :, 0].T * 0.5
+    capped = 2 * (scores / 2).tanh() + bias[0, :, 0]
+    torch.testing.assert_close(part.out[:, 0, 0], capped.softmax(-1) @ value[0, :, 0])
+    torch.testing.assert_close(part.lse[:, 0, 0], capped.logsumexp(-1))
+    assert scores.abs().max() > 2
+
+
+def test_a_row_that_sees_no_key_weighs_nothing() -> None:
+    query, key = torch.ones(1, 2, 1, 4), torch.ones(1, 3, 4)
+    distance = torch.tensor([[-9.0, -8, -7], [-3.0, -2, -1]])
+    bias = window_bias(distance, 3)
+    assert bias[1, 0].tolist() == [-torch.inf, 0, 0]
+    part = partial_attention(query, key, key, scale=1.0, bias=bias)
+    assert part.lse[0].item() == -torch.inf
+    assert not part.out[0].any()
+    own = Partial(torch.full((2, 1, 1, 4), 5.0), torch.zeros(2, 1, 1))
+    joined = merge_states(own, [part], torch.tensor([[0, 1]]))
+    assert joined.out[0].eq(5).all()
+    assert bool(joined.out.isfinite().all())
+
+
+def test_sinks_are_one_more_key_without_a_value() -> None:
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(2, 3, 2, 4, generator=generator) for _ in range(3))
+    key, value = key[:, :, 0], value[:, :, 0]
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0])
+    part = add_sinks(partial_attention(query, key, value, scale=1.0), sinks)
+    scores = query @ key[:, None].transpose(-1, -2)  # [Hkv, N, G, S]
+    sink = sinks.view(2, 1, 2, 1).expand(2, 3, 2, 1)
+    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(part.out, (weights @ value[:, None]).transpose(0, 1))

@@ -197,9 +197,12 @@ HEADS, KV_HEADS, DIM, SMALL, SCALE = 4, 2, 6, 2, 0.4
 
 
 class Exact:
-    """Rotary positions in float64."""
+    """Rotary positions in float64. window: how many positions up to its own a row sees."""
 
     slopes = None
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
 
     def relocation(self, delta: Tensor) -> Rotation:
         angle = -delta.double()[:, None] * frequencies(DIM)
@@ -207,6 +210,7 @@ class Exact:
 
 
 class Alibi:
+    window = None
     slopes = 0.5 ** torch.arange(1, HEADS + 1, dtype=torch.float64)
 
     def relocation(self, delta: Tensor) -> None:
@@ -227,8 +231,8 @@ class History:
         model: Any = SimpleNamespace(
             scheme=scheme,
             device=torch.get_default_device(),
-            by_position=scheme.slopes is not None,
-            windows=(),
+            by_position=scheme.slopes is not None or scheme.window is not None,
+            windows=() if scheme.window is None else (scheme.window,),
             softcap=None,
         )
         self.builder = BatchBuilder(model)
@@ -323,8 +327,17 @@ class Known:
             end = past + at + 1
             seen = [placed(each, scheme) for each in self.segments if each.start <= position]
             seen.append(Seen(self.keys[:, :end], self.values[:, :end], where[:end]))
+            seen = [in_window(each, position, scheme.window) for each in seen]
             rows.append(definition(query[:, at], seen, SCALE, scheme.slopes, position))
         return rows
+
+
+def in_window(seen: Seen, position: int, window: int | None) -> Seen:
+    """The states that a row at a position sees."""
+    if window is None:
+        return seen
+    visible = position - seen.positions < window
+    return Seen(seen.keys[:, visible], seen.values[:, visible], seen.positions[visible])
 
 
 def placed(segment: Segment, scheme: Exact | Alibi) -> Seen:
@@ -334,7 +347,9 @@ def placed(segment: Segment, scheme: Exact | Alibi) -> Seen:
     return Seen(keys, values, torch.arange(segment.start, segment.end))
 
 
-@pytest.mark.parametrize("scheme", [Exact(), Alibi()], ids=["rotary", "alibi"])
+@pytest.mark.parametrize(
+    "scheme", [Exact(), Exact(window=9), Alibi()], ids=["rotary", "window", "alibi"]
+)
 @given(data=st.data())
 @settings(max_examples=scaled(40))
 def test_rows_of_random_histories_equal_the_definition(
