@@ -135,7 +135,12 @@ def tiny_model(kind: type[Any], config: Any, seed: int) -> Any:
 def trial_difference(model: Any) -> float:
     """The largest difference of the log-probabilities after a text that begins with a moved module
     from those of Hugging Face over the whole text, as a share of their spread."""
-    generator = torch.Generator("cpu").manual_seed(SEEDS[0])
+    with torch.device("cpu"):
+        return _difference(model)
+
+
+def _difference(model: Any) -> float:
+    generator = torch.Generator().manual_seed(SEEDS[0])
     vocabulary = model.get_input_embeddings().num_embeddings
     token_ids = torch.randint(vocabulary, (TOKENS,), generator=generator)
     expected = model(token_ids[None], use_cache=False).logits[0, -1].log_softmax(-1)
