@@ -49,10 +49,11 @@ def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
 
 
 def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
-    asked = ("ask", QUESTION, "-c", "notes", "--temperature", 3.0, "--seed", 5, "--json")
+    short = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 12, "--json")
+    asked = (*short, "--temperature", 3.0, "--seed", 5)
     assert json_of(run(*asked))["text"] == json_of(run(*asked))["text"]
-    greedy = json_of(run("ask", QUESTION, "-c", "notes", "--json"))["text"]
-    cut = json_of(run("ask", QUESTION, "-c", "notes", "--stop", greedy[2:4], "--json"))
+    greedy = json_of(run(*short))["text"]
+    cut = json_of(run(*short, "--stop", greedy[2:4]))
     assert (cut["text"], cut["finish_reason"]) == (greedy[:2].strip(), "stop")
     bad = ("ask", QUESTION, "-c", "notes", "--temperature", -1, "--json")
     assert "temperature is -1.0" in error_of(run(*bad), "InvalidRequest")

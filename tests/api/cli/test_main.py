@@ -41,35 +41,37 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     assert done.stderr.startswith("NoState: ")
 
 
-def test_the_commands_are_listed_without_heavy_libraries() -> None:
-    heavy = ("torch", "transformers", "sqlalchemy", "faiss", "langchain_core", "xgrammar")
-    code = f"import sys, ragcache_api.cli.main; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
-
-
 HEAVY = ("torch", "transformers", "langchain_text_splitters", "fastapi")
-LIBRARIES = (*HEAVY, "sqlalchemy", "numpy", "faiss", "langchain_core", "lxml", "ragcache_schemas")
+LIBRARIES = (
+    *HEAVY, "sqlalchemy", "numpy", "faiss", "langchain_core", "lxml", "xgrammar",
+    "ragcache_schemas",
+)  # fmt: skip
 
 
-def imported_by(*arguments: object, status: int, among: tuple[str, ...]) -> list[str]:
-    """What a command of a new process imports."""
+def imported_by(*commands: list[object], status: int, among: tuple[str, ...]) -> list[list[str]]:
+    """What a new process has imported after its start, and after each command that it runs."""
     code = (
-        "import sys, atexit\n"
-        f"atexit.register(lambda: print('IMPORTED', [m for m in {among} if m in sys.modules]))\n"
-        f"sys.argv = ['ragcache', *{list(map(str, arguments))}]\n"
+        "import sys\n"
         "from ragcache_api.cli.main import main\n"
-        "main()"
+        f"print('IMPORTED', [m for m in {among} if m in sys.modules])\n"
+        f"for arguments in {[list(map(str, each)) for each in commands]}:\n"
+        "    sys.argv = ['ragcache', *arguments]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as left:\n"
+        f"        assert (left.code or 0) == {status}, arguments\n"
+        f"        print('\\nIMPORTED', [m for m in {among} if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    found: list[str] = ast.literal_eval(done.stdout.rpartition("IMPORTED")[2].strip())
-    return found
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("IMPORTED ")]
+    assert len(found) == 1 + len(commands), done.stdout
+    return [ast.literal_eval(line.partition(" ")[2]) for line in found]
 
 
 def test_wrong_arguments_fail_before_anything_is_imported(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    for arguments in (
+    commands: list[list[object]] = [
         ["ask", "?", "-c", "notes", "--mode", "fast"],
         ["ask", "?", "-c", "notes", "--state", nowhere],
         ["ask", "?", "-c", "notes", "--model", nowhere],
@@ -78,20 +80,19 @@ def test_wrong_arguments_fail_before_anything_is_imported(tmp_path: Path) -> Non
         ["eval", "notes", nowhere],
         ["plan", nowhere],
         ["verify", "--state", nowhere],
-    ):
-        assert imported_by(*arguments, status=1, among=LIBRARIES) == [], arguments
+    ]
+    assert imported_by(*commands, status=1, among=LIBRARIES) == [[]] * (1 + len(commands))
 
 
 def test_a_collection_is_checked_before_torch_is_imported(ingested: Path) -> None:
-    asked = ("ask", "?", "-c", "absent", "--state", ingested)
-    assert imported_by(*asked, status=1, among=HEAVY) == []
+    asked: list[object] = ["ask", "?", "-c", "absent", "--state", ingested]
+    assert imported_by(asked, status=1, among=HEAVY) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "command", [["stats"], ["documents", "notes"], ["retrieve", "key", "-c", "notes"]]
-)
-def test_commands_that_compute_nothing_do_without_torch(ingested: Path, command: list[str]) -> None:
-    assert imported_by(*command, "--state", ingested, status=0, among=HEAVY) == []
+def test_commands_that_compute_nothing_do_without_torch(ingested: Path) -> None:
+    commands = [["stats"], ["documents", "notes"], ["retrieve", "key", "-c", "notes"]]
+    found = imported_by(*([*each, "--state", ingested] for each in commands), status=0, among=HEAVY)
+    assert found == [[]] * 4
 
 
 def test_an_interrupted_command_says_what_is_kept(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,10 +192,11 @@ def test_canceling_a_task_cancels_its_request(rag: RagCache) -> None:
 def test_closing_fails_what_runs_and_draining_waits_for_it(
     tmp_path: Path, model: LoadedModel
 ) -> None:
-    for drain in (False, True):
+    for drain, limit in ((False, 300), (True, 60)):
         rag = RagCache.open(tmp_path / str(drain), model, private_bytes="8MiB")
         rag.ingest("notes", DOCUMENTS)
-        stream = rag.stream(QUESTION, collection="notes", generation=LONG)
+        generation = replace(LONG, max_new_tokens=limit)
+        stream = rag.stream(QUESTION, collection="notes", generation=generation)
         rag.close(drain=drain)
         if drain:
             assert stream.answer.finish_reason == "length"

@@ -14,7 +14,7 @@ import torch
 from ragcache.config import RagCacheConfig
 from ragcache.engine import Context, EngineConfig, LLMEngine, Request, SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong, QueueFull
-from ragcache.models import LoadedModel
+from ragcache.models import LoadedModel, wrap_causal
 from ragcache.pipeline import BuiltPrompt, Citation, DeferredReleases, Generation, Submitter
 from ragcache.pipeline.answer import Timestamps
 from ragcache.pipeline.prompt import CachedSpan
@@ -22,6 +22,7 @@ from ragcache.pipeline.submit import prepare_answer
 from ragcache.states import KVKey, KVStates
 from ragcache.store import Lease
 from ragcache.structured import Grammar
+from tests.tiny_models import tiny_model
 
 CONTEXT = Context((), (1, 2), (0, 1), 2)
 
@@ -190,10 +191,14 @@ def test_what_cannot_run_is_refused_before_any_prompt_is_leased(
     assert first.calls == second.calls == []
 
 
-def test_an_answer_without_a_limit_takes_what_the_window_leaves(submitter: Submitter) -> None:
+def test_an_answer_without_a_limit_takes_what_the_window_leaves(reader: LoadedModel) -> None:
+    causal = wrap_causal(tiny_model("llama", max_position_embeddings=64))
+    model = LoadedModel("narrow", causal, reader.tokenizer)
     generation = Generation(unbounded=True, ignore_eos=True)
-    [pending] = submitter.run([reading(FakeStates(submitter.model))], generation)
-    assert len(pending.result().choices[0].token_ids) == submitter.model.causal.window - 5
+    with LLMEngine(causal, EngineConfig(pool_bytes=2**22)) as engine:
+        narrow = Submitter(model, engine, DeferredReleases(), RagCacheConfig())
+        [pending] = narrow.run([reading(FakeStates(model))], generation)
+        assert len(pending.result().choices[0].token_ids) == 64 - 5
 
 
 def test_a_prompt_with_gaps_is_measured_by_its_end(submitter: Submitter) -> None:
