@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.util import find_spec
-from typing import Literal, get_args
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ragcache.errors import ConfigurationError, MissingExtra
 
@@ -50,6 +53,9 @@ class RagCacheConfig:
         ingestion_bytes: int | str,
     ) -> RagCacheConfig:  # fmt: skip
         """Options whose sizes may be texts, as `parse_bytes` reads them."""
+        check_argument("host_bytes", host_bytes, int | str)
+        check_argument("private_bytes", private_bytes, int | str | None)
+        check_argument("ingestion_bytes", ingestion_bytes, int | str)
         return cls(
             module_tokens, parse_bytes(host_bytes), max_new_tokens,
             parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
@@ -59,8 +65,42 @@ class RagCacheConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            check_argument(field.name, value, _hints(RagCacheConfig)[field.name])
             if value is not None and value is not False and value < 1:
                 raise ConfigurationError(f"{field.name} is {value}; it must be positive")
+
+
+def check_argument(name: str, value: object, annotation: Any) -> None:
+    """Raises `ConfigurationError`, which names the argument, for a value of another type than its
+    annotation. What containers hold is not looked at; a text is no sequence of texts."""
+    if not _fits(value, annotation):
+        kinds = getattr(annotation, "__name__", None) or str(annotation)
+        kind = type(value).__name__
+        raise ConfigurationError(f"{name} is {value!r:.80}, of type {kind}; it takes {kinds}")
+
+
+def _fits(value: object, annotation: Any) -> bool:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if annotation is None or annotation is type(None):
+        return value is None
+    if annotation is bool:
+        return isinstance(value, int)
+    if annotation in (int, float):
+        number = Integral if annotation is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if origin is Literal:
+        return any(isinstance(value, type(each)) for each in inner)
+    kind = origin or annotation
+    if kind is Sequence and isinstance(value, str | bytes):
+        return False
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+@cache
+def _hints(known: type) -> dict[str, Any]:
+    return get_type_hints(known)
 
 
 def check_options(given: Mapping[str, object], known: type, subject: str) -> None:
@@ -69,6 +109,9 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
     names = ", ".join(known.__annotations__)
     if unknown := sorted(given.keys() - known.__annotations__.keys()):
         raise ConfigurationError(f"unknown option {unknown[0]!r}; options of {subject}: {names}")
+    for name, value in given.items():
+        if name != "filters":  # whose errors are those of its compiler
+            check_argument(name, value, _hints(known)[name])
     required: frozenset[str] = getattr(known, "__required_keys__", frozenset())
     if missing := sorted(required - given.keys()):
         raise ConfigurationError(

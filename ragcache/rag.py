@@ -13,6 +13,7 @@ from langchain_core.embeddings import Embeddings
 from ragcache.config import (
     DEFAULT_K,
     RagCacheConfig,
+    check_argument,
     check_embedding,
     check_mode,
     check_options,
@@ -35,7 +36,7 @@ from ragcache.db import (
 )
 from ragcache.documents import FileFilter, load_sources
 from ragcache.documents.source import DocumentSource
-from ragcache.errors import ConfigurationError, InvalidRequest, StoreUnwritable
+from ragcache.errors import ConfigurationError, EngineClosed, InvalidRequest, StoreUnwritable
 from ragcache.models import LoadedModel, load_model
 from ragcache.options import (
     AskOptions,
@@ -79,14 +80,25 @@ class RagCache:
 
     Attributes:
         internals: The components of the namespace and, in `internals.shared`, of the folder: store,
-            engine, model. For services and tools that inspect them; `close` closes them.
+            engine, model. For services and tools that inspect them. After `close` it, and every
+            call but `close`, raises `EngineClosed`.
     """
 
     def __init__(self, internals: Namespace, *, closes: bool = True) -> None:
         """closes: whether closing this object closes the folder."""
-        self.internals = internals
-        self._shared = internals.shared
+        self._internals = internals
         self._closes = closes
+
+    @property
+    def internals(self) -> Namespace:
+        """The components of the namespace. Raises `EngineClosed` after `close`."""
+        if self._internals.shared.closed.is_set():
+            raise EngineClosed("the state folder is closed; open it again with RagCache.open")
+        return self._internals
+
+    @property
+    def _shared(self) -> SharedServices:
+        return self.internals.shared
 
     @classmethod
     def open(
@@ -151,6 +163,8 @@ class RagCache:
             module_tokens, host_bytes, max_new_tokens, private_bytes, warm_up, queue,
             scaffold_after, ingestion_bytes,
         )  # fmt: skip
+        check_argument("state", state, str | Path)
+        check_argument("model", model, str | Path | LoadedModel | None)
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         if isinstance(model, LoadedModel):
@@ -180,12 +194,12 @@ class RagCache:
             drain: Waits for running requests; otherwise they fail with `EngineClosed`.
         """
         if self._closes:
-            self._shared.close(drain=drain)
+            self._internals.shared.close(drain=drain)
 
     @property
     def namespace(self) -> str:
         """The name of the namespace that collections, schemas and modules belong to."""
-        return self.internals.name
+        return self._internals.name
 
     def within(self, namespace: str) -> RagCache:
         """The same folder, model and engine for another tenant.
@@ -286,6 +300,7 @@ class RagCache:
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
+        check_argument("document_ids", document_ids, Sequence)
         return self.internals.ingestor.delete(collection, document_ids)
 
     def rename(self, collection: str, document_id: str, to: str) -> None:
@@ -381,6 +396,9 @@ class RagCache:
         self, questions: Sequence[str], options: AskOptions
     ) -> list[PendingAnswer]:
         check_options(options, AskOptions, "ask")
+        check_argument("questions", questions, Sequence)
+        for question in questions:
+            check_argument("question", question, str)
         params = SearchParams(
             options.get("k", DEFAULT_K),
             filters=options.get("filters"),
@@ -497,6 +515,7 @@ class RagCache:
             >>> rag.add_schema(trip).name
             'trip'
         """
+        check_argument("text", text, str)
         check_placement(placement)
         self._shared.deferred.release()
         return self.internals.pml.add(text, source, placement)
@@ -551,6 +570,7 @@ class RagCache:
 
     def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")
+        check_argument("text", text, str)
         mode = check_mode(options.get("mode", "isolated"))
         source = options.get("source", "<string>")
         prompt = self.internals.pml.prepare_prompt(text, mode, source)
@@ -576,10 +596,12 @@ class RagCache:
             >>> found.hits[0].module.document
             'leave.md'
         """
+        check_argument("query", query, str)
         return self.retriever().retrieve(query, *_search(options))
 
     async def aretrieve(self, query: str, **options: Unpack[SearchOptions]) -> Selection:
         """`retrieve` for asyncio."""
+        check_argument("query", query, str)
         return await self.retriever().aretrieve(query, *_search(options))
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
@@ -666,6 +688,7 @@ def _search(options: SearchOptions) -> tuple[str, SearchParams]:
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:
+    check_argument("embedding", embedding, str | Embeddings | None)
     if not isinstance(embedding, str):
         return embedding
     check_embedding(embedding)

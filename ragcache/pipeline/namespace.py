@@ -51,6 +51,7 @@ class SharedServices:
     keys: ApiKeys
     worker: IngestionWorker
     monitor: RequestMonitor
+    closed: threading.Event = field(default_factory=threading.Event, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -105,6 +106,7 @@ class SharedServices:
         self.keys.flush()
         self.store.close()
         self.database.close()
+        self.closed.set()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

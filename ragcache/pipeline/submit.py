@@ -59,7 +59,7 @@ class Generation:
             pool leave.
     """
 
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
