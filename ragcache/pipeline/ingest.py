@@ -56,7 +56,7 @@ from ragcache.errors import (
     RagCacheError,
 )
 from ragcache.pipeline.answer import DeferredReleases
-from ragcache.pipeline.module_states import ModuleEncoder, portions
+from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.retrieval import Retriever
 from ragcache.store import KVStore, Lease
 
@@ -126,6 +126,12 @@ class _Changes:
     gone: tuple[str, ...] = ()
     moved: tuple[MovedDocument, ...] = ()
 
+    @property
+    def unchanged(self) -> frozenset[str]:
+        """Documents that are stored as they are."""
+        other = {each.id for each in self.changed} | {each.to for each in self.moved}
+        return frozenset(each.id for each in self.documents) - other
+
     def report(self, loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
         """The fields of an `Ingestion` that are not counts."""
         return {
@@ -169,6 +175,7 @@ class Ingestor:
             if stores
             else 0
         )
+        encoded += self._encode_lost(collection, changes.unchanged)
         updated = sum(d.id in changes.known for d in changes.changed)
         return Ingestion(
             collection,
@@ -180,6 +187,24 @@ class Ingestor:
             encoded=encoded,
             **report,
         )
+
+    def _encode_lost(self, collection: str, documents: frozenset[str]) -> int:
+        """Encodes modules of these documents whose states no tier has any more, as after a repair;
+        returns how many. Not where the disk has a budget: there they may have been evicted."""
+        if not documents or self.store.disk.budget_bytes is not None:
+            return 0
+        rows = [row for row in self.catalog.modules(collection) if row.document in documents]
+        tokens = ModuleTokens(self.catalog, self.encoder.model).of(rows)
+        keys = [self.encoder.key(ids, "rooted") for ids in tokens]
+        held = [any(key in index.entries for index in self.store.memory.every) for key in keys]
+        for row, key, is_held in zip(rows, keys, held, strict=True):
+            if not is_held:
+                self.catalog.add_key(row.id, key)
+        lost = [ids for ids, is_held in zip(tokens, held, strict=True) if not is_held]
+        for part in portions(lost):
+            with self.encoder.lease(part, "rooted", "ingest"):
+                pass
+        return len(lost)
 
     def _compare(self, collection: str, loaded: LoadedSources, *, sync: bool) -> _Changes:
         """What differs from what is stored."""

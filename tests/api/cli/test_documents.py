@@ -76,6 +76,19 @@ def test_retrieve_prints_scores_by_name(run: Run, ingested: Path) -> None:
     error_of(run("retrieve", QUESTION, "-c", "notes", "--embedding", "x"), "ConfigurationError")
 
 
+def test_ingest_encodes_what_a_repair_removed(run: Run, notes: Path) -> None:
+    run("ingest", "notes", notes)
+    blobs = (notes.parent / "state" / "states").rglob("*.safetensors")
+    for blob in blobs:
+        blob.write_bytes(blob.read_bytes()[:-1])
+    assert run("verify", "--repair")[0] == 0
+    assert not any(row["tiers"] for row in json_of(run("modules", "ls", "--json")))
+    again = json_of(run("ingest", "notes", notes, "--json"))
+    assert (again["unchanged"], again["encoded"]) == (3, 3)
+    assert all(row["tiers"] for row in json_of(run("modules", "ls", "--json")))
+    assert json_of(run("ingest", "notes", notes, "--json"))["encoded"] == 0
+
+
 def test_warm_encodes_states_that_were_lost(run: Run, ingested: Path, reader: LoadedModel) -> None:
     with RagCache.open(ingested, reader) as rag:
         rag.modules.evict("notes", ["keys.md"])
