@@ -45,12 +45,13 @@ class RagCacheConfig:
     queue: int = 1024
     scaffold_after: int | None = None
     ingestion_bytes: int = 2**28
+    stale_seconds: float = 60.0
 
     @classmethod
     def parse(
         cls, module_tokens: int, host_bytes: int | str, max_new_tokens: int,
         private_bytes: int | str | None, warm_up: bool, queue: int, scaffold_after: int | None,
-        ingestion_bytes: int | str,
+        ingestion_bytes: int | str, stale_seconds: float,
     ) -> RagCacheConfig:  # fmt: skip
         """Options whose sizes may be texts, as `parse_bytes` reads them."""
         check_argument("host_bytes", host_bytes, int | str)
@@ -59,7 +60,7 @@ class RagCacheConfig:
         return cls(
             module_tokens, parse_bytes(host_bytes), max_new_tokens,
             parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
-            parse_bytes(ingestion_bytes),
+            parse_bytes(ingestion_bytes), stale_seconds,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

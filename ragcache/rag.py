@@ -114,6 +114,7 @@ class RagCache:
         queue: int = 1024,
         scaffold_after: int | None = None,
         ingestion_bytes: int | str = "256MiB",
+        stale_seconds: float = 60.0,
         device: str = "cpu",
         dtype: str = "auto",
         states_dtype: str = "auto",
@@ -138,6 +139,8 @@ class RagCache:
             scaffold_after: How often the same modules are retrieved in one order before they become
                 a scaffold (see `add_scaffold`); None for never.
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
+            stale_seconds: How long questions are answered from what is in memory while the ledger
+                does not answer; then, and for all else, `LedgerUnavailable`.
             device: Where the model runs, such as `cuda` or `cuda:1`, unless it is loaded already.
             dtype, states_dtype: What it computes in and keeps states in; see `load_model`. `auto`
                 chooses what is fast on this machine; give one where several share their states.
@@ -161,7 +164,7 @@ class RagCache:
         """
         config = RagCacheConfig.parse(
             module_tokens, host_bytes, max_new_tokens, private_bytes, warm_up, queue,
-            scaffold_after, ingestion_bytes,
+            scaffold_after, ingestion_bytes, stale_seconds,
         )  # fmt: skip
         check_argument("state", state, str | Path)
         check_argument("model", model, str | Path | LoadedModel | None)

@@ -86,6 +86,9 @@ class ServiceSettings(BaseSettings):
     kv_dtype: Literal["model", "fp8", "int8"] = Field("model", description="How tiers keep states.")
     policy: Literal["lru", "gdsf", "lfu"] = Field("lru", description="Who is evicted first.")
     ledger: str | None = Field(None, description="A database URL in place of the ledger's file.")
+    stale_seconds: float = Field(
+        60.0, ge=1, description="Seconds that questions do without a ledger that is away."
+    )
     claim_patience: float = Field(
         1.0, ge=0, description="Seconds that a question waits for what another process encodes."
     )
@@ -165,7 +168,7 @@ class ServiceSettings(BaseSettings):
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
-            "dtype", "states_dtype", "claim_patience", "long_context",
+            "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from ragcache.config import NAMESPACE, check_namespace
-from ragcache.db.database import Database
+from ragcache.db.database import Database, LastKnown
 from ragcache.db.sql import insert_new, namespace_id
 from ragcache.db.tables import ApiKeyTable, NamespaceTable, SecretTable
 from ragcache.errors import ConfigurationError, StoreError, UnknownKey
@@ -72,7 +72,12 @@ class ApiKeys:
     process has revoked is refused. One that is revoked here is refused at once.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, database: Database, clock: Callable[[], float] = time.monotonic,
+        stale_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        """stale_seconds: how old the keys may be while the ledger does not answer."""
+        self._read_keys = LastKnown[_Known](stale_seconds, clock)
         self._database, self._clock = database, clock
         self._known: _Known | None = None
         self._used: dict[int, float] = {}
@@ -166,7 +171,7 @@ class ApiKeys:
             known = self._known
             if known is None or self._age(known) > age:
                 self.flush()
-                known = self._known = self._read()
+                known = self._known = self._read_keys.read("", self._read)
             return known
 
     def _age(self, known: _Known) -> float:

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
-from ragcache.db.database import Database
+from ragcache.db.database import Database, LastKnown
 from ragcache.db.references import retire
 from ragcache.db.schemas import delete_scaffolds
 from ragcache.db.sql import (
@@ -50,9 +50,12 @@ class Catalog:
 
     def __init__(
         self, database: Database, tokenizer: str, embedder: str | None,
-        namespace: str = DEFAULT_NAMESPACE,
+        namespace: str = DEFAULT_NAMESPACE, stale_seconds: float = 0.0,
     ) -> None:  # fmt: skip
-        """tokenizer, embedder: the names under which token ids and vectors are kept."""
+        """tokenizer, embedder: the names under which token ids and vectors are kept.
+        stale_seconds: how old the stamps may be while the ledger does not answer."""
+        self._stamp = LastKnown[tuple[int, int]](stale_seconds)
+        self._stamps = LastKnown[dict[str, tuple[int, int]]](stale_seconds)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
@@ -165,6 +168,9 @@ class Catalog:
     def stamp(self, collection: str) -> tuple[int, int]:
         """Changes whenever anything of the collection does: its id and revision. Raises
         `UnknownCollection`."""
+        return self._stamp.read(collection, lambda: self._read_stamp(collection))
+
+    def _read_stamp(self, collection: str) -> tuple[int, int]:
         columns = select(CollectionTable.id, CollectionTable.revision)
         with self._database.reading() as session:
             found = session.execute(self._within(columns, collection)).one_or_none()
@@ -175,6 +181,9 @@ class Catalog:
 
     def stamps(self) -> dict[str, tuple[int, int]]:
         """The stamps of all collections, by name."""
+        return self._stamps.read("", self._read_stamps)
+
+    def _read_stamps(self) -> dict[str, tuple[int, int]]:
         columns = select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
         joined = columns.join(NamespaceTable).where(NamespaceTable.name == self.namespace)
         with self._database.reading() as session:

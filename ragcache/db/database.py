@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -24,8 +26,11 @@ from ragcache.errors import (
     StoreUnwritable,
 )
 
+T = TypeVar("T")
+
 BUSY_SECONDS = 30.0  # that a writer waits for another one of the same SQLite file
 _CONNECT_SECONDS = 5
+_REST_SECONDS = 1.0  # in which a ledger that failed is not read again
 _READS = {"ragcache_reads": True}
 
 
@@ -77,6 +82,43 @@ class Database:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+class LastKnown(Generic[T]):
+    """What was read last, which stands in for a while for a ledger that does not answer.
+    Thread-safe.
+
+    A ledger that has just failed is left alone for a second: where it is not refused but hangs,
+    every question would wait for it.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        """seconds: how old a value may be; 0 for none."""
+        self._seconds, self._now = seconds, now
+        self._values: dict[str, tuple[float, T]] = {}
+        self._failed = -math.inf
+
+    def read(self, name: str, query: Callable[[], T]) -> T:
+        """The query's result, or, where the ledger does not answer, that of the same name before.
+        Raises what the query raises, and `LedgerUnavailable` where there is none or it is too
+        old."""
+        known, now = self._values.get(name), self._now()
+        fresh = known is not None and now - known[0] <= self._seconds
+        if known is not None and fresh and now - self._failed < _REST_SECONDS:
+            return known[1]
+        try:
+            value = query()
+        except LedgerUnavailable:
+            self._failed = self._now()
+            if known is None or not fresh:
+                raise
+            return known[1]
+        except BaseException:
+            self._values.pop(name, None)
+            raise
+        self._values[name] = now, value
+        self._failed = -math.inf
+        return value
 
 
 def _url(where: Path | str) -> str:

@@ -75,7 +75,8 @@ class SharedServices:
             raise
         shared = cls(
             database, model, engine, store, DeferredReleases(), embedder,
-            config, ChatTemplate(model, template_kwargs), ApiKeys(database),
+            config, ChatTemplate(model, template_kwargs),
+            ApiKeys(database, stale_seconds=config.stale_seconds),
             IngestionWorker(config.ingestion_bytes), RequestMonitor(),
         )  # fmt: skip
         store.on_heartbeat.append(shared.adopt_job)
@@ -133,7 +134,8 @@ class Namespace:
         database, model, store = shared.database, shared.model, shared.store
         salt, encode = salt_of(name), shared.engine.encode
         vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
-        catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name)
+        stale = shared.config.stale_seconds
+        catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name, stale)
         retrievers = Retrievers(catalog, database, shared.embedder)
         retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
         frame = prompt_frame(model.tokenizer, kwargs=template.kwargs)

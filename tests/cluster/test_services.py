@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import make_url, select
 
 from ragcache.db import Catalog, Database
 from ragcache.db.sessions import DEAD_SECONDS
@@ -14,6 +15,7 @@ from ragcache.db.tables import StateTable
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until
 from tests.cluster.services import COLLECTION, Services
+from tests.ragcache.store.test_faults import Switch, connector
 
 WORDS = ("anchor", "beacon", "cutter", "dinghy", "ensign", "fathom", "galley", "halyard")
 TEXTS = {word: f"The {word} is kept in shed {n}. " * 200 for n, word in enumerate(WORDS)}
@@ -85,3 +87,38 @@ def test_d9_a_service_that_ends_refuses_no_connection_until_it_is_noticed(
     assert refused == 0
     service.started.process.join(60)
     assert service.started.process.exitcode == 0
+
+
+def test_d8_questions_over_what_is_in_memory_do_without_the_ledger(
+    services: Services, tmp_path: Path, measured: Measured
+) -> None:
+    url = make_url(services.url)
+    switch = Switch(tmp_path, connector(url), 5432)
+    switch.on()
+    through = url.set(host=None, port=None, query={**url.query, "host": str(tmp_path)})
+    ledger = through.render_as_string(hide_password=False)
+    service = services.start("a", ledger=ledger, stale_seconds="16")
+    service.ingest({word: TEXTS[word] for word in WORDS[:2]})
+    question = "Where is the anchor kept?"
+    asked = [service.sources(question) for _ in range(2)]
+    switch.off()
+    away = time.monotonic()
+    answered = 0
+    while time.monotonic() - away < 5:
+        assert service.sources(question).keys() == asked[0].keys()
+        answered += 1
+    refused = service.client.post(f"/v1/collections/{COLLECTION}/documents", json={"documents": [
+        {"id": "new", "text": "The new one."}
+    ]})  # fmt: skip
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    time.sleep(13)
+    late = service.ask(question)
+    assert (late.status_code, "retry-after" in late.headers) == (503, True)
+    switch.on()
+    back = time.monotonic()
+    wait_until(30, lambda: service.ask(question).status_code == 200)
+    measured("D8 answers in 5 s without the ledger; answers again after it is back",
+             f"{answered}; {time.monotonic() - back:.1f} s")  # fmt: skip
+    service.kill()
+    switch.off()

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
+from ragcache.errors import RagCacheError
 from ragcache_api.http.errors import HTTPProblem, error_info, error_response
 
 _THREADS = 4  # wait for keys; one of them reads, for all
@@ -104,7 +105,7 @@ class AccessMiddleware:
             end = state["end"] = end_of(headers.get(TIMEOUT_HEADER), self.deadline)
             most = self.upload_bytes if _UPLOAD.match(path) else self.body_bytes
             check_length(headers.get("content-length"), most)
-        except HTTPProblem as problem:
+        except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
             error = error_info(problem)
             assert error is not None
             await error_response(error, path)(scope, receive, send)

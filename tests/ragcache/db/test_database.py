@@ -13,6 +13,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import select, text
 
 from ragcache.db import Database, migrations
+from ragcache.db.database import LastKnown
 from ragcache.db.migrations import HEAD
 from ragcache.db.tables import Base, NamespaceTable, StateTable
 from ragcache.errors import (
@@ -173,3 +174,31 @@ def test_errors_contain_no_password() -> None:
     with pytest.raises(LedgerUnavailable) as caught:
         Database.open("postgresql://nobody:secret@/none?host=/nowhere")
     assert "secret" not in str(caught.value)
+
+
+def test_what_was_read_last_stands_in_for_a_ledger_that_is_away() -> None:
+    now, asked = 0.0, 0
+    known = LastKnown[int](60, lambda: now)
+
+    def away() -> int:
+        nonlocal asked
+        asked += 1
+        raise LedgerUnavailable("away")
+
+    with pytest.raises(LedgerUnavailable):
+        known.read("a", away)
+    assert known.read("a", lambda: 1) == 1
+    now = 59.0
+    assert (known.read("a", away), known.read("a", away), asked) == (1, 1, 2), "it has its rest"
+    now = 60.5
+    with pytest.raises(LedgerUnavailable):
+        known.read("a", away)
+    assert known.read("a", lambda: 2) == 2
+
+    def unknown() -> int:
+        raise KeyError("a")
+
+    with pytest.raises(KeyError):
+        known.read("a", unknown)
+    with pytest.raises(LedgerUnavailable):
+        known.read("a", away)
