@@ -23,7 +23,7 @@ def models_table() -> str:
     ]
     for model_type, family in sorted(FAMILIES.items()):
         moves = "no" if family.positions == LEARNED else "yes"
-        device = "the definition (sinks)" if family.sinks else "kernels"
+        device = "kernels" if family.kernels else "the definition"
         rows.append(f"| `{model_type}` | {family.positions} | {moves} | {device} |")
     return "\n".join(rows) + "\n"
 

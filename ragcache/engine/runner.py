@@ -123,7 +123,7 @@ def runner_for(model: LanguageModel, *, prefill_tokens: int = 8192) -> ModelRunn
     """The runner that suits a model and its device. prefill_tokens: the most rows of a step that
     a GPU's tables have room for at first."""
     assert isinstance(model, CausalLM)
-    if model.device.type == "cuda" and not model.sinks:
+    if model.device.type == "cuda" and model.kernels:
         try:
             from ragcache.engine.device_runner import DeviceModelRunner
         except ImportError as error:  # Triton comes with torch's builds for CUDA

@@ -9,7 +9,7 @@ before it serves:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ragcache.models.hf_patch import (
     patch_attention,
     patch_bloom,
     patch_falcon,
+    patch_latent,
     patch_mpt,
     patch_shared_states,
 )
@@ -72,7 +73,13 @@ def wrap_causal(model: Any) -> CausalLM:
     family.patch(model)
     model.eval()
     return CausalLM(
-        model, scheme, backend_for(model.device), dimensions, windows, softcap, sinks=family.sinks
+        model,
+        scheme,
+        backend_for(model.device),
+        dimensions,
+        windows,
+        softcap,
+        kernels=family.kernels,
     )
 
 
@@ -87,9 +94,12 @@ def stack_rotary(model: Any) -> nn.Module:
     return found
 
 
-def check_properties(config: Any) -> None:
-    """Raises `UnsupportedModel` and names the property that is not served."""
+def check_properties(config: Any, served: Collection[str] = ()) -> None:
+    """Raises `UnsupportedModel` and names the property that is not served. served: names of
+    properties that a family serves."""
     for name, reason in _UNSERVED.items():
+        if name in served:
+            continue
         value = getattr(config, name, None)
         if value is not None and value is not False:
             _refuse(config, reason)
@@ -152,8 +162,8 @@ class Family:
             `UnsupportedModel` before it changes anything.
         check: Raises `UnsupportedModel` and names the property of a configuration that is served in
             no way.
-        sinks: Whether the attention has a learned score without a key (attention sinks), which the
-            kernels of a GPU do not know.
+        kernels: Whether the kernels of a GPU compute its attention. They know neither scores
+            without a key (attention sinks) nor heads as wide as a latent.
         positions: How docs/models.md names the positions.
         tiny: Configuration values of the tiny model on which the family is tried, where the values
             that follow from the model's own do not fit.
@@ -172,7 +182,7 @@ class Family:
     dimensions: Callable[[Any], Dimensions] = Dimensions.of
     patch: Callable[[Any], None] = patch_attention
     check: Callable[[Any], None] = check_properties
-    sinks: bool = False
+    kernels: bool = True
     positions: str = "rotary"
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
@@ -303,6 +313,12 @@ def _granite_hybrid_scheme(model: Any) -> PositionScheme:
     return Rotary(torch.zeros(half, device=model.device), NO_POSITIONS)
 
 
+def _latent(config: Any) -> Dimensions:
+    """One key head: the rotary key and the latent."""
+    width = config.qk_rope_head_dim + config.kv_lora_rank
+    return replace(Dimensions.of(config), num_kv_heads=1, head_dim=width)
+
+
 def _one_key_head(config: Any) -> Dimensions:
     """GPT BigCode: one key head for all, or one each."""
     return Dimensions.of(config, num_kv_heads=1 if config.multi_query else config.n_head)
@@ -340,7 +356,15 @@ for _family in (
     ),
     Family(("afmoe",), silent_layers=_full_layers, positions=SOME_LAYERS),
     Family(("exaone4",), silent_layers=_full_layers_beside_windows, positions=SOME_LAYERS),
-    Family(("gpt_oss",), sinks=True),
+    Family(("gpt_oss",), kernels=False),  # sinks
+    Family(
+        ("deepseek_v3", "glm4_moe_lite"),
+        dimensions=_latent,
+        patch=patch_latent,
+        check=lambda config: check_properties(config, served=("kv_lora_rank",)),
+        kernels=False,
+        positions="rotary beside a latent",
+    ),
     Family(
         ("gemma3n_text",),
         dimensions=_own_layers,

@@ -15,6 +15,7 @@ Without attention metadata (an ordinary call of the patched model) the model beh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -172,6 +173,13 @@ def patch_shared_states(model: Any) -> None:
             source[attention.layer_type] = attention.layer_idx
 
 
+def patch_latent(model: Any) -> None:
+    """Replaces the attention of DeepSeek V3's kind (multi-head latent attention), in place."""
+    patch_attention(model)
+    for layer in model.base_model.layers:
+        layer.self_attn.forward = MethodType(_where_segments(latent_attention), layer.self_attn)
+
+
 def patch_falcon(model: Any) -> None:
     """Replaces the forwards of Falcon, in place."""
     attentions = [block.self_attention for block in model.transformer.h]
@@ -206,6 +214,40 @@ def _where_segments(forward: Callable[..., Any]) -> Callable[..., Any]:
         return whole(module, *args, **kwargs)
 
     return chosen
+
+
+def latent_attention(
+    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_args: Any,
+    past_key_values: SegmentCache, **_: Any,
+) -> Any:  # fmt: skip
+    """`DeepseekV3Attention.forward` over latents (DeepSeek-V2 §2.1.2, absorbed projections).
+
+    A state is the rotary key, R, and the latent, C, behind it: one key head of width R + C for all
+    query heads. A query is carried into the latent's space, q W_k, and what is read is a sum of
+    latents, from which W_v makes the values; so values are the keys. The rotary part comes first,
+    where moving a segment turns it.
+    """
+    tokens, turned, width = hidden_states.shape[1], module.qk_rope_head_dim, module.kv_lora_rank
+    if module.q_lora_rank is None:
+        query = module.q_proj(hidden_states)
+    else:
+        query = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+    query = query.view(1, tokens, -1, module.qk_head_dim).transpose(1, 2)  # [1, Hq, T, N + R]
+    plain, rotary = query.split([module.qk_nope_head_dim, turned], -1)
+    latent, key = module.kv_a_proj_with_mqa(hidden_states).split([width, turned], -1)
+    latent = module.kv_a_layernorm(latent)  # [1, T, C]
+    code = sys.modules[type(module).__module__]
+    interleaved = module.config.rope_interleave
+    turn = code.apply_rotary_pos_emb_interleave if interleaved else code.apply_rotary_pos_emb
+    rotary, key = turn(rotary, key[:, None], *position_embeddings)
+    weight = module.kv_b_proj.weight.view(module.num_heads, -1, width)  # [Hq, N + V, C]
+    to_latent, to_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+    query = torch.cat([rotary[0], plain[0] @ to_latent], -1)  # [Hq, T, R + C]
+    states = torch.cat([key[0], latent], -1)  # [1, T, R + C]
+    out = past_key_values.attend(module, query, states, states, scale=module.scaling)
+    latents = out.view(tokens, -1, turned + width)[..., turned:]  # [T, Hq, C]
+    values = latents.transpose(0, 1) @ to_value.transpose(1, 2)  # [Hq, T, V]
+    return module.o_proj(values.transpose(0, 1).flatten(1)[None]), None
 
 
 def falcon_stack(

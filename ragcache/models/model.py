@@ -125,8 +125,8 @@ class CausalLM(LanguageModel):
     windows: of each layer, how many positions up to its own a row sees, or None for all; empty
     where no layer has a window within the model's. softcap: the bound of scores,
     cap * tanh(score / cap), or None. Both are exact over segments, because scores are capped and
-    masked one by one, before anything is summed. sinks: whether each head has a score without a
-    key, which GPU kernels do not know.
+    masked one by one, before anything is summed. kernels:
+    whether the kernels of a GPU compute its attention.
 
     Key i of a segment is taken to be at position start + i, which `KVStates` promises: tokens that
     were encoded with gaps are read as one segment for each run without gaps (`KVStates.part`), as
@@ -137,11 +137,11 @@ class CausalLM(LanguageModel):
     def __init__(
         self, model: Any, scheme: PositionScheme, backend: AttentionBackend,
         dimensions: Dimensions, windows: tuple[int | None, ...] = (), softcap: float | None = None,
-        *, sinks: bool = False,
+        *, kernels: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(model, scheme, dimensions)
         self.backend = backend
-        self.windows, self.softcap, self.sinks = windows, softcap, sinks
+        self.windows, self.softcap, self.kernels = windows, softcap, kernels
 
     @property
     def by_position(self) -> bool:

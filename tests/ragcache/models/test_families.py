@@ -11,7 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
-    DeepseekV3Config,
+    DeepseekV2Config,
     GPT2Config,
     GPTJConfig,
     Qwen2Config,
@@ -208,7 +208,7 @@ def test_a_window_that_no_layer_uses_does_not_count() -> None:
     [
         (T5Config(), "this t5 model has an encoder and a decoder"),
         (GPT2Config(add_cross_attention=True), "this gpt2 model attends to another sequence"),
-        (DeepseekV3Config(), "this deepseek_v3 model keeps compressed states"),
+        (DeepseekV2Config(), "this deepseek_v2 model keeps compressed states"),
         (
             SimpleNamespace(model_type="llama4_text", attention_chunk_size=8192),
             "this llama4_text model attends within chunks",

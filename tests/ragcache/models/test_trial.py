@@ -19,12 +19,15 @@ from ragcache.models.trial import TOLERANCE, tiny_config, tiny_model, trial_diff
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 AXES = {"rope_type": "default", "rope_theta": 1e6}
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 48, "moe_intermediate_size": 32}
 CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
     },
     "granitemoehybrid": {"layer_types": ["attention"] * 32},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
     "qwen2_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
     "qwen2_5_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
 }  # fmt: skip
@@ -39,6 +42,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"layer_types": ["attention"] * 32, "position_embedding_type": "rope"},
     ),
+    "latents, queries as they are": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
+    "latents, halves turn": ("deepseek_v3", {**LATENT, "rope_interleave": False}),
     "one key head a query head": ("gpt_bigcode", {"multi_query": False}),
     "ALiBi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False}),
     "groups of key heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),
@@ -217,7 +222,7 @@ def test_layers_that_share_states_keep_none_of_their_own() -> None:
 def test_sinks_are_refused_where_nothing_counts_them() -> None:
     config = tiny_config(make_config("gpt_oss"), FAMILIES["gpt_oss"])
     causal = wrap(tiny_model(text_class(config), config, 7))
-    assert causal.sinks
+    assert not causal.kernels
     with pytest.raises(UnsupportedModel, match="attention sinks, which only the engine's own"):
         causal.model(torch.tensor([[1, 2, 3]]))
 
@@ -226,7 +231,7 @@ def test_sinks_are_refused_where_nothing_counts_them() -> None:
     ("model_type", "reason"),
     [
         ("gemma4_text", "heads of two sizes"),
-        ("deepseek_v3", "compressed states"),
+        ("deepseek_v2", "compressed states"),
         ("llama4_text", "within chunks"),
         ("granitemoehybrid", "layers of type linear_attention"),
         ("qwen3_next", "layers of type linear_attention"),
@@ -237,3 +242,10 @@ def test_the_reason_of_a_refusal_is_right(model_type: str, reason: str) -> None:
     config = AutoConfig.for_model(model_type)
     with pytest.raises(UnsupportedModel, match=reason):
         family_of(config).check(config)
+
+
+def test_latent_attention_keeps_one_key_head_of_the_latent_and_the_rotary_key() -> None:
+    config = tiny_config(make_config("deepseek_v3"), FAMILIES["deepseek_v3"])
+    causal = wrap(tiny_model(text_class(config), config, 7))
+    assert (causal.num_kv_heads, causal.head_dim) == (1, 64 + 64)
+    assert causal.num_heads == 4
