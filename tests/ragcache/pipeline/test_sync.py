@@ -13,6 +13,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.documents import DocumentPart, LoadedSources, SkippedFile
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache.models import LoadedModel
+from ragcache.store.verify import verify
 
 
 @pytest.fixture
@@ -176,3 +177,16 @@ def test_patterns_are_a_list(rag: RagCache, folder: Path) -> None:
         rag.ingest("c", folder, include="*.md")
     with pytest.raises(ConfigurationError, match="includes"):
         rag.ingest("c", folder, includes=["*.md"])  # type: ignore[call-arg]
+
+
+def test_states_that_a_repair_took_away_come_back(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", folder)
+    store = rag.internals.shared.store
+    for blob in (folder.parent / "state" / "states").glob("??/*.safetensors"):
+        blob.write_bytes(b"damaged")
+    rag.modules.evict(collection="c", tier="host")
+    verify(store, repair=True)
+    done = rag.ingest("c", folder)
+    assert (done.unchanged, done.encoded) == (3, 3)
+    assert all("disk" in row.tiers for row in rag.list_modules("c"))
+    assert rag.ingest("c", folder).encoded == 0
