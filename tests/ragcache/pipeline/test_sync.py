@@ -173,7 +173,7 @@ def test_stages_are_reported_in_turn(rag: RagCache, folder: Path) -> None:
 
 
 def test_patterns_are_a_list(rag: RagCache, folder: Path) -> None:
-    with pytest.raises(ConfigurationError, match="include is one text; give a list"):
+    with pytest.raises(ConfigurationError, match=r"include is '\*\.md', of type str"):
         rag.ingest("c", folder, include="*.md")
     with pytest.raises(ConfigurationError, match="includes"):
         rag.ingest("c", folder, includes=["*.md"])  # type: ignore[call-arg]
