@@ -2,8 +2,8 @@
 
 Flags do not tell: torch offers bfloat16 on every processor, but without AVX-512 or AMX a linear
 layer takes 4 to 6 times as long in it as in float32, and a product of two plain matrices up to 500
-times. So the operations themselves are timed. The shortest of several runs counts, which hardly
-depends on what else the machine does.
+times. So the operations themselves are timed. The shortest of several runs in one thread counts, which
+hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ragcache.openmp import keeps_no_workers
 
 ROWS = 32  # about a question
 SIDE = 2048  # weights of a larger layer are timed in part: the ratio of two dtypes stays
-_RUNS = 4
+_FEWEST_RUNS, _MOST_RUNS = 4, 32
+_PATIENCE = 0.02  # seconds for more runs than the fewest
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -69,11 +70,19 @@ def available_memory() -> int:
 
 
 def _shortest(run: Callable[[], object]) -> float:
-    """Seconds of the shortest of some runs, after one that does not count."""
-    times = []
-    with torch.inference_mode():
-        for _ in range(_RUNS + 1):
-            begin = time.perf_counter()
+    """Seconds of the shortest of some runs in one thread, after one that does not count. Beside
+    busy processes a team of threads waits for its slowest in every run."""
+    threads, begin, times = torch.get_num_threads(), time.perf_counter(), list[float]()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
             run()
-            times.append(time.perf_counter() - begin)
-    return min(times[1:])
+            while len(times) < _FEWEST_RUNS or (
+                len(times) < _MOST_RUNS and time.perf_counter() - begin < _PATIENCE
+            ):
+                before = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - before)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times)
