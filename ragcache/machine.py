@@ -2,8 +2,8 @@
 
 Flags do not tell: torch offers bfloat16 on every processor, but without AVX-512 or AMX a linear
 layer takes 4 to 6 times as long in it as in float32, and a product of two plain matrices up to 500
-times. So the operations themselves are timed. The shortest of several runs in one thread counts, which
-hardly depends on what else the machine does.
+times. So the operations themselves are timed. The shortest of several runs in one thread counts,
+which hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
