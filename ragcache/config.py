@@ -136,6 +136,19 @@ def check_k(k: int) -> int:
     return k
 
 
+def check_instruction(instruction: str | None) -> None:
+    """Raises `ConfigurationError` for an instruction that is no text, or blank; None is the
+    default."""
+    check_argument("instruction", instruction, str | None)
+    if instruction is not None and not instruction.strip():
+        raise ConfigurationError(
+            "the instruction is blank; say what the model is to do with the documents, or leave it "
+            "out for the default"
+        )
+    if any("\ud800" <= character <= "\udfff" for character in instruction or ""):
+        raise ConfigurationError("the instruction holds half of a character (a lone surrogate)")
+
+
 def check_embedding(name: str | None) -> None:
     """Raises `ConfigurationError` for an embedding that is not known by name, and `MissingExtra`
     for one whose packages are not installed. Nothing is imported."""

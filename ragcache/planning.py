@@ -30,6 +30,7 @@ from ragcache.documents.source import DocumentSource
 from ragcache.engine import EncodeJob, Segment, encode
 from ragcache.errors import ConfigurationError, NoDocuments, StoreError
 from ragcache.models import LanguageModel, LoadedModel, prompt_frame
+from ragcache.pipeline.chat_template import resolve_instruction
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, restored
 from ragcache.store import DeviceTier, DiskTier, HostTier, Tier
@@ -252,18 +253,20 @@ class CachePlan:
 
 def make_plan(
     model: LoadedModel, corpus: Corpus, budgets: Budgets, folder: Path, *, sample: int = SAMPLE,
-    progress: Callable[[str], None] = lambda _: None,
+    instruction: str | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> CachePlan:  # fmt: skip
     """Plans the caching of a corpus. folder: the future state folder, which decides the disk to
     measure; it need not exist. sample: the number of modules to measure.
+    instruction: the text before the documents; see `RagCache.open`.
 
-    Raises `NoDocuments` for a corpus without text, `ConfigurationError` for a module that does not
-    fit the model's window, `StoreFull` or `StoreUnwritable` if the disk cannot take the sample.
+    Raises `NoDocuments` for a corpus without text, `ConfigurationError` for an instruction that
+    cannot be used or a module that does not fit the model's window, `StoreFull` or `StoreUnwritable` if the disk cannot take the sample.
     """
     lengths = [len(ids) for ids in corpus.modules]
     if not any(lengths):
         raise NoDocuments("the corpus holds no text; there is nothing to plan")
-    preamble = model.encode(prompt_frame(model.tokenizer).preamble)
+    before_documents = resolve_instruction(model.tokenizer, instruction)
+    preamble = model.encode(prompt_frame(model.tokenizer, before_documents).preamble)
     needed, window = max(lengths) + len(preamble), model.causal.window
     if needed >= window:
         raise ConfigurationError(

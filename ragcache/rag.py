@@ -15,6 +15,7 @@ from ragcache.config import (
     RagCacheConfig,
     check_argument,
     check_embedding,
+    check_instruction,
     check_mode,
     check_options,
     check_placement,
@@ -62,7 +63,7 @@ from ragcache.pipeline import (
     members,
 )
 from ragcache.pipeline.answer import aresults, results
-from ragcache.pipeline.chat_template import template_kwargs
+from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.ingest import IngestionJobs, check_collection
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
@@ -121,6 +122,7 @@ class RagCache:
         warm_up: bool = False,
         long_context: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        instruction: str | None = None,
         **tiers: Unpack[TierOptions],
     ) -> RagCache:
         """Opens a state folder; makes it if need be. Sizes are bytes, or texts such as `8GiB`.
@@ -151,6 +153,10 @@ class RagCache:
             chat_template_kwargs: Variables of the model's chat template in every prompt, such as
                 `{"enable_thinking": False}`; a call may set others. They are part of what states
                 are kept under wherever they change the text before documents.
+            instruction: What the model is to do with the documents; it is read before them in the
+                prompt of every question, and is part of what states are kept under. By default
+                `ragcache.models.INSTRUCTION`, which asks for a brief answer in the words of the
+                documents.
             **tiers: The other tiers and their options; see `TierOptions`.
 
         Raises:
@@ -168,6 +174,7 @@ class RagCache:
         )  # fmt: skip
         check_argument("state", state, str | Path)
         check_argument("model", model, str | Path | LoadedModel | None)
+        check_instruction(instruction)
         embedder = _embedder(embedding)
         folder = _state_folder(Path(state))
         if isinstance(model, LoadedModel):
@@ -178,10 +185,13 @@ class RagCache:
                 long_context=long_context,
             )  # fmt: skip
         variables = _template_kwargs(loaded, chat_template_kwargs)
+        before_documents = resolve_instruction(loaded.tokenizer, instruction)
         chosen = open_tiers(tiers, loaded.causal.device)
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
         store = KVStore.open(folder, database, config.host_bytes, **chosen)
-        shared = SharedServices.start(database, store, loaded, embedder, config, variables)
+        shared = SharedServices.start(
+            database, store, loaded, embedder, config, variables, before_documents
+        )
         return cls(shared.namespace())
 
     def __enter__(self) -> RagCache:

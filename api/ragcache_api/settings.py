@@ -49,6 +49,9 @@ class ServiceSettings(BaseSettings):
     state: Path = Field(Path("ragcache-state"), description="The state folder.")
     model: str | None = Field(None, description="A model folder or hub name; else the reader.")
     embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
+    instruction: str | None = Field(
+        None, description="What the model is to do with the documents; else a brief answer."
+    )
     module_tokens: Positive = Field(384, description="The most tokens of a module.")
     max_new_tokens: Positive = Field(
         64, description="Tokens of an answer unless a request says; chats may fill the window."
@@ -169,6 +172,7 @@ class ServiceSettings(BaseSettings):
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
+            "instruction",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

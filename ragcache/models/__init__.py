@@ -3,6 +3,7 @@
 from ragcache.models.dtype import DTypeChoice, dtype_name
 from ragcache.models.families import Family, register, wrap_causal
 from ragcache.models.loader import (
+    INSTRUCTION,
     LoadedModel,
     PromptFrame,
     load_model,
@@ -20,8 +21,8 @@ from ragcache.models.tokenizer import PromptTokenizer
 from ragcache.models.trial import wrap
 
 __all__ = [
-    "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch", "LanguageModel",
-    "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame", "PromptTokenizer",
-    "Rotary", "dtype_name", "load_model", "prompt_frame", "register",
+    "INSTRUCTION", "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch",
+    "LanguageModel", "LayeredRotary", "Learned", "LoadedModel", "PositionScheme", "PromptFrame",
+    "PromptTokenizer", "Rotary", "dtype_name", "load_model", "prompt_frame", "register",
     "render_undated", "wrap", "wrap_causal",
 ]  # fmt: skip

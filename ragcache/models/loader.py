@@ -146,19 +146,21 @@ class PromptFrame:
     """Texts of the model's chat template around the modules of a prompt. preamble: all up to the
     first module (template, then instruction); question: goes before the question's text; epilogue:
     the rest of the template, up to where the answer starts. dated: whether the template prints
-    today's date, which a question then has to say: in the frame the day is always `FIXED_DAY`."""
+    today's date, which a question then has to say: in the frame the day is always `FIXED_DAY`.
+    instruction: the end of the preamble, which the user chooses."""
 
     preamble: str
     question: str
     epilogue: str
     dated: bool = False
+    instruction: str = field(default=INSTRUCTION, compare=False, kw_only=True)
 
 
 def prompt_frame(
     tokenizer: Any, instruction: str = INSTRUCTION, kwargs: Mapping[str, Any] | None = None
 ) -> PromptFrame:
-    """Splits the tokenizer's chat template at the inside of the user turn. kwargs: variables of the
-    template."""
+    """Splits the tokenizer's chat template at the inside of the user turn. instruction: the text
+    before the documents. kwargs: variables of the template."""
     rendered, dated = f"{tokenizer.bos_token or ''}{_MARK}\nAnswer:", False
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": _MARK}]
@@ -171,7 +173,8 @@ def prompt_frame(
             "cannot be placed inside the user turn"
         )
     before, _, after = rendered.partition(_MARK)
-    return PromptFrame(f"{before}{instruction}\n\n", "Question: ", after, dated)
+    preamble = f"{before}{instruction}\n\n"
+    return PromptFrame(preamble, "Question: ", after, dated, instruction=instruction)
 
 
 def render_undated(

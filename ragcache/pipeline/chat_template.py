@@ -21,8 +21,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from ragcache.config import check_instruction
 from ragcache.errors import ConfigurationError, InvalidRequest, UnsupportedModel
-from ragcache.models import LoadedModel, render_undated
+from ragcache.models import INSTRUCTION, LoadedModel, render_undated
 from ragcache.models.tokenizer import control_tokens
 
 _FIRST = 0x100000  # plane 16, for private use
@@ -177,6 +178,23 @@ def template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any] | None) -> dict[st
             "one; control tokens come from the template alone"
         )
     return given
+
+
+def resolve_instruction(tokenizer: Any, instruction: str | None) -> str:
+    """The instruction before the documents, checked; the default for None.
+
+    Raises `ConfigurationError` where it is blank, or holds what could become a control token.
+    """
+    if instruction is None:
+        return INSTRUCTION
+    check_instruction(instruction)
+    ChatTemplate.check(instruction)
+    if ControlTokenEscaper(list(control_tokens(tokenizer))).hide(instruction) != instruction:
+        raise ConfigurationError(
+            "the instruction holds a control token of the model, or the edge of one; control "
+            "tokens come from the chat template alone"
+        )
+    return instruction
 
 
 class ControlTokenEscaper:

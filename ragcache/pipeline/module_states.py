@@ -81,7 +81,7 @@ class ModuleEncoder(StateEncoder):
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
         """The encoder for prompts that the chat template spells with other variables. Where those
         change the preamble, all keys of rooted states are others."""
-        frame = prompt_frame(self.model.tokenizer, kwargs=kwargs)
+        frame = prompt_frame(self.model.tokenizer, self.frame.instruction, kwargs)
         if frame == self.frame:
             return self
         return ModuleEncoder(self.model, frame, self.store, self.encode, self.salt)

@@ -13,7 +13,7 @@ from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
 from ragcache.engine import EngineConfig, LLMEngine
 from ragcache.engine.config import GPU_RESERVE
-from ragcache.models import LoadedModel, prompt_frame
+from ragcache.models import INSTRUCTION, LoadedModel, prompt_frame
 from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
@@ -48,6 +48,7 @@ class SharedServices:
     embedder: Embeddings | None
     config: RagCacheConfig
     template: ChatTemplate
+    instruction: str
     keys: ApiKeys
     worker: IngestionWorker
     monitor: RequestMonitor
@@ -59,10 +60,10 @@ class SharedServices:
     def start(
         cls, database: Database, store: KVStore, model: LoadedModel,
         embedder: Embeddings | None, config: RagCacheConfig,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine. template_kwargs: variables of the
-        chat template, checked."""
+        chat template, checked. instruction: of every preamble, checked."""
         limits = EngineConfig.for_device(
             model.causal.device, pool_bytes=config.private_bytes, queue=config.queue,
             warm_up=config.warm_up,
@@ -75,7 +76,7 @@ class SharedServices:
             raise
         shared = cls(
             database, model, engine, store, DeferredReleases(), embedder,
-            config, ChatTemplate(model, template_kwargs),
+            config, ChatTemplate(model, template_kwargs), instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
             IngestionWorker(config.ingestion_bytes), RequestMonitor(),
         )  # fmt: skip
@@ -138,7 +139,7 @@ class Namespace:
         catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name, stale)
         retrievers = Retrievers(catalog, database, shared.embedder)
         retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
-        frame = prompt_frame(model.tokenizer, kwargs=template.kwargs)
+        frame = prompt_frame(model.tokenizer, shared.instruction, template.kwargs)
         encoder = ModuleEncoder(model, frame, store, encode, salt)
         scopes = ScopeEncoder(model, template, store, encode, salt)
         tokens = ModuleTokens(catalog, model)

@@ -350,6 +350,9 @@ def serve(
     embedding: Annotated[
         str | None, typer.Option(help="`minilm` adds retrieval by meaning to retrieval by words.")
     ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="What the model is to do with the documents.")
+    ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -364,8 +367,9 @@ def serve(
 
     others = _parse_settings(setting or [])
     settings = ServiceSettings.read(
-        state=state, host=host, port=port, model=model, dtype=dtype, embedding=embedding, **others
-    )
+        state=state, host=host, port=port, model=model, dtype=dtype, embedding=embedding,
+        instruction=instruction, **others,
+    )  # fmt: skip
     with ui.errors.status("loading the model"):
         from ragcache import RagCache
 
@@ -374,7 +378,7 @@ def serve(
         serve_app(rag, settings)
 
 
-_OPTIONS = frozenset(("state", "host", "port", "model", "dtype", "embedding"))
+_OPTIONS = frozenset(("state", "host", "port", "model", "dtype", "embedding", "instruction"))
 
 
 def _parse_settings(texts: list[str]) -> dict[str, str]:

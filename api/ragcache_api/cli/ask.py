@@ -35,11 +35,12 @@ def ask(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    instruction: ui.InstructionOption = None,
     wanted: ui.FilterOption = None,
     server: Annotated[
         str | None,
         typer.Option(envvar="RAGCACHE_SERVER", help="The URL of a running service that answers; "
-                     "its model, embedding and documents count."),
+                     "its model, embedding, instruction and documents count."),
     ] = None,
     key: Annotated[
         str | None, typer.Option(envvar="RAGCACHE_API_KEY", help="The service's API key.")
@@ -66,7 +67,9 @@ def ask(
         else:
             ui.print_answer(served, pieces=stream)
         return
-    with ui.open_for_reading(state, model, embedding, collection, dtype=dtype) as rag:
+    with ui.open_for_reading(
+        state, model, embedding, collection, dtype=dtype, instruction=instruction
+    ) as rag:
         from ragcache import Generation
 
         generation = Generation.of(

@@ -32,13 +32,16 @@ def chat(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    instruction: ui.InstructionOption = None,
 ) -> None:
     """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
 
     Each message is answered from the modules that it retrieves; what was said before is kept, and
     forgotten from the front where it no longer fits the model's window.
     """
-    with ui.open_for_reading(state, model, embedding, collection, dtype=dtype) as rag:
+    with ui.open_for_reading(
+        state, model, embedding, collection, dtype=dtype, instruction=instruction
+    ) as rag:
         from ragcache import Generation
 
         generation = Generation.of(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from ragcache.config import NAMESPACE, check_embedding, check_k, check_mode
+from ragcache.config import NAMESPACE, check_embedding, check_instruction, check_k, check_mode
 from ragcache.errors import (
     ConfigurationError,
     ModelNotFound,
@@ -62,6 +62,15 @@ def _or_setting(context: typer.Context, parameter: typer.CallbackParam, value: A
     return value if given else getattr(ServiceSettings.read(), name)
 
 
+def _instruction_or_setting(
+    context: typer.Context, parameter: typer.CallbackParam, value: str | None
+) -> str | None:
+    """`check_instruction` as a callback: before torch is imported."""
+    instruction = _or_setting(context, parameter, value)
+    check_instruction(instruction)
+    return cast("str | None", instruction)
+
+
 def _setting(name: str, text: str) -> Any:
     """An option whose default is the service setting of its name."""
     variable = f"RAGCACHE_{name.upper()}"
@@ -79,6 +88,11 @@ RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
 DTypeOption = Annotated[str, _setting("dtype", _DTYPE)]
 EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING)]
+InstructionOption = Annotated[
+    str | None,
+    typer.Option("--instruction", envvar="RAGCACHE_INSTRUCTION", callback=_instruction_or_setting,
+                 help="What the model is to do with the documents; the one of their ingestion."),
+]  # fmt: skip
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -197,12 +197,14 @@ def warm(
     state: ui.StateOption = ui.DEFAULT_STATE,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
+    instruction: ui.InstructionOption = None,
     as_json: ui.JsonOption = False,
 ) -> None:
     """Encode the states that no tier has any more, and keep them on the disk."""
     if mode not in ("rooted", "isolated"):
         raise ConfigurationError(f"states are encoded rooted or isolated, not {mode!r}")
-    with ui.open_existing_rag(state, model, None, collection, dtype=dtype) as rag:
+    opening = {"dtype": dtype, "instruction": instruction}
+    with ui.open_existing_rag(state, model, None, collection, **opening) as rag:
         known = {row.source_id for row in rag.documents(collection, ids or None)}
         if unknown := [each for each in ids or [] if each not in known]:
             raise DocumentError(

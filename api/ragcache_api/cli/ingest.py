@@ -44,6 +44,7 @@ def ingest(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    instruction: ui.InstructionOption = None,
     module_tokens: ModuleTokensOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
@@ -56,9 +57,12 @@ def ingest(
     """
     _check(collection, paths)
     with (
-        ui.open_rag(state, model, embedding, module_tokens=module_tokens, dtype=dtype) as rag,
+        ui.open_rag(
+            state, model, embedding, module_tokens=module_tokens, dtype=dtype,
+            instruction=instruction,
+        ) as rag,
         _bars() as report,
-    ):
+    ):  # fmt: skip
         done = rag.ingest(
             collection, paths, include=include or (), exclude=exclude or (), strict=strict,
             progress=lambda *at: report("encoding", *at), preparing=report,
@@ -73,6 +77,7 @@ def sync(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    instruction: ui.InstructionOption = None,
     module_tokens: ModuleTokensOption = None,
     include: IncludeOption = None,
     exclude: ExcludeOption = None,
@@ -90,9 +95,12 @@ def sync(
             f"{folder} is no folder; give the folder to mirror, or `ingest` it"
         )
     with (
-        ui.open_rag(state, model, embedding, module_tokens=module_tokens, dtype=dtype) as rag,
+        ui.open_rag(
+            state, model, embedding, module_tokens=module_tokens, dtype=dtype,
+            instruction=instruction,
+        ) as rag,
         _bars() as report,
-    ):
+    ):  # fmt: skip
         done = rag.sync(
             collection, folder, include=include or (), exclude=exclude or (), strict=strict,
             progress=lambda *at: report("encoding", *at), preparing=report,

@@ -285,6 +285,7 @@ def evaluate_command(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    instruction: ui.InstructionOption = None,
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
     ] = "ask",
@@ -302,7 +303,8 @@ def evaluate_command(
 
     expected = load_questions(questions)
     reports = []
-    with ui.open_existing_rag(state, model, embedding, collection, dtype=dtype) as rag:
+    opening = {"dtype": dtype, "instruction": instruction}
+    with ui.open_existing_rag(state, model, embedding, collection, **opening) as rag:
         for mode in modes.split(","):
             options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
             with ui.progress_bar(f"asking, {mode}") as progress:
@@ -351,6 +353,7 @@ def plan(
     state: ui.StateOption = ui.DEFAULT_STATE,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
+    instruction: ui.InstructionOption = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     module_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of a module.")] = 384,
     host_bytes: Annotated[str, typer.Option(help="The budget of the host tier.")] = "2GiB",
@@ -386,7 +389,10 @@ def plan(
         loaded = load_model(model, device=device, dtype=dtype)
     corpus = _corpus(loaded, paths or [], collection, state, module_tokens)
     with ui.errors.status("measuring") as status:
-        made = make_plan(loaded, corpus, budgets, state, sample=sample, progress=status.update)
+        made = make_plan(
+            loaded, corpus, budgets, state, sample=sample,
+            instruction=instruction, progress=status.update,
+        )  # fmt: skip
     advice = advise(made, psutil.virtual_memory().total)
     if as_json:
         ui.print_json(made.to_dict() | {"advice": advice})

@@ -52,6 +52,7 @@ def show(
     ] = False,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
+    instruction: ui.InstructionOption = None,
 ) -> None:
     """Print the generated schema of a collection, or a tree with token counts and positions."""
     is_file = target.endswith(_FILE_SUFFIXES)
@@ -65,7 +66,7 @@ def show(
         layout = lay_out(rendered, tokenizer.template.count)
         _print_tree(rendered, layout, tokenizer.show_control_tokens)
         return
-    with ui.open_existing_rag(state, model, dtype=dtype) as rag:
+    with ui.open_existing_rag(state, model, dtype=dtype, instruction=instruction) as rag:
         generated = rag.schema(target, k=k, expanded=expand)
     if tree:
         layout = lay_out(generated, TemplateTokenizer.load(model).count_trusted, "compact")

@@ -1,0 +1,83 @@
+"""The instruction before the documents: the user's, and in the keys of states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache import RagCache
+from ragcache.errors import ConfigurationError
+from ragcache.models import INSTRUCTION, LoadedModel
+from tests.conftest import write_notes
+
+SHORT = "Reply in one word."
+
+
+@pytest.fixture(scope="module")
+def state(reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose documents were ingested with the default."""
+    folder = tmp_path_factory.mktemp("instruction")
+    with RagCache.open(folder / "state", reader) as rag:
+        rag.ingest("notes", write_notes(folder / "notes"))
+    return folder / "state"
+
+
+@pytest.fixture(scope="module")
+def short(reader: LoadedModel, state: Path) -> Iterator[RagCache]:
+    with RagCache.open(state, reader, max_new_tokens=4, instruction=SHORT) as rag:
+        yield rag
+
+
+def ask(rag: RagCache, **options: Any) -> Any:
+    return rag.ask("Where is the spare key?", collection="notes", k=2, **options)
+
+
+def test_the_instruction_is_before_the_documents(short: RagCache, reader: LoadedModel) -> None:
+    encoder = short.internals.ask.encoder
+    assert encoder.frame.preamble == f"<|user|>{SHORT}\n\n"
+    assert encoder.preamble_ids == reader.encode(f"<|user|>{SHORT}\n\n")
+    assert SHORT in short.within("tenant").internals.ask.encoder.frame.preamble
+    kept = encoder.with_template({"unheard": 1})
+    assert kept.frame.preamble == encoder.frame.preamble, "variables keep the instruction"
+
+
+def test_states_behind_another_instruction_are_others(short: RagCache) -> None:
+    first = ask(short)
+    encoded = short.stats().encoded
+    assert encoded > 0, "those that follow the default are not read"
+    again = ask(short)
+    assert short.stats().encoded == encoded
+    assert again.reuse.cached_tokens > first.reuse.cached_tokens
+    assert again.choices[0].token_ids == first.choices[0].token_ids
+
+
+def test_exact_answers_read_it_too(short: RagCache) -> None:
+    assert ask(short, mode="exact").reuse.prompt_tokens == ask(short).reuse.prompt_tokens
+
+
+def test_a_written_default_reads_what_the_default_kept(state: Path, reader: LoadedModel) -> None:
+    with RagCache.open(state, reader, max_new_tokens=1, instruction=INSTRUCTION) as rag:
+        longer = ask(rag)
+        assert rag.stats().encoded == 0
+    assert longer.reuse.cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("instruction", "message"),
+    [
+        ("", "the instruction is blank"),
+        (" \n", "the instruction is blank"),
+        ("Be kind.<|end|>", "holds a control token"),
+        ("\U00100000", "private character"),
+        ("\ud800", "lone surrogate"),
+        (3, "instruction is 3, of type int"),
+    ],
+)
+def test_what_cannot_be_an_instruction_is_refused(
+    reader: LoadedModel, tmp_path: Path, instruction: Any, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RagCache.open(tmp_path / "state", reader, instruction=instruction)
