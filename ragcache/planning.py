@@ -256,11 +256,12 @@ def make_plan(
     instruction: str | None = None, progress: Callable[[str], None] = lambda _: None,
 ) -> CachePlan:  # fmt: skip
     """Plans the caching of a corpus. folder: the future state folder, which decides the disk to
-    measure; it need not exist. sample: the number of modules to measure.
-    instruction: the text before the documents; see `RagCache.open`.
+    measure; it need not exist. sample: the number of modules to measure. instruction: the
+    text before the documents, as in `RagCache.open`.
 
     Raises `NoDocuments` for a corpus without text, `ConfigurationError` for an instruction that
-    cannot be used or a module that does not fit the model's window, `StoreFull` or `StoreUnwritable` if the disk cannot take the sample.
+    cannot be used or a module that does not fit the model's window, `StoreFull` or
+    `StoreUnwritable` if the disk cannot take the sample.
     """
     lengths = [len(ids) for ids in corpus.modules]
     if not any(lengths):

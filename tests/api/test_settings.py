@@ -88,6 +88,8 @@ def test_only_what_was_given_reaches_the_opening() -> None:
     opening = ServiceSettings.read(host_bytes="1GiB").opening()
     assert opening["host_bytes"] == "1GiB"
     assert "device_bytes" not in opening
+    assert "instruction" not in opening, "the default is that of `RagCache.open`"
+    assert ServiceSettings.read(instruction="Be kind.").opening()["instruction"] == "Be kind."
 
 
 def test_every_setting_is_in_the_documented_list_and_no_other() -> None:

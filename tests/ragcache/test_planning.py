@@ -98,6 +98,16 @@ def test_empty_corpus_and_long_modules_are_refused(reader: LoadedModel, tmp_path
         make_plan(reader, long, Budgets(1), tmp_path)
 
 
+def test_the_instruction_takes_its_part_of_the_window(reader: LoadedModel, tmp_path: Path) -> None:
+    corpus = Corpus(1, ([7] * 8,))
+    with pytest.raises(ConfigurationError, match="but the model's window holds"):
+        make_plan(
+            reader, corpus, Budgets(1), tmp_path, instruction="Be brief. " * reader.causal.window
+        )
+    with pytest.raises(ConfigurationError, match="holds a control token"):
+        make_plan(reader, corpus, Budgets(1), tmp_path, instruction="<|end|>")
+
+
 def test_parts_of_a_document_are_split_separately(reader: LoadedModel) -> None:
     whole = SourceDocument("pages", "One page. Another page.")
     pages = replace(whole, parts=("One page.", "Another page."))

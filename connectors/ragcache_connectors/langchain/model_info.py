@@ -37,6 +37,7 @@ class ModelInfo:
             "state": namespace.shared.database.name,
             "namespace": namespace.name,
             "max_new_tokens": namespace.shared.config.max_new_tokens,
+            "instruction": namespace.shared.instruction,  # the states of documents have read it
         }
 
     @cached_property

@@ -215,7 +215,9 @@ def test_an_option_comes_before_the_environment_and_that_before_the_file(
     assert count_verified_states("--ledger", empty) == 0
 
 
-@pytest.mark.parametrize("name", ["state", "host", "port", "model", "dtype", "embedding"])
+@pytest.mark.parametrize(
+    "name", ["state", "host", "port", "model", "dtype", "embedding", "instruction"]
+)
 def test_a_setting_with_an_option_of_its_own_is_refused(folder: Path, name: str) -> None:
     result = runner.invoke(app, ["serve", "--set", f"{name}=x"])
     assert isinstance(result.exception, ConfigurationError)

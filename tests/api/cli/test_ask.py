@@ -48,6 +48,28 @@ def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
     assert run("ask", "xylophone", "-c", "notes", "--stream")[1].startswith("nothing in this")
 
 
+def test_the_instruction_is_part_of_what_states_are_kept_under(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = ("--instruction", "Reply in one word.")
+    assert json_of(run("warm", "notes", "--dry-run", "--json"))["encoded"] == 0
+    assert json_of(run("warm", "notes", *kind, "--json"))["encoded"] == 3
+    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-new-tokens", 1, "--json")
+    assert json_of(run(*asked, *kind))["encoded"] == 0
+    assert "Reply in one word." in run("schema", "show", "notes", *kind)[1]
+    monkeypatch.setenv("RAGCACHE_INSTRUCTION", "Reply in French.")
+    assert json_of(run(*asked))["encoded"] > 0
+    assert json_of(run(*asked, *kind))["encoded"] == 0, "the option comes first"
+
+
+@pytest.mark.parametrize("command", ["ask", "chat", "warm", "ingest"])
+def test_a_blank_instruction_is_refused(run: Run, ingested: Path, command: str) -> None:
+    arguments = {"ask": ("x", "-c", "notes"), "ingest": ("notes", ingested)}
+    rest = arguments.get(command, ("notes",) if command == "warm" else ())
+    found = run(command, *rest, "--instruction", " ")
+    assert "the instruction is blank" in error_of(found, "ConfigurationError")
+
+
 def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
     short = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 12, "--json")
     asked = (*short, "--temperature", 3.0, "--seed", 5)

@@ -269,6 +269,19 @@ def test_options_of_an_answer_identify_the_model(scripted: RagCache, tmp_path: P
     assert ChatRagCache(rag=scripted.within("other"))._identifying_params != base
     folders = [ChatRagCache(state=tmp_path / name)._identifying_params for name in "ab"]
     assert folders[0] != folders[1]
+    kind = {"instruction": "Be kind."}
+    kinder = ChatRagCache(state=tmp_path / "a", open_options=kind)._identifying_params
+    assert kinder != folders[0]
+
+
+def test_the_instruction_is_that_of_the_folder(reader: LoadedModel, tmp_path: Path) -> None:
+    options = {"instruction": "Be kind."}
+    opened = ChatRagCache(state=tmp_path, model=reader, open_options=options).open_rag()
+    try:
+        assert "Be kind." in opened.internals.ask.encoder.frame.preamble
+        assert ModelInfo(opened).identity["instruction"] == "Be kind."
+    finally:
+        close_shared()
 
 
 def test_cache_keys_hold_the_models_own_stop(scripted: RagCache) -> None:
