@@ -113,6 +113,8 @@ def load_model(
             config = AutoConfig.from_pretrained(source)
             stored = config.dtype or config.get_text_config(decoder=True).dtype
             model = load_checkpoint(source, wanted or "auto", long_context=long_context)
+    except (UnsupportedModel, ConfigurationError):
+        raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelNotFound(
             f"cannot load the model {source!r}: {error}. Give a folder with config.json, weights "

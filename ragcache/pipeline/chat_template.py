@@ -53,7 +53,7 @@ class ChatTemplate:
     def __init__(self, model: LoadedModel, kwargs: Mapping[str, Any] | None = None) -> None:
         self.model = model
         self.kwargs = dict(kwargs or {})
-        tokenizer = model.prompt_tokenizer
+        tokenizer = self._tokenizer = model.prompt_tokenizer
         self.control = list(tokenizer.control)
         self._marks = {token: chr(_FIRST + i) for i, token in enumerate(self.control)}
         self._names = {ord(mark): tokenizer.spell(token) for token, mark in self._marks.items()}
@@ -77,13 +77,15 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
         """The prompt, up to where the answer begins. A control token comes from the template alone,
-        whatever a message says. kwargs: variables of the template for this chat, before those of
-        all.
+        whatever a message says; but in the model's own messages tokens that are not special, such
+        as `</think>`, are what the model wrote, and templates look for them. kwargs: variables of
+        the template for this chat, before those of all.
 
         Raises `InvalidRequest` for messages that cannot be spelled, or that the template refuses,
         and `UnsupportedModel` where it has no place for tools.
         """
-        chat = [self._escaper.hide(_checked(message, i)) for i, message in enumerate(messages, 1)]
+        checked = [_checked(message, i) for i, message in enumerate(messages, 1)]
+        chat = [self._escaper.hide(m, generated=m["role"] == "assistant") for m in checked]
         if not chat:
             raise InvalidRequest("there are no messages; give one of the user at least")
         offered = [self._escaper.hide(tool) for tool in tools or ()]
@@ -119,7 +121,7 @@ class ChatTemplate:
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Token ids: marks are control tokens, everything else is ordinary text. first: the text
         begins the prompt, or is tokenized as if it did."""
-        return self.model.prompt_tokenizer.encode(text.translate(self._names), first=first)
+        return self._tokenizer.encode(text.translate(self._names), first=first)
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
@@ -216,25 +218,28 @@ class ControlTokenEscaper:
         self._ends = {token[i:] for token in control for i in range(1, len(token))}
         self._longest = max(map(len, control), default=0)
 
-    def hide(self, value: Any) -> Any:
-        """Every text in a message or a tool, guarded. Raises `InvalidRequest` for a character that
+    def hide(self, value: Any, *, generated: bool = False) -> Any:
+        """Every text in a message or a tool, guarded. generated: the model wrote it, so that
+        visible tokens stay what they are. Raises `InvalidRequest` for a character that
         marks are made of."""
         if isinstance(value, str):
-            return self._hide(value)
+            return self._hide(value, generated=generated)
         if isinstance(value, Mapping):
             return {
-                self._hide(key, ends=False) if isinstance(key, str) else key: self.hide(each)
+                self._hide(key, ends=False) if isinstance(key, str) else key: self.hide(
+                    each, generated=generated
+                )
                 for key, each in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.hide(each) for each in value]
+            return [self.hide(each, generated=generated) for each in value]
         return value
 
     def reveal(self, text: str) -> str:
         """The text as people wrote it."""
         return _GUARD.sub(lambda match: self._revealed[match[0]], text)
 
-    def _hide(self, text: str, *, ends: bool = True) -> str:
+    def _hide(self, text: str, *, ends: bool = True, generated: bool = False) -> str:
         """ends: whether the template's text may stand right beside this one."""
         if found := MARK.search(text):
             raise InvalidRequest(
@@ -245,6 +250,8 @@ class ControlTokenEscaper:
         whole = {at: match[0] for at in begins if (match := self._any.match(text, at))}
         guarded = {at for at, token in whole.items() if token in self._visible}
         places = whole.keys() - guarded
+        if generated:
+            guarded = set()
         if ends:
             places |= self._edges(text)
         if not guarded and not places:

@@ -120,5 +120,7 @@ def test_long_factors_serve_the_whole_context(tmp_path: Path, reader: LoadedMode
 
 
 def test_only_longrope_has_long_factors() -> None:
+    with pytest.raises(ConfigurationError, match="long_context is for models with LongRoPE"):
+        load_model(long_context=True)
     with pytest.raises(ConfigurationError, match="this llama model has the rotary scaling"):
         use_long_factors(tiny_model("llama").config)

@@ -253,6 +253,30 @@ def test_a_template_still_drops_the_thoughts_of_earlier_answers(thinking: ChatTe
     )
 
 
+REWRITING = (
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% if m['role'] == 'assistant' and '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{{ '<think>' + thought + '</think>' + content.split('</think>')[-1] }}"
+    "{% else %}{{ '<|user|>' + content + '<|end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_thoughts_that_a_template_writes_again_have_its_control_tokens(
+    thinking: ChatTemplate,
+) -> None:
+    tokenizer = thinking.model.tokenizer
+    tokenizer.chat_template = REWRITING
+    chat = [
+        {"role": "user", "content": "a </think> b"},
+        {"role": "assistant", "content": "<think>\nhmm\n</think>Yes."},
+    ]
+    ids = thinking.encode(thinking.render_chat(chat))
+    assert tokenizer.decode(ids) == "<|user|>a </think> b<|end|><think>hmm</think>Yes."
+    added = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert [each for each in ids if each in added] == added
+
+
 CONTROL = ["<|user|>", "<|end|>", "<s>", "ab", "bc", "#"]
 TEXTS = st.lists(
     st.sampled_from([*CONTROL, "<|", "|>", "<", "s>", "a", "b", "c", " ", "\n"]), max_size=8
