@@ -29,7 +29,7 @@ async def both(model: ChatRagCache, prompts: list[str]) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as state, RagCache.open(state) as rag:
-        rag.ingest("handbook", [NOTE])
+        rag.ingest("handbook", [NOTE.parent], include=[NOTE.name])
         model = ChatRagCache(rag=rag, max_tokens=16)
         prompt = f"{NOTE.read_text(encoding='utf-8')}\n\nWho is rung first if the alarm goes off?"
         whole: AIMessageChunk | None = None

@@ -345,8 +345,9 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
     table = plain_table()
     for source in answer.sources:
         score = format_scores(source.bm25, source.cosine)
-        page = f", page {source.page}" if source.page is not None else ""
-        table.add_row(escape(source.module) + page, score, source.tier, style="dim")
+        page = getattr(source, "page", None)  # an older service has none
+        place = "" if page is None else f", page {page}"
+        table.add_row(escape(source.module) + place, score, source.tier, style="dim")
     console.print(table)
     timings = answer.timings
     console.print(
