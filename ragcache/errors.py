@@ -9,8 +9,8 @@
     │   QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey,
     │   UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
-    └── StoreError: NoState, LedgerTooNew, LedgerUnavailable, StoreBudgetExceeded, StoreFull,
-        StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable:
+    └── StoreError: NoState, LedgerOutdated, LedgerTooNew, LedgerUnavailable,
+        StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable:
         RemoteMismatch
 
 Errors of the markup language derive from `ragcache_schemas.PMLError`: the language does not depend
@@ -160,6 +160,10 @@ class NoState(StoreError, ValueError):
             f"there is no ragcache state in {folder}; make one with "
             f"`ragcache ingest COLLECTION PATH --state {folder}`"
         )
+
+
+class LedgerOutdated(StoreError, ValueError):
+    """The ledger has to be migrated, and processes of an earlier ragcache have it open."""
 
 
 class LedgerTooNew(StoreError, ValueError):

@@ -10,7 +10,7 @@ from ragcache.db.catalog import (
     NewModule,
     Vectors,
 )
-from ragcache.db.database import Database
+from ragcache.db.database import Database, LedgerStatus
 from ragcache.db.jobs import AdoptedJob, JobDocument, JobRow, Jobs, collection_target
 from ragcache.db.ledger import Ledger
 from ragcache.db.listing import (
@@ -28,13 +28,15 @@ from ragcache.db.listing import (
     module_detail,
     module_page,
 )
+from ragcache.db.processes import LivingSession
 from ragcache.db.records import Records
 from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
 from ragcache.db.sql import Page
 
 __all__ = [
     "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "DocumentRow",
-    "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "Members",
+    "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "LedgerStatus",
+    "LivingSession", "Members",
     "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
     "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts", "Vectors",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",

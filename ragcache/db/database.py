@@ -6,7 +6,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,9 +17,11 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from ragcache.db.migrations import HEAD, upgrade
+from ragcache.db.migrations import HEAD, SERVES_FROM, lock, revision_of, serves_from, upgrade
+from ragcache.db.processes import LivingSession, living_sessions
 from ragcache.errors import (
     ConfigurationError,
+    LedgerOutdated,
     LedgerUnavailable,
     MissingExtra,
     NoState,
@@ -34,6 +37,31 @@ _REST_SECONDS = 1.0  # in which a ledger that failed is not read again
 _READS = {"ragcache_reads": True}
 
 
+@dataclass(frozen=True, slots=True)
+class LedgerStatus:
+    """What a ledger is to this code.
+
+    revision: of its tables, None where it is empty; head: the one of this code; serves_from: the
+    earliest whose code may use the ledger, None where the ledger does not say; sessions: the
+    processes that have it open.
+    """
+
+    revision: str | None
+    head: str
+    serves_from: str | None
+    sessions: tuple[LivingSession, ...]
+
+    @property
+    def condition(self) -> str:
+        """`empty`, `outdated`, `current`, `newer` (this code goes on), or `too new`."""
+        if self.revision is None:
+            return "empty"
+        if self.revision <= self.head:
+            return "current" if self.revision == self.head else "outdated"
+        serves = self.serves_from is not None and self.serves_from <= self.head
+        return "newer" if serves else "too new"
+
+
 class Database:
     """One database. SQLite runs in WAL mode with foreign keys enforced; writers take turns from the
     begin of their transactions, so that none fails half-way."""
@@ -46,8 +74,9 @@ class Database:
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:
         """Opens a path, `sqlite:///PATH` or `postgresql://USER@HOST/NAME`, makes a file that does
-        not exist, and migrates it. Raises `ConfigurationError`, `MissingExtra` without PostgreSQL's
-        driver, `NoState` for a file that is no ledger, `LedgerTooNew`, or another `StoreError`."""
+        not exist, and migrates it where no other process has it open. Raises `ConfigurationError`,
+        `MissingExtra` without PostgreSQL's driver, `NoState` for a file that is no ledger,
+        `LedgerOutdated`, `LedgerTooNew`, or another `StoreError`."""
         url = _url(where)
         database = cls(_engine(url, busy_seconds))
         with _named_errors(database.name):
@@ -61,6 +90,29 @@ class Database:
         if not path.exists():
             raise NoState.in_folder(path.parent)
         return cls.open(path)
+
+    @classmethod
+    def status(cls, where: Path | str) -> LedgerStatus:
+        """Reads what a ledger is to this code, and changes nothing. Raises `StoreError`s."""
+        with closing(cls(_engine(_url(where), BUSY_SECONDS))) as database:
+            with database.reading() as session:
+                connection = session.connection()
+                revision = revision_of(connection)
+                if revision is None:
+                    return LedgerStatus(None, HEAD, None, ())
+                oldest = serves_from(connection, revision)
+                living = living_sessions(session, revision)
+            return LedgerStatus(revision, HEAD, oldest, tuple(living))
+
+    @classmethod
+    def upgrade(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> LedgerStatus:
+        """Migrates a ledger to the revision of this code, also while processes have it open whose
+        code works over that; returns what it is then. Raises `LedgerOutdated` where there are
+        others, `LedgerTooNew`, or another `StoreError`."""
+        url = _url(where)
+        with closing(cls(_engine(url, busy_seconds))) as database, _named_errors(database.name):
+            _migrate(url, busy_seconds, beside=True)
+        return cls.status(where)
 
     @property
     def name(self) -> str:
@@ -176,12 +228,37 @@ def _is_current(engine: Engine) -> bool:
         return bool(connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD)
 
 
-def _migrate(url: str, busy_seconds: float) -> None:
+def _migrate(url: str, busy_seconds: float, *, beside: bool = False) -> None:
     """Migrates in one transaction, on a connection without foreign keys: tables that are built anew
-    would otherwise take the rows that refer to them along."""
+    would otherwise take the rows that refer to them along. beside: also beside processes that the
+    new tables serve."""
     engine = _engine(url, busy_seconds, foreign_keys=False, poolclass=NullPool)
     with engine.begin() as connection:
+        lock(connection)
+        current = revision_of(connection)
+        if current is not None and current < HEAD:
+            with Session(connection) as session:
+                living = living_sessions(session, current)
+            _check_sessions(engine, current, living, beside=beside)
         upgrade(connection)
+
+
+def _check_sessions(
+    engine: Engine, current: str, living: list[LivingSession], *, beside: bool
+) -> None:
+    unserved = [each for each in living if each.revision < SERVES_FROM]
+    hindering = unserved if beside else living
+    if hindering:
+        names = ", ".join(f"{each.machine.split()[0]} {each.pid}" for each in hindering)
+        todo = (
+            f"stop these: the tables of {HEAD} no longer serve them"
+            if unserved
+            else "run `ragcache ledger upgrade`, beside which they go on, or stop them"
+        )
+        raise LedgerOutdated(
+            f"the ledger {Database(engine).name} has the revision {current}, this ragcache needs "
+            f"{HEAD}, and processes of an earlier one have it open ({names}); {todo}"
+        )
 
 
 @contextmanager

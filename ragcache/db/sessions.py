@@ -6,65 +6,37 @@ of another machine lives is decided by the database's clock: those of machines n
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from uuid import uuid4
 
-import psutil
 from sqlalchemy import ColumnElement, delete, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db.database import Database
 from ragcache.db.jobs import hand_over
+from ragcache.db.migrations import HEAD
+from ragcache.db.processes import DEAD_SECONDS, Identity, is_dead
 from ragcache.db.sql import chunks, clock, insert_new, lock_rows
 from ragcache.db.tables import MEMORY_TIERS, ClaimTable, JobTable, SessionTable, StateTable
-from ragcache.states import KVKey
+from ragcache.states import FORMAT_VERSION, KVKey
 
 HEARTBEAT_SECONDS = 2.0
-DEAD_SECONDS = 10.0  # after which a silent session of another machine counts as ended
 _INTERRUPTED = "the process ended before the ingestion did; give it the same documents again"
 _LEFTOVER_SECONDS = 30.0  # between two looks for rows of memory tiers that no session has
 _FIRST_WAIT, _LONGEST_WAIT = 0.01, 0.25  # seconds between looks at another session's claims
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A process: its machine, its number, and when it began."""
-
-    machine: str
-    pid: int
-    started: str
-
-    @classmethod
-    def here(cls) -> Identity:
-        """Of this process."""
-        return cls(_machine(), os.getpid(), _started(psutil.Process()))
-
-    def has_ended(self) -> bool:
-        """Whether the process is gone; False for other machines', which cannot be seen."""
-        if self.machine != _machine():
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            return process.status() == psutil.STATUS_ZOMBIE or _started(process) != self.started
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.AccessDenied:
-            return False
-
-
 @dataclass(slots=True)
 class Sessions:
-    """This process's session in a ledger. generation: how often it has begun."""
+    """This process's session in a ledger. generation: how often it has begun; format: of the states
+    that it reads and writes."""
 
     database: Database
     id: str = field(default_factory=lambda: uuid4().hex)
     generation: int = 1
+    format: int = field(default_factory=lambda: FORMAT_VERSION)
     _last_beat: float = field(default_factory=time.monotonic)
     _last_look: float = -_LEFTOVER_SECONDS
     _reaps_from: float = 0.0
@@ -109,7 +81,15 @@ class Sessions:
         with self.database.reading() as session:
             silent = clock(session) - SessionTable.heartbeat
             rows = session.execute(select(SessionTable, silent).where(SessionTable.id != self.id))
-            return [row.id for row, seconds in rows if _is_dead(row, seconds)]
+            return [
+                row.id
+                for row, seconds in rows
+                if is_dead(Identity(row.machine, row.pid, row.started), seconds)
+            ]
+
+    def formats(self, session: Session) -> set[int]:
+        """The formats of states that sessions use, this one among them."""
+        return {self.format, *session.scalars(select(SessionTable.format).distinct())}
 
     def reap_dead(self) -> None:
         """Ends the sessions that died, and what belongs to no session: a process that was silent
@@ -132,7 +112,8 @@ class Sessions:
         me = Identity.here()
         return SessionTable(
             id=self.id, machine=me.machine, pid=me.pid, started=me.started,
-            heartbeat=clock(session), generation=self.generation,
+            heartbeat=clock(session), generation=self.generation, format=self.format,
+            revision=HEAD,
         )  # fmt: skip
 
 
@@ -164,27 +145,6 @@ def _end_leftovers(session: Session, *, memory: bool) -> None:
 
 def _without_session() -> ColumnElement[bool]:
     return ClaimTable.session.not_in(select(SessionTable.id))
-
-
-def _is_dead(row: SessionTable, silent: float) -> bool:
-    identity = Identity(row.machine, row.pid, row.started)
-    if identity.machine == _machine():
-        return identity.has_ended()
-    return silent > DEAD_SECONDS
-
-
-def _machine() -> str:
-    """Distinguishes process numbers: host, boot and, on Linux, the namespace of the numbers."""
-    facts = [socket.gethostname()]
-    with suppress(OSError):
-        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        facts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(facts)
-
-
-def _started(process: psutil.Process) -> str:
-    """When a process began, in seconds since the boot: the system's clock may be set meanwhile."""
-    return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,8 @@ class RetirementTable(Base):
 class SessionTable(Base):
     """A process that has the store open. machine, pid, started: which process; heartbeat: Unix
     seconds on the database's clock, by which other machines see that it lives; generation: how
-    often it has begun, which is again where others ended it while it was silent."""
+    often it has begun, which is again where others ended it while it was silent; format: of the
+    states that it uses; revision: of the tables that its code was written for."""
 
     __tablename__ = "sessions"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -266,6 +267,8 @@ class SessionTable(Base):
     started: Mapped[str]
     heartbeat: Mapped[float]
     generation: Mapped[int] = mapped_column(default=1, server_default="1")
+    format: Mapped[int] = mapped_column(server_default="2")
+    revision: Mapped[str] = mapped_column(server_default="0003")
 
 
 class ClaimTable(Base):

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import torch
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from ragcache.config import check_options, parse_optional_bytes
 from ragcache.db.database import Database
@@ -32,7 +33,7 @@ from ragcache.errors import (
     RemoteUnavailable,
     StoreError,
 )
-from ragcache.states import FORMAT_VERSION, KVKey, KVStates
+from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
 from ragcache.store.eviction import Policy, check_policy
 from ragcache.store.leases import (
@@ -457,8 +458,8 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 
 def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow]) -> None:
-    """Recovery: removes states of an earlier format or without an owner (rows, then blobs), rows
-    without a blob, and blobs without a row that no living process is writing."""
+    """Recovery: removes states of a format that no session uses or without an owner (rows, then
+    blobs), rows without a blob, and blobs without a row that no living process is writing."""
     retired = _retire_leftovers(ledger)
     persistent.discard(retired)
     for index in persistent.indexes:
@@ -477,15 +478,24 @@ def recover(ledger: Ledger, persistent: PersistentTiers, rows: Sequence[StateRow
 
 
 def _retire_leftovers(ledger: Ledger) -> list[KVKey]:
-    keys = select(StateTable.key).distinct()
     with ledger.database.reading() as session:
-        earlier = [*session.scalars(keys.where(StateTable.format != FORMAT_VERSION))]
-        unowned = [*session.scalars(keys.where(is_unowned()))]
-    if not earlier and not unowned:
+        foreign, unowned = _leftovers(ledger, session)
+    if not foreign and not unowned:
         return []
     with ledger.database.transaction() as session:
-        gone = retire(session, map(KVKey, earlier), even_owned=True)
-        return gone + retire(session, map(KVKey, unowned))
+        foreign, unowned = _leftovers(ledger, session)  # a session may have begun meanwhile
+        gone = retire(session, foreign, even_owned=True)
+        return gone + retire(session, unowned)
+
+
+def _leftovers(ledger: Ledger, session: Session) -> tuple[list[KVKey], list[KVKey]]:
+    """Keys of states in formats that no session uses, and of those without an owner."""
+    keys = select(StateTable.key).distinct()
+    foreign = StateTable.format.not_in(ledger.sessions.formats(session))
+    return (
+        [KVKey(key) for key in session.scalars(keys.where(foreign))],
+        [KVKey(key) for key in session.scalars(keys.where(is_unowned()))],
+    )
 
 
 def _is_alone(ledger: Ledger) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from sqlalchemy import func, select
 
+from ragcache.db.ledger import StateRow
 from ragcache.db.references import is_unowned, retire
 from ragcache.db.sql import from_modules
 from ragcache.db.tables import (
@@ -25,7 +26,7 @@ from ragcache.db.tables import (
     VectorTable,
 )
 from ragcache.errors import RemoteUnavailable, StateCorrupt, StateMissing, StoreUnreadable
-from ragcache.states import FORMAT_VERSION, KVKey
+from ragcache.states import KVKey
 from ragcache.store.memory_tiers import TierIndex
 from ragcache.store.store import KVStore
 
@@ -38,7 +39,7 @@ class Disagreement:
 
     kind: `corrupt` (a blob fails its checksum), `missing` (a row without a blob), `orphan` (a blob
     without a row), `size` (a row records more bytes than the blob takes), `unowned` (states without
-    an owner), `format` (states of an earlier version), `vector` (embeddings of one collection
+    an owner), `format` (states of another version that no living process uses), `vector` (embeddings of one collection
     that differ in length), `module` (a document without modules, or a module without states),
     `unreadable` (a tier that cannot be read now). mended: by `repair`.
     """
@@ -80,7 +81,7 @@ def verify(
     found, total = list(_owners(store, repair)), 0
     for index in store.persistent.indexes:
         try:
-            rows = {row.key: row.nbytes for row in store.ledger.load() if row.tier == index.name}
+            rows = {row.key: row for row in store.ledger.load() if row.tier == index.name}
             total += len(rows)
             found += _blobs(store, index, rows, repair, progress)
         except RemoteUnavailable as error:
@@ -92,12 +93,15 @@ def verify(
 
 
 def _blobs(
-    store: KVStore, index: TierIndex, rows: dict[KVKey, int], repair: bool,
+    store: KVStore, index: TierIndex, rows: dict[KVKey, StateRow], repair: bool,
     progress: Progress | None,
 ) -> Iterator[Disagreement]:  # fmt: skip
     blobs = set(index.tier.keys())
-    for done, (key, nbytes) in enumerate(sorted(rows.items())):
-        fault = _fault(index, key, nbytes)
+    with store.ledger.database.reading() as session:
+        foreign = store.ledger.sessions.formats(session) - {store.ledger.sessions.format}
+    for done, (key, row) in enumerate(sorted(rows.items())):
+        read = row.metadata.format not in foreign  # else only the processes of that format can
+        fault = _fault(index, key, row.nbytes) if read else None
         if fault is not None and store.ledger.find([key]):  # no other process has just removed it
             kind, detail = fault
             mend = repair and kind != "unreadable"
@@ -130,7 +134,7 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
     lasting = StateTable.tier.in_(("disk", "remote"))
     with store.ledger.database.reading() as session:
         unowned = list(session.execute(statement.where(lasting, is_unowned())))
-        other = StateTable.format != FORMAT_VERSION
+        other = StateTable.format.not_in(store.ledger.sessions.formats(session))
         earlier = list(session.execute(statement.where(lasting, other)))
     if repair and (unowned or earlier):
         with store.ledger.database.transaction() as session:
@@ -141,7 +145,7 @@ def _owners(store: KVStore, repair: bool) -> Iterator[Disagreement]:
         detail = "neither a module, a schema nor an ingestion needs these states"
         yield Disagreement("unowned", f"{tier} {key}", detail, repair)
     for key, tier in earlier:
-        yield Disagreement("format", f"{tier} {key}", "states of an earlier version", repair)
+        yield Disagreement("format", f"{tier} {key}", "states of another version", repair)
 
 
 def _index(store: KVStore) -> Iterator[Disagreement]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import make_url, select
 
 from ragcache.db import Catalog, Database
-from ragcache.db.sessions import DEAD_SECONDS
+from ragcache.db.processes import DEAD_SECONDS
 from ragcache.db.tables import StateTable
 from tests.cluster.conftest import Measured
 from tests.cluster.machines import wait_until

@@ -15,9 +15,11 @@ from sqlalchemy import select, text
 from ragcache.db import Database, migrations
 from ragcache.db.database import LastKnown
 from ragcache.db.migrations import HEAD
+from ragcache.db.sessions import Sessions
 from ragcache.db.tables import Base, NamespaceTable, StateTable
 from ragcache.errors import (
     ConfigurationError,
+    LedgerOutdated,
     LedgerTooNew,
     LedgerUnavailable,
     NoState,
@@ -110,6 +112,83 @@ def test_a_ledger_of_a_later_version_is_refused(where: Path | str) -> None:
     database.close()
     with pytest.raises(LedgerTooNew, match="has the revision 9999, this ragcache reads"):
         Database.open(where)
+
+
+def test_a_later_ledger_that_only_expanded_is_used(where: Path | str) -> None:
+    database = Database.open(where)
+    with database.transaction() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        noted = f"INSERT INTO ledger_facts VALUES ('revision 9999 serves from', '{HEAD}')"
+        session.execute(text(noted))
+        for name in ("sessions", "documents"):
+            added = f"ALTER TABLE {name} ADD COLUMN later VARCHAR NOT NULL DEFAULT ''"
+            session.execute(text(added))
+    assert Database.status(where).condition == "newer"
+    again = Database.open(where)
+    Sessions(again).begin()
+    again.close()
+    database.close()
+    assert Database.upgrade(where).revision == "9999", "it stays as it is"
+
+
+def make_outdated(where: Path | str) -> Database:
+    """A ledger as the code before the last migration left it, which a process has open."""
+    database = Database.open(where)
+    Sessions(database).begin()
+    with database.transaction() as session:
+        for column in ("format", "revision"):
+            session.execute(text(f"ALTER TABLE sessions DROP COLUMN {column}"))
+        session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
+        session.execute(text("DELETE FROM ledger_facts"))
+    return database
+
+
+def test_opening_migrates_only_where_no_other_process_lives(where: Path | str) -> None:
+    database = make_outdated(where)
+    with pytest.raises(LedgerOutdated, match="revision 0003.*run `ragcache ledger upgrade`"):
+        Database.open(where)
+    status = Database.status(where)
+    assert (status.revision, status.condition) == ("0003", "outdated")
+    assert [(each.format, each.revision) for each in status.sessions] == [(2, "0003")]
+    with database.transaction() as session:
+        session.execute(text("UPDATE sessions SET machine = 'another', heartbeat = 0"))
+    Database.open(where).close()
+    assert Database.status(where).condition == "current"
+    database.close()
+
+
+def test_an_upgrade_goes_beside_processes_that_the_new_tables_serve(where: Path | str) -> None:
+    database = make_outdated(where)
+    upgraded = Database.upgrade(where)
+    assert (upgraded.condition, upgraded.serves_from) == ("current", migrations.SERVES_FROM)
+    with database.transaction() as session:  # what the code before it writes
+        session.execute(
+            text(
+                "INSERT INTO sessions (id, machine, pid, started, heartbeat, generation) "
+                "SELECT 'old', machine, pid, started, heartbeat, 1 FROM sessions"
+            )
+        )
+    sessions = Database.status(where).sessions
+    assert [(each.format, each.revision) for each in sessions] == [(2, "0003")] * 2
+    Database.open(where).close()
+    database.close()
+
+
+def test_an_upgrade_that_contracts_waits_for_the_processes_before(
+    where: Path | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = make_outdated(where)
+    monkeypatch.setattr("ragcache.db.database.SERVES_FROM", HEAD)
+    for migrate in (Database.open, Database.upgrade):
+        with pytest.raises(LedgerOutdated, match="stop these: the tables of"):
+            migrate(where)
+    assert Database.status(where).revision == "0003"
+    database.close()
+
+
+def test_an_empty_ledger_is_named_and_made(where: Path | str) -> None:
+    assert Database.status(where).condition == "empty"
+    assert Database.upgrade(where).condition == "current"
 
 
 def test_a_folder_without_state_is_named(tmp_path: Path) -> None:
