@@ -10,8 +10,8 @@
     │   UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerOutdated, LedgerTooNew, LedgerUnavailable,
-        StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt, StateMissing, RemoteUnavailable:
-        RemoteMismatch
+        StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
+        StateMissing, RemoteUnavailable: RemoteMismatch
 
 Errors of the markup language derive from `ragcache_schemas.PMLError`: the language does not depend
 on ragcache.

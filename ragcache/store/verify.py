@@ -39,9 +39,9 @@ class Disagreement:
 
     kind: `corrupt` (a blob fails its checksum), `missing` (a row without a blob), `orphan` (a blob
     without a row), `size` (a row records more bytes than the blob takes), `unowned` (states without
-    an owner), `format` (states of another version that no living process uses), `vector` (embeddings of one collection
-    that differ in length), `module` (a document without modules, or a module without states),
-    `unreadable` (a tier that cannot be read now). mended: by `repair`.
+    an owner), `format` (states of another version that no living process uses), `vector`
+    (embeddings of one collection that differ in length), `module` (a document without modules, or a
+    module without states), `unreadable` (a tier that cannot be read now). mended: by `repair`.
     """
 
     kind: str

@@ -145,7 +145,7 @@ def make_outdated(where: Path | str) -> Database:
 
 def test_opening_migrates_only_where_no_other_process_lives(where: Path | str) -> None:
     database = make_outdated(where)
-    with pytest.raises(LedgerOutdated, match="revision 0003.*run `ragcache ledger upgrade`"):
+    with pytest.raises(LedgerOutdated, match=r"revision 0003.*run `ragcache ledger upgrade`"):
         Database.open(where)
     status = Database.status(where)
     assert (status.revision, status.condition) == ("0003", "outdated")
