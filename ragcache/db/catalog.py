@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,20 @@ class Catalog:
         for chunk in chunks(dict.fromkeys(names)):
             found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
         return [found[name] for name in names if name in found]
+
+    def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> list[ModuleRow]:
+        """All modules of a collection, the known ones first, in their order. Of these only names
+        are read: the rest of a module never changes, and ids are not used again. Raises
+        `UnknownCollection`."""
+        columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
+        statement = self._within(from_modules(*columns), collection)
+        with self._database.reading() as session:
+            collection_id(session, collection, self.namespace)
+            named = {row[0]: row[1:] for row in session.execute(statement)}
+        rows = [_renamed(row, *named[n]) for n, row in known.items() if n in named]
+        for chunk in chunks(sorted(named.keys() - known.keys())):
+            rows += self._modules(collection, ModuleTable.id.in_(map(int, chunk)))
+        return rows
 
     def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
         statement = from_modules(ModuleTable, DocumentTable).where(*chosen).order_by(ModuleTable.id)
@@ -304,6 +318,12 @@ class NewDocument:
     modules: Sequence[NewModule]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+
+
+def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:
+    if (row.name, row.document, row.uri) == (name, document, uri):
+        return row
+    return replace(row, name=name, document=document, uri=uri)
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,7 @@ class Ingestor:
                 collection, rows, job, jobs.session, removed, moved
             )
             self.store.discard(freed)
+        self.retriever.update_index(collection)
         return encoded
 
     def _digest(self, document: SourceDocument) -> str:

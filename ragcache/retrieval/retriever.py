@@ -2,32 +2,35 @@
 
 Sparse search is BM25 over words, dense search the cosine of embeddings, hybrid search both, fused
 by reciprocal rank. The catalog is the truth: an index (`CollectionIndex`) is built from it in
-memory, and again when it changes.
+memory. When the catalog changes, questions are served at once by the index with the change applied
+to it, and one that is built anew aside takes its place (`_Rebuilder`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
-import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-import bm25s
 import faiss
 import numpy as np
-import Stemmer
 from langchain_core.embeddings import Embeddings
 
 from ragcache.config import check_k
 from ragcache.db import Catalog, Database, ModuleRow, Vectors
-from ragcache.errors import ConfigurationError, InvalidRequest
+from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable
 from ragcache.retrieval.embeddings import embedder_name
 from ragcache.retrieval.filters import Filters, Test, compile_filters
+from ragcache.retrieval.words import UpdatedWords, WordIndex, terms
+
+_log = logging.getLogger(__name__)
 
 SearchKind = Literal["hybrid", "sparse", "dense"]
 
@@ -104,7 +107,12 @@ class _Indexed:
 
 class Retriever:
     """Searches the collections of one catalog. Thread-safe: searches run in parallel, and threads
-    that need the same new index wait for one of them to build it."""
+    that need the same first index wait for one of them to build it.
+
+    What any process has stored is found by the next question, and what any has deleted is not. No
+    question waits for a large index to be built again: it takes what came and what went since into
+    account, at a cost in proportion to that, and one thread builds another aside. What this process
+    ingests it takes into account itself (`update_index`), before `ingest` returns."""
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None
@@ -114,6 +122,7 @@ class Retriever:
         self._indexed: dict[str, _Indexed] = {}
         self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()  # of `_building` alone
+        self._rebuilder = _Rebuilder(self._rebuild)
 
     def using(self, embedder: Embeddings) -> Retriever:
         """A retriever with another embedder of the same name, sharing vectors and indexes."""
@@ -143,6 +152,13 @@ class Retriever:
         vector of another length."""
         self._check_embedder()
         return self._select("", _vector(vector), collection, params)
+
+    def update_index(self, collection: str) -> None:
+        """Applies a change of a collection to its index, if there is one, so that no question has
+        to. Where the ledger does not answer, the next question does it."""
+        if collection in self._indexed:
+            with contextlib.suppress(LedgerUnavailable):
+                self._current(collection, None)
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
         """Vectors [N, D] float32 of stripped texts; None without an embedder."""
@@ -191,25 +207,49 @@ class Retriever:
         stamp = self._catalog.stamp(collection)
         if indexed is not None and _serves(indexed, stamp, dimension):
             return indexed
-        with self._guard:
-            building = self._building[collection]
-        with building:
+        with self._lock_of(collection):
             stamp = self._catalog.stamp(collection)
             indexed = self._indexed.get(collection)
             if indexed is None or indexed.stamp != stamp:
-                indexed = self._build(collection, stamp)
+                indexed = self._updated(collection, stamp, indexed)
             if not _serves(indexed, stamp, dimension):
                 assert dimension is not None
                 vectors = self._vectors_of(collection, indexed.modules, dimension)
                 indexed = replace(indexed, index=indexed.index.with_vectors(vectors))
             self._indexed[collection] = indexed
-            return indexed
+        if indexed.index.is_outdated:
+            self._rebuilder.request(collection)
+        return indexed
+
+    def _lock_of(self, collection: str) -> threading.Lock:
+        with self._guard:
+            return self._building[collection]
+
+    def _updated(
+        self, collection: str, stamp: tuple[int, int], before: _Indexed | None
+    ) -> _Indexed:
+        """The index with what has changed since; a new one for a new collection."""
+        if before is None or before.stamp[0] != stamp[0]:
+            return self._build(collection, stamp)
+        rows = self._catalog.reread_modules(collection, before.modules)
+        modules = {row.id: row for row in rows}
+        return _Indexed(stamp, before.index.update(*_ids_and_texts(modules)), modules)
+
+    def _rebuild(self, collection: str) -> None:
+        """Builds the words of a collection anew from what is in memory, and applies to them what
+        has changed meanwhile."""
+        indexed = self._indexed[collection]
+        words = WordIndex(*_ids_and_texts(indexed.modules))
+        words.build()
+        with self._lock_of(collection):
+            now = self._indexed[collection]
+            if now.index.is_outdated:
+                index = now.index.with_words(words.update(*_ids_and_texts(now.modules)))
+                self._indexed[collection] = replace(now, index=index)
 
     def _build(self, collection: str, stamp: tuple[int, int]) -> _Indexed:
         modules = {row.id: row for row in self._catalog.modules(collection)}
-        ids = np.fromiter(modules, dtype=np.int64, count=len(modules))
-        index = CollectionIndex(ids, [row.text for row in modules.values()])
-        return _Indexed(stamp, index, modules)
+        return _Indexed(stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
 
     def _vectors_of(
         self, collection: str, modules: dict[int, ModuleRow], dimension: int
@@ -233,6 +273,44 @@ class Retriever:
                 self._vectors.add_vectors(missing, made)
             by_id.update(zip(missing, made, strict=True))
         return np.stack([by_id[number] for number in modules])
+
+
+class _Rebuilder:
+    """Calls `rebuild` for collections, one after another, in a thread that lives while there are
+    some. A collection that is requested meanwhile gets its turn again. Thread-safe."""
+
+    def __init__(self, rebuild: Callable[[str], None]) -> None:
+        self._rebuild = rebuild
+        self._requested: dict[str, None] = {}  # in the order of requests
+        self._running = False
+        self._guard = threading.Lock()
+
+    def request(self, collection: str) -> None:
+        """Has a collection rebuilt soon; at most once for all requests until that begins."""
+        with self._guard:
+            self._requested[collection] = None
+            if self._running:
+                return
+            self._running = True
+        threading.Thread(target=self._run, name="ragcache-index", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._guard:
+                collection = next(iter(self._requested), None)
+                if collection is None:
+                    self._running = False
+                    return
+                del self._requested[collection]
+            try:
+                self._rebuild(collection)
+            except Exception:
+                _log.exception("the index of %r was not rebuilt; the old one serves", collection)
+
+
+def _ids_and_texts(modules: Mapping[int, ModuleRow]) -> tuple[np.ndarray, list[str]]:
+    ids = np.fromiter(modules, dtype=np.int64, count=len(modules))
+    return ids, [row.text for row in modules.values()]
 
 
 def _vector(numbers: Sequence[float]) -> np.ndarray:
@@ -337,23 +415,40 @@ def overlaps(texts: Sequence[Collection[str]]) -> np.ndarray:
 class CollectionIndex:
     """BM25 over the words of modules and, given vectors, FAISS over their embeddings. Thread-safe.
 
-    ids: [N] int64, the modules; vectors: [N, D] float32 or None. Single Chinese, Japanese and
-    Korean characters have a separate BM25, so that text lengths in the first one count words.
+    ids: [N] int64, the modules; vectors: [N, D] float32 or None.
     """
 
     def __init__(
         self, ids: np.ndarray, texts: Sequence[str], vectors: np.ndarray | None = None
     ) -> None:
         self.ids = ids
-        self._words = _Words(texts)
+        self._words: WordIndex | UpdatedWords = WordIndex(ids, texts)
         self._dense = None if vectors is None else _flat_index(ids, vectors)
 
     def with_vectors(self, vectors: np.ndarray) -> CollectionIndex:
         """The same BM25 with other vectors, [N, D] float32."""
-        other = CollectionIndex.__new__(CollectionIndex)
-        other.ids, other._words = self.ids, self._words
+        other = copy(self)
         other._dense = _flat_index(self.ids, vectors)
         return other
+
+    def with_words(self, words: WordIndex | UpdatedWords) -> CollectionIndex:
+        """The same vectors with other words of the same modules."""
+        other = copy(self)
+        other._words = words
+        return other
+
+    def update(self, ids: np.ndarray, texts: Sequence[str]) -> CollectionIndex:
+        """An index over other modules, most of them the same; without vectors, unless all are."""
+        if np.array_equal(ids, self.ids):
+            return self
+        other = copy(self)
+        other.ids, other._words, other._dense = ids, self._words.update(ids, texts), None
+        return other
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the words should be built anew."""
+        return self._words.is_outdated
 
     @property
     def dimension(self) -> int | None:
@@ -394,37 +489,6 @@ class CollectionIndex:
         return rows
 
 
-class _Words:
-    """BM25 over texts, built at the first query; concurrent queries wait for it."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-        self._made: tuple[bm25s.BM25 | None, bm25s.BM25 | None] | None = None
-        self._making = threading.Lock()
-
-    def scores(self, query: str) -> np.ndarray:
-        """Scores [N] float32 of all texts; 0 where no word is shared with the query."""
-        with self._making:
-            if self._made is None:
-                self._made = _bm25(self._texts, terms), _bm25(self._texts, characters)
-        scores = np.zeros(len(self._texts), dtype=np.float32)
-        for index, words in zip(self._made, (terms(query), lone_characters(query)), strict=True):
-            if index is not None and words:
-                scores += index.get_scores(words)
-        return scores
-
-
-def _bm25(texts: Sequence[str], spell: Callable[[str], list[str]]) -> bm25s.BM25 | None:
-    """An index over the terms of texts; None if there are none."""
-    corpus = [spell(text) for text in texts]
-    if not any(corpus):
-        return None
-    index = bm25s.BM25()
-    spelled = [words or ["\0"] for words in corpus]  # bm25s requires a term in every text
-    index.index(spelled, show_progress=False)
-    return index
-
-
 def _flat_index(ids: np.ndarray, vectors: np.ndarray) -> faiss.IndexIDMap2:
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
     index.add_with_ids(_unit(vectors), ids)
@@ -435,48 +499,6 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: np.ndarray = (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
     return unit
-
-
-_WORD = re.compile(r"[^\W_]+", re.UNICODE)
-_IDEOGRAPHS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
-STOP_WORDS = frozenset(
-    "a an and are as at be been by can could did do does for from had has have he her him his how "
-    "i if in into is it its long many may me much must my no not of on one or our shall she should "
-    "so than that the their them there they this those to up us was we were what when where which "
-    "who whom whose why will with would you your".split()
-)
-
-
-class _Local(threading.local):
-    """A stemmer for each thread: PyStemmer's are not thread-safe."""
-
-    def __init__(self) -> None:
-        self.stemmer = Stemmer.Stemmer("english")
-
-
-_local = _Local()
-
-
-def terms(text: str) -> list[str]:
-    """Stemmed words without stop words; Chinese, Japanese and Korean as pairs of characters."""
-    found: list[str] = []
-    for word in _WORD.findall(text.lower()):
-        if _IDEOGRAPHS.search(word):
-            found += [word[i : i + 2] for i in range(max(1, len(word) - 1))]
-        elif word not in STOP_WORDS:
-            found.append(word)
-    stemmed: list[str] = _local.stemmer.stemWords(found)
-    return stemmed
-
-
-def characters(text: str) -> list[str]:
-    """The Chinese, Japanese and Korean characters of a text, one by one."""
-    return [character for run in _IDEOGRAPHS.findall(text) for character in run]
-
-
-def lone_characters(text: str) -> list[str]:
-    """Such characters that form a word of their own, which no pair of characters can match."""
-    return [w for w in _WORD.findall(text) if len(w) == 1 and _IDEOGRAPHS.match(w)]
 
 
 RANK_CONSTANT = 60

@@ -13,6 +13,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.documents import DocumentPart, LoadedSources, SkippedFile
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache.models import LoadedModel
+from ragcache.retrieval import CollectionIndex
 from ragcache.store.verify import verify
 
 
@@ -58,6 +59,23 @@ def test_sync_encodes_removes_and_renames(rag: RagCache, folder: Path) -> None:
     assert rag.get_modules(["deep/moved.md#1"], collection="c")[0].text.startswith("# a.md")
     again = rag.sync("c", folder)
     assert (again.unchanged, again.removed, dict(again.renamed)) == (3, (), {})
+
+
+def test_ingest_applies_its_changes_to_the_index(
+    rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the first question after it would."""
+    applied: list[str] = []
+    update = CollectionIndex.update
+    monkeypatch.setattr(
+        CollectionIndex, "update", lambda self, *a: (applied.append("at"), update(self, *a))[1]
+    )
+    rag.ingest("c", folder)
+    assert rag.retrieve("yard", collection="c", k=9).hits
+    rag.ingest("c", SourceDocument("other", "A sloop in the yard."))
+    assert applied == ["at"]
+    [hit] = rag.retrieve("sloop", collection="c").hits
+    assert (hit.module.document, applied) == ("other", ["at"])
 
 
 def test_files_that_take_each_others_names(rag: RagCache, folder: Path) -> None:

@@ -25,9 +25,11 @@ from ragcache.retrieval import (
     SearchKind,
     SearchParams,
     Selection,
+    words,
 )
 from ragcache.retrieval.embeddings import MiniLM, embedder_name
 from ragcache.retrieval.retriever import overlaps, select_by_mmr
+from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVKey
 
 
@@ -385,6 +387,111 @@ def test_building_one_index_does_not_block_another(database: Database) -> None:
         assert found(retriever, "vessel", 1) == ["boats.md"]
         go.set()
         assert names(slow.result()) == ["s"]
+
+
+class Held:
+    """Builds of word indexes in the background wait for `go`; those of questions fail the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.entered, self.ended = (threading.Event() for _ in range(3))
+        self._build, self._asking = WordIndex.build, threading.current_thread()
+        monkeypatch.setattr(words, "BUILT_AT_ONCE", 0)
+        monkeypatch.setattr(WordIndex, "build", lambda index: self._held(index))
+
+    def _held(self, index: WordIndex) -> Any:
+        if index._made is not None:
+            return self._build(index)
+        assert threading.current_thread() is not self._asking, "a question builds an index"
+        self.entered.set()
+        assert self.go.wait(30)
+        return self._build(index)
+
+
+def indexed(retriever: Retriever) -> CollectionIndex:
+    return retriever._indexed["notes"].index
+
+
+@pytest.mark.parametrize("embedder", [Topics(), None])
+def test_the_old_index_serves_with_changes_applied_while_another_is_built(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedder: Topics | None
+) -> None:
+    catalog, retriever = opened(database, embedder)
+    fill(catalog, embedder)
+    sparse = SearchParams(5, "sparse")
+    assert names(retriever.retrieve("boat", "notes", sparse)) == ["boats.md"]
+    held = Held(monkeypatch)
+    elsewhere = Database.open(tmp_path / "ledger.sqlite")
+    other = Catalog(elsewhere, "tokenizer", None)
+    other.replace_documents(
+        "notes", [document("tins.md", "A tin and a boat."), document("c", "船")]
+    )
+    assert sorted(names(retriever.retrieve("boat", "notes", sparse))) == ["boats.md", "tins.md"]
+    assert names(retriever.retrieve("船", "notes", sparse)) == ["c"]
+    assert held.entered.wait(30)
+    other.delete_documents("notes", ["boats.md"])
+    assert names(retriever.retrieve("boat", "notes", sparse)) == ["tins.md"]
+    assert "boats.md" not in found(retriever, "boat", 9), "deleted is never answered"
+    other.replace_documents("notes", [document("keys.md", "A key in a drawer.")])
+    assert names(retriever.retrieve("cupboard", "notes", sparse)) == []
+    other.rename_document("notes", "keys.md", "drawers.md")
+    [hit] = retriever.retrieve("drawer", "notes", sparse).hits
+    assert (hit.module.document, hit.module.name) == ("drawers.md", "drawers.md#1")
+    elsewhere.close()
+    assert indexed(retriever).is_outdated
+    held.go.set()
+    wait_until_built(retriever)
+    assert not indexed(retriever).is_outdated
+    fresh = Retriever(catalog)
+    monkeypatch.undo()
+    for query in ("boat", "drawer", "leave", "船"):
+        one, two = (each.retrieve(query, "notes", sparse).hits for each in (retriever, fresh))
+        assert [hit.module for hit in one] == [hit.module for hit in two]
+        assert [hit.score for hit in one] == pytest.approx([hit.score for hit in two])
+
+
+def wait_until_built(retriever: Retriever) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "ragcache-index":
+            thread.join(30)
+
+
+def test_a_change_is_applied_without_a_question(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+    retriever.update_index("notes")
+    assert retriever._indexed == {}, "what nobody has searched gets no index"
+    assert found(retriever, "boat") == ["boats.md"]
+    held = Held(monkeypatch)
+    catalog.replace_documents("notes", [document("new.md", "A sloop.")])
+    retriever.update_index("notes")
+    monkeypatch.setattr(words, "terms", lambda text: {"sloop": ["sloop"]}[text])
+    assert found(retriever, "sloop") == ["new.md"], "no text is read for the question"
+    monkeypatch.undo()
+    held.go.set()
+    wait_until_built(retriever)
+
+
+def test_a_build_that_fails_leaves_the_old_index(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+    assert found(retriever, "boat") == ["boats.md"]
+    monkeypatch.setattr(words, "BUILT_AT_ONCE", 0)
+
+    def fail(index: WordIndex) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as failing:
+        failing.setattr("ragcache.retrieval.retriever.WordIndex.build", fail)
+        catalog.replace_documents("notes", [document("new.md", "A sloop.")])
+        retriever.update_index("notes")
+        wait_until_built(retriever)
+    assert "the index of 'notes' was not rebuilt; the old one serves" in caplog.text
+    assert found(retriever, "sloop") == ["new.md"]
+    wait_until_built(retriever)
 
 
 def test_recreated_collection_gets_a_new_index(database: Database) -> None:

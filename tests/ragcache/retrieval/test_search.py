@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache.retrieval import CollectionIndex, fuse
-from ragcache.retrieval.retriever import STOP_WORDS, characters, lone_characters, terms
+from ragcache.retrieval.words import STOP_WORDS, characters, lone_characters, terms
 
 TEXTS = [
     "The survey boat is moored at the north quay.",
@@ -128,7 +128,7 @@ def test_bm25_is_built_at_the_first_sparse_search(
 ) -> None:
     counted: list[str] = []
     monkeypatch.setattr(
-        "ragcache.retrieval.retriever.terms", lambda text: (counted.append(text), text.split())[1]
+        "ragcache.retrieval.words.terms", lambda text: (counted.append(text), text.split())[1]
     )
     index = CollectionIndex(IDS, TEXTS, VECTORS)
     index.search_dense(np.ones(3, dtype=np.float32), 2)

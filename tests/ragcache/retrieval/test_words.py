@@ -1,0 +1,54 @@
+"""Word indexes that outlive changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragcache.retrieval import words
+from ragcache.retrieval.words import UpdatedWords, WordIndex
+
+TEXTS = ["The boat is moored at the quay.", "A key, and a key of the boat.", "船停在北京。", "?"]
+IDS = np.array([4, 7, 8, 9])
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> WordIndex:
+    monkeypatch.setattr(words, "BUILT_AT_ONCE", 0)
+    index = WordIndex(IDS, TEXTS)
+    index.build()
+    return index
+
+
+@pytest.mark.parametrize("query", ["boat", "key key boats", "北京", "船", "nothing", ""])
+def test_a_text_that_came_scores_as_its_twin_in_the_index(built: WordIndex, query: str) -> None:
+    ids = np.array([7, 9, 20, 21, 22, 23])
+    updated = built.update(ids, [TEXTS[1], TEXTS[3], *TEXTS])
+    assert updated.is_outdated
+    scores = updated.scores(query)
+    before = built.scores(query)
+    assert scores[:2].tolist() == before[[1, 3]].tolist()
+    assert scores[2:] == pytest.approx(before, rel=1e-5)
+
+
+def test_words_that_the_index_lacks_are_found(built: WordIndex) -> None:
+    updated = built.update(np.array([4, 30]), [TEXTS[0], "An anchor. 猫"])
+    assert updated.scores("anchor").tolist()[0] == 0.0 < updated.scores("anchor")[1]
+    assert updated.scores("猫")[1] > 0.0
+    again = updated.update(IDS, TEXTS)
+    assert again is built, "nothing has changed after all"
+
+
+def test_an_index_without_a_word_is_updated(built: WordIndex) -> None:
+    empty = WordIndex(np.array([1]), ["?"])
+    empty.build()
+    updated = empty.update(np.array([1, 2]), ["?", "An anchor."])
+    assert isinstance(updated, UpdatedWords)
+    assert updated.scores("anchor")[1] > 0.0
+
+
+def test_a_small_or_unbuilt_index_is_made_anew() -> None:
+    small = WordIndex(IDS, TEXTS)
+    assert isinstance(small.update(np.array([1]), ["boat"]), WordIndex)
+    small.build()
+    assert isinstance(small.update(np.array([1]), ["boat"]), WordIndex)
