@@ -33,12 +33,11 @@ LANGUAGES = {
     ".rb": "ruby", ".php": "php", ".swift": "swift", ".c": "c", ".h": "c", ".cc": "cpp",
     ".cpp": "cpp", ".cxx": "cpp", ".hpp": "cpp", ".cs": "csharp", ".lua": "lua", ".hs": "haskell",
     ".ex": "elixir", ".exs": "elixir", ".ps1": "powershell", ".proto": "proto", ".sol": "sol",
-    ".pl": "perl",
 }  # fmt: skip
 """Source code, by the names of LangChain's splitters."""
 _PLAIN_CODE = frozenset(
     ".sh .bash .zsh .fish .sql .r .jl .m .dart .vue .svelte .css .scss .yaml .yml .toml .ini .cfg "
-    ".conf .properties .xml .xsd .gradle .cmake .tf .graphql .bat .diff .patch".split()
+    ".conf .properties .xml .xsd .gradle .cmake .tf .graphql .bat .diff .patch .pl".split()
 )
 CODE = "code"  # the language of code for which there is no splitter of its own
 
@@ -160,13 +159,20 @@ def _read_html(raw: bytes, _: str) -> _Content:
     return _Content([DocumentPart(text)], metadata)
 
 
+_DELIMITERS = ",;\t|"
+
+
 def _read_csv(raw: bytes, suffix: str) -> _Content:
     text = decode_text(raw)
     try:
-        dialect: Any = csv.Sniffer().sniff(text[:65536], delimiters=",;\t|")
-    except csv.Error:
-        dialect = csv.excel_tab if suffix == ".tsv" else csv.excel
-    return _Content([DocumentPart(write_table(list(csv.reader(io.StringIO(text), dialect))))])
+        mark = csv.Sniffer().sniff(text[:65536], delimiters=_DELIMITERS).delimiter
+    except csv.Error:  # the one that occurs most often in the header
+        header = text.partition("\n")[0]
+        mark = "\t" if suffix == ".tsv" else max(_DELIMITERS, key=header.count)
+    # of the other guesses none is taken: the sniffer looks at the beginning alone
+    return _Content(
+        [DocumentPart(write_table(list(csv.reader(io.StringIO(text), delimiter=mark))))]
+    )
 
 
 def _read_json(raw: bytes, suffix: str) -> _Content:
@@ -202,8 +208,11 @@ def _json_blocks(value: Any, level: int) -> Iterable[str]:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether it is a list of objects that hold no others."""
+    """Whether it is a list of objects that hold no others, and mostly have the same keys."""
     if not (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+        return False
+    width = len({key for each in value for key in each})
+    if width * len(value) > 4 * sum(map(len, value)):
         return False
     return all(_is_scalar(inner) for each in value for inner in each.values())
 

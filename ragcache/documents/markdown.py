@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_HEADING = re.compile(r"^(#{1,6}) +(.+?)\s*$", re.MULTILINE)
+from ragcache.errors import UnreadableDocument
+
+_HEADING = re.compile(r"^(#{1,6}) +\S.*$", re.MULTILINE)
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n.*?(?:^\1[`~]*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _HIDDEN = "\ue000"
+MAX_CELLS = 4_000_000  # of a table, those that are empty counted in
 _TABLE = re.compile(
     r"^[ \t]*\|.*\|[ \t]*\n"  # the header
     r"[ \t]*\|(?:[ \t]*:?-+:?[ \t]*\|)+[ \t]*(?:\n|\Z)"  # the delimiter row
@@ -32,9 +36,9 @@ class Heading:
 
 def find_headings(text: str) -> list[Heading]:
     """The headings of a Markdown text, in order; lines of fenced code are none."""
-    fences = [found.span() for found in _FENCE.finditer(text)]
+    edges = [edge for found in _FENCE.finditer(text) for edge in found.span()]
     found = (Heading(m.start(), len(m[1]), m[0].strip()) for m in _HEADING.finditer(text))
-    return [each for each in found if not any(a <= each.start < b for a, b in fences)]
+    return [each for each in found if bisect_right(edges, each.start) % 2 == 0]  # in none of them
 
 
 def hide_comments(text: str) -> str:
@@ -53,12 +57,18 @@ def find_tables(text: str) -> Iterator[tuple[int, int]]:
 
 
 def write_table(rows: Sequence[Sequence[str]]) -> str:
-    """A pipe table; the first row is its header. Empty rows are left out, short ones filled up."""
+    """A pipe table; the first row is its header. Empty rows are left out, short ones filled up.
+    Raises `UnreadableDocument` for one of more than `MAX_CELLS`."""
     kept = [[_cell(each) for each in row] for row in rows]
     kept = [row for row in kept if any(row)]
     width = max(map(len, kept), default=0)
     if not width:
         return ""
+    if width * len(kept) > MAX_CELLS:
+        raise UnreadableDocument(
+            f"a table of {len(kept):,} rows and up to {width:,} columns has more than {MAX_CELLS:,} "
+            "cells"
+        )
     lines = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in kept]
     return "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
 

@@ -23,7 +23,8 @@ from ragcache.documents.markdown import write_table
 from ragcache.documents.source import DocumentPart
 from ragcache.errors import MissingExtra, UnreadableDocument
 
-MAX_UNPACKED = 2**30  # bytes of a packed file's contents; more is taken for a bomb
+MAX_UNPACKED = 2**28  # bytes of a packed file's contents; more is taken for a bomb
+MAX_SHEET = 20_000_000  # cells of a sheet, empty ones counted in
 _PDFIUM = threading.Lock()  # pdfium keeps global state
 _LARGER = 1.15  # of a line's height over that of most text: a heading
 _TITLE_CHARACTERS = 200
@@ -267,12 +268,24 @@ def read_xlsx(raw: bytes) -> list[DocumentPart]:
     parts = []
     try:
         for sheet in book.worksheets:
-            rows = [[_value(cell) for cell in row] for row in sheet.iter_rows(values_only=True)]
+            rows = _rows(sheet)
             if table := write_table(_trimmed(rows)):
                 parts.append(DocumentPart(f"# {sheet.title}\n\n{table}", {"sheet": sheet.title}))
     finally:
         book.close()
     return parts
+
+
+def _rows(sheet: Any) -> list[list[str]]:
+    """The rows of a sheet that hold anything. A sheet may say that it is as large as it likes."""
+    rows, cells = list[list[str]](), 0
+    for row in sheet.iter_rows(values_only=True):
+        cells += len(row)
+        if cells > MAX_SHEET:
+            raise UnreadableDocument(f"the sheet {sheet.title!r} has more than {MAX_SHEET:,} cells")
+        if any(cell is not None for cell in row):
+            rows.append([_value(cell) for cell in row])
+    return rows
 
 
 def _value(cell: Any) -> str:
@@ -305,7 +318,7 @@ def read_epub(raw: bytes) -> list[DocumentPart]:
         package = _parse_xml(book.read(path))
         items = {each.get("id"): each for each in package.xpath("//p:item", namespaces=_PACKAGE)}
         parts = []
-        for reference in package.xpath("//p:itemref/@idref", namespaces=_PACKAGE):
+        for reference in dict.fromkeys(package.xpath("//p:itemref/@idref", namespaces=_PACKAGE)):
             item = items.get(reference)
             if item is None or "html" not in (item.get("media-type") or ""):
                 continue

@@ -353,9 +353,20 @@ def _gone(
             if sync:
                 yield row
         elif any(row.uri.startswith(f"{folder.rstrip('/')}/") for folder in loaded.folders) and (
-            row.uri in uris or not Path(unquote(urlsplit(row.uri).path)).exists()
+            row.uri in uris or _has_vanished(Path(unquote(urlsplit(row.uri).path)))
         ):
             yield row
+
+
+def _has_vanished(path: Path) -> bool:
+    """Whether there is no such file; one that cannot be looked at is there."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class _Writing:

@@ -10,11 +10,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ragcache.errors import ConfigurationError, ServiceFailed
 
 _SECONDS = 600.0  # of silence: a service sends a comment every 15
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """A redirection is an error: the key is for the server that was named."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_OPENER = build_opener(_NoRedirect)
 
 
 class ServedAnswer:
@@ -43,7 +53,7 @@ class ServedAnswer:
             headers,
         )
         try:
-            return cls(cast("HTTPResponse", urlopen(request, timeout=_SECONDS)))
+            return cls(cast("HTTPResponse", _OPENER.open(request, timeout=_SECONDS)))
         except HTTPError as error:
             with closing(error):
                 raise ServiceFailed(_refusal(server, error)) from None

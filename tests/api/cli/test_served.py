@@ -36,6 +36,11 @@ class Service(BaseHTTPRequestHandler):
             problem = json.dumps({"title": "Not found", "detail": "there is no collection"})
             self._send(404, "application/problem+json", problem)
             return
+        if body["collection"] == "moved":
+            self.send_response(302)
+            self.send_header("Location", "/v1/elsewhere")
+            self.end_headers()
+            return
         tokens = [("token", {"text": text}) for text in ("red", " cupboard")]
         events = [("sources", ANSWER["sources"]), *tokens, ("answer", ANSWER)]
         if body["collection"] == "failing":
@@ -85,6 +90,8 @@ def test_a_service_answers(run: Run, server: str) -> None:
 def test_errors_of_a_service_are_named(run: Run, server: str) -> None:
     asked = ("ask", "Where?", "--server", server, "-c")
     assert "there is no collection" in error_of(run(*asked, "absent"), "ServiceFailed")
+    assert "302" in error_of(run(*asked, "moved", "--key", "rc-1"), "ServiceFailed")
+    assert len(Service.asked) == 2, "the key goes nowhere else"
     with pytest.raises(ServiceFailed, match="no room"):
         list(ServedAnswer.ask(server, None, {"collection": "failing"}))
 

@@ -155,6 +155,38 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.Monk
         read_document("bomb.docx", packed.getvalue())
 
 
+def test_a_sheet_that_says_it_is_huge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openpyxl import Workbook
+
+    monkeypatch.setattr(office, "MAX_SHEET", 1000)
+    book, saved = Workbook(), io.BytesIO()
+    book.active["A1"], book.active["CV11"] = "a", "b"
+    book.save(saved)
+    with pytest.raises(UnreadableDocument, match="more than 1,000 cells"):
+        read_document("wide.xlsx", saved.getvalue())
+
+
+def test_objects_of_different_keys_are_no_table() -> None:
+    lines = "\n".join(f'{{"berth {n}": {n}}}' for n in range(300))
+    text = read_document("berths.jsonl", lines.encode()).text
+    assert "berth 299: 299" in text
+    assert len(text) < 3 * len(lines)
+
+
+def test_a_table_that_grows_with_the_square_of_its_file_is_refused() -> None:
+    rows = "a\n" * 5000 + "," * 1000
+    with pytest.raises(UnreadableDocument, match="more than 4,000,000 cells"):
+        read_document("sparse.csv", (rows + "x\n").encode())
+
+
+@pytest.mark.parametrize("filler", ["", "x,y,z\n" * 20_000])
+def test_quotes_in_quoted_cells_of_a_csv_file_are_doubled(filler: str) -> None:
+    raw = f'a,b,c\n{filler}1,"he said ""hi, there"" today",2\n'
+    assert '| 1 | he said "hi, there" today | 2 |' in read_document("q.csv", raw.encode()).text
+    raw = 'name;note\nAnna;"says ""a; b"" now"\n'
+    assert '| Anna | says "a; b" now |' in read_document("q.csv", raw.encode()).text
+
+
 @pytest.mark.parametrize(
     ("name", "library"),
     [("a.pdf", "pypdfium2"), ("a.docx", "mammoth"), ("a.pptx", "pptx"), ("a.xlsx", "openpyxl")],

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache.documents import DocumentPart, SourceDocument, split_document, split_text
+from ragcache.documents.formats import CODE, LANGUAGES
 from ragcache.documents.split import MIN_TOKENS
 from ragcache.errors import ConfigurationError
 from tests.conftest import scaled
@@ -251,3 +252,11 @@ def test_long_texts_are_split_in_portions_with_headings_and_table_headers(
     assert all(HEADER in m.text for m in modules if "| r" in m.text)
     assert {tuple(m.metadata["headings"]) for m in modules} == {("Top", "Words"), ("Top", "Table")}
     assert len(seen) > 5
+
+
+@pytest.mark.parametrize("language", sorted({*LANGUAGES.values(), CODE}))
+def test_every_language_is_cut(language: str) -> None:
+    text = "\n".join(f"value_{n} = {n};" for n in range(200))
+    found = split(SourceDocument("a", text, parts=(DocumentPart(text, language=language),)))
+    assert len(found) > 1
+    assert "".join("".join(module.split()) for module, _ in found) == "".join(text.split())
