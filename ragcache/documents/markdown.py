@@ -66,8 +66,8 @@ def write_table(rows: Sequence[Sequence[str]]) -> str:
         return ""
     if width * len(kept) > MAX_CELLS:
         raise UnreadableDocument(
-            f"a table of {len(kept):,} rows and up to {width:,} columns has more than {MAX_CELLS:,} "
-            "cells"
+            f"a table of {len(kept):,} rows and up to {width:,} columns has more than "
+            f"{MAX_CELLS:,} cells"
         )
     lines = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in kept]
     return "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
