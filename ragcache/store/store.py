@@ -32,6 +32,7 @@ from ragcache.errors import (
     RemoteMismatch,
     RemoteUnavailable,
     StoreError,
+    StoreUnwritable,
 )
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KVDtype, check_kv_dtype
@@ -147,6 +148,9 @@ class KVStore:
                 raise
             except RemoteUnavailable as error:
                 logger.warning("%s; the remote is compared with the ledger when it answers", error)
+            except StoreUnwritable as error:
+                tier.place = ""
+                logger.warning("%s; the remote is read without being compared", error)
 
     @property
     def host(self) -> HostTier:

@@ -22,7 +22,13 @@ from ragcache.db.jobs import Jobs
 from ragcache.db.processes import DEAD_SECONDS
 from ragcache.db.references import retire
 from ragcache.db.tables import JobStateTable, SessionTable
-from ragcache.errors import ConfigurationError, RemoteMismatch, StoreBudgetExceeded, StoreFull
+from ragcache.errors import (
+    ConfigurationError,
+    RemoteMismatch,
+    StoreBudgetExceeded,
+    StoreFull,
+    StoreUnwritable,
+)
 from ragcache.models import LoadedModel
 from ragcache.states import KVKey, KVStates
 from ragcache.store import (
@@ -634,6 +640,18 @@ class TestRemote:
                 reopen(10, remote=wrong)
         assert store.ledger.keys("remote") == set(keys(1, 2, 3))
         assert reopen(10, remote=remote).ledger.fact("remote") == remote.read_place()
+
+    def test_a_remote_that_cannot_be_written_is_read_as_it_is(
+        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_: str) -> None:
+            raise StoreUnwritable("the remote is mounted for reading")
+
+        monkeypatch.setattr(remote, "write_place", refuse)
+        store = reopen(10, remote=remote)
+        fill(store, 1)
+        assert sources(store, 1) == ["host"]
+        assert remote.place == ""
 
     def test_a_remote_whose_mount_goes_away_keeps_its_rows(
         self, reopen: Open, remote: RemoteTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
