@@ -11,7 +11,15 @@ from ragcache.db.catalog import (
     Vectors,
 )
 from ragcache.db.database import Database, LedgerStatus
-from ragcache.db.jobs import AdoptedJob, JobDocument, JobRow, Jobs, collection_target
+from ragcache.db.jobs import (
+    AdoptedJob,
+    DocumentRequest,
+    JobDocument,
+    JobRow,
+    Jobs,
+    WaitingDocuments,
+    collection_target,
+)
 from ragcache.db.ledger import Ledger
 from ragcache.db.listing import (
     CollectionRow,
@@ -34,11 +42,12 @@ from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
 from ragcache.db.sql import Page
 
 __all__ = [
-    "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database", "DocumentRow",
-    "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "LedgerStatus",
+    "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database",
+    "DocumentRequest", "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "LedgerStatus",
     "LivingSession", "Members",
     "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
     "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts", "Vectors",
+    "WaitingDocuments",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
     "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

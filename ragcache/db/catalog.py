@@ -94,21 +94,50 @@ class Catalog:
     def replace_documents(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None,
         runner: str | None = None, removed: Sequence[str] = (),
-        moved: Sequence[MovedDocument] = (),
+        moved: Sequence[MovedDocument] = (), request: jobs.DocumentRequest | None = None,
     ) -> list[KVKey]:  # fmt: skip
         """Stores documents, each in place of an earlier one of its name, and ends their job, which
         the session `runner` must still run. Others are removed, or get another name and address.
-        Returns the keys of states without an owner; their rows are gone already. Raises
-        `JobTaken`."""
+        Returns the keys of states without an owner; their rows are gone already. request: whose
+        documents these are; a queued one leaves what later requests changed, another one takes the
+        place of earlier ones that wait. Raises `JobTaken`."""
         with self._database.transaction() as session:
+            change = _Change(documents, removed, moved)
+            if request is not None and request.queued and job is not None:
+                change = change.left(request, jobs.WaitingDocuments.of(session, job))
+                if change.is_empty:  # the collection may be deleted
+                    return retire(session, jobs.complete(session, job, runner))
             owner = self._change(session, collection)
-            freed = _delete_rows(session, owner, [*(d.source_id for d in documents), *removed])
-            _move_rows(session, owner, moved)
-            for document in documents:
+            if request is not None and request.queued and job is not None:
+                change = change.left(request, jobs.WaitingDocuments.of(session, job))
+            freed = _delete_rows(session, owner, change.replaced)
+            _move_rows(session, owner, change.moved)
+            for document in change.documents:
                 _insert_rows(session, owner, document, self._tokenizer, self._embedder)
+            if request is not None and not request.queued:
+                ids = [*request.every_id, *removed, *(each.source_id for each in moved)]
+                self._supersede(session, collection, ids, request.replaces_all, job)
             if job is not None:
                 freed += jobs.complete(session, job, runner)
             return retire(session, freed)
+
+    def supersede(self, collection: str, request: jobs.DocumentRequest) -> None:
+        """Takes the place of earlier requests that wait, where all documents are stored as they
+        are."""
+        with self._database.reading() as session:
+            if not jobs.any_wait(session, self.namespace, jobs.collection_target(collection)):
+                return
+        with self._database.transaction() as session:
+            self._supersede(session, collection, request.every_id, request.replaces_all, None)
+
+    def _supersede(
+        self, session: Session, collection: str, source_ids: Sequence[str], replaces_all: bool,
+        before: int | None,
+    ) -> None:  # fmt: skip
+        target = jobs.collection_target(collection)
+        jobs.supersede(
+            session, self.namespace, target, source_ids, replaces_all=replaces_all, before=before
+        )
 
     def modules(self, collection: str, names: Sequence[str] | None = None) -> list[ModuleRow]:
         """All modules of a collection, in the order of ids, or those of the names that there are,
@@ -333,6 +362,35 @@ class MovedDocument:
     source_id: str
     to: str
     uri: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Documents that are stored, removed and renamed in one transaction."""
+
+    documents: Sequence[NewDocument]
+    removed: Sequence[str]
+    moved: Sequence[MovedDocument]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.documents or self.removed or self.moved)
+
+    @property
+    def replaced(self) -> list[str]:
+        return [*(each.source_id for each in self.documents), *self.removed]
+
+    def left(self, request: jobs.DocumentRequest, waiting: jobs.WaitingDocuments) -> _Change:
+        """What later requests leave of the change of a queued one."""
+
+        def waits(source_id: str) -> bool:
+            return request.source_ids[source_id] in waiting.source_ids
+
+        return _Change(
+            [each for each in self.documents if waits(each.source_id)],
+            [each for each in self.removed if each not in waiting.present],
+            [each for each in self.moved if waits(each.to)],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,37 @@ class AdoptedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentRequest:
+    """What an ingestion was to store. source_ids: of its documents, the ids under which they are
+    stored and those of the request; queued: whether it is a job that waited, which yields to later
+    requests, or comes at once, before earlier jobs that wait; replaces_all: as in `Jobs.queue`."""
+
+    source_ids: Mapping[str, str] = field(hash=False)
+    queued: bool
+    replaces_all: bool = False
+
+    @property
+    def every_id(self) -> list[str]:
+        return sorted({*self.source_ids, *self.source_ids.values()})
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingDocuments:
+    """What a queued job may still change. source_ids: its documents that no later request replaced
+    or deleted; present: those that its sources have, or that later requests store, and that it
+    does not remove."""
+
+    source_ids: frozenset[str]
+    present: frozenset[str]
+
+    @classmethod
+    def of(cls, session: Session, job: int) -> WaitingDocuments:
+        rows = select(JobDocumentTable.source_id).where(JobDocumentTable.job_id == job)
+        options = session.scalars(select(JobTable.options).where(JobTable.id == job)).one()
+        return cls(frozenset(session.scalars(rows)), frozenset(options.get("present", ())))
+
+
+@dataclass(frozen=True, slots=True)
 class Jobs:
     """The ingestions of one session in one namespace. Every method is one transaction.
 
@@ -150,10 +181,11 @@ class Jobs:
             if number is None:
                 assert key is not None
                 row = session.scalars(select(JobTable).where(self._requested(key))).one()
-                number, runs = row.id, self._retry(session, _same(row, digest).id)
+                number = row.id
+                runs = self._retry(session, _same(row, digest).id, new["options"])
             if runs:
-                ids = None if replaces_all else [document.source_id for document in documents]
-                forget_documents(session, self.namespace, target, ids)
+                ids = [document.source_id for document in documents]
+                supersede(session, self.namespace, target, ids, replaces_all=replaces_all)
                 _keep_documents(session, number, documents)
             return number, runs
 
@@ -182,12 +214,12 @@ class Jobs:
         """Leaves a job to any process."""
         self._set(job, session=NOBODY)
 
-    def _retry(self, session: Session, job: int) -> bool:
+    def _retry(self, session: Session, job: int, options: Mapping[str, Any]) -> bool:
         """Queues an ended job again; False for one that is done or queued already. It finds the
         states that it still holds."""
         again = {
             "status": "queued", "session": self.session, "error": "", "modules": 0, "done": 0,
-            "started_at": None, "finished_at": None,
+            "started_at": None, "finished_at": None, "options": dict(options),
         }  # fmt: skip
         chosen = (JobTable.id == job) & JobTable.status.in_(RETRIED)
         rows = update(JobTable).where(chosen).values(again).returning(JobTable.id)
@@ -210,6 +242,11 @@ class Jobs:
         except BaseException as error:
             self.fail(job, error)
             raise
+
+    def waiting(self, job: int) -> WaitingDocuments:
+        """What a queued job may still change."""
+        with self.database.reading() as session:
+            return WaitingDocuments.of(session, job)
 
     def start(self, job: int) -> None:
         """Marks a queued job as running."""
@@ -309,12 +346,43 @@ def has_documents() -> ColumnElement[bool]:
     return exists().where(JobDocumentTable.job_id == JobTable.id)
 
 
-def forget_documents(
-    session: Session, namespace: str, target: str, source_ids: Sequence[str] | None = None
-) -> None:
-    """Forgets documents that wait in jobs of a target, those of some ids or all: others took their
-    place, or they were deleted. What a process stores already is not held up."""
+def any_wait(session: Session, namespace: str, target: str) -> bool:
+    """Whether any job of a target waits for its end, here or in another process."""
     same = (JobTable.namespace == namespace) & (JobTable.target == target)
+    waits = same & JobTable.status.in_((*OPEN, "interrupted"))
+    return session.scalar(select(JobTable.id).where(waits).limit(1)) is not None
+
+
+def supersede(
+    session: Session, namespace: str, target: str, source_ids: Sequence[str], *,
+    replaces_all: bool = False, before: int | None = None,
+) -> None:  # fmt: skip
+    """Lets a request have its way over the earlier ones of a target: their documents of these ids,
+    or all if it `replaces_all`, are forgotten, and no earlier sync removes its own. before: the job
+    of the request, where later ones may have come since it began."""
+    same = (JobTable.namespace == namespace) & (JobTable.target == target)
+    waits = same & JobTable.status.in_((*OPEN, "interrupted"))
+    if before is not None:
+        waits &= JobTable.id < before
+    for row in session.scalars(
+        select(JobTable).where(waits).order_by(JobTable.id).with_for_update()
+    ):
+        if row.options.get("sync"):
+            present = sorted({*row.options.get("present", ()), *source_ids})
+            row.options = {**row.options, "present": present}
+    ids = None if replaces_all else source_ids
+    forget_documents(session, namespace, target, ids, before)
+
+
+def forget_documents(
+    session: Session, namespace: str, target: str, source_ids: Sequence[str] | None = None,
+    before: int | None = None,
+) -> None:  # fmt: skip
+    """Forgets documents that wait in jobs of a target, those of some ids or all: others took their
+    place, or they were deleted. before: only jobs older than this one."""
+    same = (JobTable.namespace == namespace) & (JobTable.target == target)
+    if before is not None:
+        same &= JobTable.id < before
     waiting = JobDocumentTable.job_id.in_(select(JobTable.id).where(same))
     if source_ids is None:
         session.execute(delete(JobDocumentTable).where(waiting))

@@ -26,6 +26,7 @@ from ragcache.config import RagCacheConfig
 from ragcache.db import (
     AdoptedJob,
     Catalog,
+    DocumentRequest,
     DocumentRow,
     JobDocument,
     JobRow,
@@ -34,6 +35,7 @@ from ragcache.db import (
     NewDocument,
     NewModule,
     Page,
+    WaitingDocuments,
     collection_target,
 )
 from ragcache.documents import (
@@ -126,6 +128,12 @@ class _Changes:
     gone: tuple[str, ...] = ()
     moved: tuple[MovedDocument, ...] = ()
 
+    def request(self, loaded: LoadedSources, *, queued: bool, sync: bool) -> DocumentRequest:
+        """The request, with the ids under which its documents are stored."""
+        pairs = zip(self.documents, loaded.documents, strict=True)
+        ids = {stored.id: given.id for stored, given in pairs}
+        return DocumentRequest(ids, queued, sync and not loaded.folders)
+
     @property
     def unchanged(self) -> frozenset[str]:
         """Documents that are stored as they are."""
@@ -170,11 +178,14 @@ class Ingestor:
         self._check_window([module.token_ids for _, modules in prepared for module in modules])
         removed = report["removed"]
         stores = prepared or removed or changes.moved
-        encoded = (
-            self._store(collection, prepared, progress, job, removed, changes.moved)
-            if stores
-            else 0
-        )
+        request = changes.request(loaded, queued=job is not None, sync=sync)
+        encoded = 0
+        if stores:
+            encoded = self._store(
+                collection, prepared, progress, job, removed, changes.moved, request
+            )
+        elif job is None:
+            self.catalog.supersede(collection, request)
         encoded += self._encode_lost(collection, changes.unchanged)
         updated = sum(d.id in changes.known for d in changes.changed)
         return Ingestion(
@@ -258,6 +269,7 @@ class Ingestor:
     def _store(
         self, collection: str, prepared: Sequence[Prepared], progress: Progress | None,
         queued: int | None, removed: Sequence[str], moved: Sequence[MovedDocument],
+        request: DocumentRequest,
     ) -> int:  # fmt: skip
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. New states belong to the job until then; if it is interrupted, the next job of the
@@ -280,7 +292,7 @@ class Ingestor:
                             progress(done, total)
                     rows.append(self._row(document, modules))
             freed = self.catalog.replace_documents(
-                collection, rows, job, jobs.session, removed, moved
+                collection, rows, job, jobs.session, removed, moved, request
             )
             self.store.discard(freed)
         self.retriever.update_index(collection)
@@ -634,6 +646,7 @@ class IngestionJobs:
         try:
             self.rows.start(job)
             self.deferred.release()
+            loaded = _left_of(loaded, self.rows.waiting(job))
             check_open = lambda *_: self.worker.check_open()  # noqa: E731
             self.ingestor.ingest(collection, loaded, check_open, job, sync=sync)
             self.rows.finish(job)
@@ -667,6 +680,13 @@ def _options_of(loaded: LoadedSources, *, sync: bool) -> dict[str, Any]:
     return {
         "sync": sync, "folders": loaded.folders, "files": sorted(loaded.files), "present": present,
     }  # fmt: skip
+
+
+def _left_of(loaded: LoadedSources, waiting: WaitingDocuments) -> LoadedSources:
+    """What later requests leave of a queued one."""
+    documents = tuple(each for each in loaded.documents if each.id in waiting.source_ids)
+    present = loaded.present.union(waiting.present, (each.id for each in loaded.documents))
+    return replace(loaded, documents=documents, present=present)
 
 
 def _loaded_of(job: AdoptedJob) -> LoadedSources:

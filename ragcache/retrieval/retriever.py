@@ -25,7 +25,7 @@ from langchain_core.embeddings import Embeddings
 
 from ragcache.config import check_k
 from ragcache.db import Catalog, Database, ModuleRow, Vectors
-from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable
+from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable, UnknownCollection
 from ragcache.retrieval.embeddings import embedder_name
 from ragcache.retrieval.filters import Filters, Test, compile_filters
 from ragcache.retrieval.words import UpdatedWords, WordIndex, terms
@@ -157,7 +157,7 @@ class Retriever:
         """Applies a change of a collection to its index, if there is one, so that no question has
         to. Where the ledger does not answer, the next question does it."""
         if collection in self._indexed:
-            with contextlib.suppress(LedgerUnavailable):
+            with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
                 self._current(collection, None)
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache.db import Database, Jobs
-from ragcache.db.jobs import JobDocument, complete, hand_over
+from ragcache.db.jobs import JobDocument, WaitingDocuments, complete, hand_over, supersede
 from ragcache.db.sessions import end_sessions
 from ragcache.errors import IdempotencyConflict, InvalidRequest, JobTaken, UnknownJob
 from tests.ragcache.conftest import make_key
@@ -132,6 +132,17 @@ def test_later_requests_replace_documents_that_wait(jobs: Jobs, database: Databa
     contents = [(job.id, job.contents) for _ in range(3) if (job := jobs.adopt())]
     assert contents == [(first, ("text of a",)), (first + 1, ("text of b",)),
                         (first + 2, ("text of b",))]  # fmt: skip
+
+
+def test_a_request_supersedes_earlier_jobs_only(jobs: Jobs, database: Database) -> None:
+    sync = {"sync": True, "present": ["a"]}
+    first, _ = jobs.queue("collection notes", None, "", documents("a", "b"), sync)
+    own = jobs.begin("collection notes", 1)
+    last, _ = jobs.queue("collection notes", None, "", documents("c"), sync)
+    with database.transaction() as session:
+        supersede(session, jobs.namespace, "collection notes", ["b", "d"], before=own)
+    assert jobs.waiting(first) == WaitingDocuments(frozenset("a"), frozenset("abcd"))
+    assert jobs.waiting(last) == WaitingDocuments(frozenset("c"), frozenset("ac"))
 
 
 def test_an_unknown_job_is_named(jobs: Jobs) -> None:

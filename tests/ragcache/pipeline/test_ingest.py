@@ -422,6 +422,65 @@ def test_an_ingestion_goes_on_when_the_folder_is_opened_again(
         assert {row.source_id for row in again.documents("notes")} == {"kiln", "lamp"}
 
 
+def texts(rag: RagCache, collection: str = "notes") -> dict[str, str]:
+    names = [row.source_id for row in rag.documents(collection)]
+    return dict(rag.internals.catalog.texts(collection, names))
+
+
+@pytest.mark.parametrize("stored_before", [False, True])
+def test_what_is_ingested_at_once_stays_where_an_earlier_job_is_adopted(
+    tmp_path: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, stored_before: bool
+) -> None:
+    older, newer = SourceDocument("kiln", "Version 1."), SourceDocument("kiln", "Version 2.")
+    monkeypatch.setattr(IngestionWorker, "put_job", lambda *_: None)
+    with RagCache.open(tmp_path / "state", model) as rag:
+        if stored_before:
+            rag.ingest("notes", newer)
+        job = rag.jobs.submit("notes", [older, DOCUMENTS[1]]).id
+    monkeypatch.undo()
+    with RagCache.open(tmp_path / "state", model) as again:
+        again.ingest("notes", newer)
+        again.internals.shared.adopt_job()
+        assert again.jobs.wait(job, 20).status == "done"
+        assert texts(again) == {"kiln": newer.text, "lamp": DOCUMENTS[1].text}
+
+
+def test_a_job_leaves_out_what_was_deleted_while_it_waited(rag: RagCache, gate: Gate) -> None:
+    rag.jobs.submit("plans", DOCUMENTS)
+    assert gate.reached.wait(20)
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    rag.internals.catalog.add_collection("notes")
+    rag.delete("notes", ["kiln"])
+    gate.opened.set()
+    assert rag.jobs.wait(job, 20).status == "done"
+    assert list(texts(rag)) == ["lamp"]
+
+
+def test_a_job_leaves_out_what_was_deleted_while_it_ran(
+    rag: RagCache, gate: Gate, tmp_path: Path
+) -> None:
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    assert gate.reached.wait(20)
+    rag.internals.catalog.add_collection("notes")
+    rag.delete("notes", ["kiln"])
+    gate.opened.set()
+    assert rag.jobs.wait(job, 20).status == "done"
+    assert list(texts(rag)) == ["lamp"]
+    assert stored(tmp_path) == 2, "the preamble and the lamp"
+
+
+def test_a_collection_that_is_deleted_while_its_job_runs_stays_away(
+    rag: RagCache, gate: Gate
+) -> None:
+    job = rag.jobs.submit("notes", DOCUMENTS).id
+    assert gate.reached.wait(20)
+    rag.internals.catalog.add_collection("notes")
+    rag.delete_collection("notes")
+    gate.opened.set()
+    assert rag.jobs.wait(job, 20).status == "done"
+    assert rag.stats().collections == {}
+
+
 @pytest.fixture
 def worker() -> Iterator[IngestionWorker]:
     made = IngestionWorker(100)

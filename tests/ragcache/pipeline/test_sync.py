@@ -165,6 +165,31 @@ def test_another_process_goes_on_with_a_sync(
         assert last.details == {"headings": ["Boat"], "page": 2}
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_sync_that_comes_late_keeps_what_was_stored_after_its_submission(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: LoadedModel, queued: bool
+) -> None:
+    documents = {name: SourceDocument(name, f"The {name}.") for name in ("kiln", "oar", "lamp")}
+    rag.ingest("c", [documents["kiln"], documents["oar"]])
+    later = [documents["oar"], documents["lamp"]]
+    monkeypatch.setattr(type(rag.jobs.worker), "put_job", lambda *_: None)
+    job = rag.jobs.submit("c", SourceDocument("boat", "The boat."), sync=True).id
+    if queued:
+        rag.jobs.submit("c", later)
+    rag.close()
+    monkeypatch.undo()
+    with RagCache.open(tmp_path / "state", model, max_new_tokens=4, module_tokens=64) as other:
+        if not queued:
+            other.ingest("c", later)
+        for _ in range(1 + queued):
+            other.internals.shared.adopt_job()
+            other.jobs.wait(job, 20)
+        last = other.jobs.list().items[0].id if queued else job
+        assert other.jobs.wait(last, 20).status == "done"
+        assert other.jobs.get(job).report["removed"] == ["kiln"]
+        assert ids(other, "c") == ["boat", "lamp", "oar"]
+
+
 def test_documents_that_langchain_split_are_ingested_as_they_are(rag: RagCache) -> None:
     pages = [
         Document(f"Page {n}. " + "The heron stands in the reeds. " * 6,
