@@ -13,10 +13,10 @@ from ragcache.db.catalog import (
 from ragcache.db.database import Database, LedgerStatus
 from ragcache.db.jobs import (
     AdoptedJob,
-    DocumentRequest,
     JobDocument,
     JobRow,
     Jobs,
+    StoringRequest,
     WaitingDocuments,
     collection_target,
 )
@@ -43,11 +43,11 @@ from ragcache.db.sql import Page
 
 __all__ = [
     "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database",
-    "DocumentRequest", "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs", "Ledger", "LedgerStatus",
-    "LivingSession", "Members",
+    "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs",
+    "Ledger", "LedgerStatus", "LivingSession", "Members",
     "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
-    "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts", "Vectors",
-    "WaitingDocuments",
+    "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts",
+    "StoringRequest", "Vectors", "WaitingDocuments",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
     "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

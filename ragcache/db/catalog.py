@@ -94,7 +94,7 @@ class Catalog:
     def replace_documents(
         self, collection: str, documents: Sequence[NewDocument], job: int | None = None,
         runner: str | None = None, removed: Sequence[str] = (),
-        moved: Sequence[MovedDocument] = (), request: jobs.DocumentRequest | None = None,
+        moved: Sequence[MovedDocument] = (), request: jobs.StoringRequest | None = None,
     ) -> list[KVKey]:  # fmt: skip
         """Stores documents, each in place of an earlier one of its name, and ends their job, which
         the session `runner` must still run. Others are removed, or get another name and address.
@@ -121,7 +121,7 @@ class Catalog:
                 freed += jobs.complete(session, job, runner)
             return retire(session, freed)
 
-    def supersede(self, collection: str, request: jobs.DocumentRequest) -> None:
+    def supersede(self, collection: str, request: jobs.StoringRequest) -> None:
         """Takes the place of earlier requests that wait, where all documents are stored as they
         are."""
         with self._database.reading() as session:
@@ -380,7 +380,7 @@ class _Change:
     def replaced(self) -> list[str]:
         return [*(each.source_id for each in self.documents), *self.removed]
 
-    def left(self, request: jobs.DocumentRequest, waiting: jobs.WaitingDocuments) -> _Change:
+    def left(self, request: jobs.StoringRequest, waiting: jobs.WaitingDocuments) -> _Change:
         """What later requests leave of the change of a queued one."""
 
         def waits(source_id: str) -> bool:

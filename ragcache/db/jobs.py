@@ -97,7 +97,7 @@ class AdoptedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentRequest:
+class StoringRequest:
     """What an ingestion was to store. source_ids: of its documents, the ids under which they are
     stored and those of the request; queued: whether it is a job that waited, which yields to later
     requests, or comes at once, before earlier jobs that wait; replaces_all: as in `Jobs.queue`."""
@@ -348,9 +348,14 @@ def has_documents() -> ColumnElement[bool]:
 
 def any_wait(session: Session, namespace: str, target: str) -> bool:
     """Whether any job of a target waits for its end, here or in another process."""
+    rows = select(JobTable.id).where(_wait(namespace, target)).limit(1)
+    return session.scalar(rows) is not None
+
+
+def _wait(namespace: str, target: str) -> ColumnElement[bool]:
+    left = (JobTable.status == "interrupted") & has_documents()
     same = (JobTable.namespace == namespace) & (JobTable.target == target)
-    waits = same & JobTable.status.in_((*OPEN, "interrupted"))
-    return session.scalar(select(JobTable.id).where(waits).limit(1)) is not None
+    return same & or_(JobTable.status.in_(OPEN), left)
 
 
 def supersede(
@@ -360,13 +365,11 @@ def supersede(
     """Lets a request have its way over the earlier ones of a target: their documents of these ids,
     or all if it `replaces_all`, are forgotten, and no earlier sync removes its own. before: the job
     of the request, where later ones may have come since it began."""
-    same = (JobTable.namespace == namespace) & (JobTable.target == target)
-    waits = same & JobTable.status.in_((*OPEN, "interrupted"))
+    waits = _wait(namespace, target)
     if before is not None:
         waits &= JobTable.id < before
-    for row in session.scalars(
-        select(JobTable).where(waits).order_by(JobTable.id).with_for_update()
-    ):
+    rows = select(JobTable).where(waits).order_by(JobTable.id).with_for_update()
+    for row in session.scalars(rows):
         if row.options.get("sync"):
             present = sorted({*row.options.get("present", ()), *source_ids})
             row.options = {**row.options, "present": present}

@@ -26,7 +26,6 @@ from ragcache.config import RagCacheConfig
 from ragcache.db import (
     AdoptedJob,
     Catalog,
-    DocumentRequest,
     DocumentRow,
     JobDocument,
     JobRow,
@@ -35,6 +34,7 @@ from ragcache.db import (
     NewDocument,
     NewModule,
     Page,
+    StoringRequest,
     WaitingDocuments,
     collection_target,
 )
@@ -128,11 +128,11 @@ class _Changes:
     gone: tuple[str, ...] = ()
     moved: tuple[MovedDocument, ...] = ()
 
-    def request(self, loaded: LoadedSources, *, queued: bool, sync: bool) -> DocumentRequest:
+    def request(self, loaded: LoadedSources, *, queued: bool, sync: bool) -> StoringRequest:
         """The request, with the ids under which its documents are stored."""
         pairs = zip(self.documents, loaded.documents, strict=True)
         ids = {stored.id: given.id for stored, given in pairs}
-        return DocumentRequest(ids, queued, sync and not loaded.folders)
+        return StoringRequest(ids, queued, sync and not loaded.folders)
 
     @property
     def unchanged(self) -> frozenset[str]:
@@ -269,7 +269,7 @@ class Ingestor:
     def _store(
         self, collection: str, prepared: Sequence[Prepared], progress: Progress | None,
         queued: int | None, removed: Sequence[str], moved: Sequence[MovedDocument],
-        request: DocumentRequest,
+        request: StoringRequest,
     ) -> int:  # fmt: skip
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. New states belong to the job until then; if it is interrupted, the next job of the
