@@ -38,7 +38,7 @@ bench-ttft: $(INSTALLED)
 eval: $(INSTALLED)
 	rm -rf build/eval
 	$(BIN)/ragcache ingest handbook examples/handbook --state build/eval
-	$(BIN)/ragcache eval handbook examples/handbook/questions.jsonl --state build/eval
+	$(BIN)/ragcache eval handbook examples/questions.jsonl --state build/eval
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -43,7 +43,7 @@ def bench_quantization(
     Euclidean norm of the difference over that of the states; first_token_agreement, the share of
     questions whose answer begins with the same token.
 
-    handbook: a folder of documents with `questions.jsonl`. Raises `NoDocuments`.
+    handbook: a folder of documents; `questions.jsonl` is beside it. Raises `NoDocuments`.
     """
     progress("encoding documents of the handbook")
     asked = _ask(model, handbook, questions)
@@ -60,7 +60,7 @@ def bench_quantization(
 
 def _ask(model: LoadedModel, handbook: Path, questions: int) -> list[_Question]:
     """Questions spread evenly over the file, each over its own document."""
-    file = handbook / "questions.jsonl"
+    file = handbook.parent / "questions.jsonl"
     if not file.is_file():
         raise NoDocuments(f"there is no {file}; give a folder of documents with its questions")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -113,7 +113,7 @@ def _distance(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 def main(
     handbook: Annotated[
-        Path, typer.Option(help="Documents with questions.jsonl.", show_default=True)
+        Path, typer.Option(help="Documents; questions.jsonl is beside.", show_default=True)
     ] = Path("examples/handbook"),
     questions: Annotated[int, typer.Option(min=1, help="Questions to quantized states.")] = 48,
     dtype: BenchDTypeOption = "auto",

@@ -23,7 +23,7 @@ def evaluation_sets(builder: Builder, data: Path) -> dict[str, list[list[Sequenc
     }
     if (data / "xquad.en.json").exists():
         sets["xquad"] = _among_others(builder, _xquad(data / "xquad.en.json"), rng)
-    if (HANDBOOK / "questions.jsonl").exists():
+    if (HANDBOOK.parent / "questions.jsonl").exists():
         sets["handbook"] = _among_others(builder, _handbook(), rng)
     return {
         name: [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
@@ -56,7 +56,7 @@ def _xquad(path: Path) -> list[Passage]:
 
 def _handbook() -> list[Passage]:
     questions: dict[str, list[tuple[str, str]]] = {}
-    for row in (HANDBOOK / "questions.jsonl").read_text(encoding="utf-8").splitlines():
+    for row in (HANDBOOK.parent / "questions.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(row)
         pair = (record["question"], record["answers"][0])
         questions.setdefault(record["document"], []).append(pair)
