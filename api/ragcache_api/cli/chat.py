@@ -98,8 +98,9 @@ class Talk:
 
         if self._collection is None:
             return text
-        options = {"collection": self._collection, "k": self._k, "filters": self._filters}
-        hits = self._rag.retrieve(text, **options).hits  # type: ignore[arg-type]  # a TypedDict
+        hits = self._rag.retrieve(
+            text, collection=self._collection, k=self._k, filters=self._filters
+        ).hits
         found = "\n\n".join(hit.module.text.strip() for hit in hits)
         return PASTED.format(documents=found, question=text) if hits else text
 

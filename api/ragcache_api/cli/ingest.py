@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,7 @@ from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
-    from ragcache import Ingestion
+    from ragcache import Ingestion, RagCache
     from ragcache.documents import SkippedFile
 
 INCOMPLETE = 3  # the exit status where some files could not be read
@@ -56,18 +56,12 @@ def ingest(
     Files that cannot be read are named and skipped; the exit status is then 3.
     """
     _check(collection, paths)
-    with (
-        ui.open_rag(
-            state, model, embedding, module_tokens=module_tokens, dtype=dtype,
-            instruction=instruction,
-        ) as rag,
-        _bars() as report,
-    ):  # fmt: skip
-        done = rag.ingest(
-            collection, paths, include=include or (), exclude=exclude or (), strict=strict,
-            progress=lambda *at: report("encoding", *at), preparing=report,
-        )  # fmt: skip
-    _finish(done, as_json=as_json)
+    rag = ui.open_rag(
+        state, model, embedding, module_tokens=module_tokens, dtype=dtype, instruction=instruction
+    )
+    _store(rag, lambda rag, **how: rag.ingest(
+        collection, paths, include=include or (), exclude=exclude or (), strict=strict, **how
+    ), as_json=as_json)  # fmt: skip
 
 
 def sync(
@@ -94,18 +88,12 @@ def sync(
         raise UnreadableDocument(
             f"{folder} is no folder; give the folder to mirror, or `ingest` it"
         )
-    with (
-        ui.open_rag(
-            state, model, embedding, module_tokens=module_tokens, dtype=dtype,
-            instruction=instruction,
-        ) as rag,
-        _bars() as report,
-    ):  # fmt: skip
-        done = rag.sync(
-            collection, folder, include=include or (), exclude=exclude or (), strict=strict,
-            progress=lambda *at: report("encoding", *at), preparing=report,
-        )  # fmt: skip
-    _finish(done, as_json=as_json)
+    rag = ui.open_rag(
+        state, model, embedding, module_tokens=module_tokens, dtype=dtype, instruction=instruction
+    )
+    _store(rag, lambda rag, **how: rag.sync(
+        collection, folder, include=include or (), exclude=exclude or (), strict=strict, **how
+    ), as_json=as_json)  # fmt: skip
 
 
 def _check(collection: str, paths: Sequence[Path]) -> None:
@@ -136,8 +124,13 @@ def _bars() -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-def _finish(done: Ingestion, *, as_json: bool) -> None:
-    """Prints the summary; exits with `INCOMPLETE` where files failed."""
+def _store(
+    opening: AbstractContextManager[RagCache], run: Callable[..., Ingestion], *, as_json: bool
+) -> None:
+    """Runs an ingestion with bars and prints its summary; exits with `INCOMPLETE` where files
+    failed. run: called with the opened folder and what reports progress."""
+    with opening as rag, _bars() as report:
+        done = run(rag, progress=lambda *at: report("encoding", *at), preparing=report)
     if as_json:
         ui.print_json(done)
     else:

@@ -74,7 +74,7 @@ def main() -> None:
     spin_briefly()
     try:
         app()
-    except Exception as error:
+    except Exception as error:  # the language's errors may not be imported, so none can be listed
         if not isinstance(error, RagCacheError) and not _is_pml_error(error):
             raise
         errors.print(f"[bold red]{type(error).__name__}[/]: ", end="")
