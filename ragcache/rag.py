@@ -64,7 +64,8 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.answer import aresults, results
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
-from ragcache.pipeline.ingest import IngestionJobs, check_collection
+from ragcache.pipeline.ingest import check_collection
+from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
 from ragcache.retrieval.embeddings import MiniLM

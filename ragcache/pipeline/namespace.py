@@ -18,7 +18,8 @@ from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
-from ragcache.pipeline.ingest import IngestionJobs, IngestionWorker, Ingestor
+from ragcache.pipeline.ingest import Ingestor
+from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorker
 from ragcache.pipeline.module_states import (
     ModuleEncoder,
     ModuleTokens,

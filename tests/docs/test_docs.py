@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from ragcache import RagCache, config, planning
 from ragcache.models import LoadedModel
-from ragcache.pipeline.ingest import IngestionJobs
+from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
 from ragcache_api.cli.main import app
 from ragcache_api.http import ServiceSettings

@@ -30,8 +30,7 @@ from ragcache.errors import (
     UnreadableDocument,
 )
 from ragcache.models import LoadedModel
-from ragcache.pipeline import ingest
-from ragcache.pipeline.ingest import IngestionWorker
+from ragcache.pipeline.ingestion_jobs import IngestionWorker
 from ragcache.pipeline.module_states import ModuleEncoder
 
 TIDES = "The tide turns twice a day and nobody has to wind it. "
@@ -307,7 +306,7 @@ def test_what_cannot_be_ingested_is_refused_at_once(
 def test_a_full_queue_takes_no_more_but_knows_what_it_has(
     rag: RagCache, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "MAX_JOBS", 2)
+    monkeypatch.setattr("ragcache.pipeline.ingestion_jobs.MAX_JOBS", 2)
     jobs = [rag.jobs.submit(f"notes {n}", DOCUMENTS, idempotency_key=str(n)).id for n in range(2)]
     with pytest.raises(QueueFull, match="2 ingestions wait"):
         rag.jobs.submit("notes", DOCUMENTS)
