@@ -109,15 +109,14 @@ class TierSize:
 
 def shape_of(model: LanguageModel, tokens: int) -> KVStates:
     """States of `tokens` tokens on the meta device: a shape without memory."""
-    size = (model.num_layers, model.num_kv_heads, tokens, model.head_dim)
-    empty = torch.empty(size, dtype=model.states_dtype, device="meta")
-    return KVStates(empty, empty, 0)
+    keys, values = model.new_states(tokens, torch.device("meta"))
+    return KVStates(keys.to(model.states_dtype), values.to(model.states_dtype), 0)
 
 
 def bytes_per_token(model: LanguageModel) -> dict[str, int]:
     """Bytes of a token by `kv_dtype`, scales included."""
-    elements = model.num_layers * model.num_kv_heads * model.head_dim
-    eight = 2 * elements + model.num_layers * model.num_kv_heads * torch.float32.itemsize
+    heads = model.num_layers * model.num_kv_heads
+    eight = heads * (model.head_dim + model.value_dim + torch.float32.itemsize)
     return {kind: model.bytes_per_token if kind == "model" else eight for kind in KV_DTYPES}
 
 

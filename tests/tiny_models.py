@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     FalconConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -66,6 +67,17 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, {"ffn_dim": 96, "dropout": 0.0, "word_embed_proj_dim": 32}),
 }
 FAMILIES = tuple(_FAMILIES)
+LATENT = "deepseek_v3"
+"""Latent attention, which no kernel computes."""
+_FAMILIES[LATENT] = (
+    DeepseekV3Config,
+    {
+        **{"intermediate_size": 96, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"q_lora_rank": 24, "kv_lora_rank": 32, "v_head_dim": 16},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 4},
+    },
+)
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:

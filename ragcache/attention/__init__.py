@@ -10,6 +10,7 @@ from ragcache.attention.metadata import (
     PagedWrite,
     SharedKV,
     SharedQueries,
+    read_values,
 )
 from ragcache.attention.ops import (
     Partial,
@@ -28,5 +29,5 @@ __all__ = [
     "AttentionBackend", "AttentionMetadata", "CausalBlock", "ContiguousWrite", "KVWrite",
     "PagedQueries", "PagedWrite", "Partial", "ReferenceAttentionBackend", "Rotation", "SharedKV",
     "SharedQueries", "backend_for", "causal_bias", "grouped", "has_kernels", "merge_state",
-    "merge_states", "over_heads", "partial_attention", "rotate",
+    "merge_states", "over_heads", "partial_attention", "read_values", "rotate",
 ]  # fmt: skip

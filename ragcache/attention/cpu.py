@@ -98,8 +98,10 @@ class CpuAttentionBackend:
         query, taken = turned.flatten(1, 2), taken.flatten(1, 2)[..., None]
         for kv in metadata.shared_kv:
             at = slice(kv.begin * group, kv.end * group)
-            states = kv.keys[layer], kv.values[layer]
-            out[:, at], total[:, at] = self._products(query[:, at], *states, taken[:, at], scale)
+            keys = kv.keys[layer]
+            values = keys if kv.values is kv.keys else kv.values[layer]
+            here = self._products(query[:, at], keys, values, taken[:, at], scale)
+            out[:, at], total[:, at] = here
         out[:, count * group :], total[:, count * group :] = 0, 0
         shape = (kv_heads, count + 1, group)
         return out.view(*shape, dim), total.view(shape)
@@ -114,7 +116,8 @@ class CpuAttentionBackend:
         size = max(1, CONVERTED // (heads * dim))
         sums: tuple[Tensor, Tensor] | None = None
         for at in range(0, max(tokens, 1), size):
-            keys, values = (x[:, at : at + size].to(query.dtype) for x in (key, value))
+            keys = key[:, at : at + size].to(query.dtype)
+            values = keys if value is key else value[:, at : at + size].to(query.dtype)
             out, total = self._multiply(query, keys, values, taken, scale)
             sums = (out, total) if sums is None else (sums[0].add_(out), sums[1].add_(total))
         assert sums is not None
@@ -203,10 +206,12 @@ def _paged(paged: PagedQueries, layer: int, rows: Tensor, scale: float) -> _OwnT
     count = len(paged.rows)
     query = rows if count == rows.shape[1] else rows.index_select(1, paged.rows)
     query = query.reshape(kv_heads * count, group, dim)
-    keys, values = (
+    kept = [paged.keys] if paged.values is paged.keys else [paged.keys, paged.values]
+    gathered = [
         paged.gather_blocks(each[layer]).view(kv_heads * count, -1, dim).to(rows.dtype)
-        for each in (paged.keys, paged.values)
-    )
+        for each in kept
+    ]
+    keys, values = gathered[0], gathered[-1]
     mask = paged.mask.to(rows.dtype)
     hidden = mask.expand(kv_heads, -1, -1).reshape(kv_heads * count, 1, -1)
     scores = torch.baddbmm(hidden, query, keys.transpose(1, 2), alpha=scale)

@@ -106,11 +106,17 @@ class PagedQueries:
         return picked.view(heads, len(self.rows), -1, dim)
 
 
+def read_values(keys: Tensor, values: Tensor) -> Tensor:
+    """The values that attention reads: kept ones, or the keys where values have no width, because
+    one latent serves as both."""
+    return values if values.shape[-1] else keys
+
+
 class KVWrite(Protocol):
     """Where new keys and values go."""
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """key, value: [Hkv, T, D], of all rows of the step."""
+        """key, value: [Hkv, T, D], of all rows of the step; the value as wide as it is kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +181,7 @@ class AttentionMetadata:
         return self.windows[layer] if self.windows else None
 
     def write_states(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the step's own states of a layer. key, value: [Hkv, T, D]."""
+        """Writes the step's own states of a layer. key, value: as in `KVWrite`."""
         for write in self.writes:
             write.write_states(layer, key, value)
 

@@ -30,6 +30,7 @@ from ragcache.attention import (
     SharedKV,
     SharedQueries,
     over_heads,
+    read_values,
 )
 from ragcache.engine.kv_cache import BlockTable, KVSpan, RequestKV
 from ragcache.engine.request import Segment
@@ -367,7 +368,8 @@ def _shared_kv(layout: BatchLayout) -> tuple[SharedKV, ...]:
     found, begin = [], 0
     for group in layout.groups:
         end = begin + sum(until - first for first, until in group.readers)
-        found.append(SharedKV(group.keys, group.values, begin, end))
+        values = read_values(group.keys, group.values)
+        found.append(SharedKV(group.keys, values, begin, end))
         begin = end
     return tuple(found)
 
@@ -383,7 +385,8 @@ def _paged_queries(model: CausalLM, tails: Sequence[DecodeTail]) -> PagedQueries
         blocks[row, : len(own)] = own
     mask = pool.keys.new_zeros(len(tails), blocks.shape[1] * pool.block_size)
     rows = _device(model, _ints([tail.row for tail in tails]))
-    return PagedQueries(pool.keys, pool.values, pool.block_size, rows, _device(model, blocks), mask)
+    states = pool.keys, read_values(pool.keys, pool.values)
+    return PagedQueries(*states, pool.block_size, rows, _device(model, blocks), mask)
 
 
 def _shared_index(layout: BatchLayout) -> Ints:

@@ -30,8 +30,9 @@ BLOCK_SIZE = 64
 class BlockPool:
     """Blocks of tokens, allocated once and handed out by number. Not thread-safe.
 
-    keys, values: [L, Hkv, N * block_size, D]. Block n is tokens n * block_size to
-    (n + 1) * block_size of every layer, so blocks of consecutive numbers are contiguous.
+    keys, values: [L, Hkv, N * block_size, D], from `LanguageModel.new_states`. Block n is tokens
+    n * block_size to (n + 1) * block_size of every layer, so blocks of consecutive numbers are
+    contiguous.
     clears: whether blocks are cleared when they are allocated, for readers that multiply slots
     beyond a block's tokens by zero instead of not reading them.
     """
@@ -39,7 +40,7 @@ class BlockPool:
     def __init__(
         self, keys: Tensor, values: Tensor, block_size: int = BLOCK_SIZE, *, clears: bool = True
     ) -> None:
-        assert keys.shape == values.shape
+        assert keys.shape[:3] == values.shape[:3]
         assert keys.shape[2] % block_size == 0
         self.keys, self.values, self.block_size = keys, values, block_size
         self._clears = clears

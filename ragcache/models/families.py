@@ -51,9 +51,10 @@ _UNSERVED = {
     "add_cross_attention": "attends to another sequence (cross attention), which is not served",
     "use_bidirectional_attention": "attends in both directions, so it continues no prompt",
     "attention_chunk_size": "attends within chunks (attention_chunk_size), which is not served",
-    "kv_lora_rank": "keeps compressed states (kv_lora_rank), which is not served",
+    "kv_lora_rank": "keeps compressed states (kv_lora_rank), and its type has no row",
     "global_head_dim": "has layers with heads of two sizes, which is not served",
 }
+_HARMLESS = (None, False, "vision")  # of these; "vision": only images, which are not served
 # Hugging Face passes over `attn_config.alibi_bias_max` and computes with its default.
 MPT_BIAS_MAX = 8.0
 
@@ -101,7 +102,7 @@ def check_properties(config: Any, served: Collection[str] = ()) -> None:
         if name in served:
             continue
         value = getattr(config, name, None)
-        if value is not None and value is not False:
+        if value not in _HARMLESS:
             _refuse(config, reason)
     if isinstance(config, PreTrainedConfig) and config.to_dict().get("per_layer_config"):
         _refuse(config, "has layers with heads of two sizes, which is not served")
@@ -314,15 +315,24 @@ def _granite_hybrid_scheme(model: Any) -> PositionScheme:
 
 
 def _latent(config: Any) -> Dimensions:
-    """One key head: the rotary key and the latent."""
+    """One key head, the rotary key and the latent, which serves as values, too."""
     width = config.qk_rope_head_dim + config.kv_lora_rank
-    return replace(Dimensions.of(config), num_kv_heads=1, head_dim=width)
+    return replace(Dimensions.of(config), num_kv_heads=1, head_dim=width, latent=True)
 
 
 def _one_key_head(config: Any) -> Dimensions:
     """GPT BigCode: one key head for all, or one each."""
     return Dimensions.of(config, num_kv_heads=1 if config.multi_query else config.n_head)
 
+
+_LATENT = Family(
+    ("deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1"),
+    dimensions=_latent,
+    patch=patch_latent,
+    check=lambda config: check_properties(config, served=("kv_lora_rank",)),
+    kernels=False,
+    positions="rotary beside a latent",
+)
 
 for _family in (
     Family(
@@ -357,13 +367,12 @@ for _family in (
     Family(("afmoe",), silent_layers=_full_layers, positions=SOME_LAYERS),
     Family(("exaone4",), silent_layers=_full_layers_beside_windows, positions=SOME_LAYERS),
     Family(("gpt_oss",), kernels=False),  # sinks
-    Family(
-        ("deepseek_v3", "glm4_moe_lite"),
-        dimensions=_latent,
-        patch=patch_latent,
-        check=lambda config: check_properties(config, served=("kv_lora_rank",)),
-        kernels=False,
-        positions="rotary beside a latent",
+    _LATENT,
+    replace(
+        _LATENT,
+        model_types=("deepseek_v2",),
+        interleaved=True,
+        positions=f"{_LATENT.positions}, interleaved",
     ),
     Family(
         ("gemma3n_text",),

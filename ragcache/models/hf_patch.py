@@ -68,12 +68,15 @@ class SegmentCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return key_states, value_states
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *, scale: float
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor | None, *, scale: float
     ) -> Tensor:
         """Writes a layer's new states, then attends to all that the metadata lists. query:
-        [Hq, T, D]; key, value: [Hkv, T, D]. Returns [1, T, Hq * D]."""
-        query, key, value = query[None], key[None], value[None]
-        self.update(key, value, module.layer_idx)
+        [Hq, T, D]; key, value: [Hkv, T, D]; value: None where keys serve as values, and are kept
+        once. Returns [1, T, Hq * D]."""
+        query, key = query[None], key[None]
+        kept = key[..., :0] if value is None else value[None]
+        self.update(key, kept, module.layer_idx)
+        value = key if value is None else kept
         out = attend_layer(module, query, key, value, scale, self.metadata, self.backend)
         return out.flatten(2)
 
@@ -217,10 +220,10 @@ def _where_segments(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def latent_attention(
-    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_args: Any,
-    past_key_values: SegmentCache, **_: Any,
+    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | Tensor,
+    *_args: Any, past_key_values: SegmentCache, **_: Any,
 ) -> Any:  # fmt: skip
-    """`DeepseekV3Attention.forward` over latents (DeepSeek-V2 §2.1.2, absorbed projections).
+    """The forward of DeepSeek's attentions over latents (DeepSeek-V2 §2.1.2, absorbed projections).
 
     A state is the rotary key, R, and the latent, C, behind it: one key head of width R + C for all
     query heads. A query is carried into the latent's space, q W_k, and what is read is a sum of
@@ -236,18 +239,30 @@ def latent_attention(
     plain, rotary = query.split([module.qk_nope_head_dim, turned], -1)
     latent, key = module.kv_a_proj_with_mqa(hidden_states).split([width, turned], -1)
     latent = module.kv_a_layernorm(latent)  # [1, T, C]
-    code = sys.modules[type(module).__module__]
-    interleaved = module.config.rope_interleave
-    turn = code.apply_rotary_pos_emb_interleave if interleaved else code.apply_rotary_pos_emb
-    rotary, key = turn(rotary, key[:, None], *position_embeddings)
+    rotary, key = _turn(module, rotary, key[:, None], position_embeddings)
     weight = module.kv_b_proj.weight.view(module.num_heads, -1, width)  # [Hq, N + V, C]
     to_latent, to_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     query = torch.cat([rotary[0], plain[0] @ to_latent], -1)  # [Hq, T, R + C]
     states = torch.cat([key[0], latent], -1)  # [1, T, R + C]
-    out = past_key_values.attend(module, query, states, states, scale=module.scaling)
+    out = past_key_values.attend(module, query, states, None, scale=module.scaling)
     latents = out.view(tokens, -1, turned + width)[..., turned:]  # [T, Hq, C]
     values = latents.transpose(0, 1) @ to_value.transpose(1, 2)  # [Hq, T, V]
     return module.o_proj(values.transpose(0, 1).flatten(1)[None]), None
+
+
+def _turn(
+    module: Any, query: Tensor, key: Tensor, by: tuple[Tensor, Tensor] | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotary queries and keys, [1, H, T, R], by the function of the module's own code. by: cos and
+    sin, or complex numbers (DeepSeek V2), under which pairs stay interleaved."""
+    code = sys.modules[type(module).__module__]
+    if isinstance(by, Tensor):
+        turned = code.apply_rotary_emb(query, key, by)
+    elif getattr(module.config, "rope_interleave", False):
+        turned = code.apply_rotary_pos_emb_interleave(query, key, *by)
+    else:
+        turned = code.apply_rotary_pos_emb(query, key, *by)
+    return turned  # type: ignore[no-any-return]  # transformers is not typed
 
 
 def falcon_stack(

@@ -22,13 +22,14 @@ from ragcache.models.positions import PositionScheme, changes_at_length
 @dataclass(frozen=True, slots=True)
 class Dimensions:
     """The sizes of a model, under one name each. window: the positions that prompt and answer may
-    take together."""
+    take together. latent: whether keys are values, too, which are then not kept."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int
+    latent: bool = False
 
     @classmethod
     def of(
@@ -50,6 +51,7 @@ class LanguageModel:
     Attributes:
         states_dtype: Of kept states; the dtype that the model computes in, unless that is wider
             than its checkpoint's. Set before anything is encoded.
+        value_dim: The width of kept values: `head_dim`, or 0 where the keys serve as values.
     """
 
     def __init__(self, model: Any, scheme: PositionScheme, dimensions: Dimensions) -> None:
@@ -60,6 +62,7 @@ class LanguageModel:
         self.num_heads = dimensions.num_heads
         self.num_kv_heads = dimensions.num_kv_heads
         self.head_dim = dimensions.head_dim
+        self.value_dim = 0 if dimensions.latent else dimensions.head_dim
         self.window = dimensions.window
 
     @property
@@ -95,16 +98,16 @@ class LanguageModel:
 
     @property
     def _elements_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * self.num_kv_heads * (self.head_dim + self.value_dim)
 
     def new_states(
         self, capacity: int, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
         """Room for `capacity` tokens, in the dtype that the model computes in: keys and values,
-        [L, Hkv, capacity, D]. device: None is the model's."""
-        shape = (self.num_layers, self.num_kv_heads, capacity, self.head_dim)
-        keys = torch.empty(shape, dtype=self.dtype, device=device or self.device)
-        return keys, torch.empty_like(keys)
+        [L, Hkv, capacity, D], D of the values `value_dim`. device: None is the model's."""
+        shape = (self.num_layers, self.num_kv_heads, capacity)
+        keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
+        return keys, keys.new_empty((*shape, self.value_dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,6 +31,7 @@ from ragcache.attention import (
     SharedKV,
     SharedQueries,
     over_heads,
+    read_values,
 )
 from ragcache.errors import UnsupportedModel
 from ragcache.models.families import Family, family_of, wrap_causal
@@ -169,7 +170,8 @@ def _forward(
         moved = rows.new_full((len(rows),), -module.start)
         turning = causal.scheme.relocation(moved) if module.start else None
         queries = SharedQueries(rows, over_heads(turning), -positions.float())
-        shared = (SharedKV(module.keys, module.values, 0, len(rows)),)
+        states = module.keys, read_values(module.keys, module.values)
+        shared = (SharedKV(*states, 0, len(rows)),)
     metadata = AttentionMetadata(
         shared_queries=queries,
         shared_kv=shared,

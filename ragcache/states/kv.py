@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class KVStates:
     """Keys and values of a run of tokens, encoded at positions start, start+1, ...
 
-    keys, values: [L, Hkv, S, D] in the model's `states_dtype`. Rotary keys carry their
-    rotation at those positions; a prompt that holds them elsewhere turns its queries.
+    keys, values: [L, Hkv, S, D] in the model's `states_dtype`; D of the values is 0 where keys
+    serve as values (latent attention). Rotary keys carry their rotation at those positions; a
+    prompt that holds them elsewhere turns its queries.
     arrival: of states that are still being copied to a device, which is to be waited for before
     they are read; None for all others. They have no scales: see `QuantizedStates`.
     """

@@ -115,10 +115,11 @@ def quantized_nbytes(states: StoredStates, kv_dtype: KVDtype) -> int:
     if kv_dtype_of(states) == kv_dtype:
         return states.nbytes
     layers, heads, tokens, size = states.keys.shape
+    elements = states.keys.numel() + states.values.numel()
     if kv_dtype == "model":
-        return 2 * states.keys.numel() * model_dtype(states).itemsize
+        return elements * model_dtype(states).itemsize
     scales = layers * heads * (tokens + size)
-    return 2 * states.keys.numel() + scales * torch.float32.itemsize
+    return elements + scales * torch.float32.itemsize
 
 
 def restored(states: StoredStates) -> KVStates:

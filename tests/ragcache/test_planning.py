@@ -13,7 +13,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.config import parse_bytes
 from ragcache.db import Catalog, Database
 from ragcache.errors import ConfigurationError, NoDocuments, UnknownCollection
-from ragcache.models import CausalLM, LoadedModel
+from ragcache.models import CausalLM, LoadedModel, wrap_causal
 from ragcache.planning import (
     Budgets,
     CachePlan,
@@ -38,6 +38,7 @@ from ragcache.planning import (
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import KV_DTYPES, check_kv_dtype, quantize, quantized_nbytes
 from ragcache.store import DiskTier, HostTier
+from tests.tiny_models import LATENT, tiny_model
 
 LENGTHS = [10, 20, 40]
 GIB = 2**30
@@ -117,14 +118,18 @@ def test_parts_of_a_document_are_split_separately(reader: LoadedModel) -> None:
 
 def drawn(causal: CausalLM, tokens: int) -> KVStates:
     generator = torch.Generator().manual_seed(tokens)
-    shape = shape_of(causal, tokens).keys.shape
-    both = torch.randn(2, *shape, generator=generator, dtype=causal.dtype)
-    return KVStates(both[0], both[1], 0)
+    shape = shape_of(causal, tokens)
+    both = (
+        torch.randn(each.shape, generator=generator, dtype=causal.dtype)
+        for each in (shape.keys, shape.values)
+    )
+    return KVStates(*both, 0)
 
 
+@pytest.mark.parametrize("family", ["llama", LATENT])
 @pytest.mark.parametrize("kind", KV_DTYPES)
-def test_bytes_per_token_equal_the_size_of_one_more_token(causal: CausalLM, kind: str) -> None:
-    kv_dtype = check_kv_dtype(kind)
+def test_bytes_per_token_equal_the_size_of_one_more_token(family: str, kind: str) -> None:
+    kv_dtype, causal = check_kv_dtype(kind), wrap_causal(tiny_model(family))
     one, two = (quantize(drawn(causal, n), kv_dtype).nbytes for n in (40, 41))
     assert bytes_per_token(causal)[kind] == two - one
 

@@ -22,7 +22,6 @@ from ragcache.states.quantization import (
     StoredStates,
     model_dtype,
     quantize,
-    quantized_nbytes,
     rebuild,
     restored,
     tensors_of,
@@ -184,11 +183,13 @@ class DeviceTier:
             self._pool.grow(1)
 
     def size_of(self, states: StoredStates) -> int:
+        kept = states.keys, states.values
+        itemsize = model_dtype(states).itemsize if self.kv_dtype == "model" else 1
+        numbers = sum(rounded(itemsize * each.numel()) for each in kept)
         if self.kv_dtype == "model":
-            return max(ALIGNMENT, 2 * rounded(quantized_nbytes(states, "model") // 2))
+            return max(ALIGNMENT, numbers)
         layers, heads, tokens, size = states.keys.shape
         scales = torch.float32.itemsize * layers * heads
-        numbers = 2 * rounded(states.keys.numel())
         return max(ALIGNMENT, rounded(scales * size) + rounded(scales * tokens) + numbers)
 
     def put(self, key: KVKey, states: StoredStates) -> int:
@@ -369,6 +370,6 @@ _Shape = tuple[torch.Size, torch.dtype, int]
 def _target_shapes(states: StoredStates, kv_dtype: KVDtype) -> dict[str, _Shape]:
     """Shape, dtype and bytes of each tensor that a tier of this `kv_dtype` keeps."""
     if kv_dtype == "model" or isinstance(states, KVStates):
-        size, dtype = states.keys.shape, model_dtype(states)
-        return dict.fromkeys(("keys", "values"), (size, dtype, size.numel() * dtype.itemsize))
+        dtype, kept = model_dtype(states), {"keys": states.keys, "values": states.values}
+        return {name: (t.shape, dtype, t.numel() * dtype.itemsize) for name, t in kept.items()}
     return {name: (t.shape, t.dtype, t.nbytes) for name, t in tensors_of(states).items()}

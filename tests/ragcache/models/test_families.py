@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +12,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
-    DeepseekV2Config,
     GPT2Config,
     GPTJConfig,
     Qwen2Config,
     T5Config,
 )
 
-from ragcache.engine import Request, assemble_context
+from ragcache.engine import EncodeJob, Request, assemble_context, encode
 from ragcache.engine.engine import complete
 from ragcache.errors import UnsupportedModel
 from ragcache.models import CausalLM, Dimensions, Family, register, wrap, wrap_causal
@@ -33,7 +33,7 @@ from tests.ragcache.models.reference import (
     reference,
     tiny_gemma,
 )
-from tests.tiny_models import random_tokens, tiny_config, tiny_model
+from tests.tiny_models import LATENT, random_tokens, tiny_config, tiny_model
 
 COHERE = Family(("cohere",), interleaved=True)
 """What a user writes: interleaved rotary positions, and logits scaled by the model's head."""
@@ -101,6 +101,23 @@ def test_a_refused_model_is_left_as_it_was() -> None:
         wrap_causal(model)
     assert model.config._attn_implementation == before
     assert model.training
+
+
+def test_a_latent_is_kept_once_and_serves_as_key_and_value() -> None:
+    plain = tiny_model(LATENT)
+    causal = wrap_causal(copy.deepcopy(plain))
+    [states] = encode(causal, [EncodeJob(random_tokens(21))])
+    assert states.keys.shape == (2, 1, 21, 8 + 32)
+    assert states.nbytes == states.keys.nbytes == 21 * causal.bytes_per_token
+    pieces = [*(Module(random_tokens(n, seed=n)) for n in (30, 20)), random_tokens(6)]
+    [logits] = last_logits(causal, [prompt(causal, pieces)])
+    torch.testing.assert_close(logits, reference(plain, pieces), **CLOSE)
+    tokens = random_tokens(40)
+    with torch.no_grad():
+        out = plain.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False)
+    context = assemble_context([], tokens, window=512, max_new_tokens=6)
+    [completion] = complete(causal, [Request(context, 6, frozenset())])
+    assert list(completion.token_ids) == out[0, 40:].tolist()
 
 
 WINDOWED = ("mistral", "phi3", "qwen2")
@@ -208,7 +225,10 @@ def test_a_window_that_no_layer_uses_does_not_count() -> None:
     [
         (T5Config(), "this t5 model has an encoder and a decoder"),
         (GPT2Config(add_cross_attention=True), "this gpt2 model attends to another sequence"),
-        (DeepseekV2Config(), "this deepseek_v2 model keeps compressed states"),
+        (
+            SimpleNamespace(model_type="mistral4", kv_lora_rank=256),
+            "this mistral4 model keeps compressed states",
+        ),
         (
             SimpleNamespace(model_type="llama4_text", attention_chunk_size=8192),
             "this llama4_text model attends within chunks",

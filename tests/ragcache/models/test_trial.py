@@ -26,8 +26,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
     },
     "granitemoehybrid": {"layer_types": ["attention"] * 32},
-    "deepseek_v3": LATENT,
-    "glm4_moe_lite": LATENT,
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu", "axk1"), LATENT),
     "qwen2_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
     "qwen2_5_vl_text": {"rope_parameters": {**AXES, "mrope_section": [16, 24, 24]}},
 }  # fmt: skip
@@ -44,6 +44,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "latents, queries as they are": ("deepseek_v3", {**LATENT, "q_lora_rank": None}),
     "latents, halves turn": ("deepseek_v3", {**LATENT, "rope_interleave": False}),
+    "latents, yarn": ("deepseek_v2", {
+        **LATENT, "num_experts_per_tok": 2, "max_position_embeddings": 640, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.7,
+            "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}},
+    ),
     "one key head a query head": ("gpt_bigcode", {"multi_query": False}),
     "ALiBi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False}),
     "groups of key heads": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),
@@ -100,6 +105,8 @@ def test_a_variant_answers_as_the_whole_text(variant: str) -> None:
         ("cohere2", {"silent_layers": None}),
         ("exaone4", {"silent_layers": None}),
         ("afmoe", {"silent_layers": None}),
+        ("deepseek_v2", {"interleaved": False}),
+        ("minicpm3", {"interleaved": True}),
     ],
 )
 def test_a_wrong_recipe_differs(
@@ -228,18 +235,22 @@ def test_sinks_are_refused_where_nothing_counts_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"),
+    ("model_type", "changes", "reason"),
     [
-        ("gemma4_text", "heads of two sizes"),
-        ("deepseek_v2", "compressed states"),
-        ("llama4_text", "within chunks"),
-        ("granitemoehybrid", "layers of type linear_attention"),
-        ("qwen3_next", "layers of type linear_attention"),
-        ("mamba", "layers of type linear_attention"),
+        ("gemma4_text", {}, "heads of two sizes"),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}, "heads of two sizes"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "attends in both directions"),
+        ("mistral4", {}, "compressed states"),
+        ("llama4_text", {}, "within chunks"),
+        ("granitemoehybrid", {}, "layers of type linear_attention"),
+        ("qwen3_next", {}, "layers of type linear_attention"),
+        ("mamba", {}, "layers of type linear_attention"),
     ],
 )
-def test_the_reason_of_a_refusal_is_right(model_type: str, reason: str) -> None:
-    config = AutoConfig.for_model(model_type)
+def test_the_reason_of_a_refusal_is_right(
+    model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(model_type, **changes)
     with pytest.raises(UnsupportedModel, match=reason):
         family_of(config).check(config)
 

@@ -190,9 +190,17 @@ def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
         check_kv_dtype("int4")
 
 
-@given(tokens=st.integers(0, 20), layers=st.integers(1, 3), size=st.integers(1, 9))
-def test_quantized_bytes_are_known_from_shapes(tokens: int, layers: int, size: int) -> None:
-    states = KVStates(*torch.randn(2, layers, 2, tokens, size).bfloat16(), 0)
+@given(
+    tokens=st.integers(0, 20),
+    layers=st.integers(1, 3),
+    size=st.integers(1, 9),
+    latent=st.booleans(),
+)
+def test_quantized_bytes_are_known_from_shapes(
+    tokens: int, layers: int, size: int, latent: bool
+) -> None:
+    keys, values = torch.randn(2, layers, 2, tokens, size).bfloat16()
+    states = KVStates(keys, values[..., :0] if latent else values, 0)
     forms = [quantize(states, "int8"), quantize(states, "fp8"), states]
     for form in forms:
         for kind in ("int8", "fp8", "model"):

@@ -58,6 +58,20 @@ def test_a_part_of_a_longer_run_takes_the_room_of_the_part(make: Make) -> None:
     assert same(found(tier, 1), part)
 
 
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_latents_are_kept_once(make: Make, kv_dtype: str) -> None:
+    """Their values have no width: the keys serve as values."""
+    keys = torch.randn(2, 1, 500, 96)
+    tier = make(kv_dtype=kv_dtype)
+    latents = KVStates(keys, keys[..., :0], 3)
+    once = tier.put(make_key(1), latents)
+    assert once < 0.6 * tier.put(make_key(2), KVStates(keys, keys, 3))
+    assert tier.size_of(latents) >= once
+    back = found(tier, 1)
+    assert back.values.shape == (2, 1, 500, 0)
+    torch.testing.assert_close(back.keys, keys, rtol=0, atol=0.05 if kv_dtype == "int8" else 0)
+
+
 def test_a_missing_key_is_named(make: Make) -> None:
     tier = make()
     with pytest.raises(StateMissing, match=make_key(1).digest):
