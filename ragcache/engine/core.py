@@ -54,6 +54,7 @@ from ragcache.errors import (
     PromptTooLong,
     TextFailed,
     UnsupportedModel,
+    UnusableLogits,
 )
 from ragcache.states.quantization import StoredStates
 
@@ -580,6 +581,10 @@ class EngineCore:
         self._encode_queue.drop_cancelled()
 
     def _fail(self, group: SequenceGroup, error: BaseException) -> None:
+        if isinstance(error, UnusableLogits):
+            for sequence in self._running:
+                if sequence.group is group:
+                    self.kv_manager.disown_blocks(sequence)
         self._drop(group)
         group.channel.fail(error)
 

@@ -364,6 +364,13 @@ class RadixCache:
                 self._enqueue(node)
         return []
 
+    def disown_path(self, path: NodePath) -> None:
+        """Lets no later request find the blocks of a path, nor what continues them. Requests that
+        hold them keep them; then they are retained and evicted as others are."""
+        for node in path.nodes:
+            if self._nodes.get(node.key) is node:
+                del self._nodes[node.key]
+
     def evict_blocks(self, count: int) -> list[int]:
         """Evicts up to `count` retained blocks, least recently used first, of those that no other
         block continues. Returns their ids, to be freed."""
@@ -403,7 +410,8 @@ class RadixCache:
             node.queued = True
 
     def _remove(self, node: RadixNode) -> None:
-        del self._nodes[node.key]
+        if self._nodes.get(node.key) is node:  # it was not disowned
+            del self._nodes[node.key]
         self._retained -= 1
         parent = node.key[0]
         if isinstance(parent, RadixNode):

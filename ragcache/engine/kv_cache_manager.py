@@ -96,6 +96,12 @@ class KVCacheManager:
                 exchanged = True
         return exchanged
 
+    def disown_blocks(self, sequence: Sequence) -> None:
+        """Lets no other sequence find the blocks that this one reads: their states are no numbers.
+        Those who read them already fail as it does."""
+        if sequence.path is not None:
+            self.radix_cache.disown_path(sequence.path)
+
     def release_sequence(self, sequence: Sequence) -> None:
         """Frees a sequence's blocks; it may be admitted again."""
         private, path = sequence.private, sequence.path

@@ -3,7 +3,7 @@ that cannot be made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -35,6 +35,7 @@ from ragcache.states import KVStates
 from tests.interpreted import interpreted
 from tests.ragcache.engine.late_runner import late_core
 from tests.ragcache.engine.stepped_engine import (
+    BLOCK_SIZE,
     ManualClock,
     assert_all_blocks_free,
     core_of,
@@ -135,6 +136,33 @@ def test_states_that_are_no_numbers_fail_their_own_request_alone(
         assert logprobs_of(handle.result(0)) == pytest.approx(logprobs_of(alone), abs=1e-4)
     [again] = run_requests(core, over((), 4, 1))  # in the blocks of the request that failed
     assert again.token_ids == expected[0].token_ids[:1]
+
+
+@pytest.mark.parametrize("make", [core_of, late_core])
+def test_blocks_of_states_that_are_no_numbers_are_not_read_again(
+    make: Callable[[CausalLM], EngineCore],
+) -> None:
+    """The same prompt is right once its segment is: nothing of the failed request is shared."""
+    causal = wrap_causal(tiny_model("llama", initializer_range=0.2))
+    [segment] = segments_of(causal, (7,))
+    request = over((replace(segment, name="notes"),), 3 * BLOCK_SIZE + 2, 3)
+    request = replace(request, tenant="a")
+    [expected] = run_requests(make(causal), request)
+    core, keys = make(causal), segment.states.keys.clone()
+    spoil(segment.states, "keys")
+    failing = [submit_request(core, each) for each in (request, replace(request, n=2))]
+    drain(core)
+    for handle in failing:
+        with pytest.raises(UnusableLogits):
+            handle.result(0)
+    segment.states.keys.copy_(keys)
+    shared = []
+    for _ in range(2):
+        [found] = run_requests(core, request)
+        assert found.token_ids == expected.token_ids
+        shared.append(found.shared_tokens)
+    assert shared == [0, 3 * BLOCK_SIZE]
+    assert_all_blocks_free(core)
 
 
 def _behind(segment: Segment, positions: int) -> Segment:

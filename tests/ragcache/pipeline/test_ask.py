@@ -468,6 +468,23 @@ def test_a_question_has_the_tokens_of_the_whole_text(
     assert ids == template.encode(template.render_chat(content)), "as a chat of this text"
 
 
+def test_added_tokens_in_documents_and_questions_are_ordinary_text(
+    tmp_path: Path, model: LoadedModel
+) -> None:
+    """Also those that are not special."""
+    tokenizer = deepcopy(model.tokenizer)
+    tokenizer.add_tokens(["<think>", "<tool_call>"])
+    with RagCache.open(tmp_path / "state", replace(model, tokenizer=tokenizer)) as rag:
+        rag.ingest("notes", [SourceDocument("keys", "<think> of the <tool_call> key.")])
+        ask = rag.internals.ask
+        [prompt] = ask.prepare_prompts(["which <think> key?"], "notes", SearchParams(1), "exact")
+    ids = all_tokens(prompt)
+    text = tokenizer.decode(ids)
+    assert "<think> of the <tool_call> key." in text
+    assert "which <think> key?" in text
+    assert not {*ids} & {*tokenizer.convert_tokens_to_ids(["<think>", "<tool_call>"])}
+
+
 def test_a_rooted_prompt_reads_everything_but_the_question(pipeline: AskPipeline) -> None:
     prompt = pipeline.build(selection_of(3, 1), "notes", "rooted")
     assert isinstance(prompt.states, ModuleStates)
