@@ -8,6 +8,7 @@ from ragcache.db.catalog import (
     MovedDocument,
     NewDocument,
     NewModule,
+    Stamp,
     Vectors,
 )
 from ragcache.db.database import Database, LedgerStatus
@@ -47,7 +48,7 @@ __all__ = [
     "Ledger", "LedgerStatus", "LivingSession", "Members",
     "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
     "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts",
-    "StoringRequest", "Vectors", "WaitingDocuments",
+    "Stamp", "StoringRequest", "Vectors", "WaitingDocuments",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
     "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

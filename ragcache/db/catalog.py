@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from sqlalchemy import ColumnElement, delete, func, select, update
@@ -20,6 +20,7 @@ from ragcache.db.database import Database, LastKnown
 from ragcache.db.references import retire
 from ragcache.db.schemas import delete_scaffolds
 from ragcache.db.sql import (
+    CHUNK,
     chunks,
     collection_id,
     from_modules,
@@ -36,6 +37,7 @@ from ragcache.db.tables import (
     EncodingTable,
     ModuleTable,
     NamespaceTable,
+    ScaffoldTable,
     TokenTable,
     VectorTable,
 )
@@ -43,6 +45,20 @@ from ragcache.errors import DocumentError
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
+
+
+class Stamp(NamedTuple):
+    """What tells whether a collection has changed: its id, its revision, and the id of its newest
+    scaffold, 0 without one."""
+
+    collection: int
+    revision: int
+    scaffold: int = 0
+
+    @property
+    def documents(self) -> tuple[int, int]:
+        """Changes with the documents alone."""
+        return self.collection, self.revision
 
 
 class Catalog:
@@ -54,7 +70,7 @@ class Catalog:
     ) -> None:  # fmt: skip
         """tokenizer, embedder: the names under which token ids and vectors are kept.
         stale_seconds: how old the stamps may be while the ledger does not answer."""
-        self._stamp = LastKnown[tuple[int, int]](stale_seconds)
+        self._stamp = LastKnown[Stamp](stale_seconds)
         self._stamps = LastKnown[dict[str, tuple[int, int]]](stale_seconds)
         self._database, self._tokenizer, self._embedder = database, tokenizer, embedder
         self.namespace = namespace
@@ -150,28 +166,46 @@ class Catalog:
             found |= {m.name: m for m in self._modules(collection, ModuleTable.name.in_(chunk))}
         return [found[name] for name in names if name in found]
 
-    def reread_modules(self, collection: str, known: Mapping[int, ModuleRow]) -> list[ModuleRow]:
-        """All modules of a collection, the known ones first, in their order. Of these only names
-        are read: the rest of a module never changes, and ids are not used again. Raises
+    def reread_modules(
+        self, collection: str, known: Mapping[int, ModuleRow]
+    ) -> tuple[Stamp, list[ModuleRow]]:
+        """The stamp and all modules of a collection, the known ones first, in their order. Of these
+        only names are read: the rest of a module never changes, and ids are not used again. Token
+        ids of a few new ones are read along: questions ask for them next. Raises
         `UnknownCollection`."""
-        columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
-        statement = self._within(from_modules(*columns), collection)
         with self._database.reading() as session:
-            collection_id(session, collection, self.namespace)
-            named = {row[0]: row[1:] for row in session.execute(statement)}
-        rows = [_renamed(row, *named[n]) for n, row in known.items() if n in named]
+            stamp = self._stamp_of(session, collection)
+            kept, new = self._reread(session, collection, known)
+            if len(new) <= CHUNK:
+                self._read_tokens(session, [row.id for row in new])
+        return stamp, kept + new
+
+    def _reread(
+        self, session: Session, collection: str, known: Mapping[int, ModuleRow]
+    ) -> tuple[list[ModuleRow], list[ModuleRow]]:
+        if not known:
+            return [], self._rows(session, collection)
+        columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
+        every = session.execute(self._within(from_modules(*columns), collection))
+        named = {row[0]: row[1:] for row in every}
+        new: list[ModuleRow] = []
         for chunk in chunks(sorted(named.keys() - known.keys())):
-            rows += self._modules(collection, ModuleTable.id.in_(map(int, chunk)))
-        return rows
+            new += self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
+        return [_renamed(row, *named[n]) for n, row in known.items() if n in named], new
 
     def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
-        statement = from_modules(ModuleTable, DocumentTable).where(*chosen).order_by(ModuleTable.id)
         with self._database.reading() as session:
             collection_id(session, collection, self.namespace)
-            return [
-                ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes, m.details)
-                for m, d in session.execute(self._within(statement, collection))
-            ]
+            return self._rows(session, collection, *chosen)
+
+    def _rows(
+        self, session: Session, collection: str, *chosen: ColumnElement[bool]
+    ) -> list[ModuleRow]:
+        statement = from_modules(ModuleTable, DocumentTable).where(*chosen).order_by(ModuleTable.id)
+        return [
+            ModuleRow(m.id, m.name, d.source_id, d.uri, m.text, d.attributes, m.details)
+            for m, d in session.execute(self._within(statement, collection))
+        ]
 
     def texts(self, collection: str, source_ids: Sequence[str]) -> dict[str, str]:
         """The texts of those documents that there are, by source id. Of one that was stored before
@@ -194,33 +228,41 @@ class Catalog:
         """Token ids under this catalog's tokenizer, of the modules that have them."""
         known = {n: self._token_ids[n] for n in module_ids if n in self._token_ids}
         missing = [number for number in module_ids if number not in known]
-        return known | self._read_tokens(missing) if missing else known
+        if missing:
+            with self._database.reading() as session:
+                known |= self._read_tokens(session, missing)
+        return known
 
-    def _read_tokens(self, module_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def _read_tokens(
+        self, session: Session, module_ids: Sequence[int]
+    ) -> dict[int, tuple[int, ...]]:
         statement = select(TokenTable.module_id, TokenTable.token_ids).where(
             TokenTable.tokenizer == self._tokenizer, TokenTable.module_id.in_(module_ids)
         )
-        with self._database.reading() as session:
-            rows = session.execute(statement)
-            found = {n: tuple(np.frombuffer(blob, dtype="<i4").tolist()) for n, blob in rows}
+        rows = session.execute(statement)
+        found = {n: tuple(np.frombuffer(blob, dtype="<i4").tolist()) for n, blob in rows}
         if len(self._token_ids) + len(found) > _REMEMBERED:
             self._token_ids.clear()
         self._token_ids.update(found)
         return found
 
-    def stamp(self, collection: str) -> tuple[int, int]:
-        """Changes whenever anything of the collection does: its id and revision. Raises
-        `UnknownCollection`."""
+    def stamp(self, collection: str) -> Stamp:
+        """Changes whenever anything of the collection does. Raises `UnknownCollection`."""
         return self._stamp.read(collection, lambda: self._read_stamp(collection))
 
-    def _read_stamp(self, collection: str) -> tuple[int, int]:
-        columns = select(CollectionTable.id, CollectionTable.revision)
+    def _read_stamp(self, collection: str) -> Stamp:
         with self._database.reading() as session:
-            found = session.execute(self._within(columns, collection)).one_or_none()
-            if found is None:
-                collection_id(session, collection, self.namespace)
-                raise AssertionError("the collection appeared within one snapshot")
-            return int(found[0]), int(found[1])
+            return self._stamp_of(session, collection)
+
+    def _stamp_of(self, session: Session, collection: str) -> Stamp:
+        newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
+        newest = newest.where(ScaffoldTable.collection_id == CollectionTable.id)
+        columns = (CollectionTable.id, CollectionTable.revision, newest.scalar_subquery())
+        found = session.execute(self._within(select(*columns), collection)).one_or_none()
+        if found is None:
+            collection_id(session, collection, self.namespace)
+            raise AssertionError("the collection appeared within one snapshot")
+        return Stamp(*map(int, found))
 
     def stamps(self) -> dict[str, tuple[int, int]]:
         """The stamps of all collections, by name."""

@@ -35,6 +35,7 @@ BUSY_SECONDS = 30.0  # that a writer waits for another one of the same SQLite fi
 _CONNECT_SECONDS = 5
 _REST_SECONDS = 1.0  # in which a ledger that failed is not read again
 _READS = {"ragcache_reads": True}
+_SNAPSHOT = {"isolation_level": "REPEATABLE READ"}  # of PostgreSQL; SQLite reads no other way
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._writes = sessionmaker(engine, expire_on_commit=False)
-        self._reads = sessionmaker(engine.execution_options(**_READS), expire_on_commit=False)
+        shared = engine.dialect.name == "postgresql"
+        reads = engine.execution_options(**_READS, **(_SNAPSHOT if shared else {}))
+        self._reads = sessionmaker(reads, expire_on_commit=False)
 
     @classmethod
     def open(cls, where: Path | str, *, busy_seconds: float = BUSY_SECONDS) -> Database:

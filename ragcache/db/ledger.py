@@ -250,21 +250,30 @@ class Ledger:
         return [state_row(row) for row in rows]
 
     def record(self, row: StateRow, *, last: bool, fenced: bool = False) -> bool:
-        """Notes that a tier that outlives processes holds states now; with the last such tier
-        their claim ends. fenced: not where others have ended the claim, which they do where this
-        process was silent for too long; returns whether the row was written."""
-        values = [row.values(self._place_of(row.tier))]
+        """As `record_all` for one row; returns whether it was written. fenced: only where this
+        session still has the claim."""
+        return bool(self.record_all([row], [row.key] if last else (), fenced=fenced))
+
+    def record_all(
+        self, rows: Sequence[StateRow], last: Collection[KVKey], *, fenced: bool = True
+    ) -> set[KVKey]:
+        """Notes that a tier that outlives processes holds states now; the claims on the `last`
+        keys end. fenced: not where others have ended the claim, which they do where this process
+        was silent for too long; returns the keys whose rows were written."""
+        if not rows:
+            return set()
         with self.database.transaction() as session:
-            if fenced and not self.locks.are_held(session, [row.key]):
-                return False
+            held = {row.key for row in rows}
+            if fenced:
+                held = self.locks.held_among(session, held)
+            kept = sorted((row for row in rows if row.key in held), key=lambda row: row.key)
+            values = [row.values(self._place_of(row.tier)) for row in kept]
             upsert(session, StateTable, values, _RECORDED)
-            again = note_fetched_again(session, [(str(row.key), row.tier)])
-            if last:
-                self.locks.release_within(session, [row.key])
-            else:
-                self._reserve(session, row.key, "", 0)
+            again = note_fetched_again(session, [(str(row.key), row.tier) for row in kept])
+            self.locks.release_within(session, held & set(last))
+            self._reserve(session, held - set(last), "", 0)
         self._count_again(again)
-        return True
+        return held
 
     def claim(
         self, keys: Sequence[KVKey], unreadable: Collection[KVKey]
@@ -299,15 +308,16 @@ class Ledger:
         """Takes bytes of a shared tier for a key that is claimed. Returns by how many all that is
         held there or about to be written exceeds the budget."""
         with self.database.transaction() as session:
-            self._reserve(session, key, tier, nbytes)
+            self._reserve(session, [key], tier, nbytes)
             taken = session.scalar(select(func.sum(StateTable.nbytes)).where(self._at(tier))) or 0
             place = (ClaimTable.tier == tier) & (ClaimTable.place == self._place_of(tier))
             taken += session.scalar(select(func.sum(ClaimTable.nbytes)).where(place)) or 0
         return max(0, int(taken) - budget)
 
-    def _reserve(self, session: Session, key: KVKey, tier: str, nbytes: int) -> None:
-        row = update(ClaimTable).where(ClaimTable.key == str(key))
-        session.execute(row.values(tier=tier, place=self._place_of(tier), nbytes=nbytes))
+    def _reserve(self, session: Session, keys: Collection[KVKey], tier: str, nbytes: int) -> None:
+        for chunk in chunks(sorted(keys)):
+            rows = update(ClaimTable).where(ClaimTable.key.in_(chunk))
+            session.execute(rows.values(tier=tier, place=self._place_of(tier), nbytes=nbytes))
 
     def expel(self, tier: str, keys: Sequence[KVKey], reason: str) -> list[KVKey]:
         """Deletes rows of a shared tier and claims their keys, so that the blobs can be deleted

@@ -118,11 +118,13 @@ class ScaffoldRows:
     def __init__(self, database: Database, namespace: str = DEFAULT_NAMESPACE) -> None:
         self._database, self._namespace = database, namespace
 
-    def read_scaffolds(self, collection: str) -> set[Members]:
-        """All scaffolds of a collection; none where it does not exist."""
-        statement = self._named(select(ScaffoldTable.members).join(CollectionTable), collection)
+    def read_scaffolds(self, collection: str) -> set[tuple[Members, KVKey]]:
+        """All scaffolds of a collection with the keys of their states; none where it does not
+        exist."""
+        columns = select(ScaffoldTable.members, ScaffoldTable.key).join(CollectionTable)
         with self._database.reading() as session:
-            return {tuple(members) for members in session.scalars(statement)}
+            rows = session.execute(self._named(columns, collection))
+            return {(tuple(members), KVKey(key)) for members, key in rows}
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         """Stores the key of a scaffold, unless one of its modules was deleted meanwhile."""

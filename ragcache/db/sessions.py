@@ -201,13 +201,15 @@ class KeyLocks:
             self.sessions.reap_dead()
         return True
 
-    def are_held(self, session: Session, keys: Sequence[KVKey]) -> bool:
-        """Whether this session has claimed all of the keys, which are locked until the end of the
+    def held_among(self, session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
+        """Those of the keys that this session has claimed; they are locked until the end of the
         transaction."""
-        texts = [str(key) for key in keys]
-        mine = (ClaimTable.session == self.sessions.id) & ClaimTable.key.in_(texts)
-        held = session.scalars(select(ClaimTable.key).where(mine).with_for_update())
-        return len(set(held)) == len(set(texts))
+        held: set[KVKey] = set()
+        for chunk in chunks(sorted(keys)):
+            mine = (ClaimTable.session == self.sessions.id) & ClaimTable.key.in_(chunk)
+            rows = select(ClaimTable.key).where(mine).order_by(ClaimTable.key)
+            held |= {KVKey(key) for key in session.scalars(rows.with_for_update())}
+        return held
 
     def _claimed_by_others(self, keys: Sequence[KVKey]) -> set[str]:
         with self.sessions.database.reading() as session:

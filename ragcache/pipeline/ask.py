@@ -45,6 +45,7 @@ class AskPipeline:
         timestamps = Timestamps(called, time.perf_counter())
         prompts = []
         for selection in selections:
+            self.scaffolds.follow(collection, selection.stamp)
             self.scaffolds.note(collection, [hit.module.id for hit in selection.hits])
             prompt = self.build(selection, collection, mode, encoder)
             prompts.append(replace(prompt, timestamps=timestamps))

@@ -16,7 +16,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows
+from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows, Stamp
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
@@ -254,42 +254,44 @@ class Scaffolds:
     ones wherever all its modules are selected in that order, next to each other. The ledger keeps
     scaffolds until a document of theirs changes.
 
-    after: how often a selection must be retrieved to become one; None finds none. Those that
-    another process declares are known here when the folder is opened again.
+    after: how often a selection must be retrieved to become one; None finds none.
     """
 
     def __init__(self, rows: ScaffoldRows, after: int | None = None) -> None:
         self._rows, self._after = rows, after
-        self._known: dict[str, set[Members]] = {}
+        self._known: dict[str, tuple[Stamp, set[Members]]] = {}
         self._kept: set[tuple[Members, KVKey]] = set()
         self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()
         self._lock = threading.Lock()
 
-    def declare(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
-        """Makes these modules a scaffold, in this order, with the states of this key."""
-        self.keep(collection, modules, key)
-        known = self._of(collection)
+    def follow(self, collection: str, stamp: Stamp) -> None:
+        """Reads the scaffolds of a collection where they may have changed: any process may have
+        declared or found some. stamp: that of the collection now."""
+        known = self._known.get(collection)
+        if known is not None and known[0] == stamp:
+            return
+        kept = self._rows.read_scaffolds(collection) if stamp.scaffold else set()
         with self._lock:
-            known.add(tuple(modules))
+            self._kept |= kept
+            self._known[collection] = stamp, {members for members, _ in kept}
 
     def note(self, collection: str, modules: Sequence[int]) -> None:
-        """Counts a selection."""
+        """Counts a selection, after `follow`."""
         if self._after is None or len(modules) < 2:
             return
-        known, seen = self._of(collection), (collection, tuple(modules))
+        seen = collection, tuple(modules)
         with self._lock:
             self._seen[seen] = self._seen.pop(seen, 0) + 1
             if self._seen[seen] >= self._after:
-                known.add(seen[1])
+                self._known[collection][1].add(seen[1])
             elif len(self._seen) > MAX_COUNTED:
                 self._seen.popitem(last=False)
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
         """Splits a selection into runs begin:end that are encoded together, the longest scaffold
-        that fits first, from the front."""
-        known = self._of(collection)
+        that fits first, from the front, after `follow`."""
         with self._lock:
-            longest = sorted(known, key=len, reverse=True)
+            longest = sorted(self._known[collection][1], key=len, reverse=True)
         runs, begin = [], 0
         while begin < len(modules):
             lengths = (len(s) for s in longest if tuple(modules[begin : begin + len(s)]) == s)
@@ -299,19 +301,13 @@ class Scaffolds:
         return runs
 
     def keep(self, collection: str, modules: Sequence[int], key: KVKey) -> None:
-        """Notes which states a scaffold has, so that they end with its documents."""
+        """Declares a scaffold of these modules, in this order, with the states of this key, which
+        end with its documents."""
         kept = (tuple(modules), key)  # equal texts of two collections have one key
         if kept not in self._kept:
             self._rows.add_scaffold(collection, *kept)
-            self._kept.add(kept)
-
-    def _of(self, collection: str) -> set[Members]:
-        known = self._known.get(collection)
-        if known is None:
-            stored = self._rows.read_scaffolds(collection)
             with self._lock:
-                known = self._known.setdefault(collection, stored)
-        return known
+                self._kept.add(kept)
 
 
 def scaffold_modules(modules: Sequence[ModuleRow], ids: Sequence[str]) -> list[ModuleRow]:

@@ -166,7 +166,7 @@ class Namespace:
         token_ids = tuple(token for each in self.ask.tokens.of(modules) for token in each)
         self.submitter.check_sizes(own=len(encoder.preamble_ids), documents=len(token_ids))
         key = encoder.key(token_ids, "rooted")
-        scaffolds.declare(collection, [module.id for module in modules], key)
+        scaffolds.keep(collection, [module.id for module in modules], key)
         with encoder.lease([token_ids], "rooted", "warm"):
             return tuple(module.name for module in modules)
 

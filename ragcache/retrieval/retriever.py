@@ -24,7 +24,7 @@ import numpy as np
 from langchain_core.embeddings import Embeddings
 
 from ragcache.config import check_k
-from ragcache.db import Catalog, Database, ModuleRow, Vectors
+from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable, UnknownCollection
 from ragcache.retrieval.embeddings import embedder_name
 from ragcache.retrieval.filters import Filters, Test, compile_filters
@@ -92,15 +92,17 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules for a query, best first; with `mmr`, in the order of selection."""
+    """The modules for a query, best first; with `mmr`, in the order of selection. stamp: of the
+    collection when it was asked for."""
 
     query: str
     hits: tuple[Hit, ...]
+    stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
 class _Indexed:
-    stamp: tuple[int, int]
+    stamp: Stamp
     index: CollectionIndex
     modules: dict[int, ModuleRow]
 
@@ -133,17 +135,17 @@ class Retriever:
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
         without an embedder, or `ConfigurationError` where its vectors differ in length."""
-        self._catalog.stamp(collection)  # a collection that is unknown costs no embedding
+        stamp = self._catalog.stamp(collection)  # one that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
-        return self._select(query, vector, collection, params)
+        return self._select(query, vector, collection, params, stamp)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
-        await asyncio.to_thread(self._catalog.stamp, collection)
+        stamp = await asyncio.to_thread(self._catalog.stamp, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
-        return await asyncio.to_thread(self._select, query, vector, collection, params)
+        return await asyncio.to_thread(self._select, query, vector, collection, params, stamp)
 
     def retrieve_by_vector(
         self, vector: Sequence[float], collection: str, params: SearchParams
@@ -151,14 +153,15 @@ class Retriever:
         """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
         vector of another length."""
         self._check_embedder()
-        return self._select("", _vector(vector), collection, params)
+        stamp = self._catalog.stamp(collection)
+        return self._select("", _vector(vector), collection, params, stamp)
 
     def update_index(self, collection: str) -> None:
         """Applies a change of a collection to its index, if there is one, so that no question has
         to. Where the ledger does not answer, the next question does it."""
         if collection in self._indexed:
             with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
-                self._current(collection, None)
+                self._current(collection, None, self._catalog.stamp(collection))
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
         """Vectors [N, D] float32 of stripped texts; None without an embedder."""
@@ -184,11 +187,12 @@ class Retriever:
         return self.embedder
 
     def _select(
-        self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams
-    ) -> Selection:
-        indexed = self._current(collection, None if vector is None else len(vector))
+        self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams,
+        stamp: Stamp,
+    ) -> Selection:  # fmt: skip
+        indexed = self._current(collection, None if vector is None else len(vector), stamp)
         if not indexed.modules:
-            return Selection(query, ())
+            return Selection(query, (), stamp)
         ranking, bm25, cosine = _rank(query, vector, indexed, params)
         if params.threshold is not None:
             ranking = [(n, score) for n, score in ranking if score >= params.threshold]
@@ -198,21 +202,19 @@ class Retriever:
             Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n))
             for n, score in ranking[: params.k]
         )
-        return Selection(query, tuple(hits))
+        return Selection(query, tuple(hits), stamp)
 
-    def _current(self, collection: str, dimension: int | None) -> _Indexed:
-        """The index over what the collection holds now, by any process, with vectors of
-        `dimension` where it is given."""
+    def _current(self, collection: str, dimension: int | None, stamp: Stamp) -> _Indexed:
+        """The index over what the collection held at the stamp, by any process, or later, with
+        vectors of `dimension` where it is given."""
         indexed = self._indexed.get(collection)
-        stamp = self._catalog.stamp(collection)
         if indexed is not None and _serves(indexed, stamp, dimension):
             return indexed
         with self._lock_of(collection):
-            stamp = self._catalog.stamp(collection)
             indexed = self._indexed.get(collection)
-            if indexed is None or indexed.stamp != stamp:
+            if indexed is None or not _covers(indexed, stamp):
                 indexed = self._updated(collection, stamp, indexed)
-            if not _serves(indexed, stamp, dimension):
+            if not _serves(indexed, indexed.stamp, dimension):
                 assert dimension is not None
                 vectors = self._vectors_of(collection, indexed.modules, dimension)
                 indexed = replace(indexed, index=indexed.index.with_vectors(vectors))
@@ -225,15 +227,16 @@ class Retriever:
         with self._guard:
             return self._building[collection]
 
-    def _updated(
-        self, collection: str, stamp: tuple[int, int], before: _Indexed | None
-    ) -> _Indexed:
+    def _updated(self, collection: str, stamp: Stamp, before: _Indexed | None) -> _Indexed:
         """The index with what has changed since; a new one for a new collection."""
-        if before is None or before.stamp[0] != stamp[0]:
-            return self._build(collection, stamp)
-        rows = self._catalog.reread_modules(collection, before.modules)
+        if before is not None and before.stamp.collection != stamp.collection:
+            before = None
+        known = {} if before is None else before.modules
+        stamp, rows = self._catalog.reread_modules(collection, known)
         modules = {row.id: row for row in rows}
-        return _Indexed(stamp, before.index.update(*_ids_and_texts(modules)), modules)
+        given = _ids_and_texts(modules)
+        index = CollectionIndex(*given) if before is None else before.index.update(*given)
+        return _Indexed(stamp, index, modules)
 
     def _rebuild(self, collection: str) -> None:
         """Builds the words of a collection anew from what is in memory, and applies to them what
@@ -246,10 +249,6 @@ class Retriever:
             if now.index.is_outdated:
                 index = now.index.with_words(words.update(*_ids_and_texts(now.modules)))
                 self._indexed[collection] = replace(now, index=index)
-
-    def _build(self, collection: str, stamp: tuple[int, int]) -> _Indexed:
-        modules = {row.id: row for row in self._catalog.modules(collection)}
-        return _Indexed(stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
 
     def _vectors_of(
         self, collection: str, modules: dict[int, ModuleRow], dimension: int
@@ -317,8 +316,15 @@ def _vector(numbers: Sequence[float]) -> np.ndarray:
     return np.asarray(numbers, dtype=np.float32)
 
 
-def _serves(indexed: _Indexed, stamp: tuple[int, int], dimension: int | None) -> bool:
-    if indexed.stamp != stamp:
+def _covers(indexed: _Indexed, stamp: Stamp) -> bool:
+    """Whether an index is that of a stamp, or, where another thread has read more, of a later
+    one."""
+    read = indexed.stamp
+    return read.collection == stamp.collection and read.revision >= stamp.revision
+
+
+def _serves(indexed: _Indexed, stamp: Stamp, dimension: int | None) -> bool:
+    if not _covers(indexed, stamp):
         return False
     return dimension in (None, indexed.index.dimension) or not indexed.modules
 

@@ -91,7 +91,7 @@ def _bring(store: KVStore, key: KVKey, target: TierIndex) -> None:
             return
         tick = store.ledger.advance_clock()
         if target.tier.persistent:
-            store.persistent.add(key, states, tick, target)
+            store.persistent.add({key: states}, tick, target)
         else:
             store.memory.place(target, key, states, tick, admitted=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from ragcache.db.ledger import Ledger, StateRow
 from ragcache.errors import (
@@ -201,21 +201,39 @@ class PersistentTiers:
                 self._ledger.locks.release([key])
 
     def add(
-        self, key: KVKey, states: StoredStates, tick: int, tier: TierIndex | None = None
+        self, found: Mapping[KVKey, StoredStates], tick: int, tier: TierIndex | None = None
     ) -> None:
-        """Stores states in a tier, or in all that lack them, unless another process has claimed the
-        key. Raises `StoreError`."""
+        """Stores states in a tier, or in all that lack them, but for keys that another process has
+        claimed. One transaction claims them, and one for each tier records them. Raises
+        `StoreError`."""
+        indexes = self.indexes if tier is None else (tier,)
         with self._memory.lock:
-            lacking = [index for index in self.indexes if key not in index.entries]
-        if tier is not None:
-            lacking = [tier]
-        with self._flights.begin([key] if lacking else []) as flight:
+            lacking = {k: [i for i in indexes if i is tier or k not in i.entries] for k in found}
+        with self._flights.begin([key for key in found if lacking[key]]) as flight:
+            claimed = self._ledger.locks.acquire(flight.mine) if flight.mine else []
+            left = set(claimed)
             try:
-                claimed = self._ledger.locks.acquire(flight.mine) if flight.mine else []
-                for index in lacking if claimed else ():
-                    self._write(index, key, states, tick, last=index is lacking[-1])
+                for index in indexes:
+                    chosen = {key: found[key] for key in claimed if index in lacking[key]}
+                    last = {key for key in chosen if index is lacking[key][-1]}
+                    self._write_all(index, chosen, tick, last)
+                    left -= last
             finally:
-                self._ledger.locks.release(flight.mine)
+                self._ledger.locks.release(left)
+
+    def _write_all(
+        self, index: TierIndex, found: Mapping[KVKey, StoredStates], tick: int, last: Set[KVKey]
+    ) -> None:
+        """Writes blobs, then their rows in one transaction, which ends the claims on the `last`
+        keys. What lost its claim is written as `_write` does."""
+        rows = [
+            self._memory.row(index, key, self._put(index, key, states), tick)
+            for key, states in found.items()
+        ]
+        recorded = self._ledger.record_all(rows, last)
+        self.learn(row for row in rows if row.key in recorded)
+        for key in found.keys() - recorded:
+            self._write(index, key, found[key], tick, last=key in last)
 
     def _write(
         self, index: TierIndex, key: KVKey, states: StoredStates, tick: int, *, last: bool

@@ -191,9 +191,23 @@ class KVStore:
 
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Begins to bring states from lower tiers to the first one, where there is room. A lease of
-        the same keys waits for it, and names the tier that they came from."""
+        the same keys waits for it, and names the tier that they came from. What other processes
+        have encoded is looked up before, in one transaction."""
+        keys = list(keys)
+        self._look_up(keys)
         if below := self._below(keys):
             self._background.prefetch(below)
+
+    def _look_up(self, keys: Sequence[KVKey]) -> None:
+        """Learns the rows of keys that this process knows nothing of."""
+        with self.memory.lock:
+            entries = [index.entries for index in self.memory.every]
+            unknown = [key for key in keys if not any(key in each for each in entries)]
+        if unknown and self.persistent.indexes:
+            try:
+                self.persistent.learn(self.ledger.find(unknown))
+            except LedgerUnavailable as error:
+                logger.warning("%s; what others have encoded is not looked for", error)
 
     def read_ahead(self, keys: Iterable[KVKey]) -> None:
         """As `prefetch`, but returns when it is done."""
@@ -321,8 +335,7 @@ class KVStore:
         with self.ledger.database.reading() as session:
             owned = owned_among(session, keys)
         with self.borrow([key for key in keys if key in owned]) as lease:
-            for key, states in lease.found.items():
-                self.persistent.add(key, states, self.ledger.advance_clock())
+            self.persistent.add(lease.found, self.ledger.advance_clock())
         self._retire_unowned([key for key in keys if key in owned])
 
     def _retire_unowned(self, keys: Sequence[KVKey]) -> None:

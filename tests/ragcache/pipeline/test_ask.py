@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.utils import chat_template_utils
 
 from ragcache import Citation, Generation, RagCache, SourceDocument
-from ragcache.db import Database, ModuleRow
+from ragcache.db import Database, ModuleRow, Stamp
 from ragcache.engine import Context, EncodeJob, LLMEngine, Segment, assemble_context, encode
 from ragcache.errors import EmptyQuestion, EngineFailed, PromptTooLong
 from ragcache.models import LoadedModel, wrap_causal
@@ -406,7 +406,7 @@ def pipeline(reader: LoadedModel) -> AskPipeline:
 
 
 def selection_of(*numbers: int) -> Selection:
-    return Selection(QUESTION, tuple(Hit(ROWS[n - 1], 1 / n) for n in numbers))
+    return Selection(QUESTION, tuple(Hit(ROWS[n - 1], 1 / n) for n in numbers), Stamp(1, 1))
 
 
 def all_tokens(prompt: BuiltPrompt) -> list[int]:

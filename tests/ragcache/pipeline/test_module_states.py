@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from ragcache import RagCache, SourceDocument
-from ragcache.db import Members, ScaffoldRows
+from ragcache.db import Members, ScaffoldRows, Stamp
 from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
 from ragcache.models import LoadedModel
 from ragcache.pipeline.module_states import Scaffolds
@@ -36,8 +36,8 @@ class FakeRows:
 
     kept: dict[str, dict[Members, KVKey]] = field(default_factory=dict)
 
-    def read_scaffolds(self, collection: str) -> set[Members]:
-        return set(self.kept.get(collection, ()))
+    def read_scaffolds(self, collection: str) -> set[tuple[Members, KVKey]]:
+        return set(self.kept.get(collection, {}).items())
 
     def add_scaffold(self, collection: str, members: Members, key: KVKey) -> None:
         self.kept.setdefault(collection, {})[members] = key
@@ -45,7 +45,10 @@ class FakeRows:
 
 def known(*scaffolds: Members, after: int | None = None) -> Scaffolds:
     rows = FakeRows({"c": {members: KVKey(f"{n:064}") for n, members in enumerate(scaffolds)}})
-    return Scaffolds(cast("ScaffoldRows", rows), after)
+    made = Scaffolds(cast("ScaffoldRows", rows), after)
+    made.follow("c", Stamp(1, 1, len(scaffolds)))
+    made.follow("other", Stamp(2, 1))
+    return made
 
 
 def test_a_selection_is_split_at_its_scaffolds_the_longest_first() -> None:
@@ -57,12 +60,21 @@ def test_a_selection_is_split_at_its_scaffolds_the_longest_first() -> None:
     assert scaffolds.runs("c", []) == []
 
 
-def test_a_declared_scaffold_is_known_and_kept() -> None:
-    rows = FakeRows()
-    scaffolds = Scaffolds(cast("ScaffoldRows", rows))
-    scaffolds.declare("c", [3, 1], KVKey("a" * 64))
-    assert scaffolds.runs("c", [3, 1]) == [(0, 2)]
-    assert rows.kept == {"c": {(3, 1): KVKey("a" * 64)}}
+def test_scaffolds_of_any_process_are_read_when_the_stamp_of_the_collection_changes() -> None:
+    rows, key = FakeRows(), KVKey("a" * 64)
+    here, there = (Scaffolds(cast("ScaffoldRows", rows)) for _ in range(2))
+    here.follow("c", Stamp(1, 1))
+    there.keep("c", [3, 1], key)
+    assert rows.kept == {"c": {(3, 1): key}}
+    here.follow("c", Stamp(1, 1))
+    assert here.runs("c", [3, 1]) == [(0, 1), (1, 2)]
+    here.follow("c", Stamp(1, 1, 7))
+    assert here.runs("c", [3, 1]) == [(0, 2)]
+    rows.kept.clear()
+    here.keep("c", [3, 1], key)
+    assert rows.kept == {}, "what was read is not written again"
+    here.follow("c", Stamp(1, 2))
+    assert here.runs("c", [3, 1]) == [(0, 1), (1, 2)]
 
 
 def test_scaffolds_of_two_collections_with_equal_states_are_both_kept() -> None:
