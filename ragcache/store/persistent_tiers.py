@@ -225,13 +225,15 @@ class PersistentTiers:
         self, index: TierIndex, found: Mapping[KVKey, StoredStates], tick: int, last: Set[KVKey]
     ) -> None:
         """Writes blobs, then their rows in one transaction, which ends the claims on the `last`
-        keys. What lost its claim is written as `_write` does."""
-        rows = [
-            self._memory.row(index, key, self._put(index, key, states), tick)
-            for key, states in found.items()
-        ]
-        recorded = self._ledger.record_all(rows, last)
-        self.learn(row for row in rows if row.key in recorded)
+        keys; also of those before one that fails. What lost its claim is written as `_write`
+        does."""
+        rows: list[StateRow] = []
+        try:
+            for key, states in found.items():
+                rows.append(self._memory.row(index, key, self._put(index, key, states), tick))
+        finally:
+            recorded = self._ledger.record_all(rows, last)
+            self.learn(row for row in rows if row.key in recorded)
         for key in found.keys() - recorded:
             self._write(index, key, found[key], tick, last=key in last)
 

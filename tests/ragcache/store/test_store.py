@@ -704,6 +704,48 @@ def test_prefetching_brings_states_to_memory_and_waits_for_nobody(
     assert sources(other, 4) == ["host"], "which pushes nothing out"
 
 
+def test_prefetching_learns_what_another_process_has_encoded(
+    reopen: Open, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = reopen()
+    fill(store, 1, 2)
+    other.prefetch(keys(1, 2))
+    monkeypatch.setattr(other.ledger, "claim", nothing)
+    assert sources(other, 1, 2) == ["disk", "disk"]
+    other.prefetch(keys(3))  # nobody has it, and nothing is learned
+    monkeypatch.undo()
+    assert sources(other, 3) == ["encoded"]
+
+
+def test_states_are_added_to_a_disk_in_two_transactions(store: KVStore) -> None:
+    engine, mine = store.ledger.database.engine, threading.get_ident()
+    begun: list[int] = []
+    event.listen(engine, "begin", lambda _: begun.append(threading.get_ident()))
+    store.persistent.add({make_key(n): make_states(n) for n in range(1, 9)}, 1)
+    assert begun.count(mine) == 2
+    assert {row.key for row in store.ledger.load()} == set(keys(*range(1, 9)))
+    assert store.ledger.locks.acquire(keys(*range(1, 9))), "no claim is left"
+    store.ledger.locks.release(keys(*range(1, 9)))
+
+
+def test_what_cannot_be_added_leaves_no_claim(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = store.disk.put
+
+    def full(key: KVKey, states: KVStates) -> int:
+        if key == make_key(2):
+            raise StoreFull("full")
+        return put(key, states)
+
+    monkeypatch.setattr(store.disk, "put", full)
+    with pytest.raises(StoreFull):
+        store.persistent.add({make_key(n): make_states(n) for n in (1, 2, 3)}, 1)
+    assert set(store.ledger.locks.acquire(keys(1, 2, 3))) == set(keys(1, 2, 3))
+    store.ledger.locks.release(keys(1, 2, 3))
+    assert set(store.disk.keys()) == {row.key for row in store.ledger.load()}
+
+
 def test_a_full_disk_does_not_stop_a_question(
     store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
