@@ -27,6 +27,7 @@ from ragcache.errors import ConfigurationError
 Size = int | str
 ModelDType = Literal["auto", "float32", "bfloat16", "float16"]
 Positive = Annotated[int, Field(ge=1)]
+_REDIS = ("redis://", "rediss://", "redis+unix://")
 FILE, PREFIX = "ragcache.toml", "RAGCACHE_"
 
 
@@ -109,6 +110,9 @@ class ServiceSettings(BaseSettings):
     body_bytes: Positive = Field(4 * 2**20, description="The most bytes of a request's body.")
     upload_bytes: Positive = Field(64 * 2**20, description="The most bytes of an upload.")
     rate: str | None = Field(None, description="Requests of a key or address, as `100/minute`.")
+    rate_storage: str | None = Field(
+        None, description="A Redis by which services count rates together, as `redis://HOST`."
+    )
     allowed_hosts: Names = Field(
         default=["localhost", "127.0.0.1", "::1"],
         description="Names by which a service without keys may be called.",
@@ -130,6 +134,13 @@ class ServiceSettings(BaseSettings):
         if text is not None:
             parse_many(text)  # raises ValueError
         return text
+
+    @field_validator("rate_storage")
+    @classmethod
+    def _is_a_redis(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(_REDIS):
+            raise ValueError(f"this is no URL of a Redis; those begin with {', '.join(_REDIS)}")
+        return url
 
     @field_validator("trusted_proxies")
     @classmethod

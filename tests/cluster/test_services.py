@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from sqlalchemy import make_url, select
 
 from ragcache.db import Catalog, Database
@@ -87,6 +91,31 @@ def test_d9_a_service_that_ends_refuses_no_connection_until_it_is_noticed(
     assert refused == 0
     service.started.process.join(60)
     assert service.started.process.exitcode == 0
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[str]:
+    """The URL of a Redis that ends with the test."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("there is no redis-server; .ci/redis installs it")
+    path = tmp_path / "redis.sock"
+    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path)]
+    with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL) as server:
+        wait_until(10, path.exists)
+        yield f"redis+unix://{path}"
+        server.terminate()
+
+
+def test_d14_a_rate_counts_for_all_services_together(
+    services: Services, redis: str, measured: Measured
+) -> None:
+    shared = {"rate": "10/hour", "rate_storage": redis}
+    running = [services.start(machine, **shared) for machine in ("a", "b")]
+    statuses = [running[n % 2].client.get("/v1/jobs").status_code for n in range(30)]
+    measured("D14 requests of 30 that two services with a rate of 10 took", statuses.count(200))
+    assert statuses == [200] * 10 + [429] * 20
+    assert running[0].client.get("/v1/jobs").headers["retry-after"].isdigit()
 
 
 def test_d8_questions_over_what_is_in_memory_do_without_the_ledger(

@@ -67,7 +67,8 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         service.requests.on_end.append(trace_answers)
     page = PAGE if settings.page and PAGE.is_dir() else None
     app.add_middleware(
-        AccessMiddleware, auth=APIKeyAuth(rag.keys), rate=RateLimit(settings.rate),
+        AccessMiddleware, auth=APIKeyAuth(rag.keys),
+        rate=RateLimit(settings.rate, settings.rate_storage),
         body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
         deadline=settings.deadline, open_paths=_open_paths(page),
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),

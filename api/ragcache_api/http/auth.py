@@ -7,6 +7,7 @@ this machine, and guards itself against pages of other sites that a browser here
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import time
@@ -15,17 +16,23 @@ from dataclasses import dataclass, field
 
 from anyio import CapacityLimiter, to_thread
 from limits import RateLimitItem, parse_many
-from limits.storage import MemoryStorage
-from limits.strategies import MovingWindowRateLimiter
+from limits.aio.storage import MemoryStorage, RedisStorage
+from limits.aio.strategies import MovingWindowRateLimiter
+from limits.errors import ConfigurationError as PackageMissing
+from limits.errors import StorageError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache.config import NAMESPACE
 from ragcache.db import ApiKeys
-from ragcache.errors import RagCacheError
+from ragcache.errors import MissingExtra, RagCacheError
 from ragcache_api.http.errors import HTTPProblem, error_info, error_response
 
+logger = logging.getLogger(__name__)
+
 _THREADS = 4  # wait for keys; one of them reads, for all
+_STORAGE_SECONDS = 1.0  # that a request waits for the storage of limits
+_REST_SECONDS = 5.0  # in which a storage that failed is not asked again
 TIMEOUT_HEADER = "x-request-timeout"
 _UPLOAD = re.compile(r"/v1/collections/[^/]+/documents$")
 _OPEN = frozenset(("/health/live", "/health/ready"))
@@ -120,7 +127,7 @@ class AccessMiddleware:
             self._check_origin(headers)
         if _ADMIN.match(path) and caller.role != "admin":
             raise HTTPProblem(403, "forbidden", "this key's role is not `admin`")
-        self.rate.hit(caller.bucket)
+        await self.rate.hit(caller.bucket)
         return caller
 
     def _check_origin(self, headers: Headers) -> None:
@@ -149,22 +156,54 @@ def _is_own_origin(headers: Headers) -> bool:
 
 
 class RateLimit:
-    """Counts the requests of each bucket in moving windows. rate: as `100/minute`."""
+    """Counts the requests of each bucket in moving windows: of this process, or of all that share
+    a Redis. While that does not answer, each process counts for itself."""
 
-    def __init__(self, rate: str | None) -> None:
+    def __init__(self, rate: str | None, storage: str | None = None) -> None:
+        """rate: as `100/minute`; storage: the URL of a Redis. Raises `MissingExtra`."""
         self._items: list[RateLimitItem] = parse_many(rate) if rate else []
-        self._limiter = MovingWindowRateLimiter(MemoryStorage())
+        self._own = MovingWindowRateLimiter(MemoryStorage())
+        self._shared = None if storage is None else MovingWindowRateLimiter(_redis(storage))
+        self._asked_from = 0.0
 
-    def hit(self, bucket: str) -> None:
+    async def hit(self, bucket: str) -> None:
         """Counts a request. Raises `HTTPProblem` (429), whose `Retry-After` is in seconds."""
         for item in self._items:
-            if not self._limiter.hit(item, bucket):
-                until = self._limiter.get_window_stats(item, bucket).reset_time
+            until = await self._count(item, bucket)
+            if until is not None:
                 wait = max(1, math.ceil(until - time.time()))
                 raise HTTPProblem(
                     429, "rate-limited", f"more than {item} requests; try again in {wait} s",
                     {"Retry-After": str(wait)},
                 )  # fmt: skip
+
+    async def _count(self, item: RateLimitItem, bucket: str) -> float | None:
+        """When the next request may come, in Unix seconds, if this one is too much."""
+        if self._shared is not None and time.monotonic() >= self._asked_from:
+            try:
+                return await _hit(self._shared, item, bucket)
+            except StorageError as error:
+                self._asked_from = time.monotonic() + _REST_SECONDS
+                reason = error.storage_error
+                logger.warning("rates are counted by this process alone for a while: %s", reason)
+        return await _hit(self._own, item, bucket)
+
+
+async def _hit(limiter: MovingWindowRateLimiter, item: RateLimitItem, bucket: str) -> float | None:
+    if await limiter.hit(item, bucket):
+        return None
+    return (await limiter.get_window_stats(item, bucket)).reset_time
+
+
+def _redis(url: str) -> RedisStorage:
+    try:
+        return RedisStorage(
+            f"async+{url}", wrap_exceptions=True, implementation="redispy",
+            key_prefix="ragcache", socket_timeout=_STORAGE_SECONDS,
+            socket_connect_timeout=_STORAGE_SECONDS,
+        )  # fmt: skip
+    except PackageMissing as error:
+        raise MissingExtra("rates in Redis need redis: pip install 'ragcache[redis]'") from error
 
 
 def check_length(declared: str | None, most: int) -> None:

@@ -14,6 +14,7 @@ from anyio.to_thread import current_default_thread_limiter
 from starlette.testclient import TestClient
 
 from ragcache import RagCache
+from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel
 from ragcache_api.http import ServiceSettings, create_app
 from tests.api.http.asgi import App, Caller
@@ -155,6 +156,20 @@ def test_a_rate_is_kept_and_says_when_to_come_again(rag: RagCache) -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert client.get("/health/live").status_code == 200
+
+
+def test_rates_are_kept_while_the_storage_that_shares_them_is_away(
+    rag: RagCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = f"redis+unix://{tmp_path}/nobody"
+    with client_of(rag, rate="2/minute", rate_storage=away) as client:
+        assert [client.get("/v1/jobs").status_code for _ in range(3)] == [200, 200, 429]
+    assert caplog.text.count("rates are counted by this process alone") == 1
+
+
+def test_rates_are_shared_by_a_redis_alone() -> None:
+    with pytest.raises(ConfigurationError, match=r"rate_storage.*redis\+unix"):
+        ServiceSettings.read(rate_storage="memcached://localhost")
 
 
 def test_a_body_is_refused_by_its_declared_length(rag: RagCache) -> None:
