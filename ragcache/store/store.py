@@ -84,6 +84,7 @@ class KVStore:
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
         self._retired: dict[KVKey, float] = {}
         self.on_heartbeat: list[Callable[[], None]] = []
+        self._remote_compared = False
         self._background = Background(self)
 
     @classmethod
@@ -114,7 +115,7 @@ class KVStore:
         disk = DiskTier.open(folder / "states")
         persistent = [disk] if remote is None else [disk, remote]
         store = cls(ledger, [HostTier(1 << 30)], persistent)
-        store._check_remote()
+        store._compare_remote()
         store.persistent.learn(ledger.begin())
         store._background.start_heart()
         return store
@@ -122,7 +123,7 @@ class KVStore:
     def start(self) -> None:
         """Begins the session: reads the ledger, ends what died, and starts the threads. Raises
         `RemoteMismatch` before anything is changed."""
-        self._check_remote()
+        self._compare_remote()
         with _garbage_collector_paused():
             rows = self.ledger.begin()
             self.persistent.learn(rows)
@@ -130,9 +131,19 @@ class KVStore:
         recover(self.ledger, self.persistent, rows)
         self._background.start()
 
+    def _compare_remote(self) -> None:
+        """Compares the remote's identity with the ledger's. One that does not answer now is
+        compared when it does, by `sweep`. Raises `RemoteMismatch`."""
+        try:
+            self._check_remote()
+        except RemoteMismatch:
+            raise
+        except RemoteUnavailable as error:
+            logger.warning("%s; the remote is compared with the ledger when it answers", error)
+
     def _check_remote(self) -> None:
-        """Compares the remote's identity with the ledger's; a new one gets it. One that does not
-        answer now is compared when it does."""
+        """Compares the remote's identity with the ledger's; a new one gets it. Raises
+        `RemoteMismatch` and `RemoteUnavailable`."""
         remotes = (index.tier for index in self.persistent.indexes)
         for tier in (each for each in remotes if isinstance(each, RemoteTier)):
             tier.place = self.ledger.fact("remote") or ""
@@ -144,13 +155,18 @@ class KVStore:
                 if found is None:
                     tier.write_place(tier.place)
                 tier.check_place()
-            except RemoteMismatch:
-                raise
-            except RemoteUnavailable as error:
-                logger.warning("%s; the remote is compared with the ledger when it answers", error)
             except StoreUnwritable as error:
                 tier.place = ""
                 logger.warning("%s; the remote is read without being compared", error)
+        self._remote_compared = True
+
+    def _compare_again(self) -> None:
+        """Compares a remote that did not answer before. Another one takes no states from now on."""
+        try:
+            self._check_remote()
+        except RemoteMismatch as error:
+            self._remote_compared = True  # it compares itself with the ledger's whenever it is used
+            logger.warning("%s; states are kept without it", error)
 
     @property
     def host(self) -> HostTier:
@@ -278,6 +294,9 @@ class KVStore:
         """The upkeep of every second: removes expired states, writes reused ones to the disk and
         uses to the ledger."""
         now = time.time()
+        if not self._remote_compared:
+            with suppress(RemoteUnavailable, LedgerUnavailable):
+                self._compare_again()
         with suppress(LedgerUnavailable):
             self.memory.limit(self.ledger.overdue(now))  # which another process may have set
         for index in self.memory.every:

@@ -25,6 +25,7 @@ from ragcache.db.tables import JobStateTable, SessionTable
 from ragcache.errors import (
     ConfigurationError,
     RemoteMismatch,
+    RemoteUnavailable,
     StoreBudgetExceeded,
     StoreFull,
     StoreUnwritable,
@@ -625,6 +626,42 @@ class TestRemote:
         store.evict(keys(1), "disk")
         assert sources(store, 1) == sources(store, 1) == ["remote"]
         store.sweep()
+        assert make_key(1) in set(store.disk.keys())
+
+    @pytest.mark.parametrize("failing", ["read_place", "write_place"])
+    def test_a_remote_that_fails_while_it_is_first_opened_is_used_when_it_answers(
+        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch, failing: str
+    ) -> None:
+        def away(*_: object) -> None:
+            raise RemoteUnavailable("away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(remote, failing, away)
+            store = reopen(10, remote=remote)
+            store.sweep()
+        fill(store, 1)
+        store.sweep()
+        assert remote.read_place() == remote.place == store.ledger.fact("remote")
+        fill(store, 2)
+        assert make_key(2) in set(remote.keys())
+        assert reopen(10, remote=remote).ledger.fact("remote") == remote.place
+
+    def test_a_remote_that_turns_out_to_be_another_one_takes_no_states(
+        self, reopen: Open, remote: RemoteTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reopen(10, remote=remote)
+        wrong = RemoteTier.open(f"file://{tmp_path / 'another'}")
+        wrong.write_place("its own")
+
+        def away() -> None:
+            raise RemoteUnavailable("away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(wrong, "read_place", away)
+            store = reopen(10, remote=wrong)
+        store.sweep()
+        fill(store, 1)
+        assert list(wrong.keys()) == []
         assert make_key(1) in set(store.disk.keys())
 
     def test_another_remote_is_refused_and_nothing_is_changed(
