@@ -2,7 +2,7 @@
 
     RagCacheError
     ├── ConfigurationError
-    ├── DocumentError: NoDocuments, UnreadableDocument, UnstorableMetadata
+    ├── DocumentError: DocumentsChanged, NoDocuments, UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
     │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobTaken, PromptTooLong,
@@ -30,6 +30,10 @@ class ConfigurationError(RagCacheError, ValueError):
 
 class DocumentError(RagCacheError):
     """A document cannot be ingested."""
+
+
+class DocumentsChanged(DocumentError):
+    """Somebody else changed the documents that a call renames."""
 
 
 class NoDocuments(DocumentError, ValueError):

@@ -41,7 +41,7 @@ from ragcache.db.tables import (
     TokenTable,
     VectorTable,
 )
-from ragcache.errors import DocumentError
+from ragcache.errors import DocumentError, DocumentsChanged
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -116,7 +116,8 @@ class Catalog:
         the session `runner` must still run. Others are removed, or get another name and address.
         Returns the keys of states without an owner; their rows are gone already. request: whose
         documents these are; a queued one leaves what later requests changed, another one takes the
-        place of earlier ones that wait. Raises `JobTaken`."""
+        place of earlier ones that wait. Raises `JobTaken`, and `DocumentsChanged` where one to
+        rename is gone or its new name is taken."""
         with self._database.transaction() as session:
             change = _Change(documents, removed, moved)
             if request is not None and request.queued and job is not None:
@@ -501,7 +502,7 @@ def _insert_rows(
 
 def _move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
     """Renames documents of the collection `owner`, by way of names that no document has: one may
-    take the name that another one leaves."""
+    take the name that another one leaves. Raises `DocumentsChanged`."""
     found: list[tuple[DocumentTable, MovedDocument]] = []
     for each in moved:
         chosen = (DocumentTable.collection_id == owner) & (
@@ -509,10 +510,16 @@ def _move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> 
         )
         row = session.scalars(select(DocumentTable).where(chosen)).one_or_none()
         if row is None:
-            raise DocumentError(f"the document {each.source_id!r} was removed meanwhile; try again")
+            raise DocumentsChanged(
+                f"the document {each.source_id!r} was removed meanwhile; try again"
+            )
         row.source_id = f"\x1f{row.id}"
         found.append((row, each))
     session.flush()
+    for chunk in chunks(each.to for each in moved):
+        taken = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
+        if (name := session.scalar(select(DocumentTable.source_id).where(taken))) is not None:
+            raise DocumentsChanged(f"a document {name!r} was stored meanwhile; try again")
     for row, each in found:
         row.source_id, row.uri = each.to, each.uri
         modules = select(ModuleTable).where(ModuleTable.document_id == row.id)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,12 +33,12 @@ from ragcache.documents import (
     split_document,
 )
 from ragcache.documents.split import SPLIT_VERSION
-from ragcache.errors import (
-    ConfigurationError,
-)
+from ragcache.errors import ConfigurationError, DocumentsChanged
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.retrieval import Retriever
 from ragcache.store import KVStore, Lease
+
+_ATTEMPTS = 3  # at documents that others change meanwhile
 
 Progress = Callable[[int, int], None]
 Preparing = Callable[[str, int, int], None]
@@ -137,8 +139,21 @@ class Ingestor:
         """Upserts documents by id. States are on disk before a row refers to them, and all rows
         change in one transaction: no answer mixes old and new. job: the queued job that this call
         runs; its caller ends it. sync: whether documents that are gone are removed, or renamed
-        where their content has moved; of the loaded folders, or of the whole collection."""
+        where their content has moved; of the loaded folders, or of the whole collection. What
+        others change meanwhile is compared again; raises `DocumentsChanged` where they go on."""
         check_collection(collection)
+        ingest = partial(
+            self._ingest, collection, loaded, progress, job, sync=sync, preparing=preparing
+        )
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(DocumentsChanged):
+                return ingest()
+        return ingest()
+
+    def _ingest(
+        self, collection: str, loaded: LoadedSources, progress: Progress | None,
+        job: int | None, *, sync: bool, preparing: Preparing | None,
+    ) -> Ingestion:  # fmt: skip
         changes = self._compare(collection, loaded, sync=sync)
         report = changes.report(loaded, sync=sync)
         if job is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from langchain_core.documents import Document
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from ragcache import RagCache, SourceDocument
+from ragcache.db import MovedDocument
 from ragcache.documents import DocumentPart, LoadedSources, SkippedFile
-from ragcache.errors import ConfigurationError, UnreadableDocument
+from ragcache.errors import ConfigurationError, DocumentsChanged, UnreadableDocument
 from ragcache.models import LoadedModel
 from ragcache.retrieval import CollectionIndex
 from ragcache.store.verify import verify
@@ -59,6 +61,38 @@ def test_sync_encodes_removes_and_renames(rag: RagCache, folder: Path) -> None:
     assert rag.get_modules(["deep/moved.md#1"], collection="c")[0].text.startswith("# a.md")
     again = rag.sync("c", folder)
     assert (again.unchanged, again.removed, dict(again.renamed)) == (3, (), {})
+
+
+def test_a_new_name_that_is_taken_meanwhile_is_compared_again(
+    rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rag.ingest("c", folder)
+    (folder / "a.md").rename(folder / "z.md")
+    catalog = rag._internals.catalog
+    replace = catalog.replace_documents
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(catalog, "replace_documents", replace)
+        rag.ingest("c", SourceDocument("z.md", "Stored by somebody else."))
+        return replace(*arguments, **options)
+
+    monkeypatch.setattr(catalog, "replace_documents", late)
+    done = rag.sync("c", folder)
+    assert ids(rag) == ["b.md", "deep/c.md", "z.md"]
+    assert rag.texts("c", ["z.md"])["z.md"].startswith("# a.md")
+    assert (done.updated, done.removed, dict(done.renamed)) == (1, ("a.md",), {})
+    assert done.encoded == 0, "its states are there"
+
+
+def test_a_rename_that_others_hinder_is_an_error_in_words(rag: RagCache, folder: Path) -> None:
+    rag.ingest("c", folder)
+    catalog = rag._internals.catalog
+    catalog.rename_document("c", "a.md", "other")
+    moved = [MovedDocument("gone", "new", ""), MovedDocument("b.md", "other", "")]
+    for each, text in zip(moved, ("'gone' was removed", "'other' was stored"), strict=True):
+        with pytest.raises(DocumentsChanged, match=f"{text} meanwhile; try again"):
+            catalog.replace_documents("c", [], moved=[each])
+    assert ids(rag) == ["b.md", "deep/c.md", "other"]
 
 
 def test_ingest_applies_its_changes_to_the_index(
