@@ -39,7 +39,7 @@ from ragcache.engine.request import (
     check_window,
 )
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
-from ragcache.engine.sampler import Mark, SampledToken
+from ragcache.engine.sampler import Mark, SampledToken, SamplerState
 from ragcache.engine.scheduler import (
     SchedulableRequest,
     SchedulerConfig,
@@ -194,13 +194,8 @@ class EngineCore:
         if channel.cancelled:
             return
         shares = self.runner.shares_prefixes
-        try:
-            group = SequenceGroup(request, channel, submitted_at, shares_prefixes=shares)
-            sequence = self._sequence(group, 0)
-        except Exception as error:  # its `text` cannot be made: the others go on
-            channel.fail(_text_failed(error))
-        else:
-            self._enqueue(sequence)
+        group = SequenceGroup(request, channel, submitted_at, shares_prefixes=shares)
+        self._enqueue(self._sequence(group, 0))
 
     def add_encoding(self, jobs: list[EncodeJob], channel: StatesChannel) -> None:
         """Queues modules to encode beside the requests."""
@@ -297,9 +292,6 @@ class EngineCore:
         """Launches a step of these shares, or of fewer where the device's memory ends."""
         logits = None
         while logits is None:
-            seen = [(id(share.owner), share.count) for share in shares]
-            if seen != self._seen:  # else the step is like the last one
-                self.snapshot, self._seen = BatchSnapshot.of(shares), seen
             try:
                 logits, marks = self._compute(shares, last)
             except torch.OutOfMemoryError as error:
@@ -316,13 +308,30 @@ class EngineCore:
                 share.chunk.private.advance(share.chunk.position_ids)
                 if share.chunk.wants_logits:
                     sequences.append(share.owner)
-        states = [sequence.sampler for sequence in sequences]
+        states = [self._begin_answer(sequence) for sequence in sequences]
         self._launched = LaunchedStep(shares, logits, sequences, states, marks=marks)
         alike = len(sequences) == len(shares) == len(self._running)
         if self._ahead is not None and alike and all(share.decodes for share in shares):
             self._launched.lineup = Lineup(shares, sequences)
         self._changed = False
         return self._launched
+
+    def _watch(self, shares: list[Share]) -> None:
+        """Sets `snapshot`, unless the step is like the last one."""
+        seen = [(id(share.owner), share.count) for share in shares]
+        if seen != self._seen:
+            self.snapshot, self._seen = BatchSnapshot.of(shares), seen
+
+    def _begin_answer(self, sequence: Sequence) -> SamplerState:
+        """The state of a sequence whose token is sampled next. Its text is made while the device
+        computes; where it cannot be, its request ends and the others go on."""
+        if sequence.sampler is None:
+            sequence.sampler = sequence.new_sampler()
+            try:
+                sequence.begin_text()
+            except Exception as error:  # foreign code
+                self._fail(sequence.group, _text_failed(error))
+        return sequence.sampler
 
     def _marks(self) -> list[Mark]:
         """A new list of marks, with that before the next step."""
@@ -334,6 +343,7 @@ class EngineCore:
         chunks = [share.chunk for share in shares]
         if self._ahead is None:
             compute = self.runner.prepare_batch(chunks)
+            self._watch(shares)
             self.stats.planning += self._lap()
             logits = compute()
             self.stats.forward += self._lap()
@@ -342,6 +352,7 @@ class EngineCore:
         launch = self._ahead.prepare_batch(chunks, inputs)
         marks = self._marks()
         logits = launch()
+        self._watch(shares)
         self.stats.planning += self._lap()
         return logits, marks
 
@@ -461,8 +472,7 @@ class EngineCore:
         self._share_blocks(step)  # while the device computes: what reads them is launched later
         self.stats.sampling += self._lap()
         tokens = step.tokens.wait()
-        self._time(step, self._lap())
-        now = self._lap_at
+        waited, now = self._lap(), self._lap_at
         if self._launched is step:
             self._launched = None
         self._account(step)
@@ -473,9 +483,8 @@ class EngineCore:
             if not isinstance(token, SampledToken):
                 self._fail(sequence.group, sequence.failure or token)
                 continue
-            first = sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length
-            if first and not self._fork(sequence):
-                continue
+            if sequence.index == 0 and len(sequence.tokens) == sequence.prompt_length:
+                self._fork(sequence)
             sequence.accept_token(token, now)
             if sequence.constraint is not None and sequence.failure is not None:
                 self._fail(sequence.group, sequence.failure)
@@ -483,8 +492,9 @@ class EngineCore:
                 accepted.append(sequence)
         if self._launched is None and self._ends():  # nothing waits for the device but callers
             self._deliver(accepted, now)
-            return [], now
+            accepted = []
         self._retire(accepted)
+        self._time(step, waited)
         return accepted, now
 
     def _ends(self) -> bool:
@@ -552,22 +562,16 @@ class EngineCore:
         self._running = [each for each in self._running if not each.finished]
         self._changed, self._most_running = True, self.config.running
 
-    def _fork(self, leader: Sequence) -> bool:
-        """Begins the other answers to a prompt that has just been computed. False where the text of
-        one cannot be made, which ends the request."""
+    def _fork(self, leader: Sequence) -> None:
+        """Begins the other answers to a prompt that has just been computed."""
         for index in range(1, leader.request.n):
-            try:
-                sequence = self._sequence(leader.group, index)
-            except Exception as error:  # foreign code, whose errors end only its own request
-                self._fail(leader.group, _text_failed(error))
-                return False
+            sequence = self._sequence(leader.group, index)
             free = self.runner.shares_prefixes and len(self._running) < self.config.running
             if free and self.kv_manager.fork_sequence(leader, sequence):
                 self._changed = True
                 insort(self._running, sequence, key=_order)
             else:
                 self._enqueue(sequence)
-        return True
 
     def _drop_gone(self, now: float) -> None:
         """Ends requests that were cancelled or are past their deadline."""

@@ -180,7 +180,7 @@ class DeviceModelRunner:
         self, chunks: Sequence[ScheduledChunk], previous: Tensor | None = None
     ) -> Callable[[], Tensor]:
         """See `AsynchronousRunner.prepare_batch`."""
-        self._enter()
+        self._prepare()
         launch = self._last = self._plan(chunks)
         return partial(self._run, launch, previous)
 
@@ -188,7 +188,7 @@ class DeviceModelRunner:
         """See `AsynchronousRunner.continue_batch`."""
         last = self._last
         assert last is not None
-        self._enter()
+        self._prepare()
         if last.arrivals or not last.batch.advance():
             chunks = [_next_chunk(chunk, row) for row, chunk in enumerate(last.chunks)]
             launch = self._last = self._plan(chunks)
@@ -204,7 +204,7 @@ class DeviceModelRunner:
 
     def warm_up(self) -> None:
         """Compiles the model and captures all graphs, the largest first. Says so in the log."""
-        self._enter()
+        self._prepare()
         begin = time.perf_counter()
         every = sorted(chain.from_iterable(self._buckets.values()), key=lambda each: -each.rows)
         self._empty_tables()
@@ -397,15 +397,8 @@ class DeviceModelRunner:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def _enter(self) -> None:
-        """Makes the runner's stream that of the calling thread, after all that it has queued."""
-        if self.stream is None:
-            return
-        current = torch.cuda.current_stream(self.device)
-        if current != self.stream:
-            self.stream.wait_stream(current)
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self.stream)
+    def _prepare(self) -> None:
+        """Merges projections and compiles layers, before the first step."""
         if not self._prepared:
             with capture_lock:  # while another engine captures, nothing can be compiled or freed
                 prepare_for_device(self.model)

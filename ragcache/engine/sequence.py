@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.constraint import GuardedConstraint
+from ragcache.engine.detokenizer import TextStream
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
 from ragcache.engine.request import Choice, Request, RequestOutput, TokenDelta
@@ -54,6 +55,7 @@ class Sequence:
 
     tokens, positions: of the prompt's own tokens and then the answer's. Those beyond
     `private.length` are pending. path: its full blocks in the radix cache, None while it waits.
+    sampler, text: None until its first token is about to be sampled.
     finished: the answer has ended, or the request is gone.
     """
 
@@ -63,8 +65,8 @@ class Sequence:
         self.request = request
         self.tokens = list(request.context.token_ids)
         self.positions = list(request.context.position_ids)
-        self.sampler = SamplerState.start(request.sampling, request.context.seen_token_ids, index)
-        self.text = None if request.text is None else request.text(request.stop)
+        self.sampler: SamplerState | None = None
+        self.text: TextStream | None = None
         make = request.constraint
         self.constraint = None if make is None else GuardedConstraint(make)
         self.private: BlockTable | None = None
@@ -74,6 +76,16 @@ class Sequence:
         self.finished = False
         self._accepted: SampledToken | None = None  # not yet shown
         self._end: tuple[str, int | str | None] | None = None  # why, and what ended it
+
+    def new_sampler(self) -> SamplerState:
+        """The state before its first token."""
+        request = self.request
+        return SamplerState.start(request.sampling, request.context.seen_token_ids, self.index)
+
+    def begin_text(self) -> None:
+        """Makes `text`, where the request has any. Raises what foreign code raises."""
+        if self.request.text is not None:
+            self.text = self.request.text(self.request.stop)
 
     @property
     def prompt_length(self) -> int:

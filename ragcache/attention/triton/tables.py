@@ -275,12 +275,13 @@ class AttentionTables:
         """Queues the copies of `step`, which may be changed directly afterwards, and of the plan
         where one was set since the last upload."""
         self._memory.open_host()
-        buffer, lines, capacity = self._memory.buffer, self._memory.lines, self.capacity.rows
+        lines, capacity = self._memory.lines, self.capacity.rows
         rows = max(self._rows, self._uploaded_rows)  # those that are padding again too
-        for number, section in enumerate(self._step_sections, len(lines) - STEP_SECTIONS):
-            count = lines[number] = -(-section.nbytes * rows // (capacity * LINE_BYTES))
-            here = slice(section.first_line, section.first_line + count)
-            buffer[here] = self._master[here]
+        lines[-STEP_SECTIONS:] = [
+            -(-section.nbytes * rows // (capacity * LINE_BYTES)) for section in self._step_sections
+        ]
+        first = self._step_sections[0].first_line
+        self._memory.buffer[first:] = self._master[first:]
         self._memory.upload()
         self._uploaded_rows = self._rows
 

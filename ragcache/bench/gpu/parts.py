@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from ragcache.states import Arrival, KVStates
 from ragcache.states.quantization import quantize, restored
 
 _EVENT_BYTES = 2**23  # a copy of so many is nearly as fast as the bus
-
-Upload = Callable[[Sequence[KVStates]], list[KVStates]]
-"""Queues copies to the device, layer by layer, and returns the states as they will be there."""
 
 
 def bench_encode(session: GpuSession, ceilings: Ceilings) -> dict[str, Any]:
@@ -62,7 +59,7 @@ def bench_ttft(session: GpuSession, _: Ceilings) -> dict[str, Any]:
     for count in session.load.placed:
         session.progress(f"first tokens after {count} documents")
         before = replace(session.engine.stats)
-        middle, times = median_ms(partial(_first_token, session, count), session.load.runs)
+        middle, times = _first_tokens(session, session.documents, count, session.load.runs)
         found[str(count)] = {
             "ms": middle,
             "runs_ms": times,
@@ -71,8 +68,24 @@ def bench_ttft(session: GpuSession, _: Ceilings) -> dict[str, Any]:
     return found
 
 
-def _first_token(session: GpuSession, count: int) -> None:
-    session.first_token(session.rng.sample(session.documents, count))
+def _first_tokens(
+    session: GpuSession, documents: Sequence[KVStates], count: int, runs: int,
+    upload: Upload | None = None,
+) -> tuple[float, list[float]]:  # fmt: skip
+    """The median, and all times, of first tokens over so many of the documents, which an upload
+    brings to the device. Documents, their order and the question are new each time."""
+    drawn: list[tuple[list[KVStates], list[int]]] = []
+
+    def draw() -> None:
+        drawn.append((session.rng.sample(documents, count), session.tokens(session.load.question)))
+        if upload is not None:
+            upload.forget()
+
+    def ask() -> None:
+        states, question = drawn.pop()
+        session.first_token(states if upload is None else upload(states), question)
+
+    return median_ms(ask, runs, before=draw)
 
 
 def bench_decode(session: GpuSession, _: Ceilings) -> dict[str, Any]:
@@ -178,16 +191,14 @@ def bench_tiers(session: GpuSession, _: Ceilings) -> dict[str, Any]:
 
     copied, copies = median_ms(copy, runs)
     room.clear()
-    way, upload = _upload_of(session, sum(states.nbytes for states in pinned))
-    middle, times = median_ms(
-        lambda: session.first_token(upload(session.rng.sample(pinned, count))), runs
-    )
+    upload = _upload_of(session, sum(states.nbytes for states in pinned))
+    middle, times = _first_tokens(session, pinned, count, runs, upload)
     return {
         "over_copy_ms": middle - copied,
         "ms": middle,
         "copy_ms": copied,
         "gb_s": sum(states.nbytes for states in pinned) / copied / 1e6,
-        "way": way,
+        "way": upload.way,
         "runs_ms": times,
         "copies_ms": copies,
     }
@@ -200,33 +211,59 @@ def _pinned(states: KVStates, device: str) -> KVStates:
     return KVStates(keys, values, states.start)
 
 
-def _upload_of(session: GpuSession, nbytes: int) -> tuple[str, Upload]:
+def _upload_of(session: GpuSession, nbytes: int) -> Upload:
     """The device tier of the store, or where SQL is absent, copies as it makes them."""
     try:
-        from ragcache.store import DeviceTier
+        return _TierUpload(session, nbytes)
     except ImportError:
-        if session.device == "cpu":
-            return "no copy", lambda states: list(states)
-        return "copies layer by layer", _LayeredCopies(session.device)
-    tier = DeviceTier(4 * nbytes, session.device)  # the engine lets go of the last ones late
-    tier.bind_stream(session.engine.stream)
+        return _LayeredCopies(session.device)
 
-    def upload(states: Sequence[KVStates]) -> list[KVStates]:
-        keys = [made_up_key(number) for number, _ in enumerate(states)]
-        for key in keys:
-            tier.delete(key)
-        tier.put_all(list(zip(keys, states, strict=True)))
-        return [restored(tier.get(key)) for key in keys]
 
-    return "device tier", upload
+class Upload(Protocol):
+    """Brings states to the device. way: how."""
+
+    way: str
+
+    def forget(self) -> None:
+        """Lets go of what was uploaded."""
+
+    def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
+        """Queues copies, layer by layer, and returns the states as they will be there."""
+
+
+class _TierUpload:
+    """By the device tier of the store."""
+
+    way = "device tier"
+
+    def __init__(self, session: GpuSession, nbytes: int) -> None:
+        """nbytes: of the states of one upload. Raises ImportError where SQL is absent."""
+        from ragcache.store import DeviceTier
+
+        self.tier = DeviceTier(4 * nbytes, session.device)  # the engine lets go of the last late
+        self.tier.bind_stream(session.engine.stream)
+        self.keys = [made_up_key(number) for number in range(session.load.placed[0])]
+
+    def forget(self) -> None:
+        for key in self.keys:
+            self.tier.delete(key)
+
+    def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
+        self.tier.put_all(list(zip(self.keys, states, strict=True)))
+        return [restored(self.tier.get(key)) for key in self.keys]
 
 
 class _LayeredCopies:
     """Copies on a stream of their own, layer by layer of all states, with an event for some."""
 
+    way = "copies layer by layer"
+
     def __init__(self, device: str) -> None:
         self.device = device
         self.stream: Any = new_stream(device)
+
+    def forget(self) -> None:
+        """Nothing is kept."""
 
     def __call__(self, states: Sequence[KVStates]) -> list[KVStates]:
         layers = states[0].keys.shape[0]
@@ -259,10 +296,7 @@ def bench_profile(session: GpuSession, _: Ceilings) -> dict[str, Any]:
         return {"skipped": "there is no device"}
     load = session.load
 
-    def first_tokens() -> None:
-        for _ in range(4):
-            _first_token(session, load.placed[0])
-
+    first_tokens = partial(_first_tokens, session, session.documents, load.placed[0], 1)
     found = {"ttft": _profiled(first_tokens)}
     for name, rows in load.order:
         states = [session.rng.sample(session.documents, load.each) for _ in range(rows)]

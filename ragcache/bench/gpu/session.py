@@ -140,10 +140,12 @@ class GpuSession:
     def tokens(self, count: int) -> list[int]:
         return self.shape.draw_tokens(self.rng, count)
 
-    def context(self, states: Sequence[KVStates], new_tokens: int) -> Context:
-        """A prompt of these states behind the preamble, with a question of its own."""
+    def context(
+        self, states: Sequence[KVStates], new_tokens: int, question: Sequence[int] | None = None
+    ) -> Context:
+        """A prompt of these states behind the preamble, with a question, by default of its own."""
         return assemble_context(
-            [self.root, *states], self.tokens(self.load.question),
+            [self.root, *states], question or self.tokens(self.load.question),
             window=self.causal.window, max_new_tokens=new_tokens,
         )  # fmt: skip
 
@@ -151,9 +153,9 @@ class GpuSession:
         """A request whose tokens are turned into text."""
         return Request(context, new_tokens, text=partial(ShapeText, self.tokenizer))
 
-    def first_token(self, states: Sequence[KVStates]) -> None:
+    def first_token(self, states: Sequence[KVStates], question: Sequence[int]) -> None:
         """Asks over the states, and waits for an answer of one token."""
-        context = self.context(states, 1)
+        context = self.context(states, 1, question)
         self.engine.submit_request(self.request(context, 1)).result(PATIENCE)
 
     def synchronize(self) -> None:
@@ -227,13 +229,17 @@ def counters_between(before: EngineStats, after: EngineStats) -> dict[str, float
     return {name: getattr(after, name) - getattr(before, name) for name in names}
 
 
-def median_ms(run: Callable[[], object], runs: int, warm: int = 3) -> tuple[float, list[float]]:
-    """The median of a call's wall-clock time in milliseconds, after warm calls, and all times."""
-    for _ in range(warm):
-        run()
+def median_ms(
+    run: Callable[[], object], runs: int, warm: int = 3,
+    before: Callable[[], object] = lambda: None,
+) -> tuple[float, list[float]]:  # fmt: skip
+    """The median of a call's wall-clock time in milliseconds, after warm calls, and all times.
+    before: called each time before the clock starts."""
     times = []
-    for _ in range(runs):
+    for number in range(-warm, runs):
+        before()
         begin = time.perf_counter()
         run()
-        times.append(1e3 * (time.perf_counter() - begin))
+        if number >= 0:
+            times.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(times), [round(each, 3) for each in times]
