@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, func, select, update
+from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
@@ -45,6 +45,11 @@ from ragcache.errors import DocumentError, DocumentsChanged
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
+_STAMPS = (
+    select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
+    .join(NamespaceTable)
+    .where(NamespaceTable.name == bindparam("namespace"))
+)
 
 
 class Stamp(NamedTuple):
@@ -270,10 +275,8 @@ class Catalog:
         return self._stamps.read("", self._read_stamps)
 
     def _read_stamps(self) -> dict[str, tuple[int, int]]:
-        columns = select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
-        joined = columns.join(NamespaceTable).where(NamespaceTable.name == self.namespace)
-        with self._database.reading() as session:
-            return {name: (number, revision) for name, number, revision in session.execute(joined)}
+        rows = self._database.fetch(_STAMPS, namespace=self.namespace)
+        return {name: (number, revision) for name, number, revision in rows}
 
     def add_tokens(self, module_id: int, token_ids: Sequence[int]) -> None:
         """Stores token ids of a module that was ingested under another tokenizer."""

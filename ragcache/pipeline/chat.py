@@ -12,7 +12,7 @@ from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import InvalidRequest
 from ragcache.pipeline.answer import Citation, Timestamps
-from ragcache.pipeline.chat_template import MARK, ChatTemplate, Message
+from ragcache.pipeline.chat_template import ChatTemplate, Message, find_mark
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens
 from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, ModuleStates, PromptLayout
 from ragcache.recognition import Found, Recognizer
@@ -119,7 +119,7 @@ class ChatPipeline:
     def _find(self, text: str, options: ChatCall) -> list[Found]:
         """A module that holds private characters is left out: one could be a mark."""
         found = self.recognizer.find(text) if options.recognize else []
-        return [each for each in found if not MARK.search(text, each.begin, each.end)]
+        return [each for each in found if not find_mark(each.module.text)]
 
 
 def lay_out_chat(

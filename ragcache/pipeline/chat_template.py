@@ -31,6 +31,7 @@ _FIRST_GUARD = 0x10F000  # above the marks of control tokens
 _WRITTEN = "\U0010fffd"  # before a whole control token that a content spells
 _GUARD = re.compile("[\U0010f000-\U0010fffd]")
 MARK = re.compile("([\U00100000-\U0010fffd])")
+
 UNKNOWN_TEMPLATE = "{content}\n"  # for models that have no chat template
 _OWN_VARIABLES = frozenset(
     "messages conversation tools documents chat_template add_generation_prompt "
@@ -42,6 +43,11 @@ ROLES = ("system", "user", "assistant", "tool")
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` with `tool_calls`, `tool_call_id` or `name` where they apply: the
 form that Hugging Face's chat templates take."""
+
+
+def find_mark(text: str) -> re.Match[str] | None:
+    """The first private character of a text, which could be a mark."""
+    return None if text.isascii() else MARK.search(text)
 
 
 class ChatTemplate:
@@ -58,7 +64,7 @@ class ChatTemplate:
         self._marks = {token: chr(_FIRST + i) for i, token in enumerate(self.control)}
         self._names = {ord(mark): tokenizer.spell(token) for token, mark in self._marks.items()}
         some = "|".join(map(re.escape, self.control)) or "(?!)"
-        self._written = re.compile(f"{_WRITTEN}?(?:{some})")
+        self._spelled = re.compile(some)
         special = set(model.tokenizer.all_special_tokens)
         special |= {t.content for t in model.tokenizer.added_tokens_decoder.values() if t.special}
         self._escaper = ControlTokenEscaper(self.control, set(self.control) - special)
@@ -99,7 +105,8 @@ class ChatTemplate:
         without_calls = [{k: v for k, v in each.items() if k != "tool_calls"} for each in chat]
         if without_calls != chat and text == self._apply(without_calls, offered, variables):
             raise UnsupportedModel("this model's chat template has no place for tool calls")
-        return self._escaper.reveal(self.mark(text))
+        hidden = (chat, offered) != (checked, list(tools or ()))
+        return self._escaper.reveal(self.mark(text)) if hidden else self.mark(text)
 
     def plain(self, text: str) -> str:
         """A text without a template. Raises `InvalidRequest` where it is empty."""
@@ -116,7 +123,12 @@ class ChatTemplate:
 
     def mark(self, rendered: str) -> str:
         """A template's text with marks for its control tokens."""
-        return self._written.sub(lambda m: self._marks.get(m[0], m[0]), rendered)
+
+        def marked(found: re.Match[str]) -> str:
+            written = found.start() > 0 and rendered[found.start() - 1] == _WRITTEN
+            return found[0] if written else self._marks[found[0]]
+
+        return self._spelled.sub(marked, rendered)
 
     def encode(self, text: str, *, first: bool = True) -> list[int]:
         """Token ids: marks are control tokens, everything else is ordinary text. first: the text
@@ -129,7 +141,7 @@ class ChatTemplate:
     @staticmethod
     def check(text: str) -> None:
         """Raises `ConfigurationError` where text from outside holds a mark."""
-        if found := MARK.search(text):
+        if found := find_mark(text):
             line = text.count("\n", 0, found.start()) + 1
             raise ConfigurationError(
                 f"line {line} holds the private character U+{ord(found[0]):X}, which is reserved "
@@ -241,7 +253,7 @@ class ControlTokenEscaper:
 
     def _hide(self, text: str, *, ends: bool = True, generated: bool = False) -> str:
         """ends: whether the template's text may stand right beside this one."""
-        if found := MARK.search(text):
+        if found := find_mark(text):
             raise InvalidRequest(
                 f"a message holds the private character U+{ord(found[0]):X}, which is reserved "
                 "for control tokens; remove it"

@@ -150,7 +150,7 @@ class Submitter:
         """
         self.deferred.release()
         requests = [self._check(prompt, generation) for prompt in prompts]
-        for prompt in prompts:
+        for prompt in prompts[1:]:  # while the first, whose lease follows at once, is prepared
             if prompt.states is not None:
                 prompt.states.prefetch()
         pending: list[PendingAnswer] = []
