@@ -22,18 +22,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcache.attention.triton.tables import (
+from ragcache.attention.triton.plan import (
     ALL_TOKENS,
     AttentionPlan,
-    AttentionTables,
     HeadLayout,
     KVBase,
     KVRead,
     KVRun,
     Reader,
-    StepArrays,
     build_plan,
 )
+from ragcache.attention.triton.tables import AttentionTables, StepArrays
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
 from ragcache.engine.kv_cache import BlockPool, BlockTable, ContiguousKV
 from ragcache.states.quantization import StoredStates

@@ -29,13 +29,13 @@ from torch import Tensor
 from ragcache.attention import Rotation
 from ragcache.attention.triton.launch import RotationTables, StepKind, TritonKernels
 from ragcache.attention.triton.operator import OperatorMetadata, register_step
-from ragcache.attention.triton.tables import (
-    AttentionTables,
+from ragcache.attention.triton.plan import (
     HeadLayout,
     TableCapacity,
     TableOverflow,
     build_plan,
 )
+from ragcache.attention.triton.tables import AttentionTables
 from ragcache.cuda import new_stream
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner

@@ -149,8 +149,7 @@ def _replace_forward(
     """Gives modules of one class one compiled forward."""
     # PyTorch keeps graphs by code object, and allows eight: each model has its own
     own = FunctionType(_call.__code__.replace(), globals(), _call.__name__)
-    options = {"combo_kernels": True} if backend == "inductor" else None
-    compiled = torch.compile(own, backend=backend, options=options, fullgraph=True, dynamic=True)
+    compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=True)
     for module in modules:
         module.forward = CompiledForward(module, partial(compiled, forward, module), compiles)
 

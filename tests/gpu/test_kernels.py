@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragcache.attention.triton.tables import (
-    AttentionTables,
+from ragcache.attention.triton.plan import (
     HeadLayout,
     KVBase,
     KVRead,
     KVRun,
     Reader,
     TableCapacity,
-    TableViews,
     build_plan,
 )
+from ragcache.attention.triton.tables import AttentionTables, TableViews
 from tests.ragcache.attention.triton.steps import (
     LAYERS,
     Asking,

@@ -24,7 +24,8 @@ from ragcache.attention.triton.kernels import (
     tail_kernel,
     write_kernel,
 )
-from ragcache.attention.triton.tables import HeadLayout, TableViews
+from ragcache.attention.triton.plan import HeadLayout
+from ragcache.attention.triton.tables import TableViews
 
 StepKind = Literal["mixed", "decode"]
 """`decode`: every row is a request's only one, and its own recent keys are in `pages`."""

@@ -118,7 +118,7 @@ class DecodeAttention:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         from ragcache.attention.triton.launch import RotationTables, TritonKernels
-        from ragcache.attention.triton.tables import HeadLayout
+        from ragcache.attention.triton.plan import HeadLayout
 
         size, heads = shape.head_dim, shape.num_kv_heads
         rng = random.Random(3)
@@ -149,21 +149,22 @@ class DecodeAttention:
         self.tables = self._tables(entries, length, device)
 
     def _tables(self, entries: int, length: int, device: str) -> AttentionTables:
-        from ragcache.attention.triton import tables
+        from ragcache.attention.triton import plan
+        from ragcache.attention.triton.tables import AttentionTables
 
         reads = [
-            tables.KVRead(tables.KVRun(tables.KVBase(keys, values), 0, length))
+            plan.KVRead(plan.KVRun(plan.KVBase(keys, values), 0, length))
             for keys, values in self.states
         ]
         for row, order in enumerate(self.orders):
             for place, number in enumerate(order):
                 origin = place * length
-                reads[number].readers.append(tables.Reader(row, row + 1, origin, origin))
-        capacity = tables.TableCapacity(self.rows, entries, 16384, 64, 1)
-        made = tables.AttentionTables(capacity, device)
-        pool = tables.KVBase(self.pool[0], self.pool[1])
+                reads[number].readers.append(plan.Reader(row, row + 1, origin, origin))
+        capacity = plan.TableCapacity(self.rows, entries, 16384, 64, 1)
+        made = AttentionTables(capacity, device)
+        pool = plan.KVBase(self.pool[0], self.pool[1])
         made.set_plan(
-            tables.build_plan(
+            plan.build_plan(
                 reads, rows=self.rows, heads=self.heads, capacity=capacity, pool=pool,
                 programs=self.kernels.programs, block_rows=self.kernels.block_rows,
             )

@@ -12,12 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache.attention.triton.tables import (
-    AttentionTables,
-    HeadLayout,
-    TableCapacity,
-    TableOverflow,
-)
+from ragcache.attention.triton.plan import HeadLayout, TableCapacity, TableOverflow
+from ragcache.attention.triton.tables import AttentionTables
 from ragcache.engine import Segment
 from ragcache.engine.batch import LONG_SPAN, ScheduledChunk
 from ragcache.engine.device_batch import MAX_TAIL_BLOCKS, DeviceBatch, DevicePlanner

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragcache.attention.triton.tables import HeadLayout, TableViews
+from ragcache.attention.triton.plan import HeadLayout
+from ragcache.attention.triton.tables import TableViews
 from ragcache.states import KVStates
 from ragcache.states.quantization import QuantizedStates, quantize
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache.attention.triton.tables import HeadLayout
+from ragcache.attention.triton.plan import HeadLayout
 from tests.ragcache.attention.triton import compiled
 
 pytest.importorskip("triton", reason="triton is not installed")

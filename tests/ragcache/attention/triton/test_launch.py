@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from ragcache.attention.triton.tables import (
-    AttentionTables,
+from ragcache.attention.triton.plan import (
     KVBase,
     KVRead,
     KVRun,
@@ -16,6 +15,7 @@ from ragcache.attention.triton.tables import (
     TableCapacity,
     build_plan,
 )
+from ragcache.attention.triton.tables import AttentionTables
 from tests.interpreted import interpreted
 from tests.ragcache.attention.triton.steps import (
     Asking,

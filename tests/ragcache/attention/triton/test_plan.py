@@ -11,12 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache.attention.triton import tables as tables_module
-from ragcache.attention.triton.tables import (
+from ragcache.attention.triton import plan as plan_module
+from ragcache.attention.triton.plan import (
     ALL_TOKENS,
     PIECE_TOKENS,
     AttentionPlan,
-    AttentionTables,
     HeadLayout,
     KVBase,
     KVRead,
@@ -26,6 +25,7 @@ from ragcache.attention.triton.tables import (
     TableOverflow,
     build_plan,
 )
+from ragcache.attention.triton.tables import AttentionTables
 from tests.ragcache.attention.tabled_reads import (
     SeenKey,
     assert_partials_reach_their_rows,
@@ -93,7 +93,7 @@ def test_visible_keys_are_covered_once(
     reads: list[KVRead], block_rows: int, programs: int, min_keys: int, few: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables_module, "FEW_READERS", few)
+        patch.setattr(plan_module, "FEW_READERS", few)
         plan = build_plan(
             reads, rows=ROWS, heads=HEADS, capacity=CAPACITY, block_rows=block_rows,
             programs=programs, min_keys=min_keys,
