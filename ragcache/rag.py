@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
-
-from langchain_core.embeddings import Embeddings
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ragcache.config import (
     DEFAULT_K,
@@ -68,9 +66,11 @@ from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
 from ragcache.retrieval import Retriever, SearchParams, Selection
-from ragcache.retrieval.embeddings import MiniLM
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
 from ragcache_schemas import Placement, Schema, expand_slots
+
+if TYPE_CHECKING:
+    from langchain_core.embeddings import Embeddings
 
 
 class RagCache:
@@ -702,10 +702,16 @@ def _search(options: SearchOptions) -> tuple[str, SearchParams]:
 
 
 def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:
+    if embedding is None:
+        return None
+    from langchain_core.embeddings import Embeddings  # slow to import
+
     check_argument("embedding", embedding, str | Embeddings | None)
     if not isinstance(embedding, str):
         return embedding
     check_embedding(embedding)
+    from ragcache.retrieval.embeddings import MiniLM
+
     return MiniLM()
 
 

@@ -129,9 +129,9 @@ class ServiceSettings(BaseSettings):
     @field_validator("rate")
     @classmethod
     def _is_a_rate(cls, text: str | None) -> str | None:
-        from limits import parse_many
-
         if text is not None:
+            from limits import parse_many
+
             parse_many(text)  # raises ValueError
         return text
 

@@ -1,7 +1,10 @@
-"""Hugging Face models, patched in place so that they attend to segments."""
+"""Hugging Face models, patched in place so that they attend to segments; the embedded reader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from ragcache.models.dtype import DTypeChoice, dtype_name
-from ragcache.models.families import Family, register, wrap_causal
 from ragcache.models.loader import (
     INSTRUCTION,
     LoadedModel,
@@ -18,7 +21,10 @@ from ragcache.models.model import (
 )
 from ragcache.models.positions import Alibi, LayeredRotary, Learned, PositionScheme, Rotary
 from ragcache.models.tokenizer import PromptTokenizer
-from ragcache.models.trial import wrap
+
+if TYPE_CHECKING:
+    from ragcache.models.families import Family, register, wrap_causal
+    from ragcache.models.trial import wrap
 
 __all__ = [
     "INSTRUCTION", "Alibi", "CausalLM", "DTypeChoice", "Dimensions", "Family", "ForwardBatch",
@@ -26,3 +32,17 @@ __all__ = [
     "PromptTokenizer", "Rotary", "dtype_name", "load_model", "prompt_frame", "register",
     "render_undated", "wrap", "wrap_causal",
 ]  # fmt: skip
+
+_HOMES = {
+    **dict.fromkeys(("Family", "register", "wrap_causal"), "ragcache.models.families"),
+    "wrap": "ragcache.models.trial",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Loads names that need transformers on first use: the embedded reader does without."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ragcache.models' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
-from ragcache.models.checkpoint import load_checkpoint
 from ragcache.models.dtype import AUTO, DTypeChoice, choose_dtypes, convert, parse_dtype
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
+from ragcache.models.reader import READER, ReaderLM, read_reader
 from ragcache.models.tokenizer import PromptTokenizer
-from ragcache.models.trial import wrap
 
-READER = Path(__file__).parent.parent / "reader"
 INSTRUCTION = (
     "Answer the question from the documents below. "
     "Be brief: give only the answer, in the words of the documents."
@@ -103,16 +101,44 @@ def load_model(
     """
     place, wanted = _device(device), parse_dtype(dtype)
     parse_dtype(states_dtype)  # an unknown name is refused before anything is read
+    source = str(READER if name is None else name)
+    embedded = source == str(READER) and place.type == "cpu" and not long_context
+    if embedded:
+        model, tokenizer = read_reader(READER)
+        stored = model.dtype
+    else:
+        model, tokenizer, stored = _read_checkpoint(source, wanted, long_context=long_context)
+    checkpoint = model.dtype if wanted is None else stored
+    choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint)
+    causal = _wrapped(convert(model, choice.compute).to(place), embedded=embedded)
+    causal.states_dtype = choice.states
+    called = "ragcache-reader" if name is None else source
+    return LoadedModel(called, causal, tokenizer, dtypes=choice)
+
+
+def _wrapped(model: Any, *, embedded: bool) -> LanguageModel:
+    if embedded:
+        return ReaderLM(model)
+    from ragcache.models.trial import wrap
+
+    return wrap(model)
+
+
+def _read_checkpoint(
+    source: str, dtype: torch.dtype | None, *, long_context: bool
+) -> tuple[Any, Any, torch.dtype]:
+    """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
-    source = str(READER if name is None else name)
+    from ragcache.models.checkpoint import load_checkpoint
+
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(source)
             config = AutoConfig.from_pretrained(source)
             stored = config.dtype or config.get_text_config(decoder=True).dtype
-            model = load_checkpoint(source, wanted or "auto", long_context=long_context)
+            model = load_checkpoint(source, dtype or "auto", long_context=long_context)
     except (UnsupportedModel, ConfigurationError):
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -121,12 +147,7 @@ def load_model(
             "and tokenizer, or the name of a hub model that this machine can reach; without a "
             "model the embedded reader is used"
         ) from error
-    checkpoint = model.dtype if wanted is None else stored
-    choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint)
-    causal = wrap(convert(model, choice.compute).to(place))
-    causal.states_dtype = choice.states
-    called = "ragcache-reader" if name is None else source
-    return LoadedModel(called, causal, tokenizer, dtypes=choice)
+    return model, tokenizer, stored
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -15,7 +15,6 @@ from torch import Tensor
 from ragcache.attention import AttentionBackend, AttentionMetadata
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.fingerprint import model_fingerprint
-from ragcache.models.hf_patch import SegmentCache, step_in_context
 from ragcache.models.positions import PositionScheme, changes_at_length
 
 
@@ -158,6 +157,8 @@ class CausalLM(LanguageModel):
         The whole Hugging Face model is called, so that heads and the scaling of logits are its
         own. A model that takes no positions (ALiBi) passes over them.
         """
+        from ragcache.models.hf_patch import SegmentCache, step_in_context  # transformers
+
         with step_in_context(batch.metadata, self.backend):
             out = self.model(
                 input_ids=batch.token_ids[None],

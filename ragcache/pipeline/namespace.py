@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from langchain_core.embeddings import Embeddings
+from typing import TYPE_CHECKING, Any
 
 from ragcache.config import NAMESPACE, RagCacheConfig, check_namespace, salt_of
 from ragcache.db import ApiKeys, Catalog, Database, ScaffoldRows, SchemaTexts
@@ -32,9 +30,11 @@ from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.pml import PmlPipeline
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
-from ragcache.retrieval import Retrievers
-from ragcache.retrieval.embeddings import embedder_name
+from ragcache.retrieval import Retrievers, embedder_name
 from ragcache.store import KVStore
+
+if TYPE_CHECKING:
+    from langchain_core.embeddings import Embeddings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

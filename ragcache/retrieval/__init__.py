@@ -9,10 +9,11 @@ from ragcache.retrieval.retriever import (
     SearchKind,
     SearchParams,
     Selection,
+    embedder_name,
     fuse,
 )
 
 __all__ = [
     "CollectionIndex", "Filters", "Hit", "Retriever", "Retrievers", "SearchKind", "SearchParams",
-    "Selection", "compile_filters", "fuse",
+    "Selection", "compile_filters", "embedder_name", "fuse",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The built-in embedder, all-MiniLM-L6-v2 without a download, and names of embedders."""
+"""The built-in embedder, all-MiniLM-L6-v2 without a download."""
 
 from __future__ import annotations
 
@@ -30,10 +30,3 @@ class MiniLM(Embeddings):
 
     def embed_query(self, text: str) -> list[float]:
         return self.embed_documents([text])[0]
-
-
-def embedder_name(embedder: Embeddings) -> str:
-    """The name of an embedder's vectors in the database: its class and, if known, its model."""
-    model = getattr(embedder, "model_name", None) or getattr(embedder, "model", None)
-    kind = f"{type(embedder).__module__}.{type(embedder).__qualname__}"
-    return f"{kind}:{model}" if isinstance(model, str) else kind

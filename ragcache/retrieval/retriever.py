@@ -17,18 +17,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-import faiss
 import numpy as np
-from langchain_core.embeddings import Embeddings
 
 from ragcache.config import check_k
 from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable, UnknownCollection
-from ragcache.retrieval.embeddings import embedder_name
 from ragcache.retrieval.filters import Filters, Test, compile_filters
 from ragcache.retrieval.words import UpdatedWords, WordIndex, terms
+
+if TYPE_CHECKING:  # faiss and LangChain are slow to import, and sparse search does without
+    import faiss
+    from langchain_core.embeddings import Embeddings
 
 _log = logging.getLogger(__name__)
 
@@ -478,6 +479,8 @@ class CollectionIndex:
             return []
         parameters = None
         if allowed is not None:
+            import faiss
+
             selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
             parameters = faiss.SearchParameters()
             parameters.sel = selector  # holds no reference: the local name keeps it alive
@@ -496,9 +499,18 @@ class CollectionIndex:
 
 
 def _flat_index(ids: np.ndarray, vectors: np.ndarray) -> faiss.IndexIDMap2:
+    import faiss
+
     index = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
     index.add_with_ids(_unit(vectors), ids)
     return index
+
+
+def embedder_name(embedder: Embeddings) -> str:
+    """The name of an embedder's vectors in the database: its class and, if known, its model."""
+    model = getattr(embedder, "model_name", None) or getattr(embedder, "model", None)
+    kind = f"{type(embedder).__module__}.{type(embedder).__qualname__}"
+    return f"{kind}:{model}" if isinstance(model, str) else kind
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -242,7 +242,8 @@ def token_bytes(model: LoadedModel) -> list[bytes]:
     tokenizer, which no grammar may use. Raises `InvalidRequest` for an unknown tokenizer."""
     from xgrammar import TokenizerInfo
 
-    tokenizer, width = model.tokenizer, logits_width(model)
+    tokenizer = getattr(model.tokenizer, "hugging_face", model.tokenizer)
+    width = logits_width(model)
     try:
         info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=width, stop_token_ids=[0])
     except Exception as error:

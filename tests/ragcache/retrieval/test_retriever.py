@@ -25,9 +25,10 @@ from ragcache.retrieval import (
     SearchKind,
     SearchParams,
     Selection,
+    embedder_name,
     words,
 )
-from ragcache.retrieval.embeddings import MiniLM, embedder_name
+from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.retriever import overlaps, select_by_mmr
 from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVKey
