@@ -159,7 +159,7 @@ class ReaderModel(nn.Module):
         self.config = config
         vectors = torch.empty(config.vocab_size, config.hidden_size)
         self.model = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(*vectors.shape, _weight=vectors),
+            "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size, _weight=vectors),
             "layers": nn.ModuleList(
                 DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
             ),
@@ -192,7 +192,7 @@ class ReaderModel(nn.Module):
         angles = batch.position_ids[:, None].float() * self.inverse_frequency  # [T, D / 2]
         angles = torch.cat((angles, angles), -1)
         turn = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-        for layer in self.model["layers"]:
+        for layer in self.model["layers"].children():
             hidden = layer(hidden, turn, batch.metadata, backend)
         rows = self.model["norm"](hidden)[batch.logit_rows]
         return functional.linear(rows, self.get_input_embeddings().weight)
@@ -224,7 +224,7 @@ class ReaderTokenizer:
         self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.eos_token, self.pad_token = entries["eos_token"], entries["pad_token"]
         self.bos_token = self.bos_token_id = None
-        self.eos_token_id = self.convert_tokens_to_ids(self.eos_token)
+        self.eos_token_id = self.backend_tokenizer.token_to_id(self.eos_token)
         self.all_special_tokens = [self.eos_token, self.pad_token]
 
     @property
@@ -236,9 +236,6 @@ class ReaderTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab()
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        return self.backend_tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
         if options:

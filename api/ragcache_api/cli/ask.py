@@ -82,6 +82,7 @@ def ask(
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
             ui.print_answer(answer, pieces=stream)
+            ui.print_unkept(rag, f"`ragcache warm {collection}` keeps those of its documents")
 
 
 def prompt(
@@ -109,9 +110,10 @@ def prompt(
         )
         answer = rag.stream_prompt(text, mode=mode, source=str(file), generation=generation)
         if as_json:
-            ui.print_json(answer.result().to_dict())
+            ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
             ui.print_answer(answer, pieces=stream)
+            ui.print_unkept(rag, "`ragcache schema add` keeps those of a schema")
 
 
 QUESTIONS = (

@@ -53,6 +53,7 @@ def chat(
                 talk.say(text)
             except RequestError as error:  # the conversation goes on without this message
                 ui.errors.print(f"{type(error).__name__}: {error}", markup=False)
+        ui.print_unkept(rag, "`ragcache warm` keeps those of a collection")
 
 
 class Talk:

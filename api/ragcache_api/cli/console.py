@@ -356,6 +356,16 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
     )
 
 
+def print_unkept(rag: RagCache, remedy: str) -> None:
+    """Says on standard error how many states were encoded for the answers of this process alone: a
+    question keeps states in memory, which ends with the process. remedy: what keeps them."""
+    counted = rag.stats()
+    count = counted.encoded - counted.corrupt  # those in place of a corrupt blob are kept
+    if count > 0:
+        what = "1 state was" if count == 1 else f"{count} states were"
+        errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
+
+
 def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:
     """Prints pieces of an answer as they come, without white space at the front."""
     begun = False

@@ -217,21 +217,13 @@ class TemplateTokenizer:
     @classmethod
     def load(cls, model: str | None) -> TemplateTokenizer:
         """Loads those of a model folder or hub name; None is the embedded reader."""
-        from transformers import AutoTokenizer
-
         from ragcache.models import LoadedModel
-        from ragcache.models.loader import READER
+        from ragcache.models.reader import READER, ReaderTokenizer
         from ragcache.pipeline import ChatTemplate
 
-        source = model or str(READER)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ModelNotFound(
-                f"cannot load the tokenizer of {source!r}: {error}. Give a folder with a "
-                "tokenizer, or the name of a hub model that this machine can reach"
-            ) from error
-        loaded = LoadedModel(source, cast("Any", None), tokenizer)  # text needs no weights
+        tokenizer = ReaderTokenizer(READER) if model is None else _hub_tokenizer(model)
+        name = model or str(READER)
+        loaded = LoadedModel(name, cast("Any", None), tokenizer)  # text needs no weights
         return cls(loaded, ChatTemplate(loaded))
 
     def count_trusted(self, text: str) -> int:
@@ -244,3 +236,15 @@ class TemplateTokenizer:
 
         decode, encode = self.model.tokenizer.decode, self.template.encode
         return MARK.sub(lambda mark: str(decode(encode(mark[0]))), text)
+
+
+def _hub_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"cannot load the tokenizer of {model!r}: {error}. Give a folder with a tokenizer, or "
+            "the name of a hub model that this machine can reach"
+        ) from error

@@ -90,7 +90,7 @@ class GpuSession:
         """That of the embedded reader."""
         from transformers import AutoTokenizer
 
-        from ragcache.models.loader import READER
+        from ragcache.models.reader import READER
 
         return AutoTokenizer.from_pretrained(str(READER))
 

@@ -62,6 +62,17 @@ def test_the_instruction_is_part_of_what_states_are_kept_under(
     assert json_of(run(*asked, *kind))["encoded"] == 0, "the option comes first"
 
 
+def test_what_is_encoded_for_one_answer_is_not_kept_and_said(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes", "-k", 2, "--max-new-tokens", 1)
+    assert run(*asked)[2] == ""
+    kind = ("--instruction", "Reply in one word.")
+    for _ in range(2):  # each process encodes them anew
+        notice = run(*asked, *kind)[2]
+        assert notice.startswith("2 states were encoded for this and not kept; `ragcache warm note")
+    assert run("warm", "notes", *kind)[0] == 0
+    assert run(*asked, *kind)[2] == ""
+
+
 @pytest.mark.parametrize("command", ["ask", "chat", "warm", "ingest"])
 def test_a_blank_instruction_is_refused(run: Run, ingested: Path, command: str) -> None:
     arguments = {"ask": ("x", "-c", "notes"), "ingest": ("notes", ingested)}
@@ -119,6 +130,7 @@ def test_a_schema_is_added_and_a_prompt_over_it_answered(run: Run, tmp_path: Pat
     assert "states encoded" in out
     prompt = sorted(folder.glob("prompt-*.xml"))[0]
     answer = json_of(run("prompt", prompt, "--json"))
+    assert (answer["encoded"], run("prompt", prompt)[2]) == (0, "")
     reuse = answer["reuse"]
     assert reuse["cached_tokens"] > reuse["computed_tokens"] > 0
     assert (
