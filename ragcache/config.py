@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ragcache.errors import ConfigurationError, MissingExtra
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MODES = ("rooted", "linked:N", "isolated", "exact")
 """How modules are encoded: after the preamble; the same, with their first N tokens computed in
@@ -73,11 +77,29 @@ class RagCacheConfig:
 
 def check_argument(name: str, value: object, annotation: Any) -> None:
     """Raises `ConfigurationError`, which names the argument, for a value of another type than its
-    annotation. What containers hold is not looked at; a text is no sequence of texts."""
+    annotation. Sequences of texts hold texts, and a text is none of them; what other containers
+    hold is not looked at."""
     if not _fits(value, annotation):
         kinds = getattr(annotation, "__name__", None) or str(annotation)
         kind = type(value).__name__
         raise ConfigurationError(f"{name} is {value!r:.80}, of type {kind}; it takes {kinds}")
+
+
+def checks_arguments(method: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a method whose arguments are checked by their annotations (`check_argument`) before
+    it runs; what it takes as `**options` is its own to check."""
+    parameters = inspect.signature(method)
+    named = [p.name for p in parameters.parameters.values() if p.kind is not p.VAR_KEYWORD]
+
+    @wraps(method)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        hints, given = _hints(method), parameters.bind(*args, **kwargs).arguments
+        for name in named[1:]:  # the first is the object
+            if name in given:
+                check_argument(name, given[name], hints[name])
+        return method(*args, **kwargs)
+
+    return checked
 
 
 def _fits(value: object, annotation: Any) -> bool:
@@ -96,11 +118,13 @@ def _fits(value: object, annotation: Any) -> bool:
     kind = origin or annotation
     if kind is Sequence and isinstance(value, str | bytes):
         return False
+    if kind is Sequence and inner == (str,) and isinstance(value, Sequence):
+        return all(isinstance(each, str) for each in value)
     return not isinstance(kind, type) or isinstance(value, kind)
 
 
 @cache
-def _hints(known: type) -> dict[str, Any]:
+def _hints(known: Any) -> dict[str, Any]:
     return get_type_hints(known)
 
 
@@ -122,6 +146,7 @@ def check_options(given: Mapping[str, object], known: type, subject: str) -> Non
 
 def check_mode(mode: str) -> str:
     """Checks and returns a mode. Raises `ConfigurationError`."""
+    check_argument("mode", mode, str)
     if mode not in _PLAIN_MODES and _LINKED.fullmatch(mode) is None:
         raise ConfigurationError(
             f"unknown mode {mode!r}; modes: {', '.join(MODES)}, where N is a number such as 16"
@@ -131,6 +156,7 @@ def check_mode(mode: str) -> str:
 
 def check_k(k: int) -> int:
     """Checks and returns the number of modules to retrieve. Raises `ConfigurationError`."""
+    check_argument("k", k, int)
     if k < 1:
         raise ConfigurationError(f"k is {k}; at least one module is needed")
     return k
@@ -176,6 +202,7 @@ def check_placement(placement: str) -> None:
 
 def check_namespace(name: str) -> str:
     """Checks and returns the name of a namespace. Raises `ConfigurationError`."""
+    check_argument("namespace", name, str)
     if _NAMESPACES.fullmatch(name) is None:
         raise ConfigurationError(
             f"{name!r} cannot name a namespace; use 1 to 64 letters, digits and `._-`"

@@ -89,6 +89,11 @@ class EncodingOutOfMemory(RequestError, MemoryError):
 class EngineClosed(RequestError):
     """The engine is closed and accepts no requests."""
 
+    @classmethod
+    def of_folder(cls) -> EngineClosed:
+        """A call of a closed `RagCache`, or of an object that belongs to it."""
+        return cls("the state folder is closed; open it again with RagCache.open")
+
 
 class EngineFailed(RequestError):
     """A step of the engine failed while the request ran."""

@@ -17,6 +17,7 @@ from ragcache.config import (
     check_mode,
     check_options,
     check_placement,
+    checks_arguments,
 )
 from ragcache.db import (
     ApiKeys,
@@ -95,7 +96,7 @@ class RagCache:
     def internals(self) -> Namespace:
         """The components of the namespace. Raises `EngineClosed` after `close`."""
         if self._internals.shared.closed.is_set():
-            raise EngineClosed("the state folder is closed; open it again with RagCache.open")
+            raise EngineClosed.of_folder()
         return self._internals
 
     @property
@@ -311,12 +312,13 @@ class RagCache:
         """Background ingestion, and the outcome of every ingestion."""
         return self.internals.jobs
 
+    @checks_arguments
     def delete(self, collection: str, document_ids: Sequence[str]) -> int:
         """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
-        check_argument("document_ids", document_ids, Sequence)
         return self.internals.ingestor.delete(collection, document_ids)
 
+    @checks_arguments
     def rename(self, collection: str, document_id: str, to: str) -> None:
         """Changes the id of a document; nothing is encoded. Raises `UnknownCollection` or
         `DocumentError`."""
@@ -327,14 +329,17 @@ class RagCache:
         Raises `ConfigurationError`."""
         return self.internals.catalog.add_collection(check_collection(collection))
 
+    @checks_arguments
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""
         return self.internals.ingestor.delete_collection(collection)
 
+    @checks_arguments
     def records(self, space: str) -> Records:
         """The record manager of an indexing: which keys were written, and when."""
         return Records(self._shared.database, space, self.namespace)
 
+    @checks_arguments
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Encodes modules as one, each attending to those before it (Prompt Cache §3.3).
 
@@ -496,6 +501,9 @@ class RagCache:
         self, conversations: Sequence[Conversation], options: ChatOptions
     ) -> list[PendingAnswer]:
         check_options(options, ChatOptions, "chat")
+        check_argument("conversations", conversations, Sequence)
+        for messages in conversations:
+            check_argument("messages", messages, Conversation)
         mode = check_mode(options.get("mode", "rooted"))
         call = ChatCall(
             mode, options.get("recognize", True), options.get("tools"),
@@ -504,6 +512,7 @@ class RagCache:
         prompts = self.internals.chat.prepare_prompts(conversations, call)
         return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
 
+    @checks_arguments
     def add_schema(
         self, text: str, *, placement: Placement = "schema", source: str = "<string>"
     ) -> Schema:
@@ -529,7 +538,6 @@ class RagCache:
             >>> rag.add_schema(trip).name
             'trip'
         """
-        check_argument("text", text, str)
         check_placement(placement)
         self._shared.deferred.release()
         return self.internals.pml.add(text, source, placement)
@@ -538,10 +546,12 @@ class RagCache:
         """The names of the hand-written schemas."""
         return self.internals.pml.texts.names()
 
+    @checks_arguments
     def delete_schema(self, name: str) -> None:
         """Deletes a schema with the states of its modules. Raises `UnknownSchema`."""
         self.internals.pml.delete(name)
 
+    @checks_arguments
     def schema(self, collection: str, *, k: int = DEFAULT_K, expanded: bool = False) -> Schema:
         """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
         writes the modules into the slots. Raises `UnknownCollection`."""
@@ -621,23 +631,31 @@ class RagCache:
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
         """The retriever of this folder, or one for another embedder, whose vectors are computed at
         the first search and stored beside the others."""
+        if embedding is not None:
+            from langchain_core.embeddings import Embeddings  # slow to import
+
+            check_argument("embedding", embedding, Embeddings)
         return self.internals.retrievers.retriever_for(embedding)
 
+    @checks_arguments
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """The modules with these names, in the order of the names; unknown names are skipped.
         Raises `UnknownCollection`."""
         return self.internals.catalog.modules(collection, names)
 
+    @checks_arguments
     def texts(self, collection: str, document_ids: Sequence[str]) -> dict[str, str]:
         """The texts of documents by id; unknown ids are skipped. Raises `UnknownCollection`."""
         return self.internals.catalog.texts(collection, document_ids)
 
+    @checks_arguments
     def documents(self, collection: str, ids: Sequence[str] | None = None) -> list[DocumentRow]:
         """The documents of a collection, in the order in which they were stored, or those with
         these ids; unknown ids are skipped. Raises `UnknownCollection`."""
         self.internals.catalog.stamp(collection)
         return list(self.internals.catalog.documents(collection, ids).values())
 
+    @checks_arguments
     def document_page(
         self, collection: str, cursor: str | None = None, limit: int = 100
     ) -> Page[DocumentRow]:
@@ -645,6 +663,7 @@ class RagCache:
         `InvalidRequest` or `UnknownCollection`."""
         return document_page(self._shared.database, self.namespace, collection, cursor, limit)
 
+    @checks_arguments
     def collection_page(self, cursor: str | None = None, limit: int = 100) -> Page[CollectionRow]:
         """A page of the collections by name, with what they hold. Raises `InvalidRequest`."""
         return collection_page(self._shared.database, self.namespace, cursor, limit)
@@ -659,6 +678,7 @@ class RagCache:
         """The API keys of the service, of all namespaces."""
         return self._shared.keys
 
+    @checks_arguments
     def list_modules(self, collection: str | None = None) -> list[ModuleListing]:
         """All modules, with size, tiers and hits of their states. Raises `UnknownCollection`."""
         self._shared.deferred.release()
@@ -675,6 +695,7 @@ class RagCache:
         """How full each tier of the folder is, the fastest first."""
         return tier_status(self._shared.store)
 
+    @checks_arguments
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Calls `observer(record)` with every request of all namespaces that ends from now on, in
         one thread for all observers. Returns a function that removes the observer."""
@@ -689,6 +710,7 @@ class RagCache:
         snapshot = self._shared.engine.core.snapshot
         return batch_of(snapshot, self._shared.database, self.namespace)
 
+    @checks_arguments
     def evictions(self, cursor: str | None = None, limit: int = 100) -> Page[EvictionRow]:
         """A page of the states that left a tier, the newest first; those of the last second may be
         missing. Raises `InvalidRequest`."""

@@ -21,6 +21,7 @@ from ragcache.db.migrations import HEAD, SERVES_FROM, lock, revision_of, serves_
 from ragcache.db.processes import LivingSession, living_sessions
 from ragcache.errors import (
     ConfigurationError,
+    EngineClosed,
     LedgerOutdated,
     LedgerUnavailable,
     MissingExtra,
@@ -70,6 +71,7 @@ class Database:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._closed = False
         self._writes = sessionmaker(engine, expire_on_commit=False)
         shared = engine.dialect.name == "postgresql"
         self._reading = engine.execution_options(**_READS, **(_SNAPSHOT if shared else {}))
@@ -126,13 +128,16 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that commits at the end, or rolls back on an error. Raises `StoreError`s."""
+        """A session that commits at the end, or rolls back on an error. Raises `StoreError`s, and
+        `EngineClosed` after `close`."""
+        self._check_open()
         with _named_errors(self.name), self._writes.begin() as session:
             yield session
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session that reads one snapshot, and waits for no writer."""
+        """A session that reads one snapshot, and waits for no writer. Raises as `transaction`."""
+        self._check_open()
         with _named_errors(self.name), self._reads.begin() as session:
             yield session
 
@@ -142,7 +147,12 @@ class Database:
             return connection.execute(statement, parameters).all()
 
     def close(self) -> None:
+        self._closed = True
         self.engine.dispose()
+
+    def _check_open(self) -> None:
+        if self._closed:  # SQLAlchemy would connect again
+            raise EngineClosed.of_folder()
 
 
 class LastKnown(Generic[T]):

@@ -101,6 +101,8 @@ class SharedServices:
     def close(self, *, drain: bool) -> None:
         """Stops the engine, and closes store and ledger, for all namespaces. A background ingestion
         is interrupted even with `drain`: it may take hours, and continues where it stopped."""
+        if self.closed.is_set():
+            return
         self.worker.halt()
         self.engine.close(drain=drain)
         self.worker.join()
