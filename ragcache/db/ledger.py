@@ -12,9 +12,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from sqlalchemy import ColumnElement, and_, case, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session
@@ -141,6 +144,19 @@ class Ledger:
         self._known_retirements: set[int] = set()
         self._clock_lock = threading.Lock()
         self._flushing = threading.Lock()
+
+    @classmethod
+    def of_folder(cls, database: Database, folder: Path) -> Ledger:
+        """The ledger as processes with this state folder see it. In one that several machines
+        share, a disk has a name, which is kept beside its blobs; SQLite's file is beside its only
+        disk."""
+        if database.engine.dialect.name == "sqlite":
+            return cls(database)
+        name = folder / "states" / "place"
+        name.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), name.open("x", encoding="ascii") as file:
+            file.write(uuid4().hex)
+        return cls(database, name.read_text(encoding="ascii"))
 
     def begin(self) -> list[StateRow]:
         """Opens a session; returns the rows of tiers that outlive processes."""

@@ -98,7 +98,7 @@ class KVStore:
         remote: one after the disk. claim_patience: seconds that a question waits for states which
         another process encodes, before it encodes them itself."""
         states = folder / "states"
-        ledger = Ledger(database, disk_place(database, states))
+        ledger = Ledger.of_folder(database, folder)
         host = HostTier(host_bytes, kv_dtype=kv_dtype)
         disk = DiskTier(states, disk_bytes, kv_dtype=kv_dtype)
         memory = [host] if device is None else [device, host]
@@ -111,7 +111,7 @@ class KVStore:
     def inspect(cls, folder: Path, database: Database, remote: Tier | None = None) -> KVStore:
         """Opens the store of a state folder without recovery and background threads: for `verify`
         and operators' commands, while other processes may have it open."""
-        ledger = Ledger(database, disk_place(database, folder / "states"))
+        ledger = Ledger.of_folder(database, folder)
         disk = DiskTier.open(folder / "states")
         persistent = [disk] if remote is None else [disk, remote]
         store = cls(ledger, [HostTier(1 << 30)], persistent)
@@ -467,18 +467,6 @@ def _prefetch(
         except Exception:
             logger.exception("reading ahead failed; the states are read when they are needed")
         del store
-
-
-def disk_place(database: Database, folder: Path) -> str:
-    """The name of a disk in a ledger that several machines share, which is kept in its folder.
-    Empty for SQLite, whose file is beside its only disk."""
-    if database.engine.dialect.name == "sqlite":
-        return ""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = folder / "place"
-    with suppress(FileExistsError), name.open("x", encoding="ascii") as file:
-        file.write(uuid4().hex)
-    return name.read_text(encoding="ascii")
 
 
 @contextmanager

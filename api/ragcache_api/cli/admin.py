@@ -178,7 +178,7 @@ def stats(
     with ui.open_ledger(state, ledger) as database:
         from ragcache.db import Catalog, Ledger
 
-        states = Ledger(database)
+        states = Ledger.of_folder(database, state)
         collections = Catalog(database, "", None).collections()
         tiers, evictions = states.totals(), states.evictions()
     if as_json:

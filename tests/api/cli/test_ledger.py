@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 from typer.testing import CliRunner
 
-from ragcache.db import Database
+from ragcache.db import Database, Ledger
+from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.migrations import HEAD
 from ragcache.db.sessions import Sessions
 from ragcache.errors import LedgerOutdated, NoState
 from ragcache_api.cli.main import app
+from tests.ragcache.conftest import make_key, postgres_schema
 
 runner = CliRunner()
 
@@ -39,3 +43,17 @@ def test_a_ledger_is_shown_and_upgraded_beside_a_process(tmp_path: Path) -> None
         assert f"revision {HEAD}" in upgraded.output
         assert "0003" in upgraded.output, "the process is of before"
         assert runner.invoke(app, ["stats", *where]).exit_code == 0
+
+
+@pytest.mark.enable_socket
+def test_stats_of_a_shared_ledger_count_the_folders_disk(tmp_path: Path) -> None:
+    with postgres_schema() as url, closing(Database.open(url)) as database:
+        for folder, tokens in (("here", 3), ("there", 4)):
+            ledger = Ledger.of_folder(database, tmp_path / folder)
+            ledger.begin()
+            row = (make_key(tokens), "disk", 10, 0, 0, False, math.inf, "model")
+            ledger.record(StateRow(*row, StateMetadata(tokens)), last=True)
+            ledger.end()
+        where = ["--state", str(tmp_path / "here"), "--ledger", url]
+        shown = json.loads(runner.invoke(app, ["stats", *where, "--json"]).stdout)
+    assert (shown["tiers"]["disk"]["states"], shown["tiers"]["disk"]["tokens"]) == (1, 3)
