@@ -120,7 +120,7 @@ class ServiceSettings(BaseSettings):
     trusted_proxies: Names = Field(
         default=[], description="Addresses or networks whose `X-Forwarded-For` counts."
     )
-    page: bool = Field(True, description="Whether the operator's page is served at /admin/.")
+    page: bool = Field(True, description="Whether /admin/ and /docs show pages.")
     telemetry: bool = Field(False, description="OpenTelemetry traces (extra `otel`).")
     log_level: Literal["critical", "error", "warning", "info", "debug"] = Field(
         "info", description="Of the server's log."

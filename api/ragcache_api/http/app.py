@@ -1,4 +1,4 @@
-"""The ASGI application: routes behind the access check, error shapes, and the operator's page."""
+"""The ASGI application: routes behind the access check, error shapes, and the pages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from anyio.to_thread import current_default_thread_limiter
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
 
 from ragcache import RagCache, __version__
 from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
+from ragcache_api.http.browser import install_pages, open_paths
 from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.errors import install_error_handlers, is_openai
 from ragcache_api.http.openai import routes as openai
@@ -27,15 +24,6 @@ from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
 from ragcache_api.settings import ServiceSettings
 
-PAGE = Path(__file__).parent / "page"
-PAGE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # scripts of two versions must not meet after an upgrade
-}
 _THREADS = 64  # of routes, and as many that wait for retrieval and leases
 ROUTERS = (
     admin.health_router, openai.router, answers.router, answers.schemas_router, documents.router,
@@ -65,19 +53,18 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
     app.state.cursors = CursorCipher.of(rag)
     if settings.telemetry:
         service.requests.on_end.append(trace_answers)
-    page = PAGE if settings.page and PAGE.is_dir() else None
     app.add_middleware(
         AccessMiddleware, auth=APIKeyAuth(rag.keys),
         rate=RateLimit(settings.rate, settings.rate_storage),
         body_bytes=settings.body_bytes, upload_bytes=settings.upload_bytes,
-        deadline=settings.deadline, open_paths=_open_paths(page),
+        deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
     )  # fmt: skip
     install_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
-    if page is not None:
-        app.mount("/admin", PageFiles(directory=page, html=True), name="page")
+    if settings.page:
+        install_pages(app)
     return app
 
 
@@ -108,32 +95,18 @@ def _operation_id(route: APIRoute) -> str:
     return f"{route.tags[0]}.{route.name}"
 
 
-def _open_paths(page: Path | None) -> frozenset[str]:
-    """Paths of the page's files, which need no key: they hold no secret."""
-    if page is None:
-        return frozenset()
-    files = (file.relative_to(page).as_posix() for file in page.rglob("*") if file.is_file())
-    return frozenset(("/admin/", "/admin", *(f"/admin/{name}" for name in files)))
-
-
-class PageFiles(StaticFiles):
-    """The page's files, with a policy that allows no other host, nothing inline and no framing."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        """Raises `HTTPException` (404, 405)."""
-        response = await super().get_response(path, scope)
-        response.headers.update(PAGE_HEADERS)
-        return response
-
-
 class ServiceApp(FastAPI):
-    """FastAPI, whose OpenAPI document gives no status 422 under OpenAI's interface: a request that
-    cannot be read gets 400 there."""
+    """FastAPI, whose OpenAPI document names the API key, and gives no status 422 under OpenAI's
+    interface: a request that cannot be read gets 400 there."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document, made at the first call."""
         if self.openapi_schema is None:
-            for path, operations in super().openapi()["paths"].items():
+            document = super().openapi()
+            key = {"type": "http", "scheme": "bearer", "description": "An API key."}
+            document["components"]["securitySchemes"] = {"key": key}
+            document["security"] = [{"key": []}, {}]  # none is needed until the first is made
+            for path, operations in document["paths"].items():
                 if is_openai(path):
                     for operation in operations.values():
                         operation["responses"].pop("422", None)

@@ -24,7 +24,7 @@ PATHS = [
     ("GET", "/v1/models"), ("POST", "/v1/answers"), ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"), ("GET", "/v1/collections"), ("GET", "/v1/jobs"),
     ("GET", "/v1/schemas"), ("POST", "/v1/prompts"), ("GET", "/admin/stats"), ("GET", "/metrics"),
-    ("GET", "/openapi.json"), ("GET", "/nothing/here"),
+    ("GET", "/docs/favicon.png"), ("GET", "/nothing/here"),
 ]  # fmt: skip
 
 

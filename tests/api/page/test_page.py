@@ -324,6 +324,18 @@ def test_names_from_outside_are_never_markup(
         assert page.all("main img") == []
 
 
+def test_the_description_of_the_api_asks_nobody_else(
+    service: tuple[str, Service], opened: Opened
+) -> None:
+    page = opened(f"{service[0]}/docs")
+    page.find(".opblock-summary-path", "/v1/answers")
+    loaded = "return performance.getEntriesByType('resource').map(each => each.name)"
+    addresses = page.window.execute_script(loaded)
+    assert len(addresses) >= 3
+    assert all(each.startswith((service[0], "data:")) for each in addresses)
+    assert page.faults() == []
+
+
 def test_the_page_asks_nobody_else() -> None:
     folder = Path(__file__).parents[3] / "api/ragcache_api/http/page"
     files = [each for each in folder.rglob("*") if each.suffix in (".html", ".css", ".js")]

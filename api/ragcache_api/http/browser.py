@@ -1,0 +1,83 @@
+"""What browsers get: the operator's page at `/admin/`, Swagger UI at `/docs`, and `/`, which leads to
+the page. All files are local, and a content security policy allows no other host."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from base64 import b64encode
+from importlib.resources import files
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+PAGE = Path(__file__).parent / "page"
+SWAGGER = Path(str(files("fastapi_offline"))) / "static"
+SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
+_POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # scripts of two versions must not meet after an upgrade
+}
+_INLINE = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+
+
+def open_paths() -> frozenset[str]:
+    """Paths that need no key: they hold nothing of what is stored. Swagger UI reads
+    `/openapi.json`, which is the same for every service of a version."""
+    page = (file.relative_to(PAGE).as_posix() for file in PAGE.rglob("*") if file.is_file())
+    return frozenset((
+        "/", "/admin", "/admin/", *(f"/admin/{name}" for name in page),
+        "/docs", "/openapi.json", *(f"/docs/{name}" for name in SWAGGER_FILES),
+    ))  # fmt: skip
+
+
+def install_pages(app: FastAPI) -> None:
+    """Adds the routes, which are no part of the API's description."""
+
+    @app.get("/", tags=["pages"], include_in_schema=False)
+    async def lead_to_page() -> Response:
+        return RedirectResponse("admin/")  # relative: a proxy may add a prefix
+
+    document = _swagger_page(app)
+
+    @app.get("/docs", tags=["pages"], include_in_schema=False)
+    async def describe_api() -> Response:
+        return document
+
+    app.mount("/admin", LocalFiles(directory=PAGE, html=True), name="page")
+    app.mount("/docs", LocalFiles(directory=SWAGGER), name="swagger")
+
+
+class LocalFiles(StaticFiles):
+    """Files with a policy that allows no other host, nothing inline and no framing."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Raises `HTTPException` (404, 405)."""
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response
+
+
+def _swagger_page(app: FastAPI) -> Response:
+    """FastAPI's own page. Its script, which stands in the page, is allowed by its digest; Swagger UI
+    draws icons from `data:`."""
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json", title=f"{app.title} · API",
+        swagger_js_url=f"docs/{SWAGGER_FILES[0]}", swagger_css_url=f"docs/{SWAGGER_FILES[1]}",
+        swagger_favicon_url="admin/icon.svg",
+        swagger_ui_parameters={"persistAuthorization": False, "tryItOutEnabled": True},
+    )  # fmt: skip
+    scripts = " ".join(
+        f"'sha256-{b64encode(hashlib.sha256(script).digest()).decode()}'"
+        for script in _INLINE.findall(bytes(page.body))
+    )
+    policy = f"{_POLICY}; script-src 'self' {scripts}; img-src 'self' data:"
+    page.headers.update(HEADERS | {"Content-Security-Policy": policy})
+    return page
