@@ -171,7 +171,7 @@ def _streams(
 
 def _listing(port: int, setting: HttpSetting, progress: Progress) -> dict[str, Any]:
     progress("listing modules, page after page")
-    sorts = ("id", "name", "nbytes", "hits", "last_use")
+    sorts = ("id", "name", "nbytes", "hits", "used_at")
     by_sort: dict[str, list[float]] = {}
     for sort in sorts:
         query = f"/admin/modules?limit=100&sort={sort}&descending={sort != 'id'}"

@@ -468,7 +468,7 @@ def _stays(reason: str, now: float) -> ColumnElement[bool] | None:
 class PendingUsage:
     """Changes that are not written to the ledger yet."""
 
-    touches: dict[KVKey, tuple[int, int]] = field(default_factory=dict)  # hits, last tick
+    touches: dict[KVKey, tuple[int, int, float]] = field(default_factory=dict)  # hits, tick, time
     memory: dict[tuple[str, KVKey], StateRow | None] = field(default_factory=dict)
     evictions: list[dict[str, Any]] = field(default_factory=list)
     costs: dict[KVKey, float] = field(default_factory=dict)
@@ -493,10 +493,11 @@ class UsageBuffer:
 
     def touch(self, keys: Iterable[KVKey], tick: int) -> None:
         """Counts a use of each key."""
+        now = time.time()
         with self._lock:
             for key in keys:
-                hits, _ = self._pending.touches.get(key, (0, 0))
-                self._pending.touches[key] = (hits + 1, tick)
+                hits, *_ = self._pending.touches.get(key, (0,))
+                self._pending.touches[key] = (hits + 1, tick, now)
 
     def admitted(self, row: StateRow) -> None:
         """Notes that a tier in memory holds states."""
@@ -537,9 +538,9 @@ class UsageBuffer:
         """Takes back what could not be written, before what was noted since."""
         with self._lock:
             later, self._pending = self._pending, pending
-            for key, (hits, tick) in later.touches.items():
-                before, _ = pending.touches.get(key, (0, 0))
-                pending.touches[key] = (before + hits, tick)
+            for key, (hits, tick, at) in later.touches.items():
+                before, *_ = pending.touches.get(key, (0,))
+                pending.touches[key] = (before + hits, tick, at)
             pending.memory.update(later.memory)
             pending.evictions += later.evictions
             del pending.evictions[:-EVICTIONS_KEPT]
@@ -576,13 +577,15 @@ def _write_memory(session: Session, pending: PendingUsage, place: str, late: int
 def _write_touches(session: Session, pending: PendingUsage, place: str, late: int) -> None:
     rows, here = Base.metadata.tables[StateTable.__tablename__], _written_from(place)
     used = [
-        {"key": str(key), "hits": hits, "last_use": tick + late}
-        for key, (hits, tick) in pending.touches.items()
+        {"key": str(key), "hits": hits, "last_use": tick + late, "used_at": at}
+        for key, (hits, tick, at) in pending.touches.items()
     ]
     for chunk in _cut(used):
         given = table_of(chunk).c
-        later = case((given.last_use > rows.c.last_use, given.last_use), else_=rows.c.last_use)
-        new = {"hits": rows.c.hits + given.hits, "last_use": later}
+        new = {"hits": rows.c.hits + given.hits} | {
+            name: case((given[name] > rows.c[name], given[name]), else_=rows.c[name])
+            for name in ("last_use", "used_at")
+        }
         session.execute(update(rows).values(new).where(rows.c.key == given.key, here))
     timed = [{"key": str(key), "cost": cost} for key, cost in pending.costs.items()]
     for chunk in _cut(timed):

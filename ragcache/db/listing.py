@@ -44,7 +44,7 @@ from ragcache.db.tables import (
 from ragcache.errors import InvalidRequest, UnknownModule
 from ragcache.states import KVKey
 
-Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
+Sort = Literal["id", "name", "nbytes", "hits", "used_at"]
 SORTS: tuple[str, ...] = get_args(Sort)
 FEW = 2000  # modules, up to which they are sorted as they are found
 
@@ -55,7 +55,8 @@ PagePlace = tuple[Any, ...]
 _KINDS: dict[str, tuple[type | tuple[type, ...], ...]] = {
     "id": (int,),
     "name": (str, int),
-    **dict.fromkeys(("nbytes", "hits", "last_use"), ((int, type(None)), str, int)),
+    **dict.fromkeys(("nbytes", "hits"), ((int, type(None)), str, int)),
+    "used_at": ((int, float, type(None)), str, int),
 }
 
 
@@ -73,8 +74,8 @@ class ModuleFilter:
 
 @dataclass(frozen=True, slots=True)
 class ModuleListing:
-    """A module as it is listed. nbytes, tokens, hits: the most of any of its states. last_use: on
-    the store's logical clock, 0 for never. expires_at: Unix seconds, None for never."""
+    """A module as it is listed. nbytes, tokens, hits: the most of any of its states. used_at: when
+    a prompt last read them; expires_at: both in Unix seconds, None for never."""
 
     id: int
     public_id: str
@@ -85,7 +86,7 @@ class ModuleListing:
     nbytes: int
     tiers: tuple[str, ...]
     hits: int
-    last_use: int
+    used_at: float | None
     pinned: bool
     expires_at: float | None
 
@@ -101,7 +102,7 @@ class HeldState:
     tokens: int
     nbytes: int
     hits: int
-    last_use: int
+    used_at: float | None
     encode_seconds: float
     pinned: bool
     expires_at: float | None
@@ -330,7 +331,7 @@ def _listing(module: Any, states: Sequence[Any]) -> ModuleListing:
         nbytes=max((s.nbytes for s in states), default=0),
         tiers=tuple(sorted({s.tier for s in states})),
         hits=max((s.hits for s in states), default=0),
-        last_use=max((s.last_use for s in states), default=0),
+        used_at=max((s.used_at for s in states), default=0.0) or None,
         pinned=any(s.pinned for s in states),
         expires_at=min((s.expires_at for s in states if s.expires_at is not None), default=None),
     )  # fmt: skip
@@ -338,8 +339,8 @@ def _listing(module: Any, states: Sequence[Any]) -> ModuleListing:
 
 def _held(row: Any) -> HeldState:
     return HeldState(
-        row.key, row.tier, row.mode, row.kv_dtype, row.tokens, row.nbytes, row.hits, row.last_use,
-        row.encode_seconds, row.pinned, row.expires_at,
+        row.key, row.tier, row.mode, row.kv_dtype, row.tokens, row.nbytes, row.hits,
+        row.used_at or None, row.encode_seconds, row.pinned, row.expires_at,
     )  # fmt: skip
 
 

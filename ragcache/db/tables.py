@@ -139,8 +139,9 @@ class StateTable(Base):
     """States in one tier.
 
     place: for memory the session, with which it ends; for a disk its name, where several machines
-    share the ledger; else empty. last_use: on a logical clock. expires_at: Unix seconds. mode,
-    root, model, format: what the states depend on, of which their key is the digest.
+    share the ledger; else empty. last_use: on a logical clock. used_at: the same in Unix seconds,
+    0 for never. expires_at: Unix seconds. mode, root, model, format: what the states depend on, of
+    which their key is the digest.
     """
 
     __tablename__ = "states"
@@ -149,6 +150,7 @@ class StateTable(Base):
         Index("states_by_size", "nbytes", "key"),
         Index("states_by_hits", "hits", "key"),
         Index("states_by_last_use", "last_use", "key"),
+        Index("states_by_used_at", "used_at", "key"),
         Index("states_pinned", "key", sqlite_where=text("pinned = 1"),
               postgresql_where=text("pinned")),
         Index("states_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL"),
@@ -161,6 +163,7 @@ class StateTable(Base):
     tokens: Mapped[int]
     hits: Mapped[int] = mapped_column(default=0)
     last_use: Mapped[int] = mapped_column(default=0)
+    used_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
     encode_seconds: Mapped[float] = mapped_column(default=0.0, server_default="0")
     pinned: Mapped[bool] = mapped_column(default=False, server_default=false())
     expires_at: Mapped[float | None]

@@ -54,7 +54,7 @@ class Modules:
         """A page of the modules that match; uses of the last second may lack.
 
         search: a part of their name or of their document's. sort: `id`, `name`, `nbytes`, `hits`
-        or `last_use`; modules without states come last. cursor: `next` of the page before, in the
+        or `used_at`; modules without states come last. cursor: `next` of the page before, in the
         same order. The page's `total` is told with the first one, where counting is cheap. Raises
         `InvalidRequest`.
         """

@@ -37,7 +37,7 @@ def test_every_figure_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.M
         assert told[f"throughput_share_interval{suffix}"] == [rounds[0]] * 2
         assert told[f"called_again_by_round{suffix}"][0] > 0
     assert told["list_ms_p50"] > 0
-    assert set(told["list_ms_p50_by_sort"]) == {"id", "name", "nbytes", "hits", "last_use"}
+    assert set(told["list_ms_p50_by_sort"]) == {"id", "name", "nbytes", "hits", "used_at"}
     assert set(told["ttft_ms_p50_by_owner"]) == {"own", "foreign", "unknown"}
     assert told["foreign_ttft_ratio"] > 0
     assert (told["setting"]["modules"], told["setting"]["streams"]) == (200, 2)

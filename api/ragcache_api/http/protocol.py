@@ -4,7 +4,7 @@ for the OpenAPI document. OpenAI's are in `openai.protocol`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -155,8 +155,7 @@ TierName = Annotated[str, Field(min_length=1, max_length=20)]
 
 
 class ModuleResponse(RowResponse):
-    """last_use: by the store's clock, which counts the uses of all namespaces; None outside
-    `default`, the operator's namespace."""
+    """used_at: when a prompt last read its states; expires_at: both in Unix seconds."""
 
     name: str
     document: str
@@ -165,13 +164,9 @@ class ModuleResponse(RowResponse):
     nbytes: int
     tiers: list[str]
     hits: int
-    last_use: int | None
+    used_at: float | None
     pinned: bool
     expires_at: float | None
-
-    def without_clock(self) -> Self:
-        """For a tenant."""
-        return self.model_copy(update={"last_use": None})
 
 
 class ModuleTextResponse(ModuleResponse):
@@ -181,10 +176,6 @@ class ModuleTextResponse(ModuleResponse):
     uri: str
     metadata: dict[str, Any]
     states: list[dict[str, Any]]
-
-    def without_clock(self) -> Self:
-        states = [{**state, "last_use": None} for state in self.states]
-        return super().without_clock().model_copy(update={"states": states})
 
 
 class ChangeResponse(ResponseModel):

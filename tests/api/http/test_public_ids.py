@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_pages_and_things_are_reached_by_the_ids_that_are_told(
     assert client.get(f"/v1/jobs/{jobs[0]['id']}", headers=red).json() == jobs[0]
     stream = client.get(f"/v1/jobs/{jobs[0]['id']}", headers={**red, "Accept": "text/event-stream"})
     assert events(stream.text)[-1][1]["id"] == jobs[0]["id"]
-    for sort in ("id", "name", "hits", "last_use"):
+    for sort in ("id", "name", "hits", "used_at"):
         modules = listed(client, "/admin/modules", red, sort=sort)
         assert {each["name"] for each in modules} == {"a#1", "b#1", "c#1"}
     one = client.get(f"/admin/modules/{modules[0]['id']}", headers=red).json()
@@ -88,7 +89,7 @@ def test_neither_ids_nor_cursors_hold_what_the_ledger_counts(
     rag.ingest("own", [SourceDocument(name, f"The leaf {name} is green.") for name in "xy"])
     rag.ingest("more", [SourceDocument("z", "The leaf z is green.")])
     for headers in (red, operator):
-        for path in ("/v1/jobs", "/admin/modules", "/admin/modules?sort=last_use"):
+        for path in ("/v1/jobs", "/admin/modules", "/admin/modules?sort=used_at"):
             page = client.get(path, params={"limit": 1}, headers=headers).json()
             assert all(len(each["id"]) == 16 for each in page["items"])
             with pytest.raises(InvalidRequest):
@@ -96,21 +97,21 @@ def test_neither_ids_nor_cursors_hold_what_the_ledger_counts(
     assert client.get("/v1/jobs", params={"cursor": cursor_of(3)}, headers=red).status_code == 400
 
 
-def test_a_tenant_sorts_by_the_last_use_and_is_not_told_it(
-    two: tuple[TestClient, RagCache, dict[str, str]],
-) -> None:
+def test_last_uses_are_times_and_sort(two: tuple[TestClient, RagCache, dict[str, str]]) -> None:
     client, rag, red = two
-    tenant = rag.within("red")
-    for name in "cab":
+    tenant, begin = rag.within("red"), time.time()
+    assert {each["used_at"] for each in listed(client, "/admin/modules", red)} == {None}
+    for name in "cb":
         tenant.ask(f"What of leaf {name}?", collection="notes", k=1)
         rag.internals.shared.store.ledger.flush()
-    wanted = [each.name for each in tenant.modules.page(sort="last_use", descending=True).items]
-    modules = listed(client, "/admin/modules", red, sort="last_use", descending=True)
-    assert [each["name"] for each in modules] == wanted
-    assert {each["last_use"] for each in modules} == {None}
+    modules = listed(client, "/admin/modules", red, sort="used_at", descending=True)
+    assert [each["name"] for each in modules] == ["b#1", "c#1", "a#1"]
+    times = [each["used_at"] for each in modules]
+    assert times[2] is None
+    assert begin <= times[1] < times[0] <= time.time()
     one = client.get(f"/admin/modules/{modules[0]['id']}", headers=red).json()
-    assert {state["last_use"] for state in (one, *one["states"])} == {None}
-    assert len(one["states"]) > 0
+    assert {state["used_at"] for state in one["states"]} == {times[0]}
+    assert "last_use" not in str(one)
 
 
 def test_a_new_job_is_told_with_its_own_id(

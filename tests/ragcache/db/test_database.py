@@ -132,12 +132,14 @@ def test_a_later_ledger_that_only_expanded_is_used(where: Path | str) -> None:
 
 
 def make_outdated(where: Path | str) -> Database:
-    """A ledger as the code before the last migration left it, which a process has open."""
+    """A ledger as code of revision 0003 left it, which a process has open."""
     database = Database.open(where)
     Sessions(database).begin()
     with database.transaction() as session:
         for column in ("format", "revision"):
             session.execute(text(f"ALTER TABLE sessions DROP COLUMN {column}"))
+        session.execute(text("DROP INDEX states_by_used_at"))
+        session.execute(text("ALTER TABLE states DROP COLUMN used_at"))
         session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
         session.execute(text("DELETE FROM ledger_facts"))
     return database

@@ -108,6 +108,10 @@ def test_touches_are_noted_without_sql_and_written_together(
     assert len(commits) == 1, "there is nothing more to write"
     assert uses(database, "disk") == {"01": (1, 1), "02": (2, 3), "03": (1, 3)}
     assert uses(database, "host") == {"01": (1, 1)}
+    with database.reading() as session:
+        times = list(session.scalars(select(StateTable.used_at).where(StateTable.key.like("0%"))))
+    assert len(times) == 4
+    assert min(times) > 1e9
 
 
 def test_the_clock_of_uses_never_runs_backwards(

@@ -114,7 +114,7 @@ MATCH_PARAMS = [pytest.param(m, marks=() if m in QUICK else pytest.mark.slow) fo
 def state(key: KVKey, tier: str, rng: random.Random) -> dict[str, Any]:
     return {
         "key": str(key), "tier": tier, "place": "", "nbytes": rng.randrange(4), "tokens": 3,
-        "hits": rng.choice((0, 0, 1, 2)), "last_use": rng.randrange(5),
+        "hits": rng.choice((0, 0, 1, 2)), "last_use": 0, "used_at": rng.randrange(5) / 2,
         "pinned": rng.random() < 0.3,
     }  # fmt: skip
 
@@ -246,7 +246,7 @@ def test_no_page_looks_through_all_states(tmp_path: Path) -> None:
     plans = {
         "states_by_size": "SELECT key FROM states ORDER BY nbytes DESC, key DESC",
         "states_by_hits": "SELECT key FROM states ORDER BY hits, key",
-        "states_by_last_use": "SELECT key FROM states ORDER BY last_use, key",
+        "states_by_used_at": "SELECT key FROM states ORDER BY used_at, key",
         "modules_by_name": "SELECT id FROM modules ORDER BY name, id",
         "states_pinned": "SELECT key FROM states WHERE pinned = 1",
     }

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
-from ragcache.config import NAMESPACE
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
@@ -40,7 +39,7 @@ from ragcache_api.http.telemetry import CONTENT_TYPE
 
 router = APIRouter(prefix="/admin", tags=["admin"], responses=problems(500))
 health_router = APIRouter(tags=["health"])
-Sort = Literal["id", "name", "nbytes", "hits", "last_use"]
+Sort = Literal["id", "name", "nbytes", "hits", "used_at"]
 Word = Annotated[str | None, Query(max_length=1000)]
 HEAT_CELLS = 100_000  # a day of 69 modules
 
@@ -65,23 +64,17 @@ async def list_modules(
         pinned=pinned, search=search, sort=sort, descending=descending,
         cursor=page.ledger_cursor, limit=page.limit,
     )  # fmt: skip
-    listed = PageOf[ModuleResponse].model_validate(rows)
-    if context.caller.namespace != NAMESPACE:
-        items = [each.without_clock() for each in listed.items]
-        listed = listed.model_copy(update={"items": items})
-    return page.encrypt_next(listed)
+    return page.encrypt_next(PageOf[ModuleResponse].model_validate(rows))
 
 
 @router.get("/modules/{module}")
 async def get_module(module: PublicId, context: ContextDep) -> ModuleTextResponse:
     """A module with its text."""
     detail = await off_loop(context.rag.modules.get, module)
-    module_text = ModuleTextResponse(
+    return ModuleTextResponse(
         **asdict(detail.listing), text=detail.text, uri=detail.uri,
         metadata=dict(detail.attributes), states=[asdict(state) for state in detail.states],
     )  # fmt: skip
-    operator = context.caller.namespace == NAMESPACE
-    return module_text if operator else module_text.without_clock()
 
 
 @dataclass(frozen=True, slots=True)
