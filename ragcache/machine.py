@@ -55,18 +55,40 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def available_memory() -> int:
     """Bytes that this process can still take: of the machine, or of its control group."""
+    return host_memory()["available_bytes"]
+
+
+def host_memory() -> dict[str, int]:
+    """`total_bytes` and `available_bytes` of the machine, or of the process's control group."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
+    machine = psutil.virtual_memory()
+    total, free = int(machine.total), int(machine.available)
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
+        limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
         cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no version 2 of control groups, or its root
-        return free
-    if limit == "max":
-        return free
-    return min(free, int(limit) - used + int(cached.get("inactive_file", 0)))
+    except (OSError, ValueError):  # no version 2 of control groups, its root, or no limit: "max"
+        return {"total_bytes": total, "available_bytes": free}
+    left = limit - used + int(cached.get("inactive_file", 0))
+    return {"total_bytes": min(total, limit), "available_bytes": min(free, left)}
+
+
+def process_memory() -> dict[str, int]:
+    """`rss_bytes` of this process, and `mapped_bytes`, those of it that are pages of files."""
+    import psutil
+
+    memory = psutil.Process().memory_info()
+    return {"rss_bytes": memory.rss, "mapped_bytes": getattr(memory, "shared", 0)}
+
+
+def device_memory(device: torch.device) -> dict[str, int | str]:
+    """`name`, `total_bytes` and `free_bytes` of a GPU, and `reserved_bytes` of this process."""
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "name": torch.cuda.get_device_name(device), "total_bytes": total, "free_bytes": free,
+        "reserved_bytes": torch.cuda.memory_reserved(device),
+    }  # fmt: skip
 
 
 def _shortest(run: Callable[[], object]) -> float:

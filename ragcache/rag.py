@@ -23,6 +23,7 @@ from ragcache.db import (
     ApiKeys,
     CollectionRow,
     Database,
+    Deletion,
     DocumentRow,
     EvictionRow,
     ModuleListing,
@@ -317,6 +318,16 @@ class RagCache:
         """Deletes documents with their modules, vectors and states; returns how many there were.
         Raises `UnknownCollection`."""
         return self.internals.ingestor.delete(collection, document_ids)
+
+    @checks_arguments
+    def preview_deletion(
+        self, collection: str, document_ids: Sequence[str] | None = None
+    ) -> Deletion:
+        """What `delete` would take or, without ids, `delete_collection`: documents, modules, and
+        the states that nothing else needs. Unknown ids count nothing. Raises
+        `UnknownCollection`."""
+        self._shared.store.ledger.flush()
+        return self.internals.catalog.preview_deletion(collection, document_ids)
 
     @checks_arguments
     def rename(self, collection: str, document_id: str, to: str) -> None:

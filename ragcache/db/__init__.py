@@ -3,6 +3,7 @@
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
 from ragcache.db.catalog import (
     Catalog,
+    Deletion,
     DocumentRow,
     ModuleRow,
     MovedDocument,
@@ -44,7 +45,7 @@ from ragcache.db.sql import Page
 
 __all__ = [
     "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database",
-    "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs",
+    "Deletion", "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs",
     "Ledger", "LedgerStatus", "LivingSession", "Members",
     "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
     "NewModule", "Page", "Records", "ScaffoldRows", "SchemaText", "SchemaTexts",

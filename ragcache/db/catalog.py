@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
 from ragcache.db.database import Database, LastKnown
-from ragcache.db.references import retire
-from ragcache.db.schemas import delete_scaffolds
+from ragcache.db.references import freed_states, retire
+from ragcache.db.schemas import delete_scaffolds, scaffolds_of
 from ragcache.db.sql import (
     CHUNK,
     chunks,
@@ -334,6 +334,20 @@ class Catalog:
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
             return len(names), retire(session, freed)
 
+    def preview_deletion(self, collection: str, source_ids: Sequence[str] | None) -> Deletion:
+        """What deleting documents, or the collection with None, would take; unknown ids count
+        nothing. Raises `UnknownCollection`."""
+        with self._database.reading() as session:
+            owner = collection_id(session, collection, self.namespace)
+            rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
+            known = set(session.scalars(rows))
+            names = sorted(known if source_ids is None else known.intersection(source_ids))
+            modules, keys = _modules_of(session, owner, names)
+            scaffolds = scaffolds_of(session, owner, modules)
+            keys += [KVKey(row.key) for row in scaffolds]
+            freed = freed_states(session, keys, modules, {row.id for row in scaffolds})
+        return Deletion(len(names), len(modules), *freed)
+
     def rename_document(self, collection: str, source_id: str, to: str) -> None:
         """Gives a document another id; nothing is encoded. Raises `UnknownCollection`, or
         `DocumentError` where there is no such document, or one of the new name already."""
@@ -440,6 +454,22 @@ class _Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Deletion:
+    """What a deletion takes. states: those that nothing else needs; tiers: their bytes by tier, on
+    all machines."""
+
+    documents: int
+    modules: int
+    states: int
+    tiers: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tiers."""
+        return sum(self.tiers.values())
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentRow:
     """A stored document. attributes: its metadata; modules: how many it has."""
 
@@ -533,22 +563,34 @@ def _move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> 
 
 def _delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
     """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
+    modules, found = _modules_of(session, owner, source_ids)
+    for chunk in chunks(source_ids):
+        session.execute(delete(DocumentTable).where(_named(owner, chunk)))
+    return found + delete_scaffolds(session, owner, modules)
+
+
+def _named(owner: int, source_ids: Sequence[str]) -> ColumnElement[bool]:
+    return (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(source_ids)
+
+
+def _modules_of(
+    session: Session, owner: int, source_ids: Sequence[str]
+) -> tuple[set[int], list[KVKey]]:
+    """The modules of documents of the collection `owner`, and the keys of their states."""
     found: list[KVKey] = []
     modules: set[int] = set()
     for chunk in chunks(source_ids):
-        chosen = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
         encodings = session.execute(
             select(ModuleTable.id, EncodingTable.key)
             .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
             .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-            .where(chosen)
+            .where(_named(owner, chunk))
         )
         for module, key in encodings:
             modules.add(module)
             if key is not None:
                 found.append(KVKey(key))
-        session.execute(delete(DocumentTable).where(chosen))
-    return found + delete_scaffolds(session, owner, modules)
+    return modules, found
 
 
 class Vectors:

@@ -4,9 +4,10 @@ transaction."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 
-from sqlalchemy import ColumnElement, and_, delete, exists, insert, select
+from sqlalchemy import ColumnElement, and_, delete, exists, func, insert, literal, select
 from sqlalchemy.orm import Session
 
 from ragcache.db.sql import chunks, clock, lock_rows
@@ -69,14 +70,38 @@ def _announce(session: Session, keys: Sequence[KVKey]) -> None:
         session.execute(delete(RetirementTable).where(RetirementTable.id.in_(free)))
 
 
+def freed_states(
+    session: Session, keys: Iterable[KVKey], modules: Set[int], scaffolds: Set[int]
+) -> tuple[int, dict[str, int]]:
+    """How many of these keys have states that nothing besides the modules and scaffolds owns, and
+    the bytes of these states by tier, on all machines."""
+    number, sizes = 0, Counter[str]()
+    for chunk in chunks(sorted(set(keys))):
+        kept = _owned(session, chunk, modules, scaffolds)
+        gone = StateTable.key.in_([key for key in chunk if key not in kept])
+        number += session.scalar(select(func.count(StateTable.key.distinct())).where(gone)) or 0
+        columns = select(StateTable.tier, func.sum(StateTable.nbytes)).where(gone)
+        for tier, nbytes in session.execute(columns.group_by(StateTable.tier)):
+            sizes[tier] += int(nbytes)
+    return number, dict(sizes)
+
+
 def owned_among(session: Session, keys: Iterable[KVKey]) -> set[KVKey]:
     """The keys that a module, schema, scaffold or job owns, or the store itself."""
     return {KVKey(key) for chunk in chunks(keys) for key in _owned(session, chunk)}
 
 
-def _owned(session: Session, keys: list[str]) -> set[str]:
+def _owned(
+    session: Session, keys: list[str], modules: Set[int] = frozenset(),
+    scaffolds: Set[int] = frozenset(),
+) -> set[str]:  # fmt: skip
+    """The keys that anything besides these modules and scaffolds owns."""
     owned: set[str] = set()
+    leaving = {EncodingTable: (EncodingTable.module_id, modules),
+               ScaffoldTable: (ScaffoldTable.id, scaffolds)}  # fmt: skip
     for table in _OWNERS:
-        owned |= set(session.scalars(select(table.key).where(table.key.in_(keys))))
+        column, gone = leaving.get(table, (literal(-1), frozenset()))
+        rows = session.execute(select(table.key, column).where(table.key.in_(keys)))
+        owned |= {key for key, number in rows if number not in gone}
     roots = (StateTable.mode == ROOT_MODE) & StateTable.key.in_(keys)
     return owned | set(session.scalars(select(StateTable.key).where(roots)))

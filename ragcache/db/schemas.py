@@ -144,10 +144,15 @@ class ScaffoldRows:
         return statement.join(NamespaceTable).where(NamespaceTable.name == self._namespace, chosen)
 
 
+def scaffolds_of(session: Session, owner: int, modules: Set[int]) -> list[ScaffoldTable]:
+    """Those scaffolds of a collection that hold any of these modules."""
+    rows = session.scalars(select(ScaffoldTable).where(ScaffoldTable.collection_id == owner))
+    return [row for row in rows if not modules.isdisjoint(row.members)]
+
+
 def delete_scaffolds(session: Session, owner: int, modules: Set[int]) -> list[KVKey]:
     """Deletes those scaffolds of a collection that hold any of these modules; their keys."""
-    rows = session.scalars(select(ScaffoldTable).where(ScaffoldTable.collection_id == owner))
-    gone = [row for row in rows if not modules.isdisjoint(row.members)]
+    gone = scaffolds_of(session, owner, modules)
     for row in gone:
         session.delete(row)
     return [KVKey(row.key) for row in gone]

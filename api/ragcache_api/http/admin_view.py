@@ -11,6 +11,7 @@ from ragcache import RagCache, SourceDocument
 from ragcache.db import SchemaTexts
 from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, UnknownSchema
+from ragcache.machine import device_memory, host_memory, process_memory
 from ragcache.models import LoadedModel
 from ragcache.planning import (
     Budgets,
@@ -63,6 +64,14 @@ class AdminQueries:
         return {
             "steps": stats.steps, "batch_mean": mean, "queued_s": stats.queued,
             "preempted": stats.preempted,
+        }  # fmt: skip
+
+    def memory(self) -> dict[str, Any]:
+        """The memory of the process, the host, the model's GPU and the tiers, in bytes."""
+        device = self.model.causal.device
+        return {
+            "process": process_memory(), "host": host_memory(), "tiers": self.rag.tiers(),
+            "device": device_memory(device) if device.type == "cuda" else None,
         }  # fmt: skip
 
     def flush(self) -> None:

@@ -17,8 +17,9 @@ from ragcache_api.http.auth import AccessMiddleware, APIKeyAuth, RateLimit
 from ragcache_api.http.browser import install_pages, open_paths
 from ragcache_api.http.cursors import CursorCipher
 from ragcache_api.http.errors import install_error_handlers, is_openai
+from ragcache_api.http.log import RequestIds
 from ragcache_api.http.openai import routes as openai
-from ragcache_api.http.routes import admin, answers, documents
+from ragcache_api.http.routes import admin, answers, documents, keys
 from ragcache_api.http.service import Service
 from ragcache_api.http.stats_recorder import POINT_SECONDS
 from ragcache_api.http.telemetry import telemetry_config, trace_answers
@@ -27,7 +28,7 @@ from ragcache_api.settings import ServiceSettings
 _THREADS = 64  # of routes, and as many that wait for retrieval and leases
 ROUTERS = (
     admin.health_router, openai.router, answers.router, answers.schemas_router, documents.router,
-    documents.jobs_router, admin.router,
+    documents.jobs_router, admin.router, keys.router,
 )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ def create_app(rag: RagCache, settings: ServiceSettings | None = None) -> FastAP
         deadline=settings.deadline, open_paths=open_paths() if settings.page else frozenset(),
         allowed_hosts=frozenset((*settings.allowed_hosts, settings.host)),
     )  # fmt: skip
+    app.add_middleware(RequestIds)
     install_error_handlers(app)
     for router in ROUTERS:
         app.include_router(router)
@@ -76,7 +78,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     current_default_thread_limiter().total_tokens = _THREADS
     ticking = asyncio.create_task(_tick(service))
     try:
-        yield
+        with service.log.listening():
+            yield
     finally:
         ticking.cancel()
         with suppress(asyncio.CancelledError):

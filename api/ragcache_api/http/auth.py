@@ -42,13 +42,14 @@ _OWN_SITES = ("same-origin", "none")  # none: typed or opened by the user
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. name: of the key, "" where none is needed. bucket: what rate limits
-    count under."""
+    """The sender of a request. name, key: those of the API key, "" and None where none is needed.
+    bucket: what rate limits count under."""
 
     name: str
     role: str
     namespace: str
     bucket: str
+    key: int | None = None
 
     @property
     def is_operator(self) -> bool:
@@ -82,7 +83,7 @@ class APIKeyAuth:
                 "(`ragcache keys create` makes one)",
                 {"WWW-Authenticate": 'Bearer realm="ragcache"'},
             )  # fmt: skip
-        return Caller(row.name, row.role, row.namespace, f"key {row.id}")
+        return Caller(row.name, row.role, row.namespace, f"key {row.id}", row.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ class AccessMiddleware:
         except (HTTPProblem, RagCacheError) as problem:  # the ledger may be away for long
             error = error_info(problem)
             assert error is not None
+            if error.status >= 500:
+                logger.error("%s %s: %s", scope["method"], path, problem)
             await error_response(error, path)(scope, receive, send)
             return
         await self.app(scope, bounded_receive(receive, most, end), send)

@@ -1,5 +1,5 @@
-"""What browsers get: the operator's page at `/admin/`, Swagger UI at `/docs`, and `/`, which leads to
-the page. All files are local, and a content security policy allows no other host."""
+"""What browsers get: the operator's page at `/admin/`, Swagger UI at `/docs`, and `/`, which leads
+to the page. All files are local, and a content security policy allows no other host."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class LocalFiles(StaticFiles):
 
 
 def _swagger_page(app: FastAPI) -> Response:
-    """FastAPI's own page. Its script, which stands in the page, is allowed by its digest; Swagger UI
-    draws icons from `data:`."""
+    """FastAPI's own page. Its script, which stands in the page, is allowed by its digest; Swagger
+    UI draws icons from `data:`."""
     page = get_swagger_ui_html(
         openapi_url="openapi.json", title=f"{app.title} · API",
         swagger_js_url=f"docs/{SWAGGER_FILES[0]}", swagger_css_url=f"docs/{SWAGGER_FILES[1]}",

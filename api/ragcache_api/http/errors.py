@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from ragcache.errors import RagCacheError
+from ragcache_api.http.log import REQUEST_ID_HEADER, request_id
 from ragcache_schemas import PMLError
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,8 @@ def stream_error(error: Exception) -> ErrorInfo:
     info = error_info(error)
     if info is None:
         logger.error("a stream failed", exc_info=error)
+    elif info.status >= 500:
+        logger.error("a stream failed: %s", error)
     return info or INTERNAL_ERROR
 
 
@@ -169,4 +172,7 @@ async def _named(request: Request, error: Exception) -> Response:
 
 async def _unnamed(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(INTERNAL_ERROR, request.url.path)
+    response = error_response(INTERNAL_ERROR, request.url.path)
+    if name := request_id():  # no middleware of the service sees this response
+        response.headers[REQUEST_ID_HEADER] = name
+    return response

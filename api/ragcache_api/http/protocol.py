@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse
 
 from ragcache import Answer, Citation, Generation, Reuse, SourceDocument, Timings
 from ragcache.config import DEFAULT_K
-from ragcache.store.admin import StateChange
+from ragcache.db import Deletion
+from ragcache.store.admin import StateChange, TierStatus
 
 T = TypeVar("T")
 
@@ -151,6 +152,24 @@ class DeletedResponse(ResponseModel):
     deleted: int
 
 
+class DeletionResponse(DeletedResponse):
+    """What a deletion would take, with `dry_run`. states: those that nothing else needs; tiers:
+    their bytes by tier, on all machines."""
+
+    dry_run: Literal[True] = True
+    modules: int
+    states: int
+    bytes: int
+    tiers: dict[str, int]
+
+    @classmethod
+    def of(cls, deletion: Deletion) -> DeletionResponse:
+        return cls(
+            deleted=deletion.documents, modules=deletion.modules, states=deletion.states,
+            bytes=deletion.nbytes, tiers=dict(deletion.tiers),
+        )  # fmt: skip
+
+
 TierName = Annotated[str, Field(min_length=1, max_length=20)]
 
 
@@ -258,6 +277,52 @@ class StatsResponse(ResponseModel):
     series: list[dict[str, Any]]
     evictions: dict[str, dict[str, int]]
     refetched: int
+
+
+class ProcessMemory(ResponseModel):
+    """rss_bytes: resident; mapped_bytes: those of it that are pages of files, such as blobs of the
+    disk tier, which the system takes back at need."""
+
+    rss_bytes: int
+    mapped_bytes: int
+
+
+class HostMemory(ResponseModel):
+    """total_bytes: of the machine, or the limit of the process's control group."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+class DeviceMemory(ResponseModel):
+    """A GPU. reserved_bytes: taken by this process's allocator."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+
+
+class MemoryResponse(ResponseModel):
+    """device: None where the model runs on the processor."""
+
+    process: ProcessMemory
+    host: HostMemory
+    device: DeviceMemory | None
+    tiers: list[TierStatus]
+
+
+class LogEntryResponse(ResponseModel):
+    """A warning or an error. number: counts them since the process began. at: Unix seconds.
+    request: the `X-Request-ID` of the request that it concerns, if any."""
+
+    number: int
+    at: float
+    level: str
+    logger: str
+    message: str
+    request: str | None
+    traceback: str
 
 
 class VerifyResponse(ResponseModel):

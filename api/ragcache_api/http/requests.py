@@ -17,6 +17,7 @@ from starlette.types import Receive
 from ragcache import Answer, AsyncAnswerStream
 from ragcache.errors import DeadlineExceeded, RequestCancelled
 from ragcache_api.http.errors import HTTPProblem
+from ragcache_api.http.log import request_id
 
 T = TypeVar("T")
 _STATES = ("generating", "computing", "waiting")
@@ -24,14 +25,16 @@ _STATES = ("generating", "computing", "waiting")
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request under way. started: `time.monotonic`, in seconds. outcome: `finished`, `failed` or
-    `cancelled`; "" before the end. expired: its deadline passed. context: of the call."""
+    """A request under way. request: the id of its call. started: `time.monotonic`, in seconds.
+    outcome: `finished`, `failed` or `cancelled`; "" before the end. expired: its deadline passed.
+    context: of the call."""
 
     id: str
     kind: str
     namespace: str
     collection: str
     registry: RequestRegistry
+    request: str | None = field(default_factory=request_id)
     started: float = field(default_factory=time.monotonic)
     streams: list[AsyncAnswerStream] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)

@@ -181,7 +181,8 @@ def _summary(active: ActiveRequest, now: float) -> dict[str, Any]:
     first = active.answers[0] if active.answers else None
     sources = [source for answer in active.answers for source in answer.sources]
     return {
-        "id": active.id, "kind": active.kind, "collection": active.collection, "at": now,
+        "id": active.id, "request": active.request, "kind": active.kind,
+        "collection": active.collection, "at": now,
         "ttft": first.timings.first_token if first and first.reuse.prompt_tokens else None,
         "total": time.monotonic() - active.started, "outcome": active.outcome,
         "cached_tokens": sum(answer.reuse.cached_tokens for answer in active.answers),

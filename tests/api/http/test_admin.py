@@ -293,3 +293,12 @@ def test_states_of_a_deleted_document_are_counted(client: TestClient, rag: RagCa
     assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
     assert counted["disk", "superseded"] == before + 1
     assert 'evictions_total{reason="superseded",tier="disk"}' in client.get("/metrics").text
+
+
+def test_memory_is_told_by_process_host_and_tier(client: TestClient) -> None:
+    memory = client.get("/admin/memory").json()
+    process, host = memory["process"], memory["host"]
+    assert 0 <= process["mapped_bytes"] < process["rss_bytes"] < host["total_bytes"]
+    assert 0 < host["available_bytes"] < host["total_bytes"]
+    assert memory["device"] is None
+    assert memory["tiers"] == client.get("/admin/tiers").json()["items"]

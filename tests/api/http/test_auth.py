@@ -95,7 +95,7 @@ def test_an_administrator_of_one_namespace_sees_nothing_that_all_share(
 ) -> None:
     client, rag = locked
     _, secret = rag.keys.create("them", role="admin", namespace="them")
-    for path in ("/admin/tiers", "/metrics"):
+    for path in ("/admin/tiers", "/admin/memory", "/admin/log", "/metrics"):
         assert client.get(path, headers=bearer(secret)).status_code == 403, path
     for path in ("/admin/flush", "/admin/verify"):
         assert client.post(path, headers=bearer(secret)).status_code == 403, path

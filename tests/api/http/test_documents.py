@@ -222,6 +222,12 @@ def test_files_become_documents(client: TestClient, rag: RagCache) -> None:
     assert told["total"] == 2
     one = client.get(f"{UPLOADS}/sub/boat.md").json()
     assert one["modules"] == 1
+    dry = client.delete(f"{UPLOADS}/sub/boat.md", params={"dry_run": True}).json()
+    assert (dry["deleted"], dry["modules"], dry["states"], dry["dry_run"]) == (1, 1, 1, True)
+    assert dry["bytes"] == sum(dry["tiers"].values()) >= dry["tiers"]["disk"] > 0
+    assert client.delete(f"{UPLOADS}/none.md?dry_run").status_code == 404
+    whole = client.delete("/v1/collections/sent?dry_run").json()
+    assert (whole["deleted"], whole["modules"], whole["states"]) == (2, 2, 2)
     assert client.delete(f"{UPLOADS}/sub/boat.md").json() == {"deleted": 1}
     assert client.delete(f"{UPLOADS}/sub/boat.md").status_code == 404
     names = {each["name"]: each for each in client.get("/v1/collections").json()["items"]}

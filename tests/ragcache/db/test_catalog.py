@@ -14,6 +14,7 @@ from sqlalchemy import delete, func, select
 from ragcache.db import (
     Catalog,
     Database,
+    Deletion,
     Ledger,
     NewDocument,
     NewModule,
@@ -26,7 +27,7 @@ from ragcache.db import (
 from ragcache.db.ledger import StateMetadata, StateRow
 from ragcache.db.references import owned_among
 from ragcache.db.sql import CHUNK
-from ragcache.db.tables import Base, DocumentTable, DocumentTextTable
+from ragcache.db.tables import Base, DocumentTable, DocumentTextTable, StateTable
 from ragcache.errors import (
     ConfigurationError,
     DocumentError,
@@ -108,6 +109,28 @@ def test_deleting_cascades_to_everything_of_a_document(
     for table in ("documents", "modules", "module_tokens", "vectors", "encodings"):
         assert left[table] == 1, table
     assert catalog.delete_documents("notes", ["a"]) == []
+
+
+def test_a_deletion_is_previewed_with_the_states_that_nothing_else_needs(
+    catalog: Catalog, database: Database
+) -> None:
+    catalog.replace_documents("notes", [document("a", 1, 2), document("b", 2, 3)])
+    catalog.replace_documents("more", [document("c", 3)])
+    with database.transaction() as session:
+        for number, tier in ((1, "disk"), (1, "host"), (2, "disk"), (3, "disk")):
+            session.add(
+                StateTable(key=str(make_key(number)), tier=tier, nbytes=10 * number, tokens=1)
+            )
+    one = catalog.preview_deletion("notes", ["a", "never there"])
+    assert one == Deletion(1, 2, 1, {"disk": 10, "host": 10})
+    assert one.nbytes == 20
+    whole = catalog.preview_deletion("notes", None)
+    assert whole == Deletion(2, 4, 2, {"disk": 30, "host": 10})
+    gone = {str(key) for key in catalog.delete_collection("notes")[1]}
+    with database.reading() as session:
+        left = set(session.scalars(select(StateTable.key).where(StateTable.tier == "disk")))
+    assert left == {str(make_key(3))}
+    assert {str(make_key(1)), str(make_key(2))} <= gone
 
 
 def test_more_documents_than_one_statement_takes(catalog: Catalog) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Path, Query
 from starlette.responses import PlainTextResponse, Response
 
+from ragcache.db.sql import after, cursor_of, cut
 from ragcache.store.admin import StateChange, TierStatus
 from ragcache_api.http.cursors import PageDep
 from ragcache_api.http.errors import HTTPProblem
@@ -22,6 +23,8 @@ from ragcache_api.http.protocol import (
     ExpireRequest,
     Flag,
     FlushResponse,
+    LogEntryResponse,
+    MemoryResponse,
     ModuleResponse,
     ModuleTextResponse,
     MoveRequest,
@@ -197,6 +200,31 @@ async def list_tiers(context: ContextDep) -> PageOf[TierStatus]:
     return PageOf(items=listed, total=len(listed))
 
 
+@router.get("/memory")
+async def get_memory(context: ContextDep) -> MemoryResponse:
+    """The memory of the process, of its machine or control group, of the model's GPU and of the
+    tiers."""
+    context.require_operator()
+    return MemoryResponse.model_validate(await off_loop(context.service.queries.memory))
+
+
+@router.get("/log")
+async def list_log(
+    context: ContextDep, page: PageDep, level: Literal["warning", "error", "critical"] | None = None
+) -> PageOf[LogEntryResponse]:
+    """The latest warnings and errors of this process, the newest first; those of one level, or
+    all."""
+    context.require_operator()
+    entries = context.service.log.entries(level)
+    last = after(page.cursor, int)
+    left = [entry for entry in entries if last is None or entry.number < last[0]]
+    shown, more = cut(left, page.limit)
+    return PageOf(
+        items=[LogEntryResponse.model_validate(entry) for entry in shown],
+        next=cursor_of(shown[-1].number) if more else None, total=len(entries),
+    )  # fmt: skip
+
+
 @router.get("/evictions")
 async def list_evictions(context: ContextDep, page: PageDep) -> PageOf[EvictionResponse]:
     """States that left a tier, the latest first."""
@@ -260,9 +288,9 @@ def _mine(context: RequestContext) -> list[ActiveRequest]:
 
 def _active_fields(active: ActiveRequest) -> dict[str, Any]:
     return {
-        "id": active.id, "kind": active.kind, "collection": active.collection,
-        "age": time.monotonic() - active.started, "state": active.state,
-        "prompt_tokens": active.prompt_tokens, "generated": active.generated,
+        "id": active.id, "request": active.request, "kind": active.kind,
+        "collection": active.collection, "age": time.monotonic() - active.started,
+        "state": active.state, "prompt_tokens": active.prompt_tokens, "generated": active.generated,
     }  # fmt: skip
 
 

@@ -29,8 +29,10 @@ from ragcache_api.http.protocol import (
     CollectionRequest,
     CollectionResponse,
     DeletedResponse,
+    DeletionResponse,
     DocumentResponse,
     DocumentsRequest,
+    Flag,
     JobResponse,
     PageOf,
     PublicId,
@@ -72,8 +74,12 @@ async def add_collection(
 
 
 @router.delete("/{collection}")
-async def delete_collection(collection: Collection, context: ContextDep) -> DeletedResponse:
-    """Deletes a collection with its documents."""
+async def delete_collection(
+    collection: Collection, context: ContextDep, dry_run: Flag = False
+) -> DeletionResponse | DeletedResponse:
+    """Deletes a collection with its documents; `dry_run` tells what would go."""
+    if dry_run:
+        return DeletionResponse.of(await off_loop(context.rag.preview_deletion, collection))
     return DeletedResponse(deleted=await off_loop(context.rag.delete_collection, collection))
 
 
@@ -142,9 +148,15 @@ async def get_document(
 
 @router.delete("/{collection}/documents/{document:path}")
 async def delete_document(
-    collection: Collection, document: Document, context: ContextDep
-) -> DeletedResponse:
-    """Deletes a document with its modules, and the states that nothing else needs."""
+    collection: Collection, document: Document, context: ContextDep, dry_run: Flag = False
+) -> DeletionResponse | DeletedResponse:
+    """Deletes a document with its modules, and the states that nothing else needs; `dry_run` tells
+    what would go."""
+    if dry_run:
+        deletion = await off_loop(context.rag.preview_deletion, collection, [document])
+        if not deletion.documents:
+            raise _unknown(collection, document)
+        return DeletionResponse.of(deletion)
     number = await off_loop(context.rag.delete, collection, [document])
     if not number:
         raise _unknown(collection, document)
