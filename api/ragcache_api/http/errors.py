@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +51,15 @@ _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rat
 
 
 class HTTPProblem(HTTPException):
-    """An error that the service itself raises. code: as `queue-full`, in the problem's type."""
+    """An error that the service itself raises. code: as `queue-full`, in the problem's type.
+    problems: what is wrong in which part of the request, each with `loc` and `msg`."""
 
     def __init__(
         self, status: int, code: str, detail: str, headers: dict[str, str] | None = None,
-        param: str | None = None,
+        param: str | None = None, problems: Sequence[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         super().__init__(status, detail, headers)
-        self.code, self.param = code, param
+        self.code, self.param, self.problems = code, param, tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,9 @@ def error_info(error: BaseException) -> ErrorInfo | None:
     """None for an error without a name, an internal one whose details stay in the log."""
     if isinstance(error, HTTPProblem):
         headers = dict(error.headers or {})
-        return ErrorInfo(error.status_code, error.code, error.detail, headers, error.param)
+        return ErrorInfo(
+            error.status_code, error.code, error.detail, headers, error.param, error.problems
+        )
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):

@@ -105,8 +105,10 @@ class EventLog(logging.Handler):
         Python would have written to standard error is written on."""
         root = logging.getLogger()
         missing = [] if root.handlers or logging.lastResort is None else [logging.lastResort]
-        added = [(root, self), (logging.getLogger(_UVICORN), self)]
-        added += [(root, handler) for handler in missing]
+        added: list[tuple[logging.Logger, logging.Handler]] = [
+            (root, self), (logging.getLogger(_UVICORN), self),
+            *((root, handler) for handler in missing),
+        ]  # fmt: skip
         for logger, handler in added:
             logger.addHandler(handler)
         try:

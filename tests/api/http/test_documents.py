@@ -235,6 +235,27 @@ def test_files_become_documents(client: TestClient, rag: RagCache) -> None:
     assert client.delete("/v1/collections/sent").json() == {"deleted": 1}
 
 
+def test_several_documents_are_deleted_as_one_change(client: TestClient, rag: RagCache) -> None:
+    rag.ingest("heap", [SourceDocument(n, "The same leaf is red.") for n in ("a", "b", "c/d")])
+    heap = "/v1/collections/heap/documents"
+    some = {"id": ["a", "c/d", "none"]}
+    dry = client.delete(heap, params={**some, "dry_run": True}).json()
+    assert (dry["deleted"], dry["modules"], dry["states"]) == (2, 2, 0), "b needs the states, too"
+    assert client.delete(heap, params=some).json() == {"deleted": 2}
+    assert [each["id"] for each in client.get(heap).json()["items"]] == ["b"]
+    assert client.delete(heap).status_code == 422
+    assert client.delete("/v1/collections/heap").json() == {"deleted": 1}
+
+
+def test_each_file_that_cannot_be_read_is_told_with_its_reason(client: TestClient) -> None:
+    files = [("files", ("a.pdf", b"%PDF-1.7")), ("files", ("b.bin", b"a\0b"))]
+    refused = client.post("/v1/collections/bad/documents", files=files).json()
+    assert refused["type"] == "urn:ragcache:problem:unreadable-document"
+    told = {each["loc"][-1]: each["msg"] for each in refused["errors"]}
+    assert told.keys() == {"a.pdf", "b.bin"}
+    assert all(f"{name}: {reason}" in refused["detail"] for name, reason in told.items())
+
+
 def test_json_documents_carry_metadata_that_filters_find(client: TestClient) -> None:
     sent = {"documents": [{"id": f"n{n}", "text": f"{LEAVE} {n}", "metadata": {"n": n}}
                           for n in range(3)]}  # fmt: skip

@@ -9,9 +9,9 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
 
 from ragcache import SourceDocument
@@ -47,6 +47,9 @@ router = APIRouter(prefix="/v1/collections", tags=["documents"], responses=probl
 jobs_router = APIRouter(prefix="/v1/jobs", tags=["documents"], responses=problems())
 Collection = Annotated[CollectionName, Path()]
 Document = Annotated[str, Path(min_length=1, max_length=1000)]
+DocumentIds = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1000)]], Query(min_length=1, max_length=100)
+]
 _FILES = 1000  # of a form
 POLL_SECONDS = 0.25
 _OPEN = ("queued", "running")
@@ -125,6 +128,18 @@ async def _submit(
     return job
 
 
+@router.delete("/{collection}/documents")
+async def delete_documents(
+    collection: Collection, context: ContextDep, id: DocumentIds, dry_run: Flag = False
+) -> DeletionResponse | DeletedResponse:
+    """Deletes those documents of these ids that there are, as one change; `dry_run` tells what
+    would go."""
+    if dry_run:
+        deletion = await off_loop(context.rag.preview_deletion, collection, id)
+        return DeletionResponse.of(deletion)
+    return DeletedResponse(deleted=await off_loop(context.rag.delete, collection, id))
+
+
 @router.get("/{collection}/documents")
 async def list_documents(
     collection: Collection, context: ContextDep, page: PageDep
@@ -176,8 +191,8 @@ def _document_response(row: DocumentRow) -> DocumentResponse:
 
 
 async def read_documents(request: Request) -> LoadedSources:
-    """The documents of an upload. Raises `RequestValidationError`, `HTTPProblem` (400, 415) or
-    `UnreadableDocument`."""
+    """The documents of an upload. Raises `RequestValidationError`, or `HTTPProblem` (400, 415,
+    422)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         files = await _form_files(request)
@@ -213,8 +228,8 @@ async def _form_files(request: Request) -> list[tuple[str, bytes]]:
 
 
 def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
-    """The documents of those files that can be read. Raises `UnreadableDocument` if there are
-    none."""
+    """The documents of those files that can be read. Raises `HTTPProblem` (422), which tells of
+    each file, if there are none."""
     documents, skipped = [], []
     for name, raw in files:
         try:
@@ -224,7 +239,10 @@ def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
         except MissingExtra as error:
             skipped.append(SkippedFile(_usable(name), str(error)))
     if not documents:
-        raise UnreadableDocument("; ".join(f"{file.name}: {file.reason}" for file in skipped))
+        raise HTTPProblem(
+            422, "unreadable-document", "; ".join(f"{file.name}: {file.reason}" for file in skipped),
+            problems=[{"loc": ["files", f.name], "msg": f.reason} for f in skipped],
+        )  # fmt: skip
     present = frozenset(file.name for file in skipped)
     return replace(load_sources(documents), skipped=tuple(skipped), present=present)
 
