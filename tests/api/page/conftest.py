@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,9 @@ from tests.api.http.server_process import Started, start_server
 from tests.conftest import write_notes
 
 SECONDS = 20
-VIEWS = ("overview", "modules", "reuse", "batch", "schemas", "ingestion", "ask")
+VIEWS = (
+    "overview", "ask", "documents", "ingestion", "modules", "reuse", "batch", "schemas", "keys", "log",
+)  # fmt: skip
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
@@ -89,6 +92,23 @@ class Page:
     def color(self, selector: str, name: str = "background-color") -> str:
         return str(self.find(selector).value_of_css_property(name))
 
+    def resize(self, width: int, height: int = 1000) -> None:
+        """As wide as a telephone, too: a window cannot be."""
+        self.window.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+        )
+
+    def prefer(self, scheme: str) -> None:
+        """`light` or `dark`, as the system would say; "" for what it says."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}] if scheme else []
+        self.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """A PNG of what is in sight, or of the whole page."""
+        options = {"captureBeyondViewport": whole}
+        return b64decode(self.window.execute_cdp_cmd("Page.captureScreenshot", options)["data"])
+
     def faults(self) -> list[str]:
         """What the browser complained of: scripts that failed, and what the policy refused."""
         return [
@@ -133,6 +153,8 @@ def opened(chromium: webdriver.Chrome) -> Iterator[Callable[[str], Page]]:
         return Page(chromium, address)
 
     yield open_page
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    Page(chromium, "").prefer("")
     chromium.get("about:blank")
 
 

@@ -1,4 +1,4 @@
-"""Pictures of every view of a running service, light and dark, to be looked at.
+"""Pictures of every view of a running service, light and dark, wide and narrow, to be looked at.
 
 python -m tests.api.page.shots http://127.0.0.1:8000/admin/ FOLDER
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from itertools import product
 from pathlib import Path
 
 from selenium import webdriver
@@ -23,8 +24,10 @@ def shoot(page: Page, view: str, question: str, collection: str) -> None:
     page.open(view)
     page.find(f".view.{view}")
     if view == "modules":
-        page.click(".grid tr[data-id] .name")
-        page.find(".drawer pre")
+        page.find(".grid tr[data-id]")
+    if view == "documents":
+        page.click(f"[data-collection='{collection}']")
+        page.find(".grid tr[data-id]")
     if view == "schemas":
         page.click(f"[data-schema='collection:{collection}']")
         page.click(".tree [role=treeitem]", "union")
@@ -44,20 +47,24 @@ def main() -> None:
     parser.add_argument("--collection", default="notes")
     parser.add_argument("--views", nargs="+", default=VIEWS)
     parser.add_argument("--height", type=int, default=900)
+    parser.add_argument("--widths", nargs="+", type=int, default=(1440, 390))
+    parser.add_argument("--schemes", nargs="+", default=("light", "dark"))
+    parser.add_argument("--whole", action="store_true", help="the whole height of each view")
     given = parser.parse_args()
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for flag in (*FLAGS, "--hide-scrollbars"):
         options.add_argument(flag)
     window = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    window.set_window_size(1440, given.height)
     given.folder.mkdir(parents=True, exist_ok=True)
-    for scheme in ("light", "dark"):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    for scheme, width in product(given.schemes, given.widths):
+        page = Page(window, given.address)
+        page.prefer(scheme)
+        page.resize(width, given.height)
         for view in given.views:
-            shoot(Page(window, given.address), view, given.question, given.collection)
-            window.save_screenshot(str(given.folder / f"{view}-{scheme}.png"))
+            shoot(page, view, given.question, given.collection)
+            taken = page.picture(whole=given.whole)
+            (given.folder / f"{view}-{width}-{scheme}.png").write_bytes(taken)
     window.quit()
 
 

@@ -5,9 +5,12 @@ Each test has its own copy of ten modules, or reads one ledger of ten thousand.
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -18,6 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
 from ragcache_api.http.service import Service
+from tests.api.page import looks
 from tests.api.page.conftest import VIEWS, Page, get
 from tests.api.page.seeding import (
     SUBJECTS,
@@ -113,7 +117,7 @@ def test_overview_shows_figures_tiers_and_series(page: Page, service: tuple[str,
     record_hour(service[1])
     page.open("overview")
     assert page.find("[data-figure=finished] dd").text == "18,234"
-    assert [each.get_attribute("data-tier") for each in page.all(".tier")] == ["host", "disk"]
+    assert [each.get_attribute("data-tier") for each in page.all("[data-tier]")] == ["host", "disk"]
     assert len(page.all(".plot rect")) > 60 * 5
     page.find(".plot").send_keys(Keys.ARROW_LEFT)
     assert "Computed" in page.find(".readout").text
@@ -311,6 +315,142 @@ def test_dark_mode_follows_the_system_until_it_is_chosen(page: Page) -> None:
     page.window.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+def test_a_document_is_deleted_once_it_was_said_what_goes(page: Page, server: httpx.Client) -> None:
+    page.open("documents?collection=handbook")
+    page.click("[aria-label='Delete leave.md']")
+    said = page.find(".modal .sum").text
+    assert "1 document with 2 modules, and 2 states of" in said
+    assert "KiB" in page.find(".modal .preview table").text
+    assert page.window.switch_to.active_element.text == "Cancel"
+    page.window.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.all(".modal"))
+    assert get(server, "/v1/collections/handbook/documents")["total"] == len(SUBJECTS) + 1
+    page.click("[aria-label='Delete leave.md']")
+    page.click(".modal [type=submit]:enabled", "Delete")
+    page.find(".toast.ok", "Deleted leave.md")
+    page.find(".gridbox footer", f"{len(SUBJECTS)} in all")
+    assert server.get("/v1/collections/handbook/documents/leave.md").status_code == 404
+
+
+def test_several_documents_and_then_their_collection_are_deleted(
+    page: Page, server: httpx.Client
+) -> None:
+    page.open("documents")
+    page.find("[data-collection=handbook]", "9 documents · 10 modules")
+    boxes = [page.find(f".grid tr[data-id='{name}.md'] input") for name in SUBJECTS[:2]]
+    for box in boxes:
+        box.click()
+    page.click(".bulk [data-act=delete]")
+    page.find(".modal .sum", "2 documents with 2 modules")
+    page.click(".modal [type=submit]:enabled", "Delete")
+    page.find(".gridbox footer", "7 in all")
+    page.click("[data-act=delete-collection]")
+    assert "7 documents with 8 modules" in page.find(".modal .sum").text
+    page.click(".modal [type=submit]:enabled", "Delete")
+    page.find(".empty", "No collections yet")
+    assert get(server, "/v1/collections")["items"] == []
+    assert get(server, "/admin/modules")["total"] == 0
+
+
+def test_keys_are_made_shown_once_and_revoked(page: Page, rag: RagCache) -> None:
+    page.open("keys")
+    page.click("[data-act=create-key]")
+    page.find(".modal [name=name]").send_keys("ada", Keys.ENTER)
+    ada = page.find(".modal .secret").get_attribute("value")
+    assert rag.keys.check(str(ada)).key is not None
+    page.click(".modal [type=submit]", "Done")
+    assert "this page" in page.find("[aria-label='API keys'] tbody tr", "ada").text
+    assert ada not in page.window.page_source
+    page.click("[data-act=create-key]")
+    page.find(".modal [name=name]").send_keys("bob")
+    page.find(".modal [name=namespace]").send_keys(Keys.CONTROL, "a")
+    page.find(".modal [name=namespace]").send_keys("harbour", Keys.ENTER)
+    page.click(".modal [type=submit]", "Done")
+    bob = page.find("[aria-label='API keys'] tbody tr", "bob")
+    assert [bob.text.split()[i] for i in (1, 2)] == ["user", "harbour"]
+    page.click("[aria-label='Revoke bob']")
+    page.click(".modal [type=submit]", "Revoke")
+    page.find("[aria-label='API keys'] tbody tr", "revoked")
+    assert [bool(row.revoked_at) for row in rag.keys.list()] == [False, True]
+    assert page.faults() == []
+
+
+def test_the_log_shows_errors_with_their_times_and_requests(
+    page: Page, server: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.getLogger("ragcache.store").warning("the remote is slow")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the lamp is out")
+
+    monkeypatch.setattr(RagCache, "collection_page", fail)
+    failed = server.get("/v1/collections").headers["x-request-id"]
+    page.open("log")
+    newest = page.find(".entries [data-level=error]", "GET /v1/collections failed")
+    when = newest.find_element(By.CSS_SELECTOR, "time").get_attribute("title")
+    assert abs(datetime.fromisoformat(when).timestamp() - time.time()) < 600
+    newest.find_element(By.CSS_SELECTOR, "summary").click()
+    assert "RuntimeError: the lamp is out" in page.find(".entries pre").text
+    for width in (390, 1440):
+        page.resize(width)
+        assert looks.pale_texts(page) == []
+        assert looks.overflow(page) <= 0
+    page.click(".segmented button", "Warnings")
+    page.find(".entries [data-level=warning]", "the remote is slow")
+    page.until(lambda: not page.all(".entries [data-level=error]"))
+    page.click(".segmented button", "All")
+    page.click(".entries a", failed)
+    page.find("p.only", failed)
+    assert len(page.all(".entries > li")) == 1
+
+
+def test_last_uses_are_times(page: Page, server: httpx.Client) -> None:
+    body = {"question": "Where do requests of leave go?", "collection": "handbook", "k": 1}
+    name = server.post("/v1/answers", json={**body, "max_tokens": 1}).json()["sources"][0]["module"]
+    at = get(server, f"/admin/modules/{row(server, name)['id']}")["used_at"]
+    page.open("modules?sort=used_at")
+    first, *others = page.until(lambda: page.all(".grid tr[data-id] .c-used_at"))
+    assert first.text.endswith(("ago", "now"))
+    assert {each.text for each in others} == {"never"}
+    exact = first.find_element(By.CSS_SELECTOR, "time").get_attribute("title")
+    assert datetime.fromisoformat(exact).timestamp() == int(at)
+    page.click(".grid tr[data-id] .name")
+    assert str(datetime.fromtimestamp(at).year) in page.find(".drawer .facts").text
+    assert "#" not in page.find(".drawer .facts time").text
+
+
+def test_memory_of_the_process_and_its_machine(page: Page) -> None:
+    page.open("overview")
+    bar = page.find("[data-memory=host] [role=img]").get_attribute("aria-label")
+    for part in ("This process", "Mapped files", "Others", "Free"):
+        assert re.search(rf"{part} [\d.]+ [KMGT]iB", bar), bar
+    assert "available of" in page.find("[data-memory=host]").text
+
+
+def test_refused_files_are_named_with_their_reasons(page: Page, tmp_path: Path) -> None:
+    for name, content in (
+        ("a.md", b"The lamp is green."),
+        ("b.pdf", b"%PDF-1.7"),
+        ("c.bin", b"\0"),
+    ):
+        (tmp_path / name).write_bytes(content)
+    page.open("ingestion")
+    page.find("[name=collection]").send_keys("mixed")
+    picker = page.window.find_element(By.CSS_SELECTOR, "input[type=file]")
+    picker.send_keys("\n".join(str(tmp_path / name) for name in ("a.md", "b.pdf", "c.bin")))
+    page.click(".ingestform [type=submit]", "Ingest 3 files")
+    assert "damaged" in page.find(".picked .refused", "b.pdf").text
+    assert page.find(".picked .refused", "c.bin").find_element(By.CSS_SELECTOR, ".fault").text
+    assert "a.md" not in page.find(".picked").text
+    page.find(".job[data-status=done]", "mixed")
+    page.click("[aria-label='Remove c.bin']")
+    page.click("[aria-label='Remove b.pdf']")
+    picker.send_keys(str(tmp_path / "b.pdf"))
+    page.click(".ingestform [type=submit]", "Ingest 1 file")
+    page.find(".toast.error", "1 file cannot be read")
+    assert "damaged" in page.find(".picked .refused", "b.pdf").text
+
+
 def test_names_from_outside_are_never_markup(
     page: Page, rag: RagCache, server: httpx.Client
 ) -> None:
@@ -318,7 +458,7 @@ def test_names_from_outside_are_never_markup(
     rag.ingest(name, [SourceDocument(name, "The zeppelin is moored in hall four.", name)])
     question = {"question": "Where is the zeppelin moored?", "collection": name, "max_tokens": 1}
     assert server.post("/v1/answers", json=question).json()["sources"][0]["document"] == name
-    for view in ("modules", "reuse", "batch", "schemas"):
+    for view in ("documents", "modules", "reuse", "batch", "schemas"):
         page.open(view)
         page.until(lambda: name in page.window.execute_script("return document.body.textContent"))
         assert page.all("main img") == []

@@ -13,6 +13,11 @@ const STAGES = [
   ["decode", "Rest", "var(--device)"],
 ];
 
+const SCORES = [
+  ["bm25", "BM25", 1],
+  ["cosine", "Cosine", 2],
+];
+
 /** Draws into `stage`; answers what takes the events of the stream. */
 export function account(stage, question) {
   const nodes = laidOut(stage, question);
@@ -104,7 +109,13 @@ function sourceTable(sources) {
           scaffold && h("span", { class: "chip plain", title: String(scaffold) }, "scaffold"),
         ),
     },
-    { title: "Score", num: true, cell: ({ score }) => (score ? score.toFixed(3) : "–") },
+    ...SCORES.filter(([name]) => sources.some((each) => each[name] != null)).map(
+      ([name, title, digits]) => ({
+        title,
+        num: true,
+        cell: ({ [name]: score }) => score?.toFixed(digits) ?? "–",
+      }),
+    ),
   ];
   return plainTable(columns, sources, "Modules used");
 }

@@ -16,13 +16,15 @@ export const setKey = (key) => sessionStorage.setItem(STORED, key);
 export const forgetKey = () => sessionStorage.removeItem(STORED);
 
 /** What the server said in application/problem+json, or in OpenAI's shape. status 0: no answer;
- *  wait: seconds after which to try again. */
+ *  wait: seconds after which to try again; errors: [{loc, msg}], where parts of the request are at
+ *  fault. */
 export class Problem extends Error {
   constructor(status, body, wait = 0) {
     const said = body?.error ?? body ?? {};
     super(said.detail ?? said.message ?? said.title ?? `The server answered ${status}.`);
     this.status = status;
     this.wait = wait;
+    this.errors = said.errors ?? [];
     this.title = said.title ?? (status ? `Error ${status}` : "No answer");
   }
 }
@@ -89,6 +91,8 @@ export async function call(method, path, options) {
 export const get = (path, options) => call("GET", path, options);
 export const post = (path, body = {}, options = {}) => call("POST", path, { ...options, body });
 export const remove = (path, options) => call("DELETE", path, options);
+
+export const collectionPath = (name) => `../v1/collections/${encodeURIComponent(name)}`;
 
 /** A path with those parameters that are given. */
 export function withQuery(path, parameters) {

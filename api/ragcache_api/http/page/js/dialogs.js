@@ -3,8 +3,9 @@ import { h, show } from "./dom.js";
 
 let awaited = null;
 
-/** Opens a dialog and answers what its form was submitted with, or null. fields: its body. */
-function opened(title, fields, { action, danger = false, kind = "" }) {
+/** Opens a dialog and answers what its form was submitted with, or null. fields: its body; final:
+ *  there is nothing to cancel. */
+function opened(title, fields, { action, danger = false, kind = "", final = false }) {
   return new Promise((resolve) => {
     const submit = h(
       "button",
@@ -17,7 +18,7 @@ function opened(title, fields, { action, danger = false, kind = "" }) {
       { method: "dialog" },
       h("h2", {}, title),
       fields,
-      h("footer", {}, cancel, submit),
+      h("footer", {}, !final && cancel, submit),
     );
     const dialog = h("dialog", { class: `modal ${kind}`, "aria-label": title }, form);
     dialog.addEventListener("close", () => {
@@ -101,4 +102,99 @@ async function keyForm(refused) {
   ];
   const form = await opened("API key", body, { action: "Continue", kind: "key" });
   return form && form.get("key").trim();
+}
+
+const ROLES = [
+  ["user", "user: asks and ingests"],
+  ["admin", "admin: also sees and changes what this page shows"],
+];
+
+/** What a key is to be: {name, role, namespace}, or null. first: the first of all has to be an
+ *  operator's. namespaces: offered; any other will do. */
+export async function keyFields(first, namespaces) {
+  const field = (label, ...control) =>
+    h("label", { class: "field" }, h("span", {}, label), ...control);
+  const name = h("input", {
+    name: "name",
+    required: true,
+    maxlength: 100,
+    autofocus: true,
+    autocomplete: "off",
+    placeholder: "Who or what will use it",
+  });
+  const offered = h(
+    "datalist",
+    { id: "namespaces" },
+    namespaces.map((value) => h("option", { value })),
+  );
+  const namespace = h("input", {
+    name: "namespace",
+    required: true,
+    value: "default",
+    list: "namespaces",
+    autocomplete: "off",
+  });
+  const roles = ROLES.map(([value, label]) =>
+    h(
+      "label",
+      { class: "choice" },
+      h("input", { type: "radio", name: "role", value, checked: value === "user" }),
+      label,
+    ),
+  );
+  const body = first
+    ? [
+        h(
+          "p",
+          {},
+          "The first key is an operator's: role admin, namespace default. From then on nobody calls the service without a key; this page goes on with the new one.",
+        ),
+        field("Name", name),
+      ]
+    : [
+        field("Name", name),
+        h("fieldset", {}, h("legend", {}, "Role"), roles),
+        field("Namespace", namespace, offered),
+        h(
+          "p",
+          { class: "muted" },
+          "A key opens one namespace: its documents, modules and statistics. Only admins of default see what all share.",
+        ),
+      ];
+  const form = await opened("Create key", body, { action: "Create" });
+  if (!form) return null;
+  const given = { role: "admin", namespace: "default", ...Object.fromEntries(form) };
+  return { name: given.name.trim(), role: given.role, namespace: given.namespace.trim() };
+}
+
+/** Shows the secret of a new key, which nobody can see again. */
+export function createdKey({ name, secret }, first) {
+  const shown = h("input", {
+    readonly: true,
+    value: secret,
+    class: "secret",
+    "aria-label": "Secret of the key",
+    onfocus: () => shown.select(),
+  });
+  const copied = h("span", { class: "muted", role: "status" });
+  const copy = h("button", { type: "button", autofocus: true, onclick: copyNow }, "Copy");
+  async function copyNow() {
+    shown.select();
+    // navigator.clipboard exists on secure origins only; an operator may come over plain HTTP
+    const done = navigator.clipboard
+      ? await navigator.clipboard.writeText(secret).then(
+          () => true,
+          () => false,
+        )
+      : document.execCommand("copy");
+    show(copied, done ? "Copied." : "Copy it by hand: it is selected.");
+  }
+  const body = [
+    h("p", {}, "The secret of ", h("b", {}, name), " is shown this once, and stored nowhere:"),
+    h("div", { class: "withbutton" }, shown, copy),
+    copied,
+    first &&
+      h("p", {}, "This tab keeps it until it is closed. Other tabs and clients will ask for it."),
+  ];
+  return opened("Key created", body, { action: "Done", kind: "wide", final: true });
 }

@@ -2,9 +2,9 @@
 import { modulePath } from "./actions.js";
 import { get, withQuery } from "./api.js";
 import { h, show } from "./dom.js";
-import { bytes, count, date, lastUse } from "./format.js";
+import { ago, bytes, count, date } from "./format.js";
 import { icon } from "./icons.js";
-import { fault, loading, plainTable, tierChip, tierChips } from "./parts.js";
+import { fault, loading, moment, plainTable, tierChip, tierChips } from "./parts.js";
 import { TIERS } from "./sources.js";
 
 /** A drawer that stays beside the table. acts: [[label, kind, (row) → Promise, (row) → shown?]] */
@@ -106,16 +106,21 @@ function facts(module) {
     ["Size", bytes(module.nbytes)],
     ["Tiers", module.tiers.length ? tierChips(module.tiers) : "none: encoded when needed"],
     ["Hits", count(module.hits)],
-    ...(module.last_use === null
-      ? []
-      : [["Last use", `${lastUse(module.last_use)} by the clock of uses`]]),
+    [
+      "Last use",
+      module.used_at
+        ? moment(module.used_at, `${ago(module.used_at)}, ${date(module.used_at)}`)
+        : "never",
+    ],
     ["Pinned", module.pinned ? "yes" : "no"],
-    ["Expires", module.expires_at ? date(module.expires_at) : "never"],
-    ...attributes.map(([name, value]) => [
-      name,
-      typeof value === "object" ? JSON.stringify(value) : String(value),
-    ]),
+    ["Expires", module.expires_at ? moment(module.expires_at, date(module.expires_at)) : "never"],
+    ...attributes.map(([name, value]) => [name, told(value)]),
   ].filter(([, value]) => value !== undefined && value !== null && value !== "");
+}
+
+function told(value) {
+  if (Array.isArray(value)) return value.join(" › ");
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 function states(all) {

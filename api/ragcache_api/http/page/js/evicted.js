@@ -1,7 +1,7 @@
 // States that left a tier: how many and why, and the latest one by one.
 import { h } from "./dom.js";
-import { ago, bytes, count, plural } from "./format.js";
-import { empty, moduleName, plainTable, tierChip } from "./parts.js";
+import { bytes, count, plural } from "./format.js";
+import { empty, moduleName, moment, plainTable, tierChip } from "./parts.js";
 import { source } from "./sources.js";
 
 const REASONS = ["pressure", "ttl", "manual", "superseded", "corrupt"];
@@ -10,7 +10,7 @@ const LATEST = [
   { title: "Left", cell: ({ tier }) => tierChip(tier) },
   { title: "Why", cell: ({ reason }) => reason },
   { title: "Size", num: true, cell: ({ nbytes }) => bytes(nbytes) },
-  { title: "When", num: true, cell: ({ at }) => ago(at) },
+  { title: "When", num: true, cell: ({ at }) => moment(at) },
 ];
 
 /** By tier and reason, and the latest one by one. stats: of the server; latest: newest first. */
@@ -65,5 +65,9 @@ function amount(number, most, color) {
 
 function moduleOf({ module, key }) {
   if (module) return moduleName(module);
-  return h("code", { title: "States of no module: preamble, scaffold or schema" }, key.slice(0, 12));
+  return h(
+    "code",
+    { title: "States of no module: preamble, scaffold or schema" },
+    key.slice(0, 12),
+  );
 }

@@ -168,7 +168,7 @@ function account(changes, size) {
       h("summary", {}, "Keys"),
       h(
         "ul",
-        { class: "keys" },
+        { class: "keylist" },
         keys,
         changes.length > LISTED && h("li", {}, `and ${count(changes.length - LISTED)} more`),
       ),

@@ -60,7 +60,7 @@ export function span(value) {
   return parts.join(" ");
 }
 
-/** Unix seconds → "3 min ago" */
+/** Unix seconds → "3 min ago", and the date where that is more than a week */
 export function ago(at, now = Date.now() / 1000) {
   if (missing(at) || at === 0) return NONE;
   const age = now - at;
@@ -68,12 +68,17 @@ export function ago(at, now = Date.now() / 1000) {
   if (age < 60) return `${Math.floor(age)} s ago`;
   if (age < 3600) return `${Math.floor(age / 60)} min ago`;
   if (age < 86400) return `${Math.floor(age / 3600)} h ago`;
-  return `${Math.floor(age / 86400)} d ago`;
+  if (age < 7 * 86400) return `${Math.floor(age / 86400)} d ago`;
+  return date(at);
 }
 
-/** A last use, by the store's logical clock: 1234 → "#1,234", 0 → never used */
-export function lastUse(value) {
-  return missing(value) || value === 0 ? NONE : `#${count(value)}`;
+/** Unix seconds → "2026-11-23T14:05:09+01:00", the local time by ISO 8601 */
+export function iso(at) {
+  const offset = -new Date(at * 1000).getTimezoneOffset(); // minutes
+  const local = new Date((at + offset * 60) * 1000).toISOString().slice(0, 19);
+  const two = (number) => String(Math.floor(number)).padStart(2, "0");
+  const zone = `${two(Math.abs(offset) / 60)}:${two(Math.abs(offset) % 60)}`;
+  return `${local}${offset < 0 ? "-" : "+"}${zone}`;
 }
 
 /** Unix seconds → "14:05", with seconds if asked for */

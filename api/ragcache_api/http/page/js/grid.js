@@ -5,7 +5,9 @@ import { icon } from "./icons.js";
 import { fault } from "./parts.js";
 
 const ROW = 38;
+const TALL_ROW = 62; // two lines, where there is no room for columns
 const BEYOND = 8;
+const narrow = matchMedia("(max-width: 640px)"); // as in the style sheets
 const PAGE = 200;
 
 /** columns: [{id, title, cell, sort?, num?, width}]; load(query) → {items, next, total} with query
@@ -71,9 +73,15 @@ function build(state) {
   const watcher = new ResizeObserver(() => draw(state));
   watcher.observe(state.view);
   state.signal.addEventListener("abort", () => watcher.disconnect());
+  const fit = () => {
+    state.row = narrow.matches ? TALL_ROW : ROW;
+    draw(state);
+  };
+  narrow.addEventListener("change", fit, { signal: state.signal });
+  state.row = narrow.matches ? TALL_ROW : ROW;
 }
 
-function heading(state, { id, title, hint, sort, num }) {
+function heading(state, { id, title, sort, num }) {
   const kind = `c-${id} ${num ? "num" : ""}`;
   if (!sort) return h("th", { scope: "col", class: kind }, title);
   const turn = () => {
@@ -84,7 +92,7 @@ function heading(state, { id, title, hint, sort, num }) {
   };
   return h(
     "th",
-    { scope: "col", class: kind, "data-sort": id, title: hint },
+    { scope: "col", class: kind, "data-sort": id },
     h("button", { class: "sort", onclick: turn }, title, h("span", { class: "arrow" })),
   );
 }
@@ -167,8 +175,11 @@ function arrived(state) {
 
 function draw(state) {
   const { view, shown, total, rows } = state;
-  const last = Math.min(total, Math.ceil((view.scrollTop + view.clientHeight) / ROW) + BEYOND);
-  const first = Math.max(0, Math.min(last, Math.floor(view.scrollTop / ROW) - BEYOND));
+  const last = Math.min(
+    total,
+    Math.ceil((view.scrollTop + view.clientHeight) / state.row) + BEYOND,
+  );
+  const first = Math.max(0, Math.min(last, Math.floor(view.scrollTop / state.row) - BEYOND));
   for (const [index, node] of shown) {
     if (index >= first && index < last) continue;
     node.remove();
@@ -182,8 +193,8 @@ function draw(state) {
     }
     after = shown.get(index);
   }
-  state.above.firstChild.style.setProperty("height", `${first * ROW}px`);
-  state.below.firstChild.style.setProperty("height", `${(total - last) * ROW}px`);
+  state.above.firstChild.style.setProperty("height", `${first * state.row}px`);
+  state.below.firstChild.style.setProperty("height", `${(total - last) * state.row}px`);
   if (last > rows.length && state.next) fetchUntil(state, last);
 }
 
@@ -264,7 +275,7 @@ function keyed(state, event) {
   const node = event.target.closest("tr[data-index]");
   if (!node || event.target !== node) return;
   const index = Number(node.dataset.index);
-  const page = Math.max(1, Math.floor(state.view.clientHeight / ROW) - 2);
+  const page = Math.max(1, Math.floor(state.view.clientHeight / state.row) - 2);
   const moves = {
     ArrowDown: 1,
     ArrowUp: -1,
@@ -285,10 +296,10 @@ function focusRow(state, wanted) {
   const index = Math.max(0, Math.min(state.rows.length - 1, wanted));
   const { view } = state;
   const head = state.table.tHead.offsetHeight;
-  const top = index * ROW;
+  const top = index * state.row;
   if (top < view.scrollTop) view.scrollTop = top;
-  else if (top + ROW + head > view.scrollTop + view.clientHeight)
-    view.scrollTop = top + ROW + head - view.clientHeight;
+  else if (top + state.row + head > view.scrollTop + view.clientHeight)
+    view.scrollTop = top + state.row + head - view.clientHeight;
   draw(state);
   state.shown.get(index)?.focus();
 }

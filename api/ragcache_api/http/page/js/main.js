@@ -5,7 +5,10 @@ import { h, show } from "./dom.js";
 import { rail } from "./rail.js";
 import { ask } from "./views/ask.js";
 import { batch } from "./views/batch.js";
+import { documents } from "./views/documents.js";
 import { ingestion } from "./views/ingestion.js";
+import { keys } from "./views/keys.js";
+import { log } from "./views/log.js";
 import { modules } from "./views/modules.js";
 import { overview } from "./views/overview.js";
 import { reuse } from "./views/reuse.js";
@@ -13,7 +16,7 @@ import { schemas } from "./views/schemas.js";
 
 /** A view: id (its address), title, about (a line below the title), mount({body, actions, signal,
  *  parameters}). signal aborts when the view is left. */
-const VIEWS = [overview, modules, reuse, batch, schemas, ingestion, ask];
+const VIEWS = [overview, ask, documents, ingestion, modules, reuse, batch, schemas, keys, log];
 
 const main = document.getElementById("main");
 const side = rail(document.getElementById("rail"), VIEWS);

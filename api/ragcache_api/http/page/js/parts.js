@@ -1,6 +1,7 @@
 // Pieces that several views show.
 import { forgetKey } from "./api.js";
 import { h } from "./dom.js";
+import { ago, iso } from "./format.js";
 import { icon } from "./icons.js";
 import { TIERS, source } from "./sources.js";
 
@@ -78,6 +79,12 @@ export function tierChips(names) {
   );
 }
 
+/** A moment in Unix seconds, as `text`, with its exact time as title; without one, never. */
+export function moment(at, text = ago(at)) {
+  if (!at) return h("span", { class: "faint" }, "never");
+  return h("time", { datetime: iso(at), title: iso(at) }, text);
+}
+
 export function pinMark() {
   return h(
     "span",
@@ -109,7 +116,10 @@ export function segmented(label, choices, current, chosen) {
   return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
 }
 
-/** A table of plain rows. columns: [{title, num?, cell: (row) → nodes, wide?}] */
+const FEW = 3; // columns, for which there is always room
+
+/** A table of plain rows; where there is no room for columns, each row is a list of its cells with
+ *  their titles. columns: [{title, num?, cell: (row) → nodes, wide?}] */
 export function plainTable(columns, rows, label) {
   const head = columns.map(({ title, num, wide }) =>
     h("th", { scope: "col", class: `${num ? "num" : ""} ${wide ? "wide" : ""}` }, title),
@@ -118,17 +128,21 @@ export function plainTable(columns, rows, label) {
     h(
       "tr",
       {},
-      columns.map(({ num, cell, wide }) =>
-        h("td", { class: `${num ? "num" : ""} ${wide ? "wide" : ""}` }, cell(row)),
+      columns.map(({ title, num, cell, wide }) =>
+        h(
+          "td",
+          { class: `${num ? "num" : ""} ${wide ? "wide" : ""}`, "data-title": title || null },
+          cell(row),
+        ),
       ),
     ),
   );
   return h(
     "div",
-    { class: "scroll" },
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
     h(
       "table",
-      { class: "plain", "aria-label": label },
+      { class: columns.length > FEW ? "plain stacks" : "plain", "aria-label": label },
       h("thead", {}, h("tr", {}, head)),
       h("tbody", {}, body),
     ),

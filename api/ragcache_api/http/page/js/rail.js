@@ -15,6 +15,7 @@ export function rail(node, views) {
   );
   const key = keyButton();
   const server = h("div", { class: "server", role: "status" });
+  const menu = menuButton(node);
   show(
     node,
     h(
@@ -23,9 +24,14 @@ export function rail(node, views) {
       h("img", { src: "icon.svg", alt: "", width: 20, height: 20 }),
       h("span", {}, "ragcache"),
     ),
-    h("nav", { "aria-label": "Views" }, links),
-    server,
-    h("div", { class: "settings" }, appearanceButton(), key),
+    menu.button,
+    h(
+      "div",
+      { class: "menu", id: "menu" },
+      h("nav", { "aria-label": "Views" }, links),
+      server,
+      h("div", { class: "settings" }, appearanceButton(), key),
+    ),
   );
   const state = watched(server);
   return {
@@ -34,12 +40,39 @@ export function rail(node, views) {
       state.reached(answered);
     },
     entered(id) {
+      menu.turn(false);
       for (const link of links) {
         if (link.dataset.view === id) link.setAttribute("aria-current", "page");
         else link.removeAttribute("aria-current");
       }
     },
   };
+}
+
+// Where the window is narrow the rail is a bar, and this opens what else it holds.
+function menuButton(node) {
+  const button = h(
+    "button",
+    {
+      class: "ghost icon menubutton",
+      "aria-label": "Menu",
+      "aria-controls": "menu",
+      "aria-expanded": "false",
+      onclick: () => turn(!node.classList.contains("open")),
+    },
+    icon("menu"),
+  );
+  const turn = (open) => {
+    node.classList.toggle("open", open);
+    button.setAttribute("aria-expanded", String(open));
+  };
+  node.addEventListener("keydown", ({ key }) => {
+    if (key !== "Escape" || !node.classList.contains("open")) return;
+    turn(false);
+    button.focus();
+  });
+  document.addEventListener("click", ({ target }) => node.contains(target) || turn(false));
+  return { button, turn };
 }
 
 function watched(server) {
@@ -107,7 +140,7 @@ function keyButton() {
       "aria-label": "Forget the API key",
       onclick: forget,
     },
-    icon("key"),
+    icon("keys"),
     h("span", {}, "Forget key"),
   );
 }

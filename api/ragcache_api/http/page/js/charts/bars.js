@@ -2,22 +2,23 @@
 import { h, s } from "../dom.js";
 import { count, percent, seconds } from "../format.js";
 
-/** One bar cut into parts. parts: [{label, color, value}]; label: what it says as a whole. */
-export function partsBar(parts, label) {
+/** One bar cut into parts. parts: [{label, color, value}]; label: what it says as a whole; format:
+ *  of the values. */
+export function partsBar(parts, label, format = count) {
   const all = parts.reduce((sum, { value }) => sum + value, 0) || 1;
   return h(
     "div",
     {
       class: "partsbar",
       role: "img",
-      "aria-label": `${label}: ${parts.map((part) => `${part.label} ${count(part.value)}`).join(", ")}`,
+      "aria-label": `${label}: ${parts.map((part) => `${part.label} ${format(part.value)}`).join(", ")}`,
     },
     parts
       .filter(({ value }) => value > 0)
       .map((part) =>
         h("span", {
           style: { "--fill": part.color, "--share": `${(part.value / all) * 100}%` },
-          title: `${part.label}: ${count(part.value)} (${percent(part.value / all)})`,
+          title: `${part.label}: ${format(part.value)} (${percent(part.value / all)})`,
         }),
       ),
   );

@@ -4,6 +4,8 @@ import { clock, count } from "../format.js";
 import { timeTicks } from "./scales.js";
 
 const ROW = 20;
+const NAME = 18; // of a name above its row, where there is no room beside it
+const ROOM = 520;
 const TOP = 22;
 const LEVELS = 5;
 const COLUMNS = 60;
@@ -40,14 +42,27 @@ export function gathered({ modules, buckets, counts }) {
 function draw(host, heat, chosen) {
   const { modules, buckets, counts } = gathered(heat);
   const longest = Math.max(...modules.map((name) => name.length));
-  const label = Math.min(280, host.clientWidth * 0.3, 24 + longest * LETTER);
   const width = host.clientWidth;
   if (width < 200) return;
+  const above = width < ROOM;
+  const label = above ? 0 : Math.min(280, width * 0.3, 24 + longest * LETTER);
+  const step = ROW + (above ? NAME : 0);
   const cell = (width - label - 60) / buckets.length;
   const most = Math.max(...counts.flat());
-  const height = TOP + modules.length * ROW + 4;
+  const height = TOP + modules.length * step + 4;
   const rows = modules.map((name, row) =>
-    line({ name, row, label, cell, most, counts: counts[row], buckets, chosen }),
+    line({
+      name,
+      top: TOP + row * step,
+      width,
+      label,
+      above,
+      cell,
+      most,
+      counts: counts[row],
+      buckets,
+      chosen,
+    }),
   );
   const summary = `Reuse of ${modules.length} modules over ${buckets.length} slots of time; at most ${count(most)} in one`;
   const kept = host.contains(document.activeElement) ? document.activeElement.dataset.name : null;
@@ -72,20 +87,20 @@ function times(buckets, label, cell) {
   );
 }
 
-function line({ name, row, label, cell, most, counts, buckets, chosen }) {
-  const y = TOP + row * ROW;
+function line({ name, top, width, label, above, cell, most, counts, buckets, chosen }) {
+  const y = top + (above ? NAME : 0);
   const all = counts.reduce((sum, number) => sum + number, 0);
   const pick = () => chosen(name);
-  const room = Math.floor((label - 20) / LETTER);
+  const room = Math.floor(((above ? width : label) - 20) / LETTER);
   const shown = name.length > room ? `…${name.slice(1 - room)}` : name;
   const text = s(
     "text",
     {
       class: "rowname",
       "data-name": name,
-      x: label - 10,
-      y: y + 14,
-      "text-anchor": "end",
+      x: above ? 0 : label - 10,
+      y: top + 14,
+      "text-anchor": above ? "start" : "end",
       tabindex: "0",
       role: "link",
       "aria-label": `${name}: ${count(all)} reuses`,

@@ -1,5 +1,5 @@
 // What the engine does now: requests, and the segments that they share.
-import { get } from "../api.js";
+import { get, withQuery } from "../api.js";
 import { partsBar } from "../charts/bars.js";
 import { h, renew, show } from "../dom.js";
 import { clock, count, plural, seconds } from "../format.js";
@@ -9,6 +9,7 @@ import {
   figure,
   loading,
   moduleName,
+  moment,
   panel,
   plainTable,
   tierChip,
@@ -46,7 +47,11 @@ function mount({ body, signal }) {
         h(
           "div",
           { class: "panels" },
-          panel("Segments", { note: "how many requests read each, with how many rows" }, nodes.segments),
+          panel(
+            "Segments",
+            { note: "how many requests read each, with how many rows" },
+            nodes.segments,
+          ),
           panel("Running", {}, nodes.running),
         ),
         panel("Ended lately", { note: "the last 100" }, nodes.recent),
@@ -141,10 +146,10 @@ function recent(requests) {
       "The last hundred are listed here, with what each reused.",
     );
   const columns = [
-    { title: "Ended", cell: ({ at }) => h("span", { class: "num" }, clock(at, true)) },
+    { title: "Ended", cell: ({ at }) => moment(at, clock(at, true)) },
     { title: "Kind", cell: ({ kind }) => kind },
-    { title: "Collection", cell: ({ collection }) => collection ?? "–" },
-    { title: "Outcome", cell: ({ outcome }) => h("span", { class: `state ${outcome}` }, outcome) },
+    { title: "Collection", cell: ({ collection }) => clipped(collection || "–") },
+    { title: "Outcome", cell: outcomeOf },
     { title: "First token", num: true, cell: ({ ttft }) => seconds(ttft) },
     { title: "Total", num: true, cell: ({ total }) => seconds(total) },
     { title: "Cached", num: true, cell: ({ cached_tokens: tokens }) => count(tokens) },
@@ -153,6 +158,15 @@ function recent(requests) {
     { title: "Modules", wide: true, cell: ({ modules }) => uses(modules) },
   ];
   return plainTable(columns, requests, "Requests that ended lately");
+}
+
+const clipped = (text) => h("span", { class: "clip", title: text }, text);
+
+// Where a request failed, the log says why.
+function outcomeOf({ outcome, request }) {
+  const state = h("span", { class: `state ${outcome}` }, outcome);
+  const why = request && withQuery("#/log", { request });
+  return outcome === "failed" && why ? h("a", { href: why, title: "See the log" }, state) : state;
 }
 
 function cost({ cached_tokens: cached, computed_tokens: computed }) {

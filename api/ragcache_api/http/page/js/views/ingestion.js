@@ -1,10 +1,10 @@
 // Documents in: a drop zone, and the jobs that read and encode them.
-import { events, everything, get, post, request, withQuery } from "../api.js";
+import { collectionPath, events, everything, get, post, request, withQuery } from "../api.js";
 import { h, show } from "../dom.js";
 import { dropped } from "../dropped.js";
-import { ago, bytes, count, plural, seconds } from "../format.js";
+import { bytes, count, plural, seconds } from "../format.js";
 import { icon } from "../icons.js";
-import { empty, fault, loading, panel } from "../parts.js";
+import { empty, fault, loading, moment, panel } from "../parts.js";
 import { poll } from "../polling.js";
 import { complain, toast } from "../toasts.js";
 
@@ -69,8 +69,9 @@ function form(jobs) {
       picked,
       chosen.map((each, index) => pickedLine(each, () => draw(chosen.splice(index, 1)))),
     );
-    send.disabled = chosen.length === 0;
-    show(send, chosen.length ? `Ingest ${plural(chosen.length, "file")}` : "Ingest");
+    const ready = chosen.filter(({ refused }) => !refused).length;
+    send.disabled = ready === 0;
+    show(send, ready ? `Ingest ${plural(ready, "file")}` : "Ingest");
   };
   const submit = async (event) => {
     event.preventDefault();
@@ -114,7 +115,7 @@ function dropZone(files, add) {
     h(
       "span",
       { class: "muted" },
-      "or press to choose: PDF, Word, PowerPoint, Excel, HTML, Markdown, EPUB, mail, code",
+      "or press to choose: PDF, Word, PowerPoint, Excel, HTML, EPUB, CSV, JSON, e-mail, notebooks, Markdown, any text or code",
     ),
   );
   const over = (on) => (event) => {
@@ -130,12 +131,17 @@ function dropZone(files, add) {
   return zone;
 }
 
-function pickedLine({ file, name }, away) {
+function pickedLine({ file, name, refused }, away) {
   return h(
     "li",
-    {},
-    icon("file"),
-    h("span", { class: "name", title: name }, name),
+    { class: refused ? "refused" : null },
+    icon(refused ? "warning" : "file"),
+    h(
+      "span",
+      { class: "name", title: name },
+      name,
+      refused && h("small", { class: "fault" }, refused),
+    ),
     h("span", { class: "num muted" }, bytes(file.size)),
     h(
       "button",
@@ -160,27 +166,44 @@ function portions(files) {
   return all;
 }
 
-// Takes from `files` what was handed over; stops where the server refuses.
+// Takes from `files` what was handed over, and notes why others were refused; stops where the server
+// takes none for another reason.
 async function ingest(jobs, collection, files) {
-  for (const portion of portions(files)) {
-    if (!(await handOver(jobs, collection, portion))) return;
-    files.splice(0, portion.length);
+  for (const portion of portions(files.filter(({ refused }) => !refused))) {
+    const reasons = await handOver(jobs, collection, portion);
+    if (!reasons) return;
+    for (const each of portion) {
+      each.refused = reasons.get(each.name);
+      if (!each.refused) files.splice(files.indexOf(each), 1);
+    }
   }
 }
 
+// The reasons of refused files by name; null where nothing was looked at.
 async function handOver(jobs, collection, files) {
   const body = new FormData();
   for (const { file, name } of files) body.append("files", file, name);
   try {
-    const job = await post(`../v1/collections/${encodeURIComponent(collection)}/documents`, body, {
+    const job = await post(`${collectionPath(collection)}/documents`, body, {
       headers: { "Idempotency-Key": randomKey() },
     });
-    toast("ok", `${plural(files.length, "file")} handed over`, `Collection ${collection}`);
     listed(jobs, [job]);
-    return true;
+    const skipped = job.report?.skipped ?? [];
+    const taken = files.length - skipped.length;
+    toast(
+      "ok",
+      `${plural(taken, "file")} handed over`,
+      skipped.length ? `${count(skipped.length)} cannot be read.` : `Collection ${collection}`,
+    );
+    return new Map(skipped.map(({ name, reason }) => [name, reason]));
   } catch (error) {
-    complain(error);
-    return false;
+    const told = error.errors?.filter(({ loc }) => loc[0] === "files") ?? [];
+    if (!told.length) {
+      complain(error);
+      return null;
+    }
+    toast("error", "Not handed over", `${plural(told.length, "file")} cannot be read.`);
+    return new Map(told.map(({ loc, msg }) => [loc[1], msg]));
   }
 }
 
@@ -227,7 +250,7 @@ function jobLine({
 }) {
   const share = total ? Math.min(1, done / total) : status === "done" ? 1 : 0;
   const when = finished
-    ? `took ${seconds(finished - started)} · ${ago(finished)}`
+    ? [`took ${seconds(finished - started)} · `, moment(finished)]
     : started
       ? `for ${seconds(Math.max(0, Date.now() / 1000 - started))}`
       : "waiting";

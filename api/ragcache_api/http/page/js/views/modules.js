@@ -4,10 +4,10 @@ import { everything, get, withQuery } from "../api.js";
 import { afterPause, h, show } from "../dom.js";
 import { drawer } from "../drawer.js";
 import { evictCollection, evictModules } from "../evicting.js";
-import { bytes, count, lastUse } from "../format.js";
+import { bytes, count } from "../format.js";
 import { grid } from "../grid.js";
 import { icon } from "../icons.js";
-import { empty, moduleName, pinMark, tierChips } from "../parts.js";
+import { empty, moduleName, moment, pinMark, tierChips } from "../parts.js";
 import { TIERS } from "../sources.js";
 import { complain } from "../toasts.js";
 
@@ -149,13 +149,12 @@ function columns(toggle) {
       cell: ({ hits }) => count(hits),
     },
     {
-      id: "last_use",
+      id: "used_at",
       title: "Last use",
-      hint: "By the store's own clock, which counts uses: the larger, the later. Sorts everywhere, and is told in the namespace default alone",
       sort: true,
       num: true,
-      width: "104px",
-      cell: ({ last_use: at }) => lastUse(at),
+      width: "112px",
+      cell: ({ used_at: at }) => moment(at),
     },
     {
       id: "pinned",

@@ -12,6 +12,7 @@ import { empty, fault, figure, loading, panel, segmented, withheld } from "../pa
 import { poll } from "../polling.js";
 import { SOURCES, keptShare, source } from "../sources.js";
 import { complain } from "../toasts.js";
+import { memoryLines } from "../memory.js";
 
 const PERIOD = 5;
 const EVICTIONS = 6; // listed one by one
@@ -48,18 +49,16 @@ function mount({ body, actions, signal }) {
     }),
   );
   const read = async () => {
-    const [next, tiers, gone] = await Promise.all([
+    const [next, memory, gone] = await Promise.all([
       get("stats", { signal }),
-      get("tiers", { signal }).catch(unlessForbidden),
+      get("memory", { signal }).catch(unlessForbidden),
       get(withQuery("evictions", { limit: EVICTIONS }), { signal }),
     ]);
     stats = next;
     parts ??= skeleton(body, signal);
     show(parts.figures, figures(stats));
-    show(
-      parts.tiers,
-      tiers ? tiers.items.map(tierLine) : withheld("tiers"),
-    );
+    show(parts.tiers, memory ? memory.tiers.map(tierLine) : withheld("tiers"));
+    show(parts.memory, memory ? memoryLines(memory) : withheld("memory"));
     show(parts.evictions, evictions(stats, gone.items));
     show(parts.counters, counters(stats));
     draw();
@@ -78,6 +77,7 @@ function skeleton(body, signal) {
   const parts = {
     figures: node("dl", "figures"),
     tiers: node("div", "tiers"),
+    memory: node("div", "tiers"),
     evictions: node("div", "evictions"),
     counters: node("dl", "counters"),
   };
@@ -92,9 +92,10 @@ function skeleton(body, signal) {
       panel("Prompt tokens by source", { aside: legend(SOURCES) }, tokens),
       panel("Time to first token", { aside: legend(LINES) }, times),
       panel("Tiers", { note: "hatched: pinned" }, parts.tiers),
+      panel("Memory", { note: "of this process, its machine and its GPU" }, parts.memory),
       panel("Evictions by reason", { note: "of all time" }, parts.evictions),
+      panel("Engine and requests", {}, parts.counters),
     ),
-    panel("Engine and requests", {}, parts.counters),
   );
   parts.tokens = timeChart(tokens, {
     label: "Prompt tokens over time, by source. Arrow keys read values.",

@@ -1,0 +1,88 @@
+"""How every view looks: contrast, and that at the width of a telephone everything can be read."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.api.page import looks
+from tests.api.page.conftest import VIEWS, Page, get
+
+pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
+NARROW = 390
+LONG = "minutes/2026/a-rather-long-name-of-a-protocol-of-the-harbour-commission-in-november.md"
+LOOKS = [
+    (1440, "light"), (NARROW, "dark"),
+    pytest.param(1440, "dark", marks=pytest.mark.slow),
+    pytest.param(NARROW, "light", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stored(served: tuple[object, str]) -> None:
+    """A document with a long name that was asked for."""
+    collection = "minutes-of-the-harbour-commission-of-2026"
+    body = {"documents": [{"id": LONG, "text": "The pelican ferry is orange."}]}
+    with httpx.Client(base_url=served[1].removesuffix("/admin/"), timeout=60) as client:
+        job = client.post(f"/v1/collections/{collection}/documents", json=body).json()["id"]
+        client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})  # until it has ended
+        asked = {"question": "Which ferry is orange?", "collection": collection, "max_tokens": 1}
+        assert client.post("/v1/answers", json=asked).json()["sources"]
+
+
+def open_view(page: Page, view: str) -> None:
+    page.open(view)
+    shown = page.find(f".view.{view}")
+    page.until(lambda: shown.text and not page.all(".loading"))
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_every_view_fits_and_can_be_read(page: Page, stored: None, width: int, scheme: str) -> None:
+    page.resize(width)
+    page.prefer(scheme)
+    for view in VIEWS:
+        open_view(page, view)
+        assert looks.overflow(page) <= 0, view
+        assert looks.pale_texts(page) == [], view
+        assert looks.unnamed_controls(page) == [], view
+        assert width > NARROW or looks.cut_texts(page) == [], view
+    assert page.faults() == []
+
+
+def test_a_telephone_has_a_menu(page: Page) -> None:
+    page.resize(NARROW)
+    open_view(page, "overview")
+    menu = page.find(".menubutton")
+    assert not any(each.is_displayed() for each in page.all(".menu nav a"))
+    menu.click()
+    assert menu.get_attribute("aria-expanded") == "true"
+    page.find(".menu nav a", "Modules").send_keys(Keys.ESCAPE)
+    assert menu.get_attribute("aria-expanded") == "false"
+    assert page.window.switch_to.active_element == menu
+    menu.click()
+    page.click(".menu nav a", "Modules")
+    page.find(".view.modules")
+    assert not page.all(".rail.open")
+
+
+def test_names_and_counts_of_modules_stay_on_a_telephone(
+    page: Page, stored: None, server: httpx.Client
+) -> None:
+    page.resize(NARROW)
+    page.open(f"modules?search={LONG[:20]}")
+    [module] = get(server, "/admin/modules", search=LONG)["items"]
+    row = page.find(f".grid tr[data-id='{module['id']}']")
+    assert row.rect["x"] + row.rect["width"] <= NARROW
+    cells = {
+        each.get_attribute("class").split()[0]: each
+        for each in row.find_elements(By.CSS_SELECTOR, "td")
+    }
+    shown = {name: cell.text for name, cell in cells.items() if cell.is_displayed()}
+    assert shown["c-hits"] == str(module["hits"])
+    assert shown["c-nbytes"].endswith(" KiB")
+    assert shown["c-used_at"].endswith(("ago", "now"))
+    assert shown["c-tiers"]
+    row.click()
+    assert page.find(".drawer h2").text == module["name"]
