@@ -239,10 +239,9 @@ def _parse_files(files: list[tuple[str, bytes]]) -> LoadedSources:
         except MissingExtra as error:
             skipped.append(SkippedFile(_usable(name), str(error)))
     if not documents:
-        raise HTTPProblem(
-            422, "unreadable-document", "; ".join(f"{file.name}: {file.reason}" for file in skipped),
-            problems=[{"loc": ["files", f.name], "msg": f.reason} for f in skipped],
-        )  # fmt: skip
+        detail = "; ".join(f"{file.name}: {file.reason}" for file in skipped)
+        told = [{"loc": ["files", file.name], "msg": file.reason} for file in skipped]
+        raise HTTPProblem(422, "unreadable-document", detail, problems=told)
     present = frozenset(file.name for file in skipped)
     return replace(load_sources(documents), skipped=tuple(skipped), present=present)
 
