@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 # Models this small gain nothing from threads, which lose much time waiting on a busy machine.
@@ -67,6 +68,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, {"ffn_dim": 96, "dropout": 0.0, "word_embed_proj_dim": 32}),
 }
 FAMILIES = tuple(_FAMILIES)
+_FAMILIES["qwen3_moe"] = (Qwen3MoeConfig, _GROUPED)
 LATENT = "deepseek_v3"
 """Latent attention, which no kernel computes."""
 _FAMILIES[LATENT] = (

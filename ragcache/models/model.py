@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ragcache.attention import AttentionBackend, AttentionMetadata
+from ragcache.attention import AttentionBackend, AttentionMetadata, attention_bytes
 from ragcache.attention.triton.operator import OperatorMetadata
 from ragcache.models.fingerprint import model_fingerprint
 from ragcache.models.positions import PositionScheme, changes_at_length
@@ -108,6 +108,25 @@ class LanguageModel:
         keys = torch.empty((*shape, self.head_dim), dtype=self.dtype, device=device or self.device)
         return keys, keys.new_empty((*shape, self.value_dim))
 
+    def pass_bytes(self, rows: int, tokens: int, segments: int = 1, logit_rows: int = 0) -> int:
+        """The most memory that a forward pass takes on a CPU, beside weights and states: all
+        products of a layer twice, the residual stream with its norms, attention
+        (`attention_bytes`), and logits with their shares.
+
+        Args:
+            rows: New tokens, of all requests.
+            tokens: The longest run of states that they attend to, their own included.
+            segments: How many runs a row attends to.
+            logit_rows: How many rows the next tokens are sampled from.
+        """
+        hidden = int(self.model.get_input_embeddings().weight.shape[1])
+        activations = rows * (2 * _layer_width(self.model) + 4 * hidden) * self.dtype.itemsize
+        logits = logit_rows * self.vocabulary * (self.dtype.itemsize + 4)
+        return activations + logits + attention_bytes(
+            rows, tokens, segments, heads=self.num_heads, kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
@@ -173,6 +192,28 @@ class CausalLM(LanguageModel):
             )
         logits: Tensor = out[0][0]
         return logits
+
+
+def _layer_width(model: Any) -> int:
+    """Elements that the products of the widest decoder layer make of one token, all of them. A
+    token of a mixture of experts goes to some of them, or to all where none says how many."""
+    config = model.config
+    count = int(config.num_hidden_layers)
+    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return max((_width(layer, chosen) for layer in next(stacks, [model])), default=0)
+
+
+def _width(layer: nn.Module, experts: int | None) -> int:
+    """experts: of a token, of which a weight [E, out, in] or [E, in, out] holds E."""
+    width = 0
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            width += module.out_features
+        else:
+            own = [each for each in module.parameters(recurse=False) if each.dim() > 1]
+            width += sum(max(x.shape[-2:]) * (experts or x[..., 0, 0].numel()) for x in own)
+    return width
 
 
 def _positions(config: Any) -> int:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from tests.ragcache.engine.stepped_engine import (
     run_requests,
     submit_request,
 )
-from tests.tiny_models import random_tokens, tiny_model
+from tests.tiny_models import LATENT, random_tokens, tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -384,19 +385,34 @@ PASS = 64  # rows
 BLOCK = 2**15  # scores, and elements of partial results, at a time
 
 
-@pytest.mark.parametrize("family", ["llama", "mpt"])
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama", {}),
+    "dense, ALiBi": ("mpt", {"max_seq_len": 4096}),
+    "windows": ("mistral", {"sliding_window": 300}),
+    "a mixture of experts": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 4},
+    ),
+    "latents": (LATENT, {}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", [CpuAttentionBackend(), ReferenceAttentionBackend()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_an_encoding_is_bounded(
-    family: str, backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch
+    shape: str, backend: AttentionBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the states, a module of 2,000 tokens takes no more than one of 500. All scores of a
-    layer would take 64 MB."""
+    """By `pass_bytes`, which is not far above. Beyond the states, a module of 2,000 tokens takes no
+    more than one of 500; all scores of a layer would take 64 MB."""
     monkeypatch.setattr("ragcache.engine.engine.MAX_TOKENS_PER_PASS", PASS)
-    monkeypatch.setattr(reference, "MOST_SCORES", BLOCK)
-    monkeypatch.setattr(reference, "MOST_RESULTS", BLOCK)
-    monkeypatch.setattr(cpu, "MOST_RESULTS", BLOCK)
-    sizes = {"max_seq_len": 4096} if family == "mpt" else {"max_position_embeddings": 4096}
-    causal = wrap_causal(tiny_model(family, **sizes))
+    for module in (reference, cpu):
+        monkeypatch.setattr(module, "MOST_SCORES", BLOCK)
+        monkeypatch.setattr(module, "MOST_RESULTS", BLOCK)
+    monkeypatch.setattr(cpu, "WORKSPACE", BLOCK)
+    family, changes = SHAPES[shape]
+    sizes = {} if family == "mpt" else {"max_position_embeddings": 4096}
+    causal = wrap_causal(tiny_model(family, dtype, **sizes, **changes))
     causal.backend = backend
     passes = count_passes(causal, monkeypatch)
 
@@ -407,8 +423,8 @@ def test_memory_of_an_encoding_is_bounded(
         return peak - tokens * causal.computed_bytes_per_token
 
     short, long = beyond_states(500), beyond_states(2000)
-    activations = PASS * 4 * 20 * 96  # of a layer whose widest product has 96 columns
-    layer = 2000 * causal.bytes_per_token  # of keys and values, as they are multiplied
-    assert long < activations + layer + 6 * 4 * BLOCK
-    assert long - short < layer
+    bounds = [causal.pass_bytes(PASS, tokens) for tokens in (500, 2000)]
+    assert short < bounds[0] < 8 * short
+    assert long < bounds[1] < 8 * long
+    assert long - short < 2000 * 2 * causal.bytes_per_token  # keys and values, as multiplied
     assert set(passes) <= {PASS, 500 % PASS, 2000 % PASS}

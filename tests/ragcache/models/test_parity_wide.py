@@ -23,6 +23,7 @@ from ragcache.models import CausalLM, wrap_causal
 from ragcache.models.checkpoint import text_class
 from ragcache.models.families import FAMILIES, family_of
 from ragcache.models.trial import tiny_config, tiny_model
+from tests.peak_memory import peak_bytes
 from tests.ragcache.models.reference import Module, last_logits, prompt, reference
 from tests.ragcache.models.test_trial import VARIANTS, make_config
 from tests.tiny_models import random_tokens
@@ -97,6 +98,16 @@ def test_batched_requests_over_shared_modules(pair: Pair) -> None:
     together = last_logits(pair.causal, contexts)
     alone = torch.cat([last_logits(pair.causal, [context]) for context in contexts])
     torch.testing.assert_close(together, alone, **NEAR)
+
+
+def test_memory_of_a_pass_is_known(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache.engine.engine.MAX_TOKENS_PER_PASS", 64)
+    monkeypatch.setattr("ragcache.attention.cpu.WORKSPACE", 2**15)
+    causal, tokens = pair.causal, min(300, pair.causal.window)
+    job = EncodeJob(random_tokens(tokens, seed=8))
+    list(encode(causal, [job]))  # workspaces stay
+    peak = peak_bytes(lambda: list(encode(causal, [job])))
+    assert peak - tokens * causal.computed_bytes_per_token < causal.pass_bytes(64, tokens)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
