@@ -14,29 +14,24 @@ from __future__ import annotations
 import sys
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from ragcache.engine.checks import RequestChecker
 from ragcache.engine.config import EngineConfig, EngineStats
-from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel, check_job
+from ragcache.engine.encoding import EncodeJob, EncodeQueue, Encoding, StatesChannel
 from ragcache.engine.handle import RequestChannel, coalesced_wakeups
 from ragcache.engine.kv_cache import BlockPool, RadixCache
 from ragcache.engine.kv_cache_manager import KVCacheManager
 from ragcache.engine.request import (
     Request,
     RequestOutput,
-    Segment,
     TokenDelta,
-    check_place,
-    check_states,
-    check_tokens,
-    check_window,
 )
 from ragcache.engine.runner import AsynchronousRunner, ModelRunner
 from ragcache.engine.sampler import Mark, SampledToken, SamplerState
@@ -51,12 +46,9 @@ from ragcache.engine.step import IDLE, BatchSnapshot, LaunchedStep, Lineup, Shar
 from ragcache.errors import (
     DeadlineExceeded,
     EngineFailed,
-    PromptTooLong,
     TextFailed,
-    UnsupportedModel,
     UnusableLogits,
 )
-from ragcache.states.quantization import StoredStates
 
 Clock = Callable[[], float]
 AnswerChannel = RequestChannel[TokenDelta, RequestOutput]
@@ -68,7 +60,8 @@ ANSWER_AHEAD = 256
 class EngineCore:
     """Schedules requests and encodings, runs the model, and samples the next tokens.
 
-    snapshot: the step that runs now, for monitoring from other threads.
+    checker: of what callers submit. snapshot: the step that runs now, for monitoring from other
+    threads.
     """
 
     def __init__(
@@ -84,6 +77,7 @@ class EngineCore:
             RadixCache(pool.block_size, int(config.retained * pool.num_blocks)),
             ahead=ANSWER_AHEAD if runner.asynchronous else 0,
         )
+        self.checker = RequestChecker(runner, self.kv_manager)
         self.stats = EngineStats()
         self.snapshot = IDLE
         self._seen: object = None
@@ -92,7 +86,6 @@ class EngineCore:
         )
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._checked = WeakSet[StoredStates]()  # which requests may read
         self._encode_queue = EncodeQueue(runner.model, config.encode_bytes)
         self._last_number = 0
         self._launched: LaunchedStep | None = None  # whose tokens are not known yet
@@ -127,67 +120,6 @@ class EngineCore:
     def lift_encode_budget(self) -> None:
         """Lets encodings begin whatever they take."""
         self._encode_queue.budget_bytes = sys.maxsize
-
-    def check_request(self, request: Request) -> None:
-        """Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` for a request that could
-        never run."""
-        context, model = request.context, self.runner.model
-        for segment in context.segments:
-            self._check_segment(segment)
-        check_tokens(
-            context.token_ids, context.position_ids,
-            vocabulary=model.vocabulary, window=self.runner.window,
-        )  # fmt: skip
-        if not model.scheme.movable and any(each.delta for each in context.segments):
-            raise UnsupportedModel(
-                "the model's positions are learned, so that cached states cannot stand elsewhere "
-                "than where they were encoded; place schemas with placement='schema'"
-            )
-        self.check_sizes(
-            own=len(context.token_ids), documents=context.cached_tokens,
-            end=context.next_position, max_new_tokens=request.max_new_tokens,
-        )  # fmt: skip
-
-    def check_jobs(self, jobs: Iterable[EncodeJob]) -> None:
-        """Raises `PromptTooLong` or `InvalidRequest` for modules that could never be encoded."""
-        for job in jobs:
-            check_job(job, self.runner.model)
-            if job.root is not None:
-                self._check_segment(job.root)
-
-    def _check_segment(self, segment: Segment) -> None:
-        runner, states = self.runner, segment.states
-        if states not in self._checked:
-            check_states(states, runner.model, by_address=runner.asynchronous)
-            self._checked.add(states)
-        check_place(segment, runner.window)
-
-    def check_sizes(
-        self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
-    ) -> None:
-        """Raises `PromptTooLong` for a prompt and answer of sizes that could never run. own: tokens
-        of question and template; documents: of what it reads, of which so many are `recomputed`;
-        end: the position after the prompt."""
-        window = self.runner.window
-        if documents:
-            check_window(documents, own, window=window, max_new_tokens=max_new_tokens)
-        if end + max_new_tokens > window:
-            raise PromptTooLong(
-                f"the prompt ends at position {end} and the answer may take "
-                f"{max_new_tokens} more, but the model's window holds {window}"
-            )
-        tokens = own + recomputed + max_new_tokens
-        if not self.kv_manager.can_hold(tokens):
-            raise PromptTooLong(
-                f"the request may need {tokens} tokens of its own, but the pool holds "
-                f"{self.pool.num_blocks * self.pool.block_size}; give the engine more pool bytes"
-            )
-
-    def max_answer_tokens(self, computed: int, end: int) -> int:
-        """The most tokens that an answer can have after a prompt of so many computed tokens that
-        ends at `end`; one where nothing fits, so that `check_sizes` refuses it."""
-        left = self.pool.num_blocks * self.pool.block_size - computed
-        return max(1, min(left, self.runner.window - end))
 
     def add_request(self, request: Request, channel: AnswerChannel, submitted_at: float) -> None:
         """Queues a checked request, unless it was cancelled meanwhile."""

@@ -95,7 +95,7 @@ class LLMEngine:
             QueueFull: As many requests wait as the queue holds.
             EngineClosed: The engine was closed.
         """
-        self._core.check_request(request)
+        self._core.checker.check_request(request)
         give_workers_back()  # before the engine's thread computes
         channel = AnswerChannel(self._wake)
         now = time.perf_counter()
@@ -115,7 +115,7 @@ class LLMEngine:
             InvalidRequest: A token or the states of a root are not the model's.
             EngineClosed: The engine was closed.
         """
-        self._core.check_jobs(jobs)
+        self._core.checker.check_jobs(jobs)
         channel = StatesChannel(self._wake)
         with self._lock:
             self._check_open()
@@ -213,7 +213,7 @@ def complete(
     core = EngineCore(runner_for(model), config or EngineConfig.for_device(model.device))
     handles = []
     for request in requests:
-        core.check_request(request)
+        core.checker.check_request(request)
         channel = AnswerChannel(lambda: None)
         core.add_request(request, channel, time.perf_counter())
         handles.append(RequestHandle(channel))

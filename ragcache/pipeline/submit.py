@@ -165,18 +165,19 @@ class Submitter:
     def check_sizes(self, own: int, documents: int) -> None:
         """Raises `PromptTooLong` where no answer could follow a prompt of these sizes."""
         most = self.config.max_new_tokens
-        core, end = self.engine.core, own + documents
-        core.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
+        checker, end = self.engine.core.checker, own + documents
+        checker.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
 
     def _check(self, prompt: BuiltPrompt, generation: Generation) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
-        core, computed, recomputed = self.engine.core, len(prompt.own), prompt.recomputed
+        checker = self.engine.core.checker
+        computed, recomputed = len(prompt.own), prompt.recomputed
         default = self.config.max_new_tokens
         if generation.unbounded:
-            default = core.max_answer_tokens(computed, prompt.end)
+            default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
         request = generation.request_maker(self.model, default, tenant)
-        core.check_sizes(
+        checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + recomputed,
             recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),
         )  # fmt: skip

@@ -52,7 +52,7 @@ def core_of(
 
 
 def submit_request(core: EngineCore, request: Request) -> Answer:
-    core.check_request(request)
+    core.checker.check_request(request)
     channel = AnswerChannel(lambda: None)
     core.add_request(request, channel, core.clock())
     return RequestHandle(channel)

@@ -442,9 +442,9 @@ def test_states_of_another_model_or_device_are_refused(
 ) -> None:
     core = make(causal)
     [states] = encode(causal, [EncodeJob(PROMPT)])
-    core.check_request(over(states))
-    core.check_request(over(states.part(2, 5, 2)))
-    core.check_request(over(quantize(states, "int8")))
+    core.checker.check_request(over(states))
+    core.checker.check_request(over(states.part(2, 5, 2)))
+    core.checker.check_request(over(quantize(states, "int8")))
     others = [
         KVStates(states.keys.half(), states.values.half(), 0),
         KVStates(states.keys[1:], states.values[1:], 0),
@@ -454,7 +454,7 @@ def test_states_of_another_model_or_device_are_refused(
     ]
     for other in others:
         with pytest.raises(InvalidRequest, match="not those of this model"):
-            core.check_request(over(other))
+            core.checker.check_request(over(other))
 
 
 def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM) -> None:
@@ -465,9 +465,9 @@ def test_states_that_a_device_cannot_read_in_place_are_refused(causal: CausalLM)
         KVStates(apart, states.values, 0),
         KVStates(apart, apart, 0),
     ]:
-        core_of(causal).check_request(over(other))
+        core_of(causal).checker.check_request(over(other))
         with pytest.raises(InvalidRequest, match="one after another"):
-            late_core(causal).check_request(over(other))
+            late_core(causal).checker.check_request(over(other))
 
 
 def test_the_seconds_of_the_device_are_counted(causal: CausalLM) -> None:

@@ -240,13 +240,13 @@ def test_request_fails_at_its_deadline(causal: CausalLM) -> None:
 
 def test_requests_that_could_never_run_are_refused(causal: CausalLM) -> None:
     core = core_of(causal, config_of(causal, blocks=5))
-    core.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT)))
+    core.checker.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT)))
     with pytest.raises(PromptTooLong, match="may need 21 tokens of its own, but the pool holds 20"):
-        core.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT) + 1))
+        core.checker.check_request(Request(plain_context(PROMPT), 5 * BLOCK_SIZE - len(PROMPT) + 1))
     core = core_of(causal, config_of(causal, blocks=500))
-    core.check_request(Request(plain_context(PROMPT), causal.window - len(PROMPT)))
+    core.checker.check_request(Request(plain_context(PROMPT), causal.window - len(PROMPT)))
     with pytest.raises(PromptTooLong, match=f"ends at position 9 .* window holds {causal.window}"):
-        core.check_request(Request(plain_context(PROMPT), causal.window - len(PROMPT) + 1))
+        core.checker.check_request(Request(plain_context(PROMPT), causal.window - len(PROMPT) + 1))
 
 
 def test_the_largest_requests_run_one_after_the_other(causal: CausalLM) -> None:

@@ -290,7 +290,7 @@ def test_requests_outside_of_the_window_are_refused() -> None:
     keys, values = model.new_states(4)
     states = KVStates(keys.zero_(), values.zero_(), 0)
     fine = Context((Segment(states, SWITCH - 4),), (1,), (9,), 10)
-    core.check_request(Request(fine, 2))
+    core.checker.check_request(Request(fine, 2))
     refused = [
         replace(fine, segments=(Segment(states, SWITCH - 3),)),
         replace(fine, segments=(Segment(states, -1),)),
@@ -300,6 +300,6 @@ def test_requests_outside_of_the_window_are_refused() -> None:
     ]
     for context in refused:
         with pytest.raises((PromptTooLong, InvalidRequest)):
-            core.check_request(Request(context, 2))
+            core.checker.check_request(Request(context, 2))
     with pytest.raises(PromptTooLong, match="placed at 61 to 65"):
-        core.check_jobs([EncodeJob([1], 60, Segment(states, SWITCH - 3))])
+        core.checker.check_jobs([EncodeJob([1], 60, Segment(states, SWITCH - 3))])

@@ -53,7 +53,7 @@ def core_of(model: CausalLM, **settings: Any) -> EngineCore:
 
 def add(core: EngineCore, request: Request) -> RequestHandle[TokenDelta, RequestOutput]:
     channel = AnswerChannel(lambda: None)
-    core.check_request(request)
+    core.checker.check_request(request)
     core.add_request(request, channel, time.perf_counter())
     return RequestHandle(channel)
 

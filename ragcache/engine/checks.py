@@ -1,0 +1,94 @@
+"""What an engine refuses before it begins: requests and modules that could never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakSet
+
+from ragcache.engine.encoding import EncodeJob, check_job
+from ragcache.engine.kv_cache_manager import KVCacheManager
+from ragcache.engine.request import (
+    Request,
+    Segment,
+    check_place,
+    check_states,
+    check_tokens,
+    check_window,
+)
+from ragcache.engine.runner import ModelRunner
+from ragcache.errors import PromptTooLong, UnsupportedModel
+from ragcache.states.quantization import StoredStates
+
+
+class RequestChecker:
+    """Checks against the model's window and the pool of one engine, for any thread."""
+
+    def __init__(self, runner: ModelRunner, kv_manager: KVCacheManager) -> None:
+        self._runner, self._kv_manager = runner, kv_manager
+        self._checked = WeakSet[StoredStates]()  # which requests may read
+
+    def check_request(self, request: Request) -> None:
+        """Raises `PromptTooLong`, `UnsupportedModel` or `InvalidRequest` for a request that could
+        never run."""
+        context, model = request.context, self._runner.model
+        for segment in context.segments:
+            self._check_segment(segment)
+        check_tokens(
+            context.token_ids, context.position_ids,
+            vocabulary=model.vocabulary, window=self._runner.window,
+        )  # fmt: skip
+        if not model.scheme.movable and any(each.delta for each in context.segments):
+            raise UnsupportedModel(
+                "the model's positions are learned, so that cached states cannot stand elsewhere "
+                "than where they were encoded; place schemas with placement='schema'"
+            )
+        self.check_sizes(
+            own=len(context.token_ids), documents=context.cached_tokens,
+            end=context.next_position, max_new_tokens=request.max_new_tokens,
+        )  # fmt: skip
+
+    def check_jobs(self, jobs: Iterable[EncodeJob]) -> None:
+        """Raises `PromptTooLong` or `InvalidRequest` for modules that could never be encoded."""
+        for job in jobs:
+            check_job(job, self._runner.model)
+            if job.root is not None:
+                self._check_segment(job.root)
+
+    def _check_segment(self, segment: Segment) -> None:
+        runner, states = self._runner, segment.states
+        if states not in self._checked:
+            check_states(states, runner.model, by_address=runner.asynchronous)
+            self._checked.add(states)
+        check_place(segment, runner.window)
+
+    def check_sizes(
+        self, *, own: int, documents: int, end: int, max_new_tokens: int, recomputed: int = 0
+    ) -> None:
+        """Raises `PromptTooLong` for a prompt and answer of sizes that could never run. own: tokens
+        of question and template; documents: of what it reads, of which so many are `recomputed`;
+        end: the position after the prompt."""
+        window = self._runner.window
+        if documents:
+            check_window(documents, own, window=window, max_new_tokens=max_new_tokens)
+        if end + max_new_tokens > window:
+            raise PromptTooLong(
+                f"the prompt ends at position {end} and the answer may take "
+                f"{max_new_tokens} more, but the model's window holds {window}"
+            )
+        tokens = own + recomputed + max_new_tokens
+        if not self._kv_manager.can_hold(tokens):
+            raise PromptTooLong(
+                f"the request may need {tokens} tokens of its own, but the pool holds "
+                f"{self._pool_tokens}; give the engine more pool bytes"
+            )
+
+    def max_answer_tokens(self, computed: int, end: int) -> int:
+        """The most tokens that an answer can have after a prompt of so many computed tokens that
+        ends at `end`; one where nothing fits, so that `check_sizes` refuses it."""
+        left = self._pool_tokens - computed
+        return max(1, min(left, self._runner.window - end))
+
+    @property
+    def _pool_tokens(self) -> int:
+        pool = self._kv_manager.pool
+        return pool.num_blocks * pool.block_size
