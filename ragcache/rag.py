@@ -648,6 +648,12 @@ class RagCache:
             check_argument("embedding", embedding, Embeddings)
         return self.internals.retrievers.retriever_for(embedding)
 
+    def prepare_indexes(self) -> None:
+        """Has the indexes of all collections built in the background, so that no first question
+        has to wait for one. `ragcache serve` calls this; returns at once."""
+        for collection in self.internals.catalog.collections():
+            self.retriever().prepare_index(collection)
+
     @checks_arguments
     def get_modules(self, names: Sequence[str], *, collection: str) -> list[ModuleRow]:
         """The modules with these names, in the order of the names; unknown names are skipped.

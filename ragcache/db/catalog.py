@@ -173,31 +173,35 @@ class Catalog:
         return [found[name] for name in names if name in found]
 
     def reread_modules(
-        self, collection: str, known: Mapping[int, ModuleRow]
-    ) -> tuple[Stamp, list[ModuleRow]]:
+        self, collection: str, known: Mapping[int, ModuleRow], most: int | None = None
+    ) -> Contents:
         """The stamp and all modules of a collection, the known ones first, in their order. Of these
         only names are read: the rest of a module never changes, and ids are not used again. Token
-        ids of a few new ones are read along: questions ask for them next. Raises
-        `UnknownCollection`."""
+        ids of a few new ones are read along: questions ask for them next. most: where more are new,
+        none of them is read. Raises `UnknownCollection`."""
         with self._database.reading() as session:
             stamp = self._stamp_of(session, collection)
-            kept, new = self._reread(session, collection, known)
-            if len(new) <= CHUNK:
+            kept, new = self._reread(session, collection, known, most)
+            if new is not None and len(new) <= CHUNK:
                 self._read_tokens(session, [row.id for row in new])
-        return stamp, kept + new
+        return Contents(stamp, kept + (new or []), new is not None)
 
     def _reread(
-        self, session: Session, collection: str, known: Mapping[int, ModuleRow]
-    ) -> tuple[list[ModuleRow], list[ModuleRow]]:
-        if not known:
+        self, session: Session, collection: str, known: Mapping[int, ModuleRow], most: int | None
+    ) -> tuple[list[ModuleRow], list[ModuleRow] | None]:
+        if not known and most is None:
             return [], self._rows(session, collection)
         columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
         every = session.execute(self._within(from_modules(*columns), collection))
         named = {row[0]: row[1:] for row in every}
+        kept = [_renamed(row, *named[n]) for n, row in known.items() if n in named]
+        came = sorted(named.keys() - known.keys())
+        if most is not None and len(came) > most:
+            return kept, None
         new: list[ModuleRow] = []
-        for chunk in chunks(sorted(named.keys() - known.keys())):
+        for chunk in chunks(came):
             new += self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
-        return [_renamed(row, *named[n]) for n, row in known.items() if n in named], new
+        return kept, new
 
     def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
         with self._database.reading() as session:
@@ -502,6 +506,15 @@ class ModuleRow:
     def metadata(self) -> dict[str, Any]:
         """Its own metadata and that of its document, for filters."""
         return {**self.attributes, **self.details}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The modules of a collection at a stamp. complete: whether those that are new were read."""
+
+    stamp: Stamp
+    modules: Sequence[ModuleRow]
+    complete: bool
 
 
 def _insert_rows(

@@ -300,6 +300,7 @@ class IngestionJobs:
             check_open = lambda *_: self.worker.check_open()  # noqa: E731
             self.ingestor.ingest(collection, loaded, check_open, job, sync=sync)
             self.rows.finish(job)
+            self.ingestor.retriever.prepare_index(collection)
         except JobTaken as error:
             logger.warning("%s", error)
         except RagCacheError as error:  # expected; the job's row holds the reason

@@ -41,6 +41,10 @@ Ranking = list[tuple[int, float]]
 CANDIDATES = 50
 """Modules that each ranking passes to fusion and to `mmr`."""
 
+APPLIED_AT_ONCE = 500
+"""New modules that are applied to an index within a question: it takes 0.2 s. More are found when
+they are indexed aside."""
+
 _EMBED_BATCH = 64
 
 
@@ -103,9 +107,17 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Indexed:
+    """behind: whether it lacks modules that are new at the stamp."""
+
     stamp: Stamp
     index: CollectionIndex
     modules: dict[int, ModuleRow]
+    behind: bool = False
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether another one should be built."""
+        return self.behind or self.index.is_outdated
 
 
 class Retriever:
@@ -114,8 +126,9 @@ class Retriever:
 
     What any process has stored is found by the next question, and what any has deleted is not. No
     question waits for a large index to be built again: it takes what came and what went since into
-    account, at a cost in proportion to that, and one thread builds another aside. What this process
-    ingests it takes into account itself (`update_index`), before `ingest` returns."""
+    account, at a cost in proportion to that, and one thread builds another aside. More than
+    `APPLIED_AT_ONCE` new modules are found when that is built. What this process ingests it takes
+    into account itself (`update_index`), before `ingest` returns."""
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None
@@ -162,7 +175,14 @@ class Retriever:
         to. Where the ledger does not answer, the next question does it."""
         if collection in self._indexed:
             with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
-                self._current(collection, None, self._catalog.stamp(collection))
+                if self._current(collection, None, self._catalog.stamp(collection)).behind:
+                    self._rebuilder.request(collection).wait()
+
+    def prepare_index(self, collection: str) -> None:
+        """Has the first index of a collection built aside, so that its first question need not
+        wait, or not for as long. Returns at once."""
+        if collection not in self._indexed:
+            self._rebuilder.request(collection)
 
     def embed_texts(self, texts: Sequence[str]) -> np.ndarray | None:
         """Vectors [N, D] float32 of stripped texts; None without an embedder."""
@@ -220,7 +240,7 @@ class Retriever:
                 vectors = self._vectors_of(collection, indexed.modules, dimension)
                 indexed = replace(indexed, index=indexed.index.with_vectors(vectors))
             self._indexed[collection] = indexed
-        if indexed.index.is_outdated:
+        if indexed.is_outdated:
             self._rebuilder.request(collection)
         return indexed
 
@@ -232,17 +252,42 @@ class Retriever:
         """The index with what has changed since; a new one for a new collection."""
         if before is not None and before.stamp.collection != stamp.collection:
             before = None
-        known = {} if before is None else before.modules
-        stamp, rows = self._catalog.reread_modules(collection, known)
-        modules = {row.id: row for row in rows}
-        given = _ids_and_texts(modules)
-        index = CollectionIndex(*given) if before is None else before.index.update(*given)
-        return _Indexed(stamp, index, modules)
+        if before is None:
+            return self._first(collection)
+        read = self._catalog.reread_modules(collection, before.modules, APPLIED_AT_ONCE)
+        modules = {row.id: row for row in read.modules}
+        index = before.index.update(*_ids_and_texts(modules))
+        return _Indexed(read.stamp, index, modules, behind=not read.complete)
+
+    def _first(self, collection: str, known: Mapping[int, ModuleRow] | None = None) -> _Indexed:
+        """A new index of all that a collection holds; it is not built yet. known: modules that
+        need not be read."""
+        read = self._catalog.reread_modules(collection, known or {})
+        modules = {row.id: row for row in read.modules}
+        return _Indexed(read.stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
 
     def _rebuild(self, collection: str) -> None:
-        """Builds the words of a collection anew from what is in memory, and applies to them what
-        has changed meanwhile."""
-        indexed = self._indexed[collection]
+        """Builds the words of a collection anew, and applies to them what has changed meanwhile; a
+        first index, where there is none."""
+        indexed = self._indexed.get(collection)
+        if indexed is None:
+            with contextlib.suppress(UnknownCollection):  # deleted meanwhile
+                self._current(collection, None, self._catalog.stamp(collection)).index.build()
+        elif indexed.behind:
+            self._catch_up(collection, indexed)
+        elif indexed.is_outdated:
+            self._renew_words(collection, indexed)
+
+    def _catch_up(self, collection: str, indexed: _Indexed) -> None:
+        built = self._first(collection, indexed.modules)
+        built.index.build()
+        with self._lock_of(collection):
+            stamp = self._indexed[collection].stamp
+            if not _covers(built, stamp):
+                built = self._updated(collection, stamp, built)
+            self._indexed[collection] = built
+
+    def _renew_words(self, collection: str, indexed: _Indexed) -> None:
         words = WordIndex(*_ids_and_texts(indexed.modules))
         words.build()
         with self._lock_of(collection):
@@ -281,18 +326,20 @@ class _Rebuilder:
 
     def __init__(self, rebuild: Callable[[str], None]) -> None:
         self._rebuild = rebuild
-        self._requested: dict[str, None] = {}  # in the order of requests
+        self._requested: dict[str, threading.Event] = {}  # in the order of requests
         self._running = False
         self._guard = threading.Lock()
 
-    def request(self, collection: str) -> None:
-        """Has a collection rebuilt soon; at most once for all requests until that begins."""
+    def request(self, collection: str) -> threading.Event:
+        """Has a collection rebuilt soon, at most once for all requests until that begins. Returns
+        what is set at its end."""
         with self._guard:
-            self._requested[collection] = None
+            ended = self._requested.setdefault(collection, threading.Event())
             if self._running:
-                return
+                return ended
             self._running = True
         threading.Thread(target=self._run, name="ragcache-index", daemon=True).start()
+        return ended
 
     def _run(self) -> None:
         while True:
@@ -301,11 +348,13 @@ class _Rebuilder:
                 if collection is None:
                     self._running = False
                     return
-                del self._requested[collection]
+                ended = self._requested.pop(collection)
             try:
                 self._rebuild(collection)
             except Exception:
                 _log.exception("the index of %r was not rebuilt; the old one serves", collection)
+            finally:
+                ended.set()
 
 
 def _ids_and_texts(modules: Mapping[int, ModuleRow]) -> tuple[np.ndarray, list[str]]:
@@ -456,6 +505,10 @@ class CollectionIndex:
     def is_outdated(self) -> bool:
         """Whether the words should be built anew."""
         return self._words.is_outdated
+
+    def build(self) -> None:
+        """Builds the words now; else the first sparse search does."""
+        self._words.build()
 
     @property
     def dimension(self) -> int | None:

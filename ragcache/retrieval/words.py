@@ -74,6 +74,9 @@ class UpdatedWords:
             [Counter(spell(text)) for text in came] for spell in (terms, characters)
         )
 
+    def build(self) -> None:
+        """Nothing: the index that it goes by is built."""
+
     def scores(self, query: str) -> np.ndarray:
         """As `WordIndex.scores`."""
         made = self._built.build()

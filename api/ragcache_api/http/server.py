@@ -90,6 +90,7 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
     """
     check_exposure(rag, settings)
     app = create_app(rag, settings)
+    rag.prepare_indexes()
     config = server_config(app, settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

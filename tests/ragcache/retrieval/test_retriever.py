@@ -474,6 +474,60 @@ def test_a_change_is_applied_without_a_question(
     wait_until_built(retriever)
 
 
+@pytest.mark.parametrize("embedder", [Topics(), None])
+def test_many_new_modules_are_indexed_aside_while_the_old_index_serves(
+    database: Database, monkeypatch: pytest.MonkeyPatch, embedder: Topics | None
+) -> None:
+    catalog, retriever = opened(database, embedder)
+    fill(catalog, embedder)
+    sparse = SearchParams(9, "sparse")
+    assert names(retriever.retrieve("boat", "notes", sparse)) == ["boats.md"]
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 2)
+    held = Held(monkeypatch)
+    catalog.delete_documents("notes", ["keys.md"])
+    catalog.replace_documents("notes", [document(f"d{n}", "A boat.") for n in range(3)])
+    assert names(retriever.retrieve("boat", "notes", sparse)) == ["boats.md"]
+    assert held.entered.wait(30)
+    catalog.replace_documents("notes", [document("late", "A boat, too late.")])
+    catalog.delete_documents("notes", ["boats.md"])
+    assert "keys.md" not in found(retriever, "key", 9), "deleted is never answered"
+    assert names(retriever.retrieve("boat", "notes", sparse)) == []
+    held.go.set()
+    wait_until_built(retriever)
+    assert set(names(retriever.retrieve("boat", "notes", sparse))) == {"d0", "d1", "d2", "late"}
+    assert set(found(retriever, "boat", 9)) >= {"d0", "d1", "d2", "late"}
+    wait_until_built(retriever)
+
+
+def test_what_this_process_ingests_is_found_however_much_it_is(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+    assert found(retriever, "boat") == ["boats.md"]
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 2)
+    held = Held(monkeypatch)
+    held.go.set()
+    catalog.replace_documents("notes", [document(f"d{n}", "A sloop.") for n in range(3)])
+    retriever.update_index("notes")
+    assert sorted(found(retriever, "sloop", 9)) == ["d0", "d1", "d2"]
+    wait_until_built(retriever)
+
+
+def test_a_first_index_is_built_aside(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+    held = Held(monkeypatch)
+    held.go.set()
+    for name in ("notes", "notes", "gone"):
+        retriever.prepare_index(name)
+    wait_until_built(retriever)
+    assert found(retriever, "boat") == ["boats.md"]
+    assert "not rebuilt" not in caplog.text
+
+
 def test_a_build_that_fails_leaves_the_old_index(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
