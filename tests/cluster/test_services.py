@@ -22,6 +22,7 @@ from tests.cluster.services import COLLECTION, Services
 from tests.ragcache.store.test_faults import Switch, connector
 
 WORDS = ("anchor", "beacon", "cutter", "dinghy", "ensign", "fathom", "galley", "halyard")
+_REMOTE_ROWS = select(StateTable.tier, StateTable.key).where(StateTable.tier == "remote")
 TEXTS = {word: f"The {word} is kept in shed {n}. " * 200 for n, word in enumerate(WORDS)}
 
 
@@ -68,6 +69,32 @@ def test_d6_what_is_deleted_leaves_every_machine(services: Services, measured: M
         wait_until(10, lambda service=service: service.verify()["clean"])
     database.close()
     assert "anchor" not in second.sources("Where is the anchor kept?", 4)
+
+
+def test_d7_a_service_with_another_remote_does_not_start_and_changes_nothing(
+    services: Services, measured: Measured
+) -> None:
+    first = services.start("a")
+    first.ingest({word: TEXTS[word] for word in WORDS[:2]})
+    database = Database.open(services.url)
+
+    def rows() -> set[tuple[str, str]]:
+        with database.reading() as session:
+            return {(tier, key) for tier, key in session.execute(_REMOTE_ROWS)}
+
+    before = rows()
+    with pytest.raises(AssertionError, match="it is another one, or what is mounted there is away"):
+        services.start("b", remote=f"file://{services.folder / 'unmounted'}")
+    measured(
+        "D7 rows of the remote before and after a start with another", (len(before), len(rows()))
+    )
+    assert rows() == before
+    assert len(before) > 0
+    assert not list((services.folder / "unmounted").glob("**/*"))
+    second = services.start("b")
+    assert set(second.sources("Where is the anchor kept?").values()) == {"remote"}
+    assert first.verify()["clean"]
+    database.close()
 
 
 def test_d9_a_service_that_ends_refuses_no_connection_until_it_is_noticed(
