@@ -13,6 +13,7 @@ import pytest
 from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encoding_saved, prefix
 from hypothesis import given
 from hypothesis import strategies as st
+from indexes import bench_indexes
 from pml import PmlSetting, bench_pml
 from quantization import bench_quantization
 from relay import RelaySetting, bench_relay, plot_relay
@@ -96,6 +97,16 @@ def test_it_measures_what_it_says() -> None:
     assert 0 < result["resolve_ms"] <= result["resolve_worst_ms"]
     assert result["characters"] > 200 * 500
     assert "machine" in result
+
+
+def test_questions_after_changes_are_measured_beside_a_whole_build() -> None:
+    waits = bench_indexes(500)["waits"]
+    assert next(iter(waits)) == "the whole index is built"
+    assert list(waits)[1:] == [
+        "the first question, its index built aside", "after 10 new modules",
+        "after 100 new modules", "after a document was deleted",
+    ]  # fmt: skip
+    assert all(wait["wall_s"] > 0 for wait in waits.values())
 
 
 @pytest.mark.slow
