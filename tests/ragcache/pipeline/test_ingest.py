@@ -32,6 +32,7 @@ from ragcache.errors import (
 from ragcache.models import LoadedModel
 from ragcache.pipeline.ingestion_jobs import IngestionWorker
 from ragcache.pipeline.module_states import ModuleEncoder
+from ragcache.retrieval.words import WordIndex
 
 TIDES = "The tide turns twice a day and nobody has to wind it. "
 DOCUMENTS = [SourceDocument(name, f"The {name} is in the yard.") for name in ("kiln", "lamp")]
@@ -223,6 +224,31 @@ def test_a_job_ends_with_its_documents_stored(rag: RagCache) -> None:
     assert done.created_at <= (done.started_at or 0) <= (done.finished_at or 0)
     assert rag.ask("Where is the kiln?", collection="notes").sources
     assert done.ended
+
+
+def test_indexes_are_built_after_a_job_and_when_they_are_prepared(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builders: list[str] = []
+    build = WordIndex.build
+
+    def watched(index: WordIndex) -> Any:
+        if index._made is None:
+            builders.append(threading.current_thread().name)
+        return build(index)
+
+    monkeypatch.setattr(WordIndex, "build", watched)
+    rag.jobs.wait(rag.jobs.submit("notes", DOCUMENTS).id, 20)
+    rag.ingest("plans", DOCUMENTS)
+    rag.prepare_indexes()
+    for thread in threading.enumerate():
+        if thread.name == "ragcache-index":
+            thread.join(20)
+    assert [len(rag.retrieve("kiln", collection=name).hits) for name in ("notes", "plans")] == [
+        1,
+        1,
+    ]
+    assert builders == ["ragcache-index"] * 2
 
 
 def test_what_is_unchanged_ends_too(rag: RagCache) -> None:
