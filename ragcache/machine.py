@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def process_memory() -> dict[str, int]:
     return {"rss_bytes": memory.rss, "mapped_bytes": getattr(memory, "shared", 0)}
 
 
-def device_memory(device: torch.device) -> dict[str, int | str]:
+def device_memory(device: torch.device) -> dict[str, Any]:
     """`name`, `total_bytes` and `free_bytes` of a GPU, and `reserved_bytes` of this process."""
     free, total = torch.cuda.mem_get_info(device)
     return {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ragcache.errors import StoreBudgetExceeded, StoreFull
+from ragcache.machine import device_memory
 from ragcache.states import KVKey, KVStates
 from ragcache.states.quantization import StoredStates, kv_dtype_of, restored
 from ragcache.store.tiers import DeviceTier, HostTier
@@ -231,3 +232,11 @@ def test_two_devices_are_served_side_by_side() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert all(all(found) for found in threads.map(serve, tiers))
+
+
+def test_memory_of_a_gpu_is_told() -> None:
+    kept = torch.empty(GIB // 4, device="cuda")
+    told = device_memory(kept.device)
+    assert 0 < told["free_bytes"] < told["total_bytes"]
+    assert told["reserved_bytes"] >= GIB
+    assert told["name"]

@@ -77,6 +77,12 @@ class EventLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps a record; `logging` holds the handler's lock."""
+        try:
+            self._keep(record)
+        except Exception:  # as logging has it: a record that cannot be written ends no request
+            self.handleError(record)
+
+    def _keep(self, record: logging.LogRecord) -> None:
         traceback = "".join(format_exception(*record.exc_info)) if record.exc_info else ""
         if traceback and record.name.startswith(_UVICORN) and self._is_known(request_id()):
             return  # the service has logged it, and raised it again

@@ -385,6 +385,9 @@ def test_the_log_shows_errors_with_their_times_and_requests(
 
     monkeypatch.setattr(RagCache, "collection_page", fail)
     failed = server.get("/v1/collections").headers["x-request-id"]
+    page.open("documents")
+    page.click(".fault a", "See the log")
+    page.find(".entries [data-level=error]", "GET /v1/collections failed")
     page.open("log")
     newest = page.find(".entries [data-level=error]", "GET /v1/collections failed")
     when = newest.find_element(By.CSS_SELECTOR, "time").get_attribute("title")

@@ -16,14 +16,15 @@ export const setKey = (key) => sessionStorage.setItem(STORED, key);
 export const forgetKey = () => sessionStorage.removeItem(STORED);
 
 /** What the server said in application/problem+json, or in OpenAI's shape. status 0: no answer;
- *  wait: seconds after which to try again; errors: [{loc, msg}], where parts of the request are at
+ *  wait: seconds after which to try again; request: its id; errors: [{loc, msg}], where parts of the request are at
  *  fault. */
 export class Problem extends Error {
-  constructor(status, body, wait = 0) {
+  constructor(status, body, headers = new Headers()) {
     const said = body?.error ?? body ?? {};
     super(said.detail ?? said.message ?? said.title ?? `The server answered ${status}.`);
     this.status = status;
-    this.wait = wait;
+    this.wait = Number(headers.get("Retry-After")) || 0;
+    this.request = headers.get("X-Request-ID");
     this.errors = said.errors ?? [];
     this.title = said.title ?? (status ? `Error ${status}` : "No answer");
   }
@@ -37,11 +38,7 @@ export async function request(method, path, { body, headers = {}, signal } = {})
     if (response.ok) return response;
     if (response.status === 401 && attempt <= RETRIED && (await renewed(used, attempt > 1)))
       continue;
-    throw new Problem(
-      response.status,
-      await response.json().catch(() => null),
-      Number(response.headers.get("Retry-After")) || 0,
-    );
+    throw new Problem(response.status, await response.json().catch(() => null), response.headers);
   }
 }
 

@@ -1,5 +1,5 @@
 // Pieces that several views show.
-import { forgetKey } from "./api.js";
+import { forgetKey, withQuery } from "./api.js";
 import { h } from "./dom.js";
 import { ago, iso } from "./format.js";
 import { icon } from "./icons.js";
@@ -45,8 +45,16 @@ export function fault(error) {
     { class: "empty fault", role: "alert" },
     h("strong", {}, error.title ?? "Something went wrong"),
     h("p", {}, error.message),
+    logged(error),
     [401, 403].includes(error.status) && h("button", { onclick: otherKey }, "Use another key"),
   );
+}
+
+/** The way to the log's entry of an error of the server; null where there is none. */
+export function logged({ status, request }) {
+  return status >= 500 && request
+    ? h("a", { href: withQuery("#/log", { request }) }, "See the log")
+    : null;
 }
 
 function otherKey() {
@@ -139,7 +147,7 @@ export function plainTable(columns, rows, label) {
   );
   return h(
     "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+    { class: "scroll" },
     h(
       "table",
       { class: columns.length > FEW ? "plain stacks" : "plain", "aria-label": label },

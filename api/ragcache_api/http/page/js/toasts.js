@@ -1,6 +1,7 @@
 // Notices at the corner: what was done, and what went wrong, in the server's words.
 import { h } from "./dom.js";
 import { icon } from "./icons.js";
+import { logged } from "./parts.js";
 
 const LASTING = { ok: 5000, error: 12000 };
 
@@ -25,5 +26,5 @@ export function toast(kind, title, detail = "") {
 /** Says what went wrong; an aborted call is no error. */
 export function complain(error) {
   if (error.name === "AbortError") return;
-  toast("error", error.title ?? "Something went wrong", error.message);
+  toast("error", error.title ?? "Something went wrong", [error.message, " ", logged(error)]);
 }

@@ -33,7 +33,7 @@ async function read(view, actions, reload) {
     show(view.body, view.rows.length ? table(view.rows, reload) : none(create()));
   } catch (error) {
     if (view.signal.aborted) return;
-    show(view.body, error.status === 403 ? withheld("keys") : fault(error));
+    show(view.body, error.status === 403 ? withheld("list of keys") : fault(error));
   }
 }
 
