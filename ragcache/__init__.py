@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ragcache.documents import SourceDocument
     from ragcache.pipeline import (
         Answer,
+        AnswerSpan,
         AnswerStream,
         AsyncAnswerStream,
         Citation,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
+    "AnswerSpan",
     "AnswerStream",
     "AsyncAnswerStream",
     "Citation",

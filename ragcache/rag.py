@@ -516,12 +516,17 @@ class RagCache:
         for messages in conversations:
             check_argument("messages", messages, Conversation)
         mode = check_mode(options.get("mode", "rooted"))
+        generation = options.get("generation", GREEDY)
+        if generation.extractive and options.get("tools"):
+            raise InvalidRequest(
+                "an extractive answer is a quotation and calls no tools; leave out either"
+            )
         call = ChatCall(
             mode, options.get("recognize", True), options.get("tools"),
             options.get("chat_template_kwargs"),
         )  # fmt: skip
         prompts = self.internals.chat.prepare_prompts(conversations, call)
-        return self.internals.submitter.run(prompts, options.get("generation", GREEDY))
+        return self.internals.submitter.run(prompts, generation)
 
     @checks_arguments
     def add_schema(

@@ -21,6 +21,7 @@ MAX_STOP_LENGTH = 1000
 REPLACEMENT = "\ufffd"
 Decode = Callable[[list[int]], str]
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BLANK = "\u2581"  # sentencepiece's sign for a space
 
 
 class TextStream:
@@ -224,3 +225,21 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of_character()
+
+
+def token_to_bytes(tokenizer: Any) -> Callable[[str], bytes]:
+    """What turns a token of the tokenizer's vocabulary into the bytes that it stands for. Added
+    tokens stand for themselves."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = b"" if backend is None else backend.decoder.__getstate__()
+    byte_level = b'"ByteLevel"' in decoder or hasattr(tokenizer, "byte_decoder")
+    added = {each.content for each in tokenizer.added_tokens_decoder.values()}
+
+    def spell(token: str) -> bytes:
+        if byte_level and token not in added and all(map(_BYTE_OF.__contains__, token)):
+            return bytes(_BYTE_OF[character] for character in token)
+        if not byte_level and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.encode() if byte_level else token.replace(_BLANK, " ").encode()
+
+    return spell

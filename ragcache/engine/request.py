@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Protocol
 
 from ragcache.engine.constraint import MakeConstraint
-from ragcache.engine.detokenizer import TextStream, check_stop_strings
+from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.sampler import SampledToken
 from ragcache.engine.sampling_params import SamplingParams
 from ragcache.errors import InvalidRequest, PromptTooLong
@@ -16,7 +17,22 @@ from ragcache.states.quantization import StoredStates, kv_dtype_of, model_dtype
 
 MAX_CHOICES = 128
 
-MakeText = Callable[[Sequence[str]], TextStream]
+
+class AnswerText(Protocol):
+    """The text of one answer as it grows, such as a `TextStream`."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, None before."""
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token. Returns the text that is now safe to show."""
+
+    def finish(self) -> str:
+        """Ends the text. Returns what was held back."""
+
+
+MakeText = Callable[[Sequence[str]], AnswerText]
 """Makes the text of one answer, given the strings that end it."""
 
 

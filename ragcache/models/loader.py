@@ -33,12 +33,14 @@ _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; 
 @dataclass(frozen=True)
 class LoadedModel:
     """A patched model with its tokenizer. dtypes: what it computes in and keeps states in, and why;
-    None where it was not opened by `load_model`."""
+    None where it was not opened by `load_model`. extractive: whether its answers to questions are
+    quotations unless a request says otherwise, as those of the embedded reader."""
 
     name: str
     causal: LanguageModel
     tokenizer: Any
     dtypes: DTypeChoice | None = field(default=None, kw_only=True)
+    extractive: bool = field(default=False, kw_only=True)
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -113,7 +115,7 @@ def load_model(
     causal = _wrapped(convert(model, choice.compute).to(place), embedded=embedded)
     causal.states_dtype = choice.states
     called = "ragcache-reader" if name is None else source
-    return LoadedModel(called, causal, tokenizer, dtypes=choice)
+    return LoadedModel(called, causal, tokenizer, dtypes=choice, extractive=name is None)
 
 
 def _wrapped(model: Any, *, embedded: bool) -> LanguageModel:

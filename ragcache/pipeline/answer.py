@@ -13,6 +13,7 @@ from typing import Any
 from ragcache.db import ModuleRow
 from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
+from ragcache.pipeline.quotations import AnswerSpan, QuotationSources, headings_of, page_of
 from ragcache.store import Lease
 
 
@@ -51,16 +52,10 @@ class Citation:
         cosine: float | None = None,
     ) -> Citation:  # fmt: skip
         """The citation of a stored module."""
-        page, headings = module.metadata.get("page"), module.details.get("headings", ())
         return cls(
             module.document, module.name, module.uri, score, scaffold=scaffold, bm25=bm25,
-            cosine=cosine, page=page if isinstance(page, int) else None, headings=_titles(headings),
+            cosine=cosine, page=page_of(module), headings=headings_of(module),
         )  # fmt: skip
-
-
-def _titles(headings: Any) -> tuple[str, ...]:
-    """Headings as they are stored; a loader may have metadata of this name too."""
-    return tuple(map(str, headings)) if isinstance(headings, list) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +107,8 @@ class Answer:
         timings: In seconds.
         choices: All `n` answers as they were generated, with tokens and log-probabilities where
             `logprobs` was set.
+        spans: Of extractive answers, where they stand in the documents, the best source first:
+            places of the first choice, then of the others. Else none.
     """
 
     question: str
@@ -122,6 +119,7 @@ class Answer:
     reuse: Reuse
     timings: Timings
     choices: tuple[Choice, ...] = ()
+    spans: tuple[AnswerSpan, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -142,7 +140,7 @@ class Timestamps:
 class PreparedAnswer:
     """Everything in an answer but what is generated; known when its request is submitted. kind:
     `question`, `prompt` or `chat`; collection: or the schema; tokens: of the prompt, by the tier
-    that their states came from, or `encoded`."""
+    that their states came from, or `encoded`; quoted: what an extractive answer quotes."""
 
     question: str
     sources: tuple[Citation, ...]
@@ -155,6 +153,7 @@ class PreparedAnswer:
     kind: str = "question"
     collection: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
+    quoted: QuotationSources | None = None
 
     def answer(self, completion: RequestOutput) -> Answer:
         """The whole answer."""
@@ -174,6 +173,7 @@ class PreparedAnswer:
         return Answer(
             self.question, completion.choices[0].text.strip(), self.sources, self.mode,
             completion.finish_reason, reuse, timings, completion.choices,
+            () if self.quoted is None else self.quoted.spans(completion.choices),
         )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class AskPipeline:
             collection=collection,
             shares=not exact,
             answerable=bool(selection.hits),
+            modules=tuple(hit.module for hit in selection.hits),
         )
 
     def _encoder(self, kwargs: Mapping[str, Any] | None) -> ModuleEncoder:

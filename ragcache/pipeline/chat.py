@@ -101,6 +101,7 @@ class ChatPipeline:
             sources=tuple(zip(cited, groups or [None] * len(cited), strict=True)),
             kind="chat",
             shares=not exact,
+            modules=tuple(found),
         )
 
     def _render(self, conversation: Conversation, options: ChatCall) -> RenderedChat:

@@ -28,6 +28,7 @@ from ragcache.pipeline.module_states import (
 from ragcache.pipeline.modules import Modules
 from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.pml import PmlPipeline
+from ragcache.pipeline.quotations import Quotations
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
 from ragcache.retrieval import Retrievers, embedder_name
@@ -154,7 +155,10 @@ class Namespace:
             AskPipeline(catalog, encoder, template, tokens, retriever, scaffolds),
             PmlPipeline(SchemaTexts(database, name), scopes, template),
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
-            Submitter(model, shared.engine, shared.deferred, config, name, shared.monitor),
+            Submitter(
+                model, shared.engine, shared.deferred, config, name, shared.monitor,
+                Quotations(catalog, model, tokens),
+            ),
             Modules(catalog, store, encoder, tokens),
             retrievers,
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ragcache.db import Catalog
+from ragcache.db import Catalog, ModuleRow
 from ragcache.engine import Context, Segment
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.module_states import ModuleEncoder, Scaffolds
@@ -129,6 +129,7 @@ class BuiltPrompt:
     mode, kind, collection, timestamps: as in `PreparedAnswer`; sources: each with the group that
     it is read from, None where it is computed. shares: whether the states of its own tokens may be
     shared. answerable: False where retrieval found nothing; such a prompt is answered at once.
+    modules: those that an extractive answer may quote, the best first.
     """
 
     question: str
@@ -143,6 +144,7 @@ class BuiltPrompt:
     collection: str = ""
     shares: bool = True
     answerable: bool = True
+    modules: tuple[ModuleRow, ...] = ()
     timestamps: Timestamps = field(default_factory=Timestamps)
 
     @property

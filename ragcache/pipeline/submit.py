@@ -24,14 +24,16 @@ from ragcache.engine import (
 )
 from ragcache.engine.detokenizer import check_stop_strings
 from ragcache.engine.handle import RequestChannel
-from ragcache.engine.request import check_options
+from ragcache.engine.request import MakeText, check_options
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
 from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
+from ragcache.pipeline.quotations import Quotations, QuotationSources
 from ragcache.store import Lease
 from ragcache.structured import Grammar, compile_constraint
+from ragcache.structured.quotation import QuotationConstraint, QuotationText
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,10 @@ class Generation:
         priority: Each level counts as 10 seconds of waiting.
         share: Whether states of the question's own tokens may be shared with other requests.
         grammar: The form that every answer keeps to (extra `structured`).
+        extractive: Whether every answer is a quotation: a contiguous run of the text of one of the
+            modules that it is read from, from word boundary to word boundary, whose places are
+            `Answer.spans`. None is what the model does with questions: the embedded reader quotes,
+            others do not.
         skip_special_tokens: Whether control tokens are left out of the text; False where they mark
             tool calls (`ToolStyle.special`).
         unbounded: Whether `max_new_tokens` None is as many as the model's window and the engine's
@@ -69,6 +75,7 @@ class Generation:
     priority: int = 0
     share: bool = True
     grammar: Grammar | None = None
+    extractive: bool | None = None
     skip_special_tokens: bool = True
     unbounded: bool = False
 
@@ -101,10 +108,16 @@ class Generation:
         return default if self.max_new_tokens is None else self.max_new_tokens
 
     def request_maker(
-        self, model: LoadedModel, default_tokens: int, tenant: Hashable
-    ) -> MakeRequest:
+        self, model: LoadedModel, default_tokens: int, tenant: Hashable,
+        quoted: QuotationSources | None = None,
+    ) -> MakeRequest:  # fmt: skip
         """Makes the engine's request once its context is known. All options are checked here.
-        Raises `InvalidRequest`, or `MissingExtra` for a grammar."""
+        Raises `InvalidRequest`, or `MissingExtra` for a grammar. quoted: what the answer quotes."""
+        constraint = None if self.grammar is None else compile_constraint(self.grammar, model)
+        text: MakeText = partial(_plain_text, model, self.skip_special_tokens)
+        if quoted is not None:
+            constraint = partial(QuotationConstraint, quoted.index)
+            text = partial(QuotationText, quoted.index)
         most = self.max_tokens(default_tokens)
         check_options(most, self.min_new_tokens, self.n, self.timeout, stop=self.stop)
         return partial(
@@ -112,10 +125,13 @@ class Generation:
             max_new_tokens=most, min_new_tokens=self.min_new_tokens,
             stop=check_stop_strings(self.stop), stop_ids=model.stop_ids,
             sampling=self.sampling, n=self.n, ignore_eos=self.ignore_eos,
-            text=lambda stop: TextStream(model.tokenizer, stop, self.skip_special_tokens),
+            text=text, constraint=constraint,
             tenant=tenant if self.share else None, priority=self.priority, timeout=self.timeout,
-            constraint=None if self.grammar is None else compile_constraint(self.grammar, model),
         )  # fmt: skip
+
+
+def _plain_text(model: LoadedModel, skip_special_tokens: bool, stop: Sequence[str]) -> TextStream:
+    return TextStream(model.tokenizer, stop, skip_special_tokens)
 
 
 _GRAMMARS: dict[str, Callable[[Any], Grammar | None]] = {
@@ -131,7 +147,8 @@ GREEDY = Generation()
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
-    """Runs built prompts on the engine. namespace: whose requests share private states."""
+    """Runs built prompts on the engine. namespace: whose requests share private states.
+    quotations: of modules that prompts read; None where those are of schemas."""
 
     model: LoadedModel
     engine: LLMEngine
@@ -139,6 +156,7 @@ class Submitter:
     config: RagCacheConfig
     namespace: str = NAMESPACE
     monitor: RequestMonitor = field(default_factory=RequestMonitor)
+    quotations: Quotations | None = None
 
     def run(
         self, prompts: Sequence[BuiltPrompt], generation: Generation = GREEDY
@@ -149,14 +167,18 @@ class Submitter:
         `QueueFull` or `EngineClosed`, after which those submitted already are given up.
         """
         self.deferred.release()
-        requests = [self._check(prompt, generation) for prompt in prompts]
+        quoted = [self._quoted(prompt, generation) for prompt in prompts]
+        requests = [
+            self._check(prompt, generation, sources)
+            for prompt, sources in zip(prompts, quoted, strict=True)
+        ]
         for prompt in prompts[1:]:  # while the first, whose lease follows at once, is prepared
             if prompt.states is not None:
                 prompt.states.prefetch()
         pending: list[PendingAnswer] = []
         try:
-            for prompt, request in zip(prompts, requests, strict=True):
-                pending.append(self._lease_and_submit(prompt, request))
+            for prompt, request, sources in zip(prompts, requests, quoted, strict=True):
+                pending.append(self._lease_and_submit(prompt, request, sources))
         except BaseException:
             give_up(pending)
             raise
@@ -168,7 +190,34 @@ class Submitter:
         checker, end = self.engine.core.checker, own + documents
         checker.check_sizes(own=own, documents=documents, end=end, max_new_tokens=most)
 
-    def _check(self, prompt: BuiltPrompt, generation: Generation) -> MakeRequest:
+    def _quoted(self, prompt: BuiltPrompt, generation: Generation) -> QuotationSources | None:
+        """What the answer may quote; None where it need not quote. Raises `InvalidRequest`."""
+        wanted = generation.extractive
+        if wanted and generation.grammar is not None:
+            raise InvalidRequest(
+                "an extractive answer is a quotation and keeps to no grammar; leave out either "
+                "extractive, or response format and grammar"
+            )
+        if wanted and prompt.kind == "prompt":
+            raise InvalidRequest(
+                "an extractive answer quotes documents, and a PML prompt reads a schema; ask a "
+                "collection instead, or leave out extractive"
+            )
+        if wanted and not prompt.modules and prompt.answerable:
+            raise InvalidRequest(
+                "an extractive answer quotes documents, and no ingested text was recognized in the "
+                "conversation; ask with a collection, or leave out extractive"
+            )
+        if wanted is None:
+            plain = prompt.kind == "question" and generation.grammar is None
+            wanted = plain and self.model.extractive
+        if not wanted or not prompt.modules or self.quotations is None:
+            return None
+        return self.quotations.of(prompt.modules)
+
+    def _check(
+        self, prompt: BuiltPrompt, generation: Generation, quoted: QuotationSources | None
+    ) -> MakeRequest:
         """Step 1: the sizes and the options, while nothing is leased."""
         checker = self.engine.core.checker
         computed, recomputed = len(prompt.own), prompt.recomputed
@@ -176,34 +225,37 @@ class Submitter:
         if generation.unbounded:
             default = checker.max_answer_tokens(computed, prompt.end)
         tenant = self.namespace if prompt.shares else None
-        request = generation.request_maker(self.model, default, tenant)
+        request = generation.request_maker(self.model, default, tenant, quoted)
         checker.check_sizes(
             own=computed - recomputed, documents=prompt.read_tokens + recomputed,
             recomputed=recomputed, end=prompt.end, max_new_tokens=generation.max_tokens(default),
         )  # fmt: skip
         return request
 
-    def _lease_and_submit(self, prompt: BuiltPrompt, request: MakeRequest) -> PendingAnswer:
+    def _lease_and_submit(
+        self, prompt: BuiltPrompt, request: MakeRequest, quoted: QuotationSources | None
+    ) -> PendingAnswer:
         """Steps 2 and 3."""
         if not prompt.answerable:
             return self._answer_at_once(prompt)
         if prompt.states is None:
-            return self._submit(prompt, request, None)
+            return self._submit(prompt, request, None, quoted)
         lease = prompt.states.lease()
         try:
             _record_owners(prompt.states, lease)
-            return self._submit(prompt, request, lease)
+            return self._submit(prompt, request, lease, quoted)
         except BaseException:
             lease.release()
             raise
 
     def _submit(
-        self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None
-    ) -> PendingAnswer:
+        self, prompt: BuiltPrompt, request: MakeRequest, lease: Lease | None,
+        quoted: QuotationSources | None,
+    ) -> PendingAnswer:  # fmt: skip
         """Queues the request. The lease remains the caller's until this returns."""
         found = ((), ()) if lease is None else (lease.keys, lease.states)
         context = build_context(prompt, *found)
-        prepared = prepare_answer(prompt, lease, time.perf_counter())
+        prepared = prepare_answer(prompt, lease, time.perf_counter(), quoted)
         handle = self.engine.submit_request(request(context))
         pending = PendingAnswer(prepared, handle, lease, self.deferred)
         self.monitor.begin(self.namespace, prepared, handle.channel)
@@ -220,9 +272,12 @@ class Submitter:
         return PendingAnswer(prepared, RequestHandle(channel), None, self.deferred)
 
 
-def prepare_answer(prompt: BuiltPrompt, lease: Lease | None, assembled: float) -> PreparedAnswer:
+def prepare_answer(
+    prompt: BuiltPrompt, lease: Lease | None, assembled: float,
+    quoted: QuotationSources | None = None,
+) -> PreparedAnswer:  # fmt: skip
     """What the answer says besides what is generated, now that it is known which tier each of the
-    states came from."""
+    states came from. quoted: what it quotes."""
     tiers = [] if lease is None else [lease.source[key] for key in lease.keys]
     tokens: Counter[str] = Counter()
     for span in prompt.spans:
@@ -238,7 +293,7 @@ def prepare_answer(prompt: BuiltPrompt, lease: Lease | None, assembled: float) -
         cached_tokens=tokens.total() - tokens["encoded"],
         created_tokens=tokens["encoded"], tokens=tokens,
         bytes_moved={} if lease is None else dict(lease.moved),
-        timestamps=replace(prompt.timestamps, assembled=assembled),
+        timestamps=replace(prompt.timestamps, assembled=assembled), quoted=quoted,
     )  # fmt: skip
 
 
