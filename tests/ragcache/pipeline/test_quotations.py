@@ -1,0 +1,236 @@
+"""Extractive answers: whatever the model and its sampling, they stand in the documents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache import Answer, Generation, RagCache, SourceDocument
+from ragcache.db import Catalog
+from ragcache.documents.source import DocumentPart
+from ragcache.errors import InvalidRequest, LedgerUnavailable
+from ragcache.models import LoadedModel, wrap_causal
+from ragcache.pipeline.quotations import Block, find_blocks
+from tests.conftest import scaled
+from tests.ragcache.pipeline.conftest import spaced_tokenizer
+from tests.tiny_models import tiny_model
+
+LONG = "\n\n".join(f"Paragraph {n} of the yard says where key {n} hangs." for n in range(12))
+DOCUMENTS = [
+    SourceDocument("yard", f"# Yard\n\n## Keys\n\n{LONG}\n\n## Leave\n\nAll have 28 days."),
+    SourceDocument("table", "# Tides\n\n| day | tide |\n|---|---|\n" + "| May | 3.5 m |\n" * 40),
+    SourceDocument("leave", "Everybody has 28 days of leave: 每年有28天假。 The key ☕ hangs."),
+    SourceDocument(
+        "scan", "The key of page one.\n\nThe key of page two hangs.", parts=(
+            DocumentPart("The key of page one.", {"page": 1}),
+            DocumentPart("The key of page two hangs.", {"page": 2}),
+        ),
+    ),
+]  # fmt: skip
+TEXTS = {document.id: document.text for document in DOCUMENTS}
+QUESTIONS = ["Where does the key hang?", "How many days of leave?", "Which tide in May?"]
+
+
+@pytest.fixture(scope="module")
+def rags(
+    tiny_reader: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RagCache]]:
+    """The documents, opened with random models of two families and kinds of tokens."""
+    spaced = spaced_tokenizer()
+    tiny = tiny_model("gpt2", vocab_size=len(spaced), initializer_range=0.3)
+    models = [tiny_reader, LoadedModel("spaced", wrap_causal(tiny), spaced)]
+    with ExitStack() as stack:
+        opened = []
+        for number, model in enumerate(models):
+            folder = tmp_path_factory.mktemp("quotations") / str(number)
+            rag = RagCache.open(
+                folder, model, max_new_tokens=8, module_tokens=64, private_bytes="8MiB"
+            )
+            opened.append(stack.enter_context(rag))
+            rag.ingest("all", DOCUMENTS)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def rag(rags: list[RagCache]) -> RagCache:
+    return rags[0]
+
+
+def check(rag: RagCache, answer: Answer) -> None:
+    """Every choice stands in a module that was read, and every span says where."""
+    names = [source.module for source in answer.sources]
+    modules = {m.name: m.text for m in rag.get_modules(names, collection="all")}
+    for number, choice in enumerate(answer.choices):
+        said = choice.text
+        assert said == said.strip()
+        assert any(said in text for text in modules.values())
+        spans = [span for span in answer.spans if span.choice == number]
+        assert bool(spans) == bool(said)
+        assert [names.index(span.module) for span in spans] == sorted(
+            names.index(span.module) for span in spans
+        ), "the best source first"
+        for span in spans:
+            assert TEXTS[span.document][span.start : span.end] == said
+            assert f"{span.prefix}{said}{span.suffix}" in modules[span.module]
+    assert answer.text == answer.choices[0].text
+
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.3, 1.0, 20.0]),
+        "top_k": st.sampled_from([1, 5]),
+        "top_p": st.sampled_from([0.1, 0.9]),
+        "min_p": st.just(0.3),
+        "seed": st.integers(0, 99),
+        "n": st.integers(1, 3),
+        "max_new_tokens": st.integers(1, 12),
+        "min_new_tokens": st.just(1),
+        "stop": st.sampled_from(["e", " h", ["3", "key"]]),
+        "ignore_eos": st.just(True),
+        "repetition_penalty": st.just(1.5),
+        "frequency_penalty": st.just(1.0),
+        "logprobs": st.just(2),
+    },
+)
+
+
+@settings(max_examples=scaled(60))
+@given(
+    options=st.lists(OPTIONS, min_size=1, max_size=2),
+    questions=st.lists(st.sampled_from(QUESTIONS), min_size=1, max_size=4),
+    k=st.integers(1, 4), mode=st.sampled_from(["rooted", "exact", "linked:4"]),
+    which=st.integers(0, 1),
+)  # fmt: skip
+def test_every_answer_is_a_run_of_words_of_a_retrieved_module(
+    rags: list[RagCache], options: list[dict[str, Any]], questions: list[str], k: int, mode: str,
+    which: int,
+) -> None:  # fmt: skip
+    rag = rags[which]
+    streams = [
+        rag.stream(
+            question, collection="all", k=k, mode=mode,
+            generation=Generation.of(extractive=True, **options[number % len(options)]),
+        )
+        for number, question in enumerate(questions)
+    ]  # fmt: skip
+    for stream in streams:
+        pieces = list(stream)
+        assert "".join(pieces) == stream.answer.text
+        check(rag, stream.answer)
+
+
+def test_a_batch_of_questions_quotes_each_its_own_modules(rag: RagCache) -> None:
+    generation = Generation.of(extractive=True, max_new_tokens=6)
+    answers = rag.ask_batch(QUESTIONS, collection="all", k=2, generation=generation)
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        check(rag, answer)
+        assert answer.text
+        assert answer.text == rag.ask(question, collection="all", k=2, generation=generation).text
+
+
+def test_spans_name_page_and_headings(rag: RagCache) -> None:
+    generation = Generation.of(extractive=True, temperature=5.0, max_new_tokens=4, n=8, seed=1)
+    answer = rag.ask("Which key is on page two?", collection="all", k=1, generation=generation)
+    assert {span.page for span in answer.spans} == {2}
+    assert len({span.choice for span in answer.spans}) > 1
+    answer = rag.ask("Which tide in May?", collection="all", k=1, generation=generation)
+    assert {span.headings for span in answer.spans} == {("Tides",)}
+    assert answer.to_dict()["spans"][0]["document"] == "table"
+
+
+def test_what_is_not_a_quotation_has_no_spans(rag: RagCache) -> None:
+    for options in ({}, {"extractive": False}):
+        assert (
+            rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(**options)).spans == ()
+        )
+    nothing = rag.ask("qwxz", collection="all", generation=Generation.of(extractive=True))
+    assert (nothing.finish_reason, nothing.spans) == ("no_documents", ())
+
+
+def test_a_model_that_quotes_by_default_can_be_told_not_to(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quoting = replace(rag.internals.submitter, model=replace(
+        rag.internals.submitter.model, extractive=True
+    ))  # fmt: skip
+    monkeypatch.setattr(rag, "_internals", replace(rag.internals, submitter=quoting))
+    check(rag, rag.ask(QUESTIONS[0], collection="all"))
+    assert rag.ask(QUESTIONS[0], collection="all").spans
+    for options in ({"extractive": False}, {"regex": "[ab]{3}"}):
+        answer = rag.ask(QUESTIONS[0], collection="all", generation=Generation.of(**options))
+        assert answer.spans == ()
+    assert rag.chat([{"role": "user", "content": "Hello."}]).spans == ()
+
+
+def test_the_embedded_reader_quotes_by_default(reader: LoadedModel, rag: RagCache) -> None:
+    assert reader.extractive
+    assert not rag.internals.shared.model.extractive
+
+
+def test_a_chat_quotes_the_modules_that_stand_in_it(rag: RagCache) -> None:
+    text = f"{TEXTS['leave']} Where does the key hang?"
+    generation = Generation.of(extractive=True, temperature=2.0, seed=3)
+    answer = rag.chat([{"role": "user", "content": text}], generation=generation)
+    check(rag, answer)
+    assert {span.document for span in answer.spans} == {"leave"}
+
+
+def test_extractive_answers_keep_to_no_grammar_and_call_no_tools(rag: RagCache) -> None:
+    wanted = Generation.of(extractive=True)
+    form = Generation.of(extractive=True, json_object=True)
+    with pytest.raises(InvalidRequest, match="keeps to no grammar"):
+        rag.ask(QUESTIONS[0], collection="all", generation=form)
+    with pytest.raises(InvalidRequest, match="calls no tools"):
+        rag.chat("Hello.", generation=wanted, tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequest, match="no ingested text was recognized"):
+        rag.chat([{"role": "user", "content": "Hello."}], generation=wanted)
+    rag.add_schema('<schema name="trip"><module name="sea">The tide is out.</module></schema>')
+    with pytest.raises(InvalidRequest, match="PML prompt"):
+        rag.prompt('<prompt schema="trip"><sea/>When?</prompt>', generation=wanted)
+
+
+def test_asyncio_streams_quotations(rag: RagCache) -> None:
+    async def main() -> None:
+        generation = Generation.of(extractive=True)
+        stream = await rag.astream(QUESTIONS[0], collection="all", generation=generation)
+        pieces = [piece async for piece in stream]
+        assert "".join(pieces) == stream.answer.text
+        check(rag, stream.answer)
+
+    asyncio.run(main())
+
+
+def test_without_the_ledger_quotations_have_no_offsets(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise LedgerUnavailable("the ledger does not answer")
+
+    generation = Generation.of(extractive=True)
+    quotations = rag.internals.submitter.quotations
+    assert quotations is not None
+    monkeypatch.setattr(quotations, "_known", type(quotations._known)())
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "document_texts", away)
+        answer = rag.ask(QUESTIONS[0], collection="all", generation=generation)
+    assert answer.spans
+    assert all(span.start is None and span.end is None for span in answer.spans)
+    check(rag, rag.ask(QUESTIONS[0], collection="all", generation=generation))
+
+
+def test_blocks_are_where_a_modules_text_stands_in_its_document() -> None:
+    document = "# Yard\n\nOne.\n\n## Keys\n\nTwo.\n\nThree.\n\n    four\nfive\n"
+    assert find_blocks("Two.\n\nThree.\n\n", document) == [Block(0, 23)]
+    repeated = "# Yard\n\n## Keys\n\nThree.\n\n    four\n\n"
+    assert find_blocks(repeated, document) == [Block(0, 0), Block(8, 14), Block(17, 29)]
+    assert find_blocks("Unknown.\n\nThree.\n\n", document) == [Block(0, None), Block(10, 29)]
+    assert find_blocks("", document) == []
+    assert find_blocks("a\n" * 100, document)[0] == Block(0, None)
