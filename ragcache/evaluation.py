@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ragcache.config import DEFAULT_K
 from ragcache.errors import ConfigurationError
-from ragcache.pipeline import Answer, Message
+from ragcache.pipeline import Answer, Generation, Message
 from ragcache.rag import RagCache
 
 Through = Literal["ask", "chat"]
@@ -122,25 +122,28 @@ def _question(row: Any, number: int) -> Question:
 def evaluate(
     rag: RagCache, collection: str, questions: Sequence[Question], *,
     mode: str, k: int = DEFAULT_K, through: Through = "ask", batch: int = 8,
+    extractive: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:  # fmt: skip
     """Asks questions, `batch` at once, and marks the answers. Raises `ConfigurationError` where
     there are no questions.
 
     through: `chat` puts the `k` retrieved modules into a message, and its report has the mode
-    `chat:MODE`. progress: called with the numbers of marked and of all questions.
+    `chat:MODE`. extractive: as in `Generation`. progress: called with the numbers of marked and
+    of all questions.
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
     marked: list[MarkedAnswer] = []
     computed = 0
+    options: dict[str, Any] = {"mode": mode, "generation": Generation.of(extractive=extractive)}
     for start in range(0, len(questions), batch):
         part = questions[start : start + batch]
         asked = [question.question for question in part]
         if through == "chat":
-            answers = rag.chat_batch([_pasted(rag, q, collection, k) for q in asked], mode=mode)
+            answers = rag.chat_batch([_pasted(rag, q, collection, k) for q in asked], **options)
         else:
-            answers = rag.ask_batch(asked, collection=collection, k=k, mode=mode)
+            answers = rag.ask_batch(asked, collection=collection, k=k, **options)
         for question, answer in zip(part, answers, strict=True):
             computed += answer.reuse.computed_tokens
             found = _retrieved(question, answer)

@@ -231,8 +231,10 @@ def token_to_bytes(tokenizer: Any) -> Callable[[str], bytes]:
     """What turns a token of the tokenizer's vocabulary into the bytes that it stands for. Added
     tokens stand for themselves."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = b"" if backend is None else backend.decoder.__getstate__()
-    byte_level = b'"ByteLevel"' in decoder or hasattr(tokenizer, "byte_decoder")
+    if backend is None:
+        byte_level = hasattr(tokenizer, "byte_decoder")
+    else:
+        byte_level = b'"ByteLevel"' in backend.decoder.__getstate__()
     added = {each.content for each in tokenizer.added_tokens_decoder.values()}
 
     def spell(token: str) -> bytes:

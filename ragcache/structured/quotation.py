@@ -52,9 +52,8 @@ class TokenSpellings:
         for token, number in vocabulary.items():
             if number not in hidden and (spelled := spell(token)):
                 self.of[number] = spelled
-                other = self._ids.get(spelled)
-                # of a byte token such as <0x41> and a token that is spelled so, the shorter
-                if other is None or len(token) < len(tokenizer.convert_ids_to_tokens(other)):
+                # of a byte token such as <0x41> and a token that is spelled so, the latter
+                if spelled not in self._ids or not token.startswith("<0x"):
                     self._ids[spelled] = number
         self._longest = max(map(len, self._ids), default=0)
         self.prefixes = lru_cache(_REMEMBERED)(self._prefixes)

@@ -31,6 +31,7 @@ def ask(
     temperature: ui.TemperatureOption = None,
     seed: ui.SeedOption = None,
     stop: ui.StopOption = None,
+    extractive: ui.ExtractiveOption = None,
     stream: ui.StreamOption = None,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
@@ -59,7 +60,7 @@ def ask(
         served = ServedAnswer.ask(server, key, {
             "question": question, "collection": collection, "k": k, "mode": mode,
             "filters": wanted, "max_tokens": max_new_tokens, "temperature": temperature,
-            "seed": seed, "stop": stop,
+            "seed": seed, "stop": stop, "extractive": extractive,
         })  # fmt: skip
         if as_json:
             served.result()
@@ -73,8 +74,9 @@ def ask(
         from ragcache import Generation
 
         generation = Generation.of(
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop
-        )
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stop=stop,
+            extractive=extractive,
+        )  # fmt: skip
         answer = rag.stream(
             question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted
         )
@@ -217,6 +219,7 @@ def _print_demo_answer(measured: DemoAnswer) -> None:
     times = f"{cached} cached, {exact} exact: [green]{measured.ratio:.1f}x[/]"
     rows = (
         ("answer", f"[bold]{escape(answer.text)}[/]"),
+        *(("quoted from", ui.format_span(each, answer.text).strip()) for each in answer.spans[:1]),
         ("sources", ", ".join(escape(source.module) for source in answer.sources)),
         ("mode", answer.mode),
         ("prompt", ui.format_reuse(answer)),

@@ -32,7 +32,7 @@ from ragcache.errors import (
 if TYPE_CHECKING:
     from langchain_core.embeddings import Embeddings
 
-    from ragcache import Answer, AnswerStream, RagCache
+    from ragcache import Answer, AnswerSpan, AnswerStream, RagCache
     from ragcache.db import Database
     from ragcache.store import KVStore
     from ragcache_api.cli.served import ServedAnswer
@@ -146,6 +146,14 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of what is drawn
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", help="A string that ends the answer; repeatable.")
 ]
+ExtractiveOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--extractive/--no-extractive", show_default=False,
+        help="Answer with a quotation; without either, as the model does: the embedded reader "
+             "quotes.",
+    ),
+]  # fmt: skip
 StreamOption = Annotated[
     bool | None,
     typer.Option(
@@ -334,6 +342,10 @@ def plain_table(*columns: str, rows: Iterable[Sequence[str]] = (), left: int = 1
     return table
 
 
+_MOST_SPANS = 3  # of an answer that are printed
+_AROUND = 80  # characters of a line before and after a quotation
+
+
 def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) -> None:
     """Prints an answer's text (by pieces; None does so on a terminal only), sources, mode, tokens
     and times."""
@@ -342,6 +354,8 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
     else:
         console.print(_text_or_reason(stream.result()), style="bold", markup=False)
     answer = stream.answer
+    for span in [each for each in getattr(answer, "spans", ()) if each.choice == 0][:_MOST_SPANS]:
+        console.print(format_span(span, answer.text), soft_wrap=True)
     table = plain_table()
     for source in answer.sources:
         score = format_scores(source.bm25, source.cosine)
@@ -364,6 +378,17 @@ def print_unkept(rag: RagCache, remedy: str) -> None:
     if count > 0:
         what = "1 state was" if count == 1 else f"{count} states were"
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
+
+
+def format_span(span: AnswerSpan, text: str) -> str:
+    """A quotation marked in its line, and its place."""
+    before = f"...{span.prefix[-_AROUND:]}" if len(span.prefix) > _AROUND else span.prefix
+    after = f"{span.suffix[:_AROUND]}..." if len(span.suffix) > _AROUND else span.suffix
+    place = escape(span.document)
+    place += "" if span.page is None else f", page {span.page}"
+    place += "" if span.start is None else f", characters {span.start} to {span.end}"
+    line = f"{escape(before)}[bold]»{escape(text)}«[/]{escape(after)}"
+    return f"  {line} [dim]({place})[/]"
 
 
 def _print_pieces(stream: AnswerStream | ServedAnswer) -> None:

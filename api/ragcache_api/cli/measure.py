@@ -289,6 +289,7 @@ def evaluate_command(
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
     ] = "ask",
+    extractive: ui.ExtractiveOption = None,
     wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
     as_json: ui.JsonOption = False,
 ) -> None:
@@ -306,7 +307,9 @@ def evaluate_command(
     opening = {"dtype": dtype, "instruction": instruction}
     with ui.open_existing_rag(state, model, embedding, collection, **opening) as rag:
         for mode in modes.split(","):
-            options: dict[str, Any] = {"mode": mode.strip(), "k": k, "through": through}
+            options: dict[str, Any] = {
+                "mode": mode.strip(), "k": k, "through": through, "extractive": extractive,
+            }  # fmt: skip
             with ui.progress_bar(f"asking, {mode}") as progress:
                 report = evaluate(rag, collection, expected, progress=progress, **options)
             reports.append(report)

@@ -11,7 +11,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from ragcache import Answer, Citation, Generation, Reuse, SourceDocument, Timings
+from ragcache import (
+    Answer,
+    AnswerSpan,
+    Citation,
+    Generation,
+    Reuse,
+    SourceDocument,
+    Timings,
+)
 from ragcache.config import DEFAULT_K
 from ragcache.db import Deletion
 from ragcache.store.admin import StateChange, TierStatus
@@ -338,20 +346,22 @@ class FlushResponse(ResponseModel):
 
 
 class AnswerOptions(RequestModel):
-    """How an answer is generated: greedily by default."""
+    """How an answer is generated: greedily by default. extractive: as a quotation from the
+    documents; null is the model's own way."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
+    extractive: bool | None = None
     stream: bool = False
 
     def generation(self, deadline: float) -> Generation:
         """Raises `InvalidRequest`."""
         return Generation.of(
             max_new_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p,
-            seed=self.seed, stop=self.stop, timeout=deadline,
+            seed=self.seed, stop=self.stop, extractive=self.extractive, timeout=deadline,
         )  # fmt: skip
 
 
@@ -389,7 +399,8 @@ class PromptRequest(AnswerOptions):
 
 
 class AnswerResponse(ResponseModel):
-    """finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing."""
+    """finish_reason: `stop`, `length`, or `no_documents` where retrieval found nothing. spans:
+    where an extractive answer stands in the documents, the best source first."""
 
     id: str
     question: str
@@ -397,6 +408,7 @@ class AnswerResponse(ResponseModel):
     finish_reason: str
     mode: str
     sources: list[Citation]
+    spans: list[AnswerSpan]
     reuse: Reuse
     timings: Timings
 

@@ -38,7 +38,7 @@ EMBEDDED_READER = "ragcache-reader"
 _OPTIONS = (
     "mode recognize chat_template_kwargs temperature top_p top_k min_p repetition_penalty "
     "frequency_penalty presence_penalty seed max_tokens min_tokens stop n timeout logprobs "
-    "top_logprobs priority"
+    "top_logprobs priority extractive"
 ).split()
 # What programs give to any chat model, without meaning for one in this process.
 _REMOTE_OPTIONS = ("api_key", "base_url", "max_retries")
@@ -68,7 +68,10 @@ class ChatRagCache(BatchingChatModel):
         stop: strings that end an answer and do not belong to it.
         n: how many answers `generate` gives.
         timeout: in seconds.
-        logprobs, top_logprobs: as OpenAI has them. Other fields: see `Generation`.
+        logprobs, top_logprobs: as OpenAI has them.
+        extractive: whether answers are quotations from the modules that are recognized in the
+            prompt; their places are `response_metadata["ragcache"]["spans"]`.
+        Other fields: see `Generation`.
 
     Example:
         >>> ChatRagCache(state="state/").invoke("Where is the boat?")  # doctest: +SKIP
@@ -99,6 +102,7 @@ class ChatRagCache(BatchingChatModel):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     priority: int | None = None
+    extractive: bool | None = None
     streaming: bool | None = None
 
     @model_validator(mode="before")

@@ -163,6 +163,7 @@ def _response_metadata(
     details = {
         "mode": answer.mode,
         "sources": [asdict(source) for source in answer.sources],
+        "spans": [asdict(span) for span in answer.spans],
         "reuse": asdict(answer.reuse),
         "timings": asdict(answer.timings),
     }

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragcache import Answer, Generation
+from ragcache import Answer, AnswerSpan, Generation
 from ragcache.engine import Choice
 from ragcache_api.http.errors import HTTPProblem
 from ragcache_api.http.protocol import CollectionName, ResponseModel, RetrievalFields, compact
@@ -122,6 +122,7 @@ class GenerationRequest(OpenAIModel, RetrievalFields):
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on after the token that ends an answer.")
     collection: CollectionName | None = Field(None, description="Documents to answer from.")
+    extractive: bool | None = Field(None, description="Answer with a quotation from documents.")
 
     def options(self, deadline: float) -> dict[str, Any]:
         """Arguments of `Generation.of`."""
@@ -131,7 +132,7 @@ class GenerationRequest(OpenAIModel, RetrievalFields):
             "n": self.n, "stop": self.stop or None, "seed": self.seed,
             "frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty,
             "min_new_tokens": self.min_tokens, "ignore_eos": self.ignore_eos,
-            "timeout": deadline,
+            "extractive": self.extractive, "timeout": deadline,
         }  # fmt: skip
 
     @property
@@ -165,6 +166,8 @@ class ChatRequest(GenerationRequest):
         self.refuse("logit_bias", "functions", "audio", "web_search_options")
         if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
             raise unsupported("function_call")
+        if self.extractive and self.tools and self.tool_choice != "none":
+            raise invalid("extractive", "an extractive answer is a quotation and calls no tools")
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs")
         most = self.max_completion_tokens or self.max_tokens
@@ -301,11 +304,17 @@ class CompletionHead:
         return compact(self._fields(kind))[:-1] + b","
 
     def reuse_fields(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Fields that OpenAI lacks: sources of all prompts, reuse and times of the first."""
-        first = answers[0]
+        """Fields that OpenAI lacks: sources and spans of all prompts, reuse and times of the
+        first."""
+        first, spans, choices = answers[0], list[AnswerSpan](), 0
+        for answer in answers:
+            spans += [replace(span, choice=choices + span.choice) for span in answer.spans]
+            choices += len(answer.choices)
         fields: dict[str, Any] = {
-            "ragcache": {"mode": first.mode, "reuse": first.reuse, "timings": first.timings}
-        }
+            "ragcache": {
+                "mode": first.mode, "reuse": first.reuse, "timings": first.timings, "spans": spans,
+            }
+        }  # fmt: skip
         if self.sources:
             fields["sources"] = [source for answer in answers for source in answer.sources]
         return fields

@@ -4,6 +4,7 @@ import { legend } from "./charts/frame.js";
 import { h, show } from "./dom.js";
 import { count, percent, plural, seconds } from "./format.js";
 import { empty, panel, plainTable, tierChip } from "./parts.js";
+import { quotations } from "./quotations.js";
 
 const STAGES = [
   ["queued", "Queued", "var(--shared)"],
@@ -41,6 +42,7 @@ export function account(stage, question) {
         nodes.text,
         answer.text.trim() || h("span", { class: "muted" }, nothing(answer)),
         cursor,
+        quotations(answer),
       );
       show(nodes.sources, sourceTable(answer.sources));
       show(nodes.cost, cost(answer.reuse, answer.mode));

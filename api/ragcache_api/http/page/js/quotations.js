@@ -1,0 +1,26 @@
+// Where an extractive answer stands in the documents: its line, with the answer marked.
+import { h } from "./dom.js";
+
+const MOST = 3;
+
+/** The first places of the answer's first choice. */
+export function quotations({ text, spans = [] }) {
+  const listed = spans.filter(({ choice }) => choice === 0).slice(0, MOST);
+  return listed.map((span) =>
+    h(
+      "p",
+      { class: "muted", "data-figure": "quotation" },
+      span.prefix,
+      h("mark", {}, text),
+      span.suffix,
+      ` (${place(span)})`,
+    ),
+  );
+}
+
+function place({ document, page, start, end }) {
+  const parts = [document];
+  if (page != null) parts.push(`page ${page}`);
+  if (start != null) parts.push(`characters ${start} to ${end}`);
+  return parts.join(", ");
+}
