@@ -151,7 +151,7 @@ def _first_tokens(
 
 def _called(rag: RagCache, question: str) -> float:
     begin = time.perf_counter()
-    generation = Generation(max_new_tokens=2, ignore_eos=True)
+    generation = Generation(max_new_tokens=2, ignore_eos=True, extractive=False)
     with rag.stream(question, collection=_COLLECTION, generation=generation) as stream:
         for piece in stream.pieces():
             if piece.text:
@@ -307,6 +307,7 @@ def chat(rag: RagCache, collection: str, question: str, tokens: int) -> dict[str
     return {
         "model": rag.stats().model, "messages": [{"role": "user", "content": question}],
         "collection": collection, "max_tokens": tokens, "stream": True, "ignore_eos": True,
+        "extractive": False,
     }  # fmt: skip
 
 
@@ -345,7 +346,9 @@ async def _call_all(rag: RagCache, collection: str, load: list[list[Asked]]) -> 
         tokens = 0
         for question, length in mine:
             # no token ends an answer, so that every one of them is text, and an event over HTTP
-            generation = Generation(max_new_tokens=length, min_new_tokens=length, ignore_eos=True)
+            generation = Generation(
+                max_new_tokens=length, min_new_tokens=length, ignore_eos=True, extractive=False
+            )
             stream = await rag.astream(question, collection=collection, generation=generation)
             async for piece in stream.pieces():
                 tokens += piece.chosen is not None

@@ -11,7 +11,8 @@ from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.conftest import REPOSITORY
 
 ANSWER_KEYS = {
-    "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices"
+    "question", "text", "sources", "mode", "finish_reason", "reuse", "timings", "choices",
+    "spans",
 }  # fmt: skip
 
 
@@ -35,6 +36,20 @@ def test_ask_prints_the_answer_for_people(run: Run, ingested: Path) -> None:
     assert "mode exact · prompt" in out
     assert "= 0 cached" in out
     assert "keys.md" in out
+
+
+def test_ask_marks_a_quotation_in_its_document(run: Run, ingested: Path) -> None:
+    asked = ("ask", QUESTION, "-c", "notes")
+    answer = json_of(run(*asked, "--extractive", "--json"))
+    assert answer["text"]
+    document, start, end = (answer["spans"][0][name] for name in ("document", "start", "end"))
+    for streams in ("--stream", "--no-stream"):
+        out = run(*asked, "--extractive", streams)[1]
+        assert out.startswith(answer["text"])
+        assert f"»{answer['text']}«" in out
+        assert f"({document}, characters {start} to {end})" in out
+    free = run(*asked, "--no-extractive")[1]
+    assert "»" not in free
 
 
 def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:
@@ -86,8 +101,9 @@ def test_ask_takes_generation_options(run: Run, ingested: Path) -> None:
     asked = (*short, "--temperature", 3.0, "--seed", 5)
     assert json_of(run(*asked))["text"] == json_of(run(*asked))["text"]
     greedy = json_of(run(*short))["text"]
-    cut = json_of(run(*short, "--stop", greedy[2:4]))
-    assert (cut["text"], cut["finish_reason"]) == (greedy[:2].strip(), "stop")
+    first, second = greedy.split()[:2]
+    cut = json_of(run(*short, "--stop", f" {second}"))
+    assert (cut["text"], cut["finish_reason"]) == (first, "stop")
     bad = ("ask", QUESTION, "-c", "notes", "--temperature", -1, "--json")
     assert "temperature is -1.0" in error_of(run(*bad), "InvalidRequest")
 

@@ -21,6 +21,8 @@ ANSWER = {
                  "tier": "host", "scaffold": "", "bm25": 1.5, "cosine": None}],
     "reuse": {"prompt_tokens": 9, "cached_tokens": 6, "computed_tokens": 3, "shared_tokens": 0},
     "timings": {"first_token": 0.1, "total": 0.2},
+    "spans": [{"document": "keys.md", "module": "keys.md#1", "start": 23, "end": 35, "page": 2,
+               "headings": ["Keys"], "prefix": "It hangs in the ", "suffix": ".", "choice": 0}],
 }  # fmt: skip
 
 
@@ -85,6 +87,7 @@ def test_a_service_answers(run: Run, server: str) -> None:
         assert status == 0
         assert out.startswith("red cupboard\n")
         assert "keys.md#1  bm25 1.50  host" in out
+        assert "It hangs in the »red cupboard«. (keys.md, page 2, characters 23 to 35)" in out
 
 
 def test_errors_of_a_service_are_named(run: Run, server: str) -> None:

@@ -57,6 +57,20 @@ def test_options_reach_the_engine(client: TestClient) -> None:
     assert first == second
 
 
+def test_an_extractive_answer_tells_where_it_stands(client: TestClient, rag: RagCache) -> None:
+    body = {"question": LEAVE, "collection": "notes", "extractive": True, "max_tokens": 6}
+    told = client.post("/v1/answers", json=body).json()
+    assert told["spans"]
+    for span in told["spans"]:
+        text = rag.texts("notes", [span["document"]])[span["document"]]
+        assert text[span["start"] : span["end"]] == told["text"]
+    streamed = events(client.post("/v1/answers", json={**body, "stream": True}).text)
+    assert streamed[-1][1]["spans"] == told["spans"]
+    assert "".join(value["text"] for name, value in streamed if name == "token") == told["text"]
+    free = client.post("/v1/answers", json={**body, "extractive": False}).json()
+    assert free["spans"] == []
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -116,6 +130,8 @@ def test_a_prompt_reads_the_modules_of_a_schema(client: TestClient) -> None:
     assert client.post("/v1/schemas", json={"text": SCHEMA}).status_code == 201
     text = '<prompt schema="trip"><boat/>Where is it?</prompt>'
     told = client.post("/v1/prompts", json={"prompt": text, "max_tokens": 3}).json()
+    quoting = client.post("/v1/prompts", json={"prompt": text, "extractive": True})
+    assert quoting.status_code == 400
     assert told["reuse"]["cached_tokens"] > 0
     streamed = client.post("/v1/prompts", json={"prompt": text, "max_tokens": 3, "stream": True})
     assert events(streamed.text)[-1][1]["text"] == told["text"]
@@ -126,7 +142,7 @@ def test_a_prompt_reads_the_modules_of_a_schema(client: TestClient) -> None:
 
 
 ASK = {"question": LEAVE, "collection": "notes"}
-LONG = {**ASK, "stream": True, "max_tokens": 2500, "temperature": 100}
+LONG = {**ASK, "stream": True, "max_tokens": 2500, "temperature": 100, "extractive": False}
 
 
 @pytest.mark.parametrize("path", ["/v1/answers", "/v1/collections/notes/documents"])

@@ -104,6 +104,22 @@ def test_a_collection_answers_the_last_question(client: TestClient) -> None:
     assert silent.status_code == 400
 
 
+def test_extractive_answers_tell_their_spans(client: TestClient, rag: RagCache) -> None:
+    body = {"collection": "notes", "extractive": True, "n": 2, "temperature": 2.0, "seed": 1}
+    told = ask(client, **body, max_tokens=12).json()
+    texts = [choice["message"]["content"] for choice in told["choices"]]
+    spans = told["ragcache"]["spans"]
+    assert {span["choice"] for span in spans} == {n for n, text in enumerate(texts) if text}
+    for span in spans:
+        text = rag.texts("notes", [span["document"]])[span["document"]]
+        assert text[span["start"] : span["end"]] == texts[span["choice"]]
+    last = chunks(ask(client, **body, max_tokens=12, stream=True).text)[-1]
+    assert last["ragcache"]["spans"] == spans
+    refused = ask(client, **body, response_format={"type": "json_object"})
+    assert refused.status_code == 400
+    assert "quotation" in refused.json()["error"]["message"]
+
+
 def test_documents_in_a_message_are_recognized(client: TestClient) -> None:
     text = (
         "# Leave\n\nEverybody has 26 days of leave a year. Requests go to Ines Marlow two weeks "

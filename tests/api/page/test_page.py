@@ -154,6 +154,8 @@ def test_a_question_reads_as_many_modules_as_the_form_says(
     page.find("[name=question]").send_keys("Where do requests of leave go?", Keys.ENTER)
     assert page.find(".headline", "%").text.endswith("tokens not computed")
     used = [each.text.split("\n")[0] for each in page.all("[aria-label='Modules used'] td a")]
+    quoted = page.find("[data-figure=quotation] mark").text
+    assert page.find(".said").text.startswith(quoted)
     page.until(lambda: get(server, "/admin/requests")["recent"])
     [asked] = get(server, "/admin/requests")["recent"]
     assert len(used) == 4

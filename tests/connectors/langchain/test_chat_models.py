@@ -67,6 +67,18 @@ def test_an_ordinary_chain_reads_ingested_documents_from_their_states(rag: RagCa
     assert answer.usage_metadata["input_tokens"] > length
 
 
+def test_an_extractive_answer_quotes_what_was_recognized(rag: RagCache) -> None:
+    model = ChatRagCache(rag=rag, extractive=True, temperature=2.0, seed=1, max_tokens=12)
+    answer = model.invoke(QUESTION)
+    [span, *_] = answer.response_metadata["ragcache"]["spans"]
+    assert DOCUMENT[span["start"] : span["end"]] == answer.text
+    chunks = list(model.stream(QUESTION))
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert chunks[-1].response_metadata["ragcache"]["spans"][0] == span
+    with pytest.raises(InvalidRequest, match="no ingested text"):
+        model.invoke("Where is the boat?")
+
+
 def test_recognition_may_be_off_for_a_model_or_a_call(rag: RagCache) -> None:
     off = ChatRagCache(rag=rag, max_tokens=2, recognize=False).invoke(QUESTION)
     assert off.response_metadata["ragcache"]["sources"] == []

@@ -166,8 +166,6 @@ class ChatRequest(GenerationRequest):
         self.refuse("logit_bias", "functions", "audio", "web_search_options")
         if self.function_call not in (None, "none", "auto"):  # without functions these mean nothing
             raise unsupported("function_call")
-        if self.extractive and self.tools and self.tool_choice != "none":
-            raise invalid("extractive", "an extractive answer is a quotation and calls no tools")
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs")
         most = self.max_completion_tokens or self.max_tokens
