@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from indexes import bench_indexes
 from pml import PmlSetting, bench_pml
 from quantization import bench_quantization
+from quotations import QuotationsSetting, bench_quotations
 from relay import RelaySetting, bench_relay, plot_relay
 
 from ragcache.errors import NoDocuments
@@ -116,6 +117,15 @@ def test_the_script_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert {"parse_layout_s", "resolve_ms"} <= json.loads(file.read_text()).keys()
     assert "200 modules" in done.stdout
+
+
+def test_the_costs_of_quotations_are_measured(tiny_reader: LoadedModel) -> None:
+    setting = QuotationsSetting((1, 2), tokens=64, answers=2, answer_tokens=3)
+    result = bench_quotations(setting, model=tiny_reader)
+    assert [row["modules"] for row in result["by_modules"]] == [1, 2]
+    assert all(0 < row["token_ms"] <= row["token_p99_ms"] for row in result["by_modules"])
+    assert result["module_ms"] > 0
+    json.dumps(result)
 
 
 HANDBOOK = REPOSITORY / "examples" / "handbook"
