@@ -174,6 +174,18 @@ def test_structured_examples_print_what_the_page_says(
     assert shown == 2
 
 
+def test_extractive_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (REPOSITORY / "docs/extractive.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    try:
+        for kind, text in BLOCK.findall(page):
+            assert kind == "python"
+            exec(compile(text, "extractive.md", "exec"), names)
+    finally:
+        names["rag"].close()
+
+
 def test_structured_styles_are_described() -> None:
     from ragcache.structured import ToolStyle
 
