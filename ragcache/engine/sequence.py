@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ragcache.engine.batch import ScheduledChunk
 from ragcache.engine.constraint import GuardedConstraint
-from ragcache.engine.detokenizer import TextStream
 from ragcache.engine.handle import RequestChannel
 from ragcache.engine.kv_cache import BlockTable, EphemeralRoot, NodePath
-from ragcache.engine.request import Choice, Request, RequestOutput, TokenDelta
+from ragcache.engine.request import AnswerText, Choice, Request, RequestOutput, TokenDelta
 from ragcache.engine.sampler import SampledToken, SamplerState
 from ragcache.engine.scheduler import AGEING, SchedulableRequest
 from ragcache.errors import ConstraintFailed
@@ -66,7 +65,7 @@ class Sequence:
         self.tokens = list(request.context.token_ids)
         self.positions = list(request.context.position_ids)
         self.sampler: SamplerState | None = None
-        self.text: TextStream | None = None
+        self.text: AnswerText | None = None
         make = request.constraint
         self.constraint = None if make is None else GuardedConstraint(make)
         self.private: BlockTable | None = None
