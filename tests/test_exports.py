@@ -48,6 +48,7 @@ def loaded_by(*programs: str) -> list[set[str]]:
 def test_the_public_names_are_these() -> None:
     assert ragcache.__all__ == [
         "Answer",
+        "AnswerSpan",
         "AnswerStream",
         "AsyncAnswerStream",
         "Citation",
