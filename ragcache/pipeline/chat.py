@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -25,6 +26,7 @@ MIN_READ_TOKENS = 8  # of a module; fewer are computed
 FitsAt = Callable[[int, int], bool]
 """Whether a module's states can be read at a position: `fits_at(start, length)`."""
 
+_SHORT = 64  # characters
 _EDGE = 3  # tokens at the front of a text that its surroundings may change
 
 
@@ -180,10 +182,13 @@ class InContextTokenizer:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._model = template, template.model
+        self._encode_short = lru_cache(1024)(template.encode)
 
-    def encode(self, text: str, *, first: bool) -> list[int]:
-        """Tokens of a text with marks (see `ChatTemplate`). first: it begins the prompt."""
-        return self._template.encode(text, first=first)
+    def encode(self, text: str, *, first: bool) -> Sequence[int]:
+        """Tokens of a text with marks (see `ChatTemplate`). first: it begins the prompt. Short ones
+        are remembered: what stands between modules is mostly the same."""
+        encode = self._encode_short if len(text) <= _SHORT else self._template.encode
+        return encode(text, first=first)
 
     def agreement(
         self, text: str, token_ids: Sequence[int], *, whole: bool, first: bool
