@@ -112,6 +112,8 @@ class ModuleEncoder(StateEncoder):
         """
         starts = self._starts(modules, starts)
         keys = [self.key(ids, mode, at) for ids, at in zip(modules, starts, strict=True)]
+        if origin == "question":
+            self.store.look_up([self.preamble_key, *keys])
         with ExitStack() as undo:
             lease = self.store.lease([self.preamble_key], self._request(origin, "root"))
             undo.push(lease)
@@ -221,6 +223,8 @@ class ScopeEncoder(StateEncoder):
             key: EncodeJob(group.token_ids, group.start, None, group.position_ids)
             for key, group in zip(keys, groups, strict=True)
         }
+        if origin == "question":
+            self.store.look_up(keys)
         with ExitStack() as undo:
             lease = self.store.lease(keys, self._request(origin, "schema"))
             undo.push(lease)

@@ -210,19 +210,20 @@ class KVStore:
         the same keys waits for it, and names the tier that they came from. What other processes
         have encoded is looked up before, in one transaction."""
         keys = list(keys)
-        self._look_up(keys)
+        self.look_up(keys)
         if below := self._below(keys):
             self._background.prefetch(below)
 
-    def _look_up(self, keys: Sequence[KVKey]) -> None:
-        """Learns the rows of keys that this process knows nothing of."""
+    def look_up(self, keys: Sequence[KVKey]) -> None:
+        """Learns in one transaction what other processes have recorded of keys that this one knows
+        nothing of: a lease of them then claims none that is recorded."""
         with self.memory.lock:
             entries = [index.entries for index in self.memory.every]
             unknown = [key for key in keys if not any(key in each for each in entries)]
         if unknown and self.persistent.indexes:
             try:
                 self.persistent.learn(self.ledger.find(unknown))
-            except LedgerUnavailable as error:
+            except StoreError as error:
                 logger.warning("%s; what others have encoded is not looked for", error)
 
     def read_ahead(self, keys: Iterable[KVKey]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import count
 
+import pytest
 from sqlalchemy import func, select, text
 
 from ragcache.db import Database, sessions
@@ -30,7 +31,9 @@ def expand(database: Database) -> None:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
 
 
-def test_d10_states_of_a_version_that_lives_stay(machines: Machines, measured: Measured) -> None:
+def test_d10_states_of_a_version_that_lives_stay(
+    machines: Machines, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def live(library: Library, report: Report) -> None:
         library.put("ash", 2)
         report("stored")
@@ -39,12 +42,11 @@ def test_d10_states_of_a_version_that_lives_stay(machines: Machines, measured: M
         report(library.read("ash"))
         time.sleep(600)
 
-    def upgrade(library: Library, report: Report) -> None:
-        library.close()
-        sessions.FORMAT_VERSION = LATER
-        later = Library(library.folder, machines.url)
-        report("opened")
-        later.close()
+    def open_later() -> list[object]:
+        """A machine of a version with another format, which opens the ledger and ends."""
+        with monkeypatch.context() as later:
+            later.setattr(sessions, "FORMAT_VERSION", LATER)
+            return machines.start("new", lambda _, report: report("opened")).read_all()
 
     database = machines.database()
 
@@ -56,14 +58,14 @@ def test_d10_states_of_a_version_that_lives_stay(machines: Machines, measured: M
     old = machines.start("old", live)
     assert old.read_line() == "stored"
     before = rows()
-    assert machines.start("new", upgrade).read_all() == ["opened"]
+    assert open_later() == ["opened"]
     measured("D10 states before and after a later version opened the ledger", (before, rows()))
     assert rows() == before > 0
     (machines.disk("old") / "go").touch()
     assert "encoded" not in old.read_line()
     old.end()
     time.sleep(DEAD_SECONDS + 1)
-    assert machines.start("new", upgrade).read_all() == ["opened"]
+    assert open_later() == ["opened"]
     measured("D10 states when nobody is left who uses them", rows())
     assert rows() == 0
     database.close()
