@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -279,6 +278,8 @@ def doctor(
         found = {name: {"ok": ok, "detail": detail} for name, (ok, detail) in results.items()}
         ui.print_json(found)
     else:
+        from importlib.metadata import version
+
         ui.console.print(f"ragcache {version('ragcache')}")
         for name, (ok, detail) in results.items():
             mark = "[green]ok[/]" if ok else "[red]failed[/]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -200,6 +199,8 @@ def example_handbook() -> Path:
 
 def _measure(rag: RagCache, question: str) -> DemoAnswer:
     """Asks in turn from cached modules and by an ordinary prefill."""
+    from statistics import median  # slow to import
+
     from ragcache import Generation
 
     times: dict[str, list[float]] = {"rooted": [], "exact": []}
@@ -209,7 +210,7 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
         for mode, seconds in times.items():
             answers[mode] = rag.ask(question, collection="handbook", mode=mode, generation=unshared)
             seconds.append(answers[mode].timings.first_token)
-    return DemoAnswer(answers["rooted"], *(statistics.median(s) for s in times.values()))
+    return DemoAnswer(answers["rooted"], *map(median, times.values()))
 
 
 def _print_demo_answer(measured: DemoAnswer) -> None:
