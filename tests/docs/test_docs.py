@@ -5,6 +5,10 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +24,6 @@ from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.retrieval import filters
 from ragcache_api.cli.main import app
 from ragcache_api.http import ServiceSettings
-from ragcache_connectors.langchain import close_shared
 from ragcache_schemas import (
     PMLError,
     SchemaIndex,
@@ -36,21 +39,54 @@ from tests.conftest import REPOSITORY, write_notes
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
+SNIPPETS = re.findall(r"```(python|text)\n(.*?)```", README, re.DOTALL)
+MENTIONED = ("cold-store", "fire", "lone-working", "sample-labels", "key-loan", "visitors")
+
+
+@pytest.fixture(scope="module")
+def empty_clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with some documents of the examples, and nothing else."""
+    clone = tmp_path_factory.mktemp("clone")
+    handbook = clone / "examples" / "handbook"
+    handbook.mkdir(parents=True)
+    for name in MENTIONED:
+        shutil.copy(REPOSITORY / "examples" / "handbook" / f"{name}.md", handbook)
+    return clone
+
+
 @pytest.mark.slow
-def test_readme_examples_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
-    namespace: dict[str, object] = {}
-    try:
-        for block in blocks:
-            exec(compile(block, "README.md", "exec"), namespace)
-    finally:
-        close_shared()
-    assert "cold-store.md" in capsys.readouterr().out
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_each_readme_snippet_runs_alone(empty_clone: Path, tmp_path: Path, number: int) -> None:
+    kind, snippet = SNIPPETS[number]
+    (tmp_path / "examples").symlink_to(empty_clone / "examples")
+    if kind == "python":
+        command = [sys.executable, "-c", snippet]
+    else:
+        commands = [line.removeprefix("$ ") for line in snippet.splitlines()]
+        assert all(line.startswith("ragcache ") for line in commands)
+        called = shlex.join([sys.executable, "-m", "ragcache_api.cli.main"])
+        program = f'set -e\nragcache() {{ {called} "$@"; }}\n'
+        command = ["bash", "-c", program + "\n".join(commands)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "state").is_dir()
+    if "print(" in snippet or kind == "text":
+        assert "cold-store.md" in done.stdout
+
+
+def test_readme_has_snippets_of_both_kinds() -> None:
+    assert sorted(kind for kind, _ in SNIPPETS) == ["python", "python", "python", "text"]
+
+
+def test_benchmarks_take_the_options_that_the_readme_names() -> None:
+    assert "Benchmarks take `--json FILE` and, all but `ttft`, `--plot FILE`" in README
+    benches = get_command(app).commands["bench"].commands  # type: ignore[attr-defined]
+    options = {
+        name: {option for each in command.params for option in each.opts}
+        for name, command in benches.items()
+    }
+    assert all("--json" in each for each in options.values())
+    assert {name for name, each in options.items() if "--plot" not in each} == {"ttft"}
 
 
 def test_readme_commands_exist() -> None:

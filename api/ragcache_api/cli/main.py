@@ -18,9 +18,11 @@ _AFTER_CTRL_C = {
     "bench": "nothing was written",
     "chat": "the conversation is not kept, the collection is as it was",
     "ingest": "what was encoded is kept, no document is half stored; the same command goes on",
+    "modules": "what was changed stays so; the same command goes on",
     "rm": "a document is removed whole or not at all; `ragcache documents` lists what is left",
     "schema": "what was encoded is kept, no schema is half stored; the same command goes on",
     "sync": "what was encoded is kept, no document is half stored; the same command goes on",
+    "verify": "what was repaired stays so; the same command goes on",
     "warm": "states that were encoded are kept; the same command goes on",
 }
 """What is left after Ctrl-C, by command; of all others the state folder is as it was."""
