@@ -33,11 +33,12 @@ from ragcache.documents import (
     split_document,
 )
 from ragcache.documents.split import SPLIT_VERSION
-from ragcache.errors import ConfigurationError, DocumentsChanged
+from ragcache.errors import ConfigurationError, DocumentError, DocumentsChanged
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, portions
 from ragcache.retrieval import Retriever
 from ragcache.store import KVStore, Lease
 
+_SHOWN = 3  # collisions in an error
 _ATTEMPTS = 3  # at documents that others change meanwhile
 
 Progress = Callable[[int, int], None]
@@ -204,11 +205,13 @@ class Ingestor:
         return len(lost)
 
     def _compare(self, collection: str, loaded: LoadedSources, *, sync: bool) -> _Changes:
-        """What differs from what is stored."""
+        """What differs from what is stored. Raises `DocumentError` where files collide."""
         ids = [d.id for d in loaded.documents]
         every = sync or loaded.files or loaded.folders
         known = self.catalog.documents(collection, None if every else ids)
         documents = loaded.documents if sync else _with_known_ids(loaded, known)
+        if loaded.folders or not sync:  # else the files are all that the collection is to hold
+            _check_collisions(loaded, documents, known)
         gone = {row.source_id: row for row in _gone(loaded, documents, known, sync=sync)}
         by_digest = {row.digest: row for row in gone.values()} if sync else {}
         changed, moved = [], []
@@ -322,6 +325,39 @@ def _storable(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return stored
 
 
+def _check_collisions(
+    loaded: LoadedSources, documents: Sequence[SourceDocument], known: Mapping[str, DocumentRow]
+) -> None:
+    """Raises `DocumentError` for files whose id is that of another file which is stored and still
+    there with another content: of two folders, each would replace the other's."""
+    pairs = []
+    for given, each in zip(loaded.documents, documents, strict=True):
+        other = _collides(each, known.get(each.id)) if given.id in loaded.files else None
+        if other is not None:
+            pairs.append(f"{_file_at(each.uri)} and {other} are both called {each.id!r}")
+    if pairs:
+        more = f" (and {len(pairs) - _SHOWN} more)" if len(pairs) > _SHOWN else ""
+        raise DocumentError(
+            f"{'; '.join(pairs[:_SHOWN])}{more}, and the second is stored; files are called by "
+            "their paths within the folder. Ingest the folder above both, use another collection, "
+            "or remove what is stored first. Nothing was ingested"
+        )
+
+
+def _collides(document: SourceDocument, stored: DocumentRow | None) -> Path | None:
+    """The stored file that a file's document would replace; None where there is none any more."""
+    if stored is None or stored.uri == document.uri:
+        return None
+    if urlsplit(stored.uri).scheme != "file":
+        return None
+    this, other = _file_at(document.uri), _file_at(stored.uri)
+    try:
+        equal = this.samefile(other) or this.read_bytes() == other.read_bytes()
+    except OSError:  # it was moved, or is on another machine
+        return None
+    return None if equal else other
+
+
 def _with_known_ids(
     loaded: LoadedSources, known: Mapping[str, DocumentRow]
 ) -> tuple[SourceDocument, ...]:
@@ -330,7 +366,7 @@ def _with_known_ids(
     by_uri = {row.uri: row.source_id for row in known.values() if row.source_id not in ids}
     return tuple(
         replace(each, id=by_uri.pop(each.uri))
-        if each.id in loaded.files and each.id not in known and each.uri in by_uri
+        if each.id in loaded.files and each.uri in by_uri and not _is_known(each, known)
         else each
         for each in loaded.documents
     )
@@ -351,9 +387,19 @@ def _gone(
             if sync:
                 yield row
         elif any(row.uri.startswith(f"{folder.rstrip('/')}/") for folder in loaded.folders) and (
-            row.uri in uris or _has_vanished(Path(unquote(urlsplit(row.uri).path)))
+            row.uri in uris or _has_vanished(_file_at(row.uri))
         ):
             yield row
+
+
+def _is_known(document: SourceDocument, known: Mapping[str, DocumentRow]) -> bool:
+    """Whether this file is stored under this id."""
+    return document.id in known and known[document.id].uri == document.uri
+
+
+def _file_at(uri: str) -> Path:
+    """The file of an address that `load_sources` gave."""
+    return Path(unquote(urlsplit(uri).path))
 
 
 def _has_vanished(path: Path) -> bool:

@@ -13,7 +13,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from ragcache import RagCache, SourceDocument
 from ragcache.db import MovedDocument
 from ragcache.documents import DocumentPart, LoadedSources, SkippedFile
-from ragcache.errors import ConfigurationError, DocumentsChanged, UnreadableDocument
+from ragcache.errors import ConfigurationError, DocumentError, DocumentsChanged, UnreadableDocument
 from ragcache.models import LoadedModel
 from ragcache.retrieval import CollectionIndex
 from ragcache.store.verify import verify
@@ -122,6 +122,50 @@ def test_files_that_take_each_others_names(rag: RagCache, folder: Path) -> None:
     (folder / "swap").rename(folder / "y.md")
     done = rag.sync("c", folder)
     assert (done.updated, done.encoded) == (2, 0), "their states are there"
+
+
+def test_a_file_of_another_folder_replaces_none_that_is_still_there(
+    rag: RagCache, folder: Path, tmp_path: Path
+) -> None:
+    rag.ingest("c", folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.md").write_text("The other a is at sea.")
+    (other / "d.md").write_text("The d is in the yard.")
+    refused = r"other/a\.md and .*docs/a\.md are both called 'a\.md', and the second is stored"
+    for store in (rag.ingest, rag.sync):
+        with pytest.raises(DocumentError, match=refused):
+            store("c", other)
+    assert ids(rag) == ["a.md", "b.md", "deep/c.md"]
+    job = rag.jobs.submit("c", [other])
+    assert "are both called 'a.md'" in str(rag.jobs.wait(job.id).error)
+    assert rag.ingest("c", tmp_path).added == 2, "by the folder above they are apart"
+    assert rag.ingest("c", other).unchanged == 2, "and keep their ids"
+    assert rag.ingest("e", [other]).added == 2
+
+
+def test_a_file_of_equal_content_or_that_was_moved_collides_with_none(
+    rag: RagCache, folder: Path, tmp_path: Path
+) -> None:
+    rag.ingest("c", folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.md").write_bytes((folder / "a.md").read_bytes())
+    assert rag.ingest("c", other).updated == 1
+    (other / "a.md").write_text("The other a is at sea.")
+    assert rag.ingest("c", other).updated == 1, "the same file has changed"
+    with pytest.raises(DocumentError, match="are both called"):
+        rag.ingest("c", folder)
+    (other / "a.md").unlink()
+    assert rag.ingest("c", folder).updated == 1
+
+
+def test_a_folder_that_was_moved(rag: RagCache, folder: Path, tmp_path: Path) -> None:
+    rag.ingest("c", folder)
+    folder.rename(tmp_path / "moved")
+    (tmp_path / "moved" / "a.md").write_text("The a is at sea.")
+    done = rag.ingest("c", tmp_path / "moved")
+    assert (done.added, done.updated) == (0, 3)
 
 
 def test_a_file_that_cannot_be_read_now_keeps_its_last_version(rag: RagCache, folder: Path) -> None:
