@@ -115,7 +115,7 @@ def _typical(rows: Sequence[dict[str, Any]]) -> float | None:
 def _handbook(setting: LangChainSetting, folder: Path, progress: Progress) -> dict[str, Any]:
     from ragcache import RagCache
 
-    with RagCache.open(folder, dtype=setting.dtype) as rag:
+    with RagCache.open(folder, dtype=setting.dtype, embedding=None) as rag:
         progress("ingesting the handbook")
         rag.ingest("handbook", [setting.handbook])
         return _chains(rag, "handbook", QUESTIONS, setting, progress)
@@ -128,7 +128,9 @@ def _synthetic(
 
     progress("building the model")
     model = shaped_model(setting.shape, dtype=setting.dtype)
-    with RagCache.open(folder, model, module_tokens=setting.module_words * 8) as rag:
+    with RagCache.open(
+        folder, model, module_tokens=setting.module_words * 8, embedding=None
+    ) as rag:
         progress(f"storing {setting.modules:,} modules")
         fill(rag, "synthetic", setting.modules, setting.module_words)
         asked = subjects(setting.modules)[: setting.questions]
@@ -145,7 +147,7 @@ def _synthetic(
 
 def chain(rag: RagCache, collection: str, k: int, **options: Any) -> Runnable[str, Any]:
     """The chain that any program has: documents are pasted into the prompt as they come."""
-    retriever = RagCacheRetriever(rag=rag, collection=collection, k=k)
+    retriever = RagCacheRetriever(rag=rag, collection=collection, k=k, relative_threshold=0.0)
     model = ChatRagCache(rag=rag, **options).bind(share=False)
     told: Any = {"context": retriever | _joined, "question": RunnablePassthrough()}
     whole: Runnable[str, Any] = told | PROMPT | model

@@ -79,7 +79,7 @@ def bench_http(
     setting = setting or HttpSetting()
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:
         progress("ingesting documents")
-        with RagCache.open(Path(place) / "state", dtype=setting.dtype) as rag:
+        with RagCache.open(Path(place) / "state", dtype=setting.dtype, embedding=None) as rag:
             for topic in _TOPICS:
                 rag.ingest(_COLLECTION, [_document(topic)])
             with serving(rag) as port:
@@ -89,7 +89,7 @@ def bench_http(
                 result |= foreign_first_tokens(rag, port, setting.foreign)
         progress("building a model of the shape")
         model = shaped_model(setting.shape, dtype=setting.dtype)
-        with RagCache.open(Path(place) / "shape", model) as rag:
+        with RagCache.open(Path(place) / "shape", model, embedding=None) as rag:
             rag.ingest(_COLLECTION, [_document(topic) for topic in _TOPICS])
             with serving(rag) as port:
                 result |= _streams(rag, port, setting, "", progress)
@@ -97,7 +97,7 @@ def bench_http(
         many = Path(place) / "many"
         many.mkdir()
         fill_ledger(many, setting.modules)
-        with RagCache.open(many) as rag, serving(rag) as port:
+        with RagCache.open(many, embedding=None) as rag, serving(rag) as port:
             result |= _listing(port, setting, progress)
     return result | {"setting": asdict(setting), "machine": describe_machine()}
 

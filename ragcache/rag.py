@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ragcache.config import (
     DEFAULT_K,
+    DEFAULT_RELATIVE_THRESHOLD,
+    DEFAULT_RERANK,
     RagCacheConfig,
     check_argument,
-    check_embedding,
     check_instruction,
     check_mode,
     check_options,
@@ -67,7 +68,8 @@ from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
-from ragcache.retrieval import Retriever, SearchParams, Selection
+from ragcache.retrieval import Reranker, Retriever, SearchParams, Selection
+from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 from ragcache.store import KVStore, TierOptions, TierStatus, open_tiers, tier_status
 from ragcache_schemas import Placement, Schema, expand_slots
 
@@ -110,7 +112,8 @@ class RagCache:
         state: str | Path,
         model: str | Path | LoadedModel | None = None,
         *,
-        embedding: Embeddings | str | None = None,
+        embedding: Embeddings | str | None = "auto",
+        reranker: Reranker | str | None = None,
         module_tokens: int = 384,
         host_bytes: int | str = "2GiB",
         max_new_tokens: int = 64,
@@ -133,8 +136,13 @@ class RagCache:
         Args:
             state: The folder.
             model: A folder, a hub name or a loaded model; the embedded reader by default.
-            embedding: `"minilm"` or any LangChain `Embeddings` adds dense retrieval; None retrieves
-                by words only (BM25).
+            embedding: How documents are found by meaning, beside their words (BM25): `minilm`, a
+                folder or hub name of sentence-transformers, or any LangChain `Embeddings`; None or
+                `none` is by words only. `auto` is `minilm` where that extra is installed; else a
+                warning says that it is not. Vectors that a collection lacks are computed once.
+            reranker: A cross-encoder that orders what was found: a folder or hub name of
+                sentence-transformers such as `cross-encoder/ms-marco-MiniLM-L6-v2`, or any
+                `ragcache.retrieval.Reranker`; none by default.
             module_tokens: The most tokens of a module.
             host_bytes: The budget of the host tier.
             max_new_tokens: The most tokens of an answer, unless a request says otherwise.
@@ -178,7 +186,7 @@ class RagCache:
         check_argument("state", state, str | Path)
         check_argument("model", model, str | Path | LoadedModel | None)
         check_instruction(instruction)
-        embedder = _embedder(embedding)
+        embedder, ordering = resolve_embedder(embedding), resolve_reranker(reranker)
         folder = _state_folder(Path(state))
         if isinstance(model, LoadedModel):
             loaded = model
@@ -193,7 +201,7 @@ class RagCache:
         database = Database.open(tiers.get("ledger") or folder / "ledger.sqlite")
         store = KVStore.open(folder, database, config.host_bytes, **chosen)
         shared = SharedServices.start(
-            database, store, loaded, embedder, config, variables, before_documents
+            database, store, loaded, embedder, config, variables, before_documents, ordering
         )
         return cls(shared.namespace())
 
@@ -378,7 +386,8 @@ class RagCache:
         Args:
             question: The question.
             **options: `collection`, which is required, `k`, `mode`, `generation`, `filters`,
-                `threshold` and `chat_template_kwargs`; see `AskOptions`.
+                `threshold`, `relative_threshold`, `rerank` and
+                `chat_template_kwargs`; see `AskOptions`.
 
         Raises:
             RequestError: The question is empty or too long, or a value cannot be used.
@@ -433,6 +442,8 @@ class RagCache:
             options.get("k", DEFAULT_K),
             filters=options.get("filters"),
             threshold=options.get("threshold"),
+            relative_threshold=options.get("relative_threshold", DEFAULT_RELATIVE_THRESHOLD),
+            rerank=options.get("rerank", DEFAULT_RERANK),
         )
         mode = check_mode(options.get("mode", "rooted"))
         ask = self.internals.ask
@@ -623,7 +634,7 @@ class RagCache:
         Args:
             query: The query.
             **options: `collection`, which is required, `k`, `search`, `filters`, `threshold`,
-                `mmr` and `candidates`; see `SearchOptions`.
+                `relative_threshold`, `rerank`, `mmr` and `candidates`; see `SearchOptions`.
 
         Raises:
             UnknownCollection: There is no such collection.
@@ -743,20 +754,6 @@ def _search(options: SearchOptions) -> tuple[str, SearchParams]:
     check_options(options, SearchOptions, "retrieve")
     params: dict[str, Any] = {"k": DEFAULT_K, **options}
     return params.pop("collection"), SearchParams(**params)
-
-
-def _embedder(embedding: Embeddings | str | None) -> Embeddings | None:
-    if embedding is None:
-        return None
-    from langchain_core.embeddings import Embeddings  # slow to import
-
-    check_argument("embedding", embedding, str | Embeddings | None)
-    if not isinstance(embedding, str):
-        return embedding
-    check_embedding(embedding)
-    from ragcache.retrieval.embeddings import MiniLM
-
-    return MiniLM()
 
 
 def _state_folder(folder: Path) -> Path:

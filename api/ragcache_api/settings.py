@@ -49,7 +49,12 @@ class ServiceSettings(BaseSettings):
 
     state: Path = Field(Path("ragcache-state"), description="The state folder.")
     model: str | None = Field(None, description="A model folder or hub name; else the reader.")
-    embedding: str | None = Field(None, description="`minilm` adds retrieval by meaning.")
+    embedding: str = Field(
+        "auto", description="Retrieval by meaning: `auto`, `minilm`, `none` or a model."
+    )
+    reranker: str | None = Field(
+        None, description="A cross-encoder that orders what was found: a folder or hub name."
+    )
     instruction: str | None = Field(
         None, description="What the model is to do with the documents; else a brief answer."
     )
@@ -183,7 +188,7 @@ class ServiceSettings(BaseSettings):
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
-            "instruction",
+            "instruction", "reranker",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

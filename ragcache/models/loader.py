@@ -136,7 +136,7 @@ def _read_checkpoint(
     from ragcache.models.checkpoint import load_checkpoint
 
     try:
-        with _quiet():
+        with quiet_loading():
             tokenizer = AutoTokenizer.from_pretrained(source)
             config = AutoConfig.from_pretrained(source)
             stored = config.dtype or config.get_text_config(decoder=True).dtype
@@ -232,7 +232,7 @@ def _strftime_macro(day: datetime) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Holds back transformers' progress bars and advice while a model loads."""
     from transformers.utils import logging
 

@@ -31,6 +31,7 @@ class Citation:
         scaffold: The modules that it was encoded with, itself included; "" if there are no others.
         bm25: What its words score for the question; None where they were not compared.
         cosine: The same of its vector, -1 to 1.
+        rerank: The reranker's score, 0 to 1; None without one.
         page: The page or slide that it is from, where its document has such.
         headings: The titles above it, outermost first.
     """
@@ -45,16 +46,17 @@ class Citation:
     cosine: float | None = None
     page: int | None = None
     headings: tuple[str, ...] = ()
+    rerank: float | None = None
 
     @classmethod
     def of(
         cls, module: ModuleRow, score: float, scaffold: str = "", bm25: float | None = None,
-        cosine: float | None = None,
+        cosine: float | None = None, rerank: float | None = None,
     ) -> Citation:  # fmt: skip
         """The citation of a stored module."""
         return cls(
             module.document, module.name, module.uri, score, scaffold=scaffold, bm25=bm25,
-            cosine=cosine, page=page_of(module), headings=headings_of(module),
+            cosine=cosine, page=page_of(module), headings=headings_of(module), rerank=rerank,
         )  # fmt: skip
 
 
@@ -83,14 +85,15 @@ class Reuse:
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds, measured. first_token and total run from the call, with retrieval, copies, encoding
-    of what was missing and waiting; queued is the wait for the engine alone. Requests of one batch
-    share retrieve."""
+    of what was missing and waiting; queued is the wait for the engine alone; rerank is what the
+    reranker took of retrieve. Requests of one batch share retrieve."""
 
     retrieve: float
     assemble: float
     first_token: float
     total: float
     queued: float = 0.0
+    rerank: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +132,12 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Timestamps:
     """`time.perf_counter` readings, in seconds: when the call came, when it was known which modules
-    the prompt reads, and when their states were at hand."""
+    the prompt reads, and when their states were at hand. rerank: seconds of the reranker."""
 
     called: float = 0.0
     retrieved: float = 0.0
     assembled: float = 0.0
+    rerank: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,7 @@ class PreparedAnswer:
             first_token=completion.first_token_at - times.called,
             total=completion.finished_at - times.called,
             queued=completion.admitted_at - completion.submitted_at,
+            rerank=times.rerank,
         )
         return Answer(
             self.question, completion.choices[0].text.strip(), self.sources, self.mode,

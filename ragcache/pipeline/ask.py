@@ -42,7 +42,8 @@ class AskPipeline:
             if not question.strip():
                 raise EmptyQuestion("the question is empty; write what you want to know")
         selections = [self.retriever.retrieve(q, collection, params) for q in questions]
-        timestamps = Timestamps(called, time.perf_counter())
+        reranking = sum(selection.rerank_seconds for selection in selections)
+        timestamps = Timestamps(called, time.perf_counter(), rerank=reranking)
         prompts = []
         for selection in selections:
             self.scaffolds.follow(collection, selection.stamp)
@@ -146,6 +147,6 @@ def _sources(
         scaffold = "" if single else " ".join(hit.module.name for hit in members)
         for hit in members:
             module = hit.module
-            cited = Citation.of(module, hit.score, scaffold, hit.bm25, hit.cosine)
+            cited = Citation.of(module, hit.score, scaffold, hit.bm25, hit.cosine, hit.rerank)
             sources.append((cited, None if exact else number))
     return tuple(sources)

@@ -31,7 +31,7 @@ from ragcache.pipeline.pml import PmlPipeline
 from ragcache.pipeline.quotations import Quotations
 from ragcache.pipeline.submit import Submitter
 from ragcache.recognition import Recognizer
-from ragcache.retrieval import Retrievers, embedder_name
+from ragcache.retrieval import Reranker, Retrievers, embedder_name
 from ragcache.store import KVStore
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class SharedServices:
     keys: ApiKeys
     worker: IngestionWorker
     monitor: RequestMonitor
+    reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -63,6 +64,7 @@ class SharedServices:
         cls, database: Database, store: KVStore, model: LoadedModel,
         embedder: Embeddings | None, config: RagCacheConfig,
         template_kwargs: Mapping[str, Any] | None = None, instruction: str = INSTRUCTION,
+        reranker: Reranker | None = None,
     ) -> SharedServices:  # fmt: skip
         """Connects a store and a model, and starts the engine. template_kwargs: variables of the
         chat template, checked. instruction: of every preamble, checked."""
@@ -80,7 +82,7 @@ class SharedServices:
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model, template_kwargs), instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
-            IngestionWorker(config.ingestion_bytes), RequestMonitor(),
+            IngestionWorker(config.ingestion_bytes), RequestMonitor(), reranker,
         )  # fmt: skip
         store.on_heartbeat.append(shared.adopt_job)
         return shared
@@ -141,7 +143,7 @@ class Namespace:
         vectors = embedder_name(shared.embedder) if shared.embedder is not None else None
         stale = shared.config.stale_seconds
         catalog = Catalog(database, model.tokenizer_fingerprint, vectors, name, stale)
-        retrievers = Retrievers(catalog, database, shared.embedder)
+        retrievers = Retrievers(catalog, database, shared.embedder, shared.reranker)
         retriever, template, config = retrievers.retriever_for(), shared.template, shared.config
         frame = prompt_frame(model.tokenizer, shared.instruction, template.kwargs)
         encoder = ModuleEncoder(model, frame, store, encode, salt)

@@ -1,6 +1,7 @@
 """Retrieval: sparse and dense search over the modules of a collection, and their fusion."""
 
 from ragcache.retrieval.filters import Filters, compile_filters
+from ragcache.retrieval.reranking import CrossEncoderReranker, Reranker
 from ragcache.retrieval.retriever import (
     CollectionIndex,
     Hit,
@@ -14,6 +15,7 @@ from ragcache.retrieval.retriever import (
 )
 
 __all__ = [
-    "CollectionIndex", "Filters", "Hit", "Retriever", "Retrievers", "SearchKind", "SearchParams",
-    "Selection", "compile_filters", "embedder_name", "fuse",
+    "CollectionIndex", "CrossEncoderReranker", "Filters", "Hit", "Reranker", "Retriever",
+    "Retrievers", "SearchKind", "SearchParams", "Selection", "compile_filters", "embedder_name",
+    "fuse",
 ]  # fmt: skip

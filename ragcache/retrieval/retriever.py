@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from ragcache.config import check_k
+from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK, check_k
 from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
 from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable, UnknownCollection
 from ragcache.retrieval.filters import Filters, Test, compile_filters
+from ragcache.retrieval.reranking import Reranker
 from ragcache.retrieval.words import UpdatedWords, WordIndex, terms
 
 if TYPE_CHECKING:  # faiss and LangChain are slow to import, and sparse search does without
@@ -63,6 +65,8 @@ class SearchParams:
     threshold: float | None = None
     mmr: float | None = None
     candidates: int = CANDIDATES
+    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
+    rerank: int = DEFAULT_RERANK
     wanted: Test | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,10 +76,16 @@ class SearchParams:
             raise InvalidRequest(f"unknown search {self.search!r}; searches: {kinds}")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise InvalidRequest(f"threshold is {self.threshold}; give a finite score")
+        if not 0 <= self.relative_threshold <= 1:
+            raise InvalidRequest(
+                f"relative_threshold is {self.relative_threshold}; it lies between 0 and 1"
+            )
         if self.mmr is not None and not 0 <= self.mmr <= 1:
             raise InvalidRequest(f"mmr is {self.mmr}; it lies between 0 and 1")
         if self.candidates < 1:
             raise InvalidRequest(f"candidates is {self.candidates}; at least one is needed")
+        if self.rerank < 0:
+            raise InvalidRequest(f"rerank is {self.rerank}; give a number of candidates, or 0")
         object.__setattr__(self, "wanted", compile_filters(self.filters))
 
     @property
@@ -87,22 +97,25 @@ class SearchParams:
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A module that was found. score: on the scale of `SearchParams.threshold`. bm25, cosine: of
-    its words and of its vector; None where that ranking did not find it."""
+    its words and of its vector; None where that ranking did not find it. rerank: of the reranker,
+    which ordered the hits; None without one."""
 
     module: ModuleRow
     score: float
     bm25: float | None = None
     cosine: float | None = None
+    rerank: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The modules for a query, best first; with `mmr`, in the order of selection. stamp: of the
-    collection when it was asked for."""
+    collection when it was asked for. rerank_seconds: what the reranker took."""
 
     query: str
     hits: tuple[Hit, ...]
     stamp: Stamp
+    rerank_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +144,10 @@ class Retriever:
     into account itself (`update_index`), before `ingest` returns."""
 
     def __init__(
-        self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None
-    ) -> None:
-        self.embedder = embedder
+        self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None,
+        reranker: Reranker | None = None,
+    ) -> None:  # fmt: skip
+        self.embedder, self.reranker = embedder, reranker
         self._catalog, self._vectors = catalog, vectors
         self._indexed: dict[str, _Indexed] = {}
         self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -217,13 +231,35 @@ class Retriever:
         ranking, bm25, cosine = _rank(query, vector, indexed, params)
         if params.threshold is not None:
             ranking = [(n, score) for n, score in ranking if score >= params.threshold]
+        began = time.perf_counter()
+        rescored = self._rescored(query, ranking, indexed, params)
+        took = time.perf_counter() - began if rescored else 0.0
+        if rescored:
+            read = ranking[: len(rescored)]
+            best = sorted(read, key=lambda pair: -rescored[pair[0]])
+            ranking = _within(best, params.relative_threshold, rescored)
+        else:
+            ranking = _within(ranking, params.relative_threshold, bm25, cosine)
         if params.mmr is not None:
-            ranking = _reranked(ranking[: params.depth], indexed, params)
+            relevant = [(n, rescored.get(n, score)) for n, score in ranking[: params.depth]]
+            order = _diverse(relevant, indexed, params)
+            ranking = [ranking[place] for place in order]
         hits = (
-            Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n))
+            Hit(indexed.modules[n], score, bm25.get(n), cosine.get(n), rescored.get(n))
             for n, score in ranking[: params.k]
         )
-        return Selection(query, tuple(hits), stamp)
+        return Selection(query, tuple(hits), stamp, took)
+
+    def _rescored(
+        self, query: str, ranking: Ranking, indexed: _Indexed, params: SearchParams
+    ) -> dict[int, float]:
+        """The reranker's scores of the first candidates; empty without a reranker or a text."""
+        if self.reranker is None or not params.rerank or not ranking or not query:
+            return {}
+        numbers = [number for number, _ in ranking[: max(params.rerank, params.k)]]
+        texts = [indexed.modules[number].text for number in numbers]
+        scores = self.reranker.score_texts(query, texts)
+        return dict(zip(numbers, map(float, scores), strict=True))
 
     def _current(self, collection: str, dimension: int | None, stamp: Stamp) -> _Indexed:
         """The index over what the collection held at the stamp, by any process, or later, with
@@ -394,17 +430,30 @@ def _rank(
     return sparse or dense, *scores
 
 
+def _within(ranking: Ranking, share: float, *scored: dict[int, float]) -> Ranking:
+    """The hits of which one score is at least a share of the best one of its kind, and the first
+    hit. Fused scores count ranks and say nothing of that."""
+    if not share or not ranking:
+        return ranking
+    kept = {ranking[0][0]}
+    for scores in scored:
+        best = max(scores.values(), default=0.0)
+        kept |= {number for number, score in scores.items() if best > 0 and score >= share * best}
+    return [(number, score) for number, score in ranking if number in kept]
+
+
 def _allowed(indexed: _Indexed, wanted: Test) -> np.ndarray:
     """[N] bool, in the order of the index."""
     rows = indexed.modules.values()
     return np.fromiter((wanted(row.metadata) for row in rows), dtype=bool, count=len(rows))
 
 
-def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Ranking:
-    """Selects by MMR. Relevance is the cosine, or else the score as a share of the best one;
-    similarity is the cosine of vectors or, without vectors, the overlap of words."""
+def _diverse(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> list[int]:
+    """The places that MMR selects, in order. Relevance is the cosine, or else the score as a
+    share of the best one; similarity is the cosine of vectors or, without vectors, the overlap of
+    words."""
     if not ranking or params.mmr is None:
-        return ranking
+        return []
     relevance = np.array([score for _, score in ranking])
     if params.search != "dense":
         relevance = relevance / relevance.max()
@@ -413,19 +462,24 @@ def _reranked(ranking: Ranking, indexed: _Indexed, params: SearchParams) -> Rank
         similarity = vectors @ vectors.T  # cosines, since these are unit vectors
     else:
         similarity = overlaps([terms(indexed.modules[number].text) for number, _ in ranking])
-    picked = select_by_mmr(relevance, similarity, params.k, params.mmr)
-    return [ranking[position] for position in picked]
+    return select_by_mmr(relevance, similarity, params.k, params.mmr)
 
 
 class Retrievers:
     """The retrievers of a namespace, one for each embedder. Thread-safe; embedders of one name
     share vectors and index."""
 
-    def __init__(self, catalog: Catalog, database: Database, embedder: Embeddings | None) -> None:
-        self._catalog, self._database = catalog, database
+    def __init__(
+        self, catalog: Catalog, database: Database, embedder: Embeddings | None,
+        reranker: Reranker | None = None,
+    ) -> None:  # fmt: skip
+        self._catalog, self._database, self._reranker = catalog, database, reranker
         self._known: dict[str, Retriever] = {}
         self._finding = threading.Lock()
-        self._first = Retriever(catalog) if embedder is None else self.retriever_for(embedder)
+        self._first = (
+            Retriever(catalog, reranker=reranker) if embedder is None
+            else self.retriever_for(embedder)
+        )  # fmt: skip
 
     def retriever_for(self, embedder: Embeddings | None = None) -> Retriever:
         """The retriever of an embedder; without one, that of the namespace's own embedder, or a
@@ -437,7 +491,9 @@ class Retrievers:
             found = self._known.get(name)
             if found is None:
                 vectors = Vectors(self._database, name, self._catalog.namespace)
-                found = self._known[name] = Retriever(self._catalog, embedder, vectors)
+                found = self._known[name] = Retriever(
+                    self._catalog, embedder, vectors, self._reranker
+                )
         return found if found.embedder is embedder else found.using(embedder)
 
 

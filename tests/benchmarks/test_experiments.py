@@ -14,12 +14,16 @@ from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encodi
 from hypothesis import given
 from hypothesis import strategies as st
 from indexes import bench_indexes
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from pml import PmlSetting, bench_pml
 from quantization import bench_quantization
 from quotations import QuotationsSetting, bench_quotations
 from relay import RelaySetting, bench_relay, plot_relay
+from retrieval import QuestionSet, RetrievalSetting, bench_retrieval, ndcg
 
+from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
+from ragcache.evaluation import Question
 from ragcache.models import LoadedModel
 from ragcache.store.eviction import POLICIES
 from tests.conftest import REPOSITORY
@@ -161,3 +165,30 @@ def test_the_theory_is_relay_attentions(tmp_path: Path) -> None:
     json.dumps(result)
     plot_relay(result, tmp_path / "relay.png")
     assert (tmp_path / "relay.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ndcg_by_hand() -> None:
+    assert ndcg([True, False], 1, 4) == 1.0
+    assert ndcg([False, True], 1, 4) == pytest.approx(1 / np.log2(3))
+    assert ndcg([True, False, True], 2, 4) == pytest.approx(1.5 / (1 + 1 / np.log2(3)))
+    assert ndcg([], 1, 4) == 0.0
+
+
+def test_retrieval_by_words_and_by_meaning_is_measured_with_and_without_a_threshold() -> None:
+    texts = {
+        "keys": "The spare key hangs in the red cupboard of the key room.",
+        "boats": "The boat is moored at the quay.",
+        "leave": "There are 26 days of leave.",
+    }
+    documents = [SourceDocument(id, text) for id, text in texts.items()]
+    question = Question("1", "In which cupboard of the room hangs the key?", ("red",), "keys")
+    small = RetrievalSetting(k=3, shares=(0.0, 1.0), answered=(1.0,))
+    told = bench_retrieval(
+        [QuestionSet("notes", documents, [question])], DeterministicFakeEmbedding(size=4), small
+    )
+    rows = {(row["search"], row["relative_threshold"]): row for row in told["found"]}
+    assert set(rows) == {(s, share) for s in ("sparse", "dense", "hybrid") for share in (0.0, 1.0)}
+    assert rows["sparse", 1.0]["ndcg"] == rows["sparse", 1.0]["recalled"] == 1.0
+    assert rows["sparse", 1.0]["modules"] == 1 < rows["dense", 0.0]["modules"] == 3
+    assert [row["search"] for row in told["answered"]] == ["sparse", "hybrid"]
+    assert json.dumps(told)

@@ -309,6 +309,11 @@ def test_every_way_to_ask_takes_filters_and_a_threshold(library: RagCache) -> No
         *asyncio.run(ways()),
     ]
     assert [documents(answer) for answer in answers] == [{"keys"}] * 6
+    for share, ids in ((0.0, {"keys", "locks"}), (1.0, {"keys"})):
+        near = library.ask(
+            "spare key in the red cupboard?", collection="notes", relative_threshold=share
+        )
+        assert documents(near) == ids
     refused = library.ask("spare key?", collection="notes", threshold=1.0)
     assert (refused.finish_reason, refused.sources) == ("no_documents", ())
     with pytest.raises(InvalidRequest, match="unknown operator"):
@@ -444,7 +449,7 @@ class TestOptions:
     def test_a_question_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
         listed = (
             r"'colection'; options of ask: collection, k, mode, generation, filters, threshold, "
-            r"chat_template_kwargs$"
+            r"relative_threshold, rerank, chat_template_kwargs$"
         )
         with pytest.raises(ConfigurationError, match=listed):
             call(getattr(rag, method), [QUESTION], colection="notes")
@@ -468,7 +473,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("method", ["retrieve", "aretrieve"])
     def test_a_search_with_an_unknown_option(self, rag: RagCache, method: str) -> None:
-        listed = "'mode'; options of retrieve: collection, k, search, filters, threshold, mmr"
+        listed = "'mode'; options of retrieve: collection, k, search, filters, threshold, rel"
         with pytest.raises(ConfigurationError, match=listed):
             call(getattr(rag, method), QUESTION, collection="notes", mode="exact")
 
@@ -484,13 +489,13 @@ class TestOptions:
     def test_the_defaults_are_those_that_are_documented(self, rag: RagCache) -> None:
         explicit = rag.ask(
             QUESTION, collection="notes", k=4, mode="rooted", generation=Generation(),
-            filters=None, threshold=None,
+            filters=None, threshold=None, relative_threshold=0.4,
         )  # fmt: skip
         assert rag.ask(QUESTION, collection="notes").text == explicit.text
         found = rag.retrieve(QUESTION, collection="notes")
         assert found == rag.retrieve(
             QUESTION, collection="notes", k=4, search="hybrid", filters=None, threshold=None,
-            mmr=None, candidates=50,
+            relative_threshold=0.4, mmr=None, candidates=50,
         )  # fmt: skip
         chat = rag.chat(QUESTION, mode="rooted", recognize=True, tools=None)
         assert rag.chat(QUESTION).text == chat.text

@@ -271,6 +271,7 @@ def doctor(
         "attention backend": _check_backend,
         "embedded reader" if model is None else "model": lambda: _check_model(loaded()),
         "dtype": lambda: _check_dtype(loaded()),
+        "retrieval": lambda: _check_retrieval(settings.embedding),
         "state folder": lambda: _check_state(state),
     }
     results = {name: _run_check(check) for name, check in checks.items()}
@@ -311,6 +312,17 @@ def _check_backend() -> str:
     from ragcache.attention import backend_for
 
     return type(backend_for(torch.device("cpu"))).__name__
+
+
+def _check_retrieval(embedding: str) -> str:
+    from ragcache.retrieval import embedder_name
+    from ragcache.retrieval.resolve import WORDS_ONLY, resolve_embedder
+
+    embedder = resolve_embedder(embedding)
+    if embedder is None:
+        return "by words only, as it is set" if embedding == "none" else WORDS_ONLY
+    numbers = len(embedder.embed_query("a question"))
+    return f"by words (BM25) and by meaning ({embedder_name(embedder)}, {numbers} numbers)"
 
 
 def _check_model(model: LoadedModel) -> str:
@@ -354,7 +366,7 @@ def serve(
         str | None, typer.Option(help="What it computes in: auto, float32, bfloat16 or float16.")
     ] = None,
     embedding: Annotated[
-        str | None, typer.Option(help="`minilm` adds retrieval by meaning to retrieval by words.")
+        str | None, typer.Option(help="auto, minilm, none (words only), or a model.")
     ] = None,
     instruction: Annotated[
         str | None, typer.Option(help="What the model is to do with the documents.")

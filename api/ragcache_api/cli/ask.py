@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 import ragcache_api
-from ragcache.config import DEFAULT_K
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import EmptyQuestion, NoDocuments
 from ragcache_api.cli import console as ui
 
@@ -25,6 +25,7 @@ def ask(
     collection: Annotated[str, typer.Option("--collection", "-c", help="Where to look.")],
     state: ui.StateOption = ui.DEFAULT_STATE,
     k: ui.KOption = DEFAULT_K,
+    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     mode: ui.ModeOption = "rooted",
     max_new_tokens: ui.MaxTokensOption = None,
     temperature: ui.TemperatureOption = None,
@@ -35,6 +36,7 @@ def ask(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    reranker: ui.RerankerOption = None,
     instruction: ui.InstructionOption = None,
     wanted: ui.FilterOption = None,
     server: Annotated[
@@ -58,8 +60,9 @@ def ask(
 
         served = ServedAnswer.ask(server, key, {
             "question": question, "collection": collection, "k": k, "mode": mode,
-            "filters": wanted, "max_tokens": max_new_tokens, "temperature": temperature,
-            "seed": seed, "stop": stop, "extractive": extractive,
+            "filters": wanted, "relative_threshold": relative_threshold,
+            "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop": stop,
+            "extractive": extractive,
         })  # fmt: skip
         if as_json:
             served.result()
@@ -68,7 +71,13 @@ def ask(
             ui.print_answer(served, pieces=stream)
         return
     with ui.open_for_reading(
-        state, model, embedding, collection, dtype=dtype, instruction=instruction
+        state,
+        model,
+        embedding,
+        collection,
+        dtype=dtype,
+        instruction=instruction,
+        reranker=reranker,
     ) as rag:
         from ragcache import Generation
 
@@ -77,8 +86,9 @@ def ask(
             extractive=extractive,
         )  # fmt: skip
         answer = rag.stream(
-            question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted
-        )
+            question, collection=collection, k=k, mode=mode, generation=generation, filters=wanted,
+            relative_threshold=relative_threshold,
+        )  # fmt: skip
         if as_json:
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
@@ -163,7 +173,7 @@ def demo(
         from ragcache import RagCache
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
-        RagCache.open(state, dtype=dtype) as rag,
+        RagCache.open(state, dtype=dtype, embedding=None) as rag,
     ):
         with ui.progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)
@@ -208,7 +218,10 @@ def _measure(rag: RagCache, question: str) -> DemoAnswer:
     unshared = Generation(share=False)  # else a run may find the question's states of the last one
     for _ in range(RUNS):
         for mode, seconds in times.items():
-            answers[mode] = rag.ask(question, collection="handbook", mode=mode, generation=unshared)
+            answers[mode] = rag.ask(
+                question, collection="handbook", mode=mode, generation=unshared,
+                relative_threshold=0.0,  # prompts of one length: four modules each
+            )  # fmt: skip
             seconds.append(answers[mode].timings.first_token)
     return DemoAnswer(answers["rooted"], *map(median, times.values()))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragcache.config import DEFAULT_K
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD
 from ragcache.errors import PromptTooLong, RequestError
 from ragcache_api.cli import console as ui
 
@@ -24,6 +24,7 @@ def chat(
     ] = None,
     state: ui.StateOption = ui.DEFAULT_STATE,
     k: ui.KOption = DEFAULT_K,
+    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     mode: ui.ModeOption = "rooted",
     wanted: ui.FilterOption = None,
     max_new_tokens: ui.MaxTokensOption = None,
@@ -32,6 +33,7 @@ def chat(
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    reranker: ui.RerankerOption = None,
     instruction: ui.InstructionOption = None,
 ) -> None:
     """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
@@ -40,14 +42,21 @@ def chat(
     forgotten from the front where it no longer fits the model's window.
     """
     with ui.open_for_reading(
-        state, model, embedding, collection, dtype=dtype, instruction=instruction
+        state,
+        model,
+        embedding,
+        collection,
+        dtype=dtype,
+        instruction=instruction,
+        reranker=reranker,
     ) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
-        talk = Talk(rag, collection, k, mode, wanted, generation)
+        search = {"k": k, "filters": wanted, "relative_threshold": relative_threshold}
+        talk = Talk(rag, collection, search, mode, generation)
         for text in _typed():
             try:
                 talk.say(text)
@@ -60,12 +69,13 @@ class Talk:
     """A conversation: messages without the documents that each was answered from."""
 
     def __init__(
-        self, rag: RagCache, collection: str | None, k: int, mode: str,
-        filters: dict[str, object] | None, generation: Generation,
+        self, rag: RagCache, collection: str | None, search: dict[str, Any], mode: str,
+        generation: Generation,
     ) -> None:  # fmt: skip
+        """search: options of `RagCache.retrieve`."""
         self.said: list[dict[str, str]] = []
-        self._rag, self._collection, self._k, self._mode = rag, collection, k, mode
-        self._filters, self._generation = filters, generation
+        self._rag, self._collection, self._search = rag, collection, search
+        self._mode, self._generation = mode, generation
 
     def say(self, text: str) -> None:
         """Answers a message and prints the answer as it comes, with its sources."""
@@ -99,9 +109,7 @@ class Talk:
 
         if self._collection is None:
             return text
-        hits = self._rag.retrieve(
-            text, collection=self._collection, k=self._k, filters=self._filters
-        ).hits
+        hits = self._rag.retrieve(text, collection=self._collection, **self._search).hits
         found = "\n\n".join(hit.module.text.strip() for hit in hits)
         return PASTED.format(documents=found, question=text) if hits else text
 

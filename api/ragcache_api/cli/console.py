@@ -21,7 +21,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from ragcache.config import NAMESPACE, check_embedding, check_instruction, check_k, check_mode
+from ragcache.config import (
+    NAMESPACE,
+    check_embedding,
+    check_instruction,
+    check_k,
+    check_mode,
+    check_reranker,
+)
 from ragcache.errors import (
     ConfigurationError,
     ModelNotFound,
@@ -30,8 +37,6 @@ from ragcache.errors import (
 )
 
 if TYPE_CHECKING:
-    from langchain_core.embeddings import Embeddings
-
     from ragcache import Answer, AnswerSpan, AnswerStream, RagCache
     from ragcache.db import Database
     from ragcache.store import KVStore
@@ -71,6 +76,24 @@ def _instruction_or_setting(
     return cast("str | None", instruction)
 
 
+def _embedding_or_setting(
+    context: typer.Context, parameter: typer.CallbackParam, value: str | None
+) -> str | None:
+    """`check_embedding` as a callback: before torch is imported."""
+    embedding = _or_setting(context, parameter, value)
+    check_embedding(embedding)
+    return cast("str | None", embedding)
+
+
+def _reranker_or_setting(
+    context: typer.Context, parameter: typer.CallbackParam, value: str | None
+) -> str | None:
+    """`check_reranker` as a callback: before torch is imported."""
+    reranker = _or_setting(context, parameter, value)
+    check_reranker(reranker)
+    return cast("str | None", reranker)
+
+
 def _setting(name: str, text: str) -> Any:
     """An option whose default is the service setting of its name."""
     variable = f"RAGCACHE_{name.upper()}"
@@ -81,13 +104,22 @@ _LEDGER = "The URL of a database, where the ledger is not in the state folder."
 _REMOTE = "The fsspec URL of the remote tier, such as s3://BUCKET/PATH."
 _MODEL = "A model folder or hub name; without it, the embedded reader."
 _DTYPE = "What the model computes in: auto, float32, bfloat16 or float16."
-_EMBEDDING = "`minilm` adds retrieval by meaning to retrieval by words."
+_EMBEDDING = "auto, minilm, none (words only), or a folder or hub name of sentence-transformers."
 StateOption = Annotated[Path, _setting("state", "The state folder.")]
 LedgerOption = Annotated[str | None, _setting("ledger", _LEDGER)]
 RemoteOption = Annotated[str | None, _setting("remote", _REMOTE)]
 ModelOption = Annotated[str | None, _setting("model", _MODEL)]
 DTypeOption = Annotated[str, _setting("dtype", _DTYPE)]
-EmbeddingOption = Annotated[str | None, _setting("embedding", _EMBEDDING)]
+EmbeddingOption = Annotated[
+    str | None,
+    typer.Option("--embedding", envvar="RAGCACHE_EMBEDDING", callback=_embedding_or_setting,
+                 help=_EMBEDDING),
+]  # fmt: skip
+RerankerOption = Annotated[
+    str | None,
+    typer.Option("--reranker", envvar="RAGCACHE_RERANKER", callback=_reranker_or_setting,
+                 help="A cross-encoder that orders what was found: a folder or hub name."),
+]  # fmt: skip
 InstructionOption = Annotated[
     str | None,
     typer.Option("--instruction", envvar="RAGCACHE_INSTRUCTION", callback=_instruction_or_setting,
@@ -105,6 +137,13 @@ def _checked_k(k: int) -> int:
 KOption = Annotated[
     int, typer.Option("-k", "--k", callback=_checked_k, help="How many modules to retrieve.")
 ]
+
+
+RelativeThresholdOption = Annotated[
+    float,
+    typer.Option("--relative-threshold", min=0, max=1,
+                 help="The share of the best score that a module must have; 0 keeps all."),
+]  # fmt: skip
 
 
 def checked_mode(mode: str) -> str:
@@ -185,7 +224,6 @@ def open_existing_rag(
     from ragcache_api.settings import ServiceSettings
 
     check_model(model)
-    check_embedding(embedding)
     with open_ledger(state, ServiceSettings.read().ledger) as database:
         if collection is not None:
             check_collection(database, collection)
@@ -269,18 +307,9 @@ def check_state(state: Path, ledger: str | None) -> None:
         raise NoState.in_folder(state)
 
 
-def embedder_named(name: str | None) -> Embeddings | None:
-    """The built-in embedder of a name, loaded."""
-    if name is None:
-        return None
-    from ragcache.retrieval.embeddings import MiniLM
-
-    return MiniLM()
-
-
-def format_scores(bm25: float | None, cosine: float | None) -> str:
+def format_scores(bm25: float | None, cosine: float | None, rerank: float | None = None) -> str:
     """The scores of a hit, each by its name."""
-    known = (("bm25", bm25), ("cosine", cosine))
+    known = (("bm25", bm25), ("cosine", cosine), ("rerank", rerank))
     return " · ".join(f"{name} {score:.2f}" for name, score in known if score is not None)
 
 
@@ -358,7 +387,7 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
         console.print(format_span(span, answer.text), soft_wrap=True)
     table = plain_table()
     for source in answer.sources:
-        score = format_scores(source.bm25, source.cosine)
+        score = format_scores(source.bm25, source.cosine, getattr(source, "rerank", None))
         page = getattr(source, "page", None)  # an older service has none
         place = "" if page is None else f", page {page}"
         table.add_row(escape(source.module) + place, score, source.tier, style="dim")

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ragcache.config import DEFAULT_K, NAMESPACE, check_embedding, check_namespace
+from ragcache.config import (
+    DEFAULT_K,
+    DEFAULT_RELATIVE_THRESHOLD,
+    NAMESPACE,
+    check_namespace,
+)
 from ragcache.errors import ConfigurationError, DocumentError
 from ragcache_api.cli import console as ui
 
@@ -148,8 +153,10 @@ def retrieve(
     threshold: Annotated[
         float | None, typer.Option(help="The least score, on the scale of the search.")
     ] = None,
+    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     ledger: ui.LedgerOption = None,
     embedding: ui.EmbeddingOption = None,
+    reranker: ui.RerankerOption = None,
     namespace: ui.NamespaceOption = NAMESPACE,
     as_json: ui.JsonOption = False,
 ) -> None:
@@ -157,16 +164,21 @@ def retrieve(
     check_namespace(namespace)
     if search not in _SEARCHES:
         raise ConfigurationError(f"unknown search {search!r}; searches: {', '.join(_SEARCHES)}")
-    check_embedding(embedding)
     with ui.open_ledger(state, ledger) as database:
         ui.check_collection(database, collection, namespace)
         from ragcache.db import Catalog
         from ragcache.retrieval import Retrievers, SearchParams
+        from ragcache.retrieval.resolve import resolve_embedder, resolve_reranker
 
-        params = SearchParams(k, search, wanted, threshold)  # type: ignore[arg-type]  # checked
-        embedder = ui.embedder_named(embedding)
+        params = SearchParams(
+            k, search, wanted, threshold,  # type: ignore[arg-type]  # checked
+            relative_threshold=relative_threshold,
+        )  # fmt: skip
+        embedder = resolve_embedder(embedding)
         catalog = Catalog(database, "", None, namespace)
-        retriever = Retrievers(catalog, database, embedder).retriever_for()
+        retriever = Retrievers(
+            catalog, database, embedder, resolve_reranker(reranker)
+        ).retriever_for()
         found = retriever.retrieve(query, collection, params)
     if as_json:
         ui.print_json([_hit_values(hit) for hit in found.hits])
@@ -174,7 +186,7 @@ def retrieve(
     if not found.hits:
         ui.console.print("nothing in this collection matches the query")
     for hit in found.hits:
-        scores = ui.format_scores(hit.bm25, hit.cosine)
+        scores = ui.format_scores(hit.bm25, hit.cosine, hit.rerank)
         ui.console.print(f"[bold]{escape(hit.module.name)}[/]  [dim]{scores}[/]")
         ui.console.print(hit.module.text.strip(), markup=False, style="dim")
 
@@ -183,7 +195,8 @@ def _hit_values(hit: Hit) -> dict[str, object]:
     module = hit.module
     return {
         "module": module.name, "document": module.document, "uri": module.uri, "score": hit.score,
-        "bm25": hit.bm25, "cosine": hit.cosine, "text": module.text, "metadata": module.attributes,
+        "bm25": hit.bm25, "cosine": hit.cosine, "rerank": hit.rerank, "text": module.text,
+        "metadata": module.attributes,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ragcache.config import DEFAULT_K, check_mode
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 
@@ -282,9 +282,11 @@ def evaluate_command(
         str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
     ] = "rooted,exact",
     k: ui.KOption = DEFAULT_K,
+    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     embedding: ui.EmbeddingOption = None,
+    reranker: ui.RerankerOption = None,
     instruction: ui.InstructionOption = None,
     through: Annotated[
         str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
@@ -304,11 +306,12 @@ def evaluate_command(
 
     expected = load_questions(questions)
     reports = []
-    opening = {"dtype": dtype, "instruction": instruction}
+    opening = {"dtype": dtype, "instruction": instruction, "reranker": reranker}
     with ui.open_existing_rag(state, model, embedding, collection, **opening) as rag:
         for mode in modes.split(","):
             options: dict[str, Any] = {
-                "mode": mode.strip(), "k": k, "through": through, "extractive": extractive,
+                "mode": mode.strip(), "k": k, "relative_threshold": relative_threshold,
+                "through": through, "extractive": extractive,
             }  # fmt: skip
             with ui.progress_bar(f"asking, {mode}") as progress:
                 report = evaluate(rag, collection, expected, progress=progress, **options)

@@ -20,7 +20,7 @@ from ragcache import (
     SourceDocument,
     Timings,
 )
-from ragcache.config import DEFAULT_K
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK
 from ragcache.db import Deletion
 from ragcache.store.admin import StateChange, TierStatus
 
@@ -374,6 +374,12 @@ class RetrievalFields(BaseModel):
     )
     filters: dict[str, Any] | None = None
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    relative_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description=f"{DEFAULT_RELATIVE_THRESHOLD}."
+    )
+    rerank: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+        None, description=f"Candidates of the service's reranker, {DEFAULT_RERANK}; 0 for none."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template, such as `enable_thinking`."
     )

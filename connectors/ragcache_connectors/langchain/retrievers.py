@@ -14,6 +14,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
 
+from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK
 from ragcache.errors import InvalidRequest
 from ragcache_connectors.langchain.document_loaders import hits_to_documents
 from ragcache_connectors.langchain.embeddings import unwrap_embedder
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from ragcache.retrieval import Retriever, SearchParams
 
 
-_ARGUMENTS = ("k", "search", "filters", "threshold", "mmr", "candidates")
+_ARGUMENTS = (
+    "k", "search", "filters", "threshold", "relative_threshold", "rerank", "mmr", "candidates",
+)  # fmt: skip
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -36,8 +39,9 @@ class RagCacheRetriever(BaseRetriever):
         rag: an open `RagCache`.
         state: its folder, in place of `rag`; opened at first use.
         embedding: another embedder than that of the folder.
-        k, search, filters, threshold, mmr, candidates: as in `RagCache.retrieve`; each may be
-            given to `invoke` too.
+        k, search, filters, threshold, relative_threshold, rerank, mmr, candidates: as in
+            `RagCache.retrieve`; each may be given to `invoke` too. The reranker is that of
+            `RagCache.open`.
 
     Raises:
         UnknownCollection: by a search, for a collection that does not exist.
@@ -54,6 +58,8 @@ class RagCacheRetriever(BaseRetriever):
     search: Literal["hybrid", "sparse", "dense"] = "hybrid"
     filters: Mapping[str, Any] | None = None
     threshold: float | None = None
+    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
+    rerank: int = DEFAULT_RERANK
     mmr: float | None = None
     candidates: int = 50
 

@@ -190,6 +190,7 @@ class RagCacheVectorStore(VectorStore):
             k, "sparse" if self._retriever().embedder is None else "dense", filters,
             mmr=None if lambda_mult is None else 1 - lambda_mult,
             candidates=k if fetch_k is None else fetch_k,
+            relative_threshold=0.0, rerank=0,  # the `k` nearest, as vector stores do
         )  # fmt: skip
 
     def _search(self, query: str | Sequence[float], params: SearchParams) -> Scored:

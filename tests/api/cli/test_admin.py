@@ -258,7 +258,8 @@ def test_modules_ls_makes_no_folder(run: Run, tmp_path: Path) -> None:
 
 def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     checks = json_of(run("doctor", "--json"))
-    names = {"machine", "attention backend", "embedded reader", "dtype", "state folder"}
+    names = {"machine", "attention backend", "embedded reader", "dtype", "retrieval"}
+    names |= {"state folder"}
     assert set(checks) == names
     assert all(check["ok"] for check in checks.values())
     assert checks["state folder"]["detail"].startswith("3 modules in ")

@@ -49,7 +49,7 @@ def test_the_oldest_question_is_forgotten_where_the_window_is_full(
     ingested: Path, reader: LoadedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RagCache.open(ingested, reader) as rag:
-        talk = Talk(rag, None, 1, "rooted", None, Generation(max_new_tokens=2))
+        talk = Talk(rag, None, {}, "rooted", Generation(max_new_tokens=2))
         long = {"role": "user", "content": "word " * 9000}
         talk.said = [long, {"role": "assistant", "content": "a"}]
         talk.say("Hello")

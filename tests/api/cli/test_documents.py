@@ -7,6 +7,7 @@ from pathlib import Path
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
+from tests.tiny_encoders import write_cross_encoder
 
 
 def test_collections_and_documents_are_listed(run: Run, ingested: Path) -> None:
@@ -71,9 +72,27 @@ def test_retrieve_prints_scores_by_name(run: Run, ingested: Path) -> None:
     assert hits[0]["bm25"] > 0
     assert hits[0]["cosine"] is None
     assert "bm25 " in run("retrieve", QUESTION, "-c", "notes", "-k", 1)[1]
+    both = "the boathouse key in the red cupboard, the boat"
+    near = json_of(run("retrieve", both, "-c", "notes", "--relative-threshold", 1, "--json"))
+    every = json_of(run("retrieve", both, "-c", "notes", "--relative-threshold", 0, "--json"))
+    assert near == every[:1]
+    assert len(every) == 2
     assert "nothing in this collection" in run("retrieve", "xylophone", "-c", "notes")[1]
     error_of(run("retrieve", QUESTION, "-c", "notes", "--search", "fuzzy"), "ConfigurationError")
     error_of(run("retrieve", QUESTION, "-c", "notes", "--embedding", "x"), "ConfigurationError")
+
+
+def test_retrieve_takes_a_reranker(run: Run, ingested: Path, tmp_path: Path) -> None:
+    folder = write_cross_encoder(tmp_path / "cross")
+    command = ("retrieve", "the boathouse key, the survey boat", "-c", "notes")
+    hits = json_of(run(*command, "--reranker", folder, "--relative-threshold", 0, "--json"))
+    scores = [hit["rerank"] for hit in hits]
+    assert len(scores) == 2
+    assert 1 > scores[0] > scores[1] > 0
+    assert " · rerank 0." in run(*command, "--reranker", folder)[1]
+    assert "unknown reranker 'x'" in error_of(
+        run(*command, "--reranker", "x"), "ConfigurationError"
+    )
 
 
 def test_ingest_encodes_what_a_repair_removed(run: Run, notes: Path) -> None:

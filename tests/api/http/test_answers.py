@@ -28,7 +28,14 @@ def test_an_answer_is_that_of_the_library(client: TestClient, rag: RagCache) -> 
     assert [s["module"] for s in told["sources"]] == [s.module for s in answer.sources]
     assert told["reuse"]["prompt_tokens"] == answer.reuse.prompt_tokens
     assert told["reuse"]["cached_tokens"] > 0
-    assert set(told["timings"]) == {"retrieve", "assemble", "first_token", "total", "queued"}
+    assert set(told["timings"]) == {
+        "retrieve",
+        "assemble",
+        "first_token",
+        "total",
+        "queued",
+        "rerank",
+    }
 
 
 def test_a_stream_tells_sources_tokens_and_the_answer(client: TestClient) -> None:
@@ -79,6 +86,12 @@ def test_an_extractive_answer_tells_where_it_stands(client: TestClient, rag: Rag
         ({"question": LEAVE, "collection": "notes", "mode": "odd"}, 400, "configuration-error"),
         ({"question": LEAVE, "collection": "notes", "surprise": 1}, 422, "invalid-request"),
         ({"question": LEAVE, "collection": "notes", "k": 0}, 422, "invalid-request"),
+        ({"question": LEAVE, "collection": "notes", "rerank": -1}, 422, "invalid-request"),
+        (
+            {"question": LEAVE, "collection": "notes", "relative_threshold": 2},
+            422,
+            "invalid-request",
+        ),
         ({"question": LEAVE, "collection": "notes", "stop": [""]}, 400, "invalid-request"),
         ({"question": "x " * 9000, "collection": "notes"}, 400, "prompt-too-long"),
         ({"prompt": "<prompt"}, 422, "invalid-request"),

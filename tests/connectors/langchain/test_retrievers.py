@@ -122,7 +122,11 @@ async def test_an_embedder_of_asyncio_is_awaited(notes: RagCache) -> None:
 
     asked: list[str] = []
     retriever = RagCacheRetriever(
-        collection="notes", rag=notes, search="dense", embedding=Awaited(size=6)
+        collection="notes",
+        rag=notes,
+        search="dense",
+        embedding=Awaited(size=6),
+        relative_threshold=0.0,
     )
     assert len(await retriever.ainvoke("boat")) == 4
     assert asked == ["boat"]

