@@ -1,13 +1,18 @@
 """The reader's training corpus: sections of text with the questions that they answer.
 
-Four sources, each an endless stream of `Section`s:
+Sources, each an endless stream of `Section`s:
 
 * `Paragraphs`: the templates of `paragraphs/`, filled anew every time;
 * `Sentences`: natural questions over encyclopaedic sentences (sentence_questions.jsonl) with the
   answer spans of `labels/`; numbers and rare words are swapped for others at every reading, so
   that answers cannot be memorised and must be copied;
 * `Searches`: natural search questions over a paragraph (qed.jsonl), swapped in the same way;
+* `chinese`: Chinese questions over encyclopaedic paragraphs (cmrc2018.trial.json), and `papers`:
+  questions over scientific articles (covid_qa.json), drawn like the searches;
+* `Natural`: the text that the reader was pretrained on, with questions made by rules;
 * `Prose`: plain text without questions, for distraction and for cloze questions.
+
+Of all but the templates some lose the sentence that answers a question, which is then unanswerable.
 """
 
 from __future__ import annotations
@@ -17,13 +22,17 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from markup import is_chinese
+from questions import chinese_questions, english_questions, split_sentences
 from templates import Filled, Template, fill, parse_file
 
 # Before this line the questions come from articles that XQuAD, an evaluation set, draws on.
 FIRST_SENTENCE = 9_995
+CHINESE_HELD_OUT = 0.15  # the last paragraphs of the Chinese questions: the evaluation's
+LOST_SENTENCES = 0.2  # of the passages lose the sentence that answers one of their questions
 
 Section = Filled
 
@@ -57,7 +66,71 @@ class Passages:
     def draw(self, rng: random.Random) -> Section:
         passage = rng.choice(self.passages)
         section = Filled("", passage.text, passage.questions)
+        if rng.random() < LOST_SENTENCES:
+            section = lose_sentence(section, rng)
         return self.swapper.swapped(section, rng) if rng.random() < 0.85 else section
+
+
+@dataclass(frozen=True)
+class Natural:
+    """Documents of one language; a draw is a few paragraphs in a row."""
+
+    documents: tuple[str, ...]
+    swapper: Swapper
+    longest: int = 1300  # characters of a draw
+
+    def draw(self, rng: random.Random) -> Section:
+        blocks = rng.choice(self.documents).split("\n\n")
+        start = rng.randrange(len(blocks))
+        title = next((b for b in reversed(blocks[: start + 1]) if b.startswith("#")), "")
+        picked: list[str] = []
+        for block in blocks[start:]:
+            if block.startswith("#"):
+                continue
+            room = self.longest - sum(map(len, picked))
+            if room < 80:
+                break
+            picked.append(block if len(block) <= room else _whole_sentences(block, room))
+        section = Filled(title.strip("# "), "\n\n".join(filter(None, picked)), ())
+        section = self._asked(section, rng)
+        if rng.random() < LOST_SENTENCES:
+            section = lose_sentence(section, rng)
+        return self.swapper.swapped(section, rng) if rng.random() < 0.5 else section
+
+    @staticmethod
+    def _asked(section: Section, rng: random.Random) -> Section:
+        ask = chinese_questions if is_chinese(section.text) else english_questions
+        pairs = []
+        for sentence in split_sentences(section.text):
+            made = ask(sentence, rng)
+            if made:
+                pairs.append(rng.choice(made))
+        kept = [(q, a) for q, a in pairs if section.text.count(a) <= 3]
+        return Filled(section.title, section.text, tuple(rng.sample(kept, min(6, len(kept)))))
+
+
+def _whole_sentences(block: str, room: int) -> str:
+    sentences, length = [], 0
+    for sentence in split_sentences(block):
+        length += len(sentence) + 1
+        if length > room:
+            break
+        sentences.append(sentence)
+    return ("" if is_chinese(block) else " ").join(sentences)
+
+
+def lose_sentence(section: Section, rng: random.Random) -> Section:
+    """Takes out a sentence that alone holds an answer; what it answered is unanswerable then."""
+    once = [pair for pair in section.questions if section.text.count(pair[1]) == 1]
+    if not once:
+        return section
+    question, answer = rng.choice(once)
+    sentence = next((s for s in split_sentences(section.text) if answer in s), None)
+    if sentence is None or len(sentence) > 0.6 * len(section.text):
+        return section
+    text = " ".join(section.text.replace(sentence, "", 1).split(" ")).replace("  ", " ").strip()
+    kept = tuple((q, a) for q, a in section.questions if a in text)
+    return Filled(section.title, text, kept, (*section.unanswerable, question))
 
 
 @dataclass(frozen=True)
@@ -104,10 +177,12 @@ class Swapper:
     def swapped(self, section: Section, rng: random.Random) -> Section:
         swap = self._mapping(section, rng)
         questions = tuple((apply_swap(q, swap), apply_swap(a, swap)) for q, a in section.questions)
-        return Filled(apply_swap(section.title, swap), apply_swap(section.text, swap), questions)
+        vain = tuple(apply_swap(q, swap) for q in section.unanswerable)
+        return Filled(apply_swap(section.title, swap), apply_swap(section.text, swap), questions, vain)
 
     def _mapping(self, section: Section, rng: random.Random) -> dict[str, str]:
         texts = [section.title, section.text, *(t for pair in section.questions for t in pair)]
+        texts += section.unanswerable
         words = sorted({w for text in texts for w in _WORD.findall(text)})
         share = rng.uniform(0.2, 0.9)
         return {
@@ -133,7 +208,8 @@ def apply_swap(text: str, swap: dict[str, str]) -> str:
 
 def lowered(section: Section) -> Section:
     questions = tuple((q.lower(), a.lower()) for q, a in section.questions)
-    return Filled(section.title.lower(), section.text.lower(), questions)
+    vain = tuple(q.lower() for q in section.unanswerable)
+    return Filled(section.title.lower(), section.text.lower(), questions, vain)
 
 
 def detokenise(text: str) -> str:
@@ -153,7 +229,10 @@ class Corpus:
     held_out: Paragraphs
     sentences: Passages
     searches: Passages
+    chinese: Passages
+    papers: Passages
     prose: Prose
+    natural: dict[str, Natural] = field(default_factory=dict)  # by language; empty without packs
 
     def texts(self, rng: random.Random) -> Iterator[str]:
         """Text for the tokenizer, the paragraph templates weighing most."""
@@ -161,26 +240,37 @@ class Corpus:
             for _ in range(8):
                 section = fill(template, rng)
                 yield "\n".join([f"# {section.title}", section.text, *sum(section.questions, ())])
-        for source in (self.sentences, self.searches):
+        for source in (self.sentences, self.searches, self.chinese):
             for passage in source.passages:
                 yield "\n".join([passage.text, *(q for q, _ in passage.questions)])
         for run in self.prose.sentences:
             yield " ".join(run)
 
 
-def load_corpus(training: Path, data: Path, swap_share: float = 0.3) -> Corpus:
+def load_corpus(
+    training: Path, data: Path, swap_share: float = 0.3, documents: list[str] | None = None
+) -> Corpus:
+    """documents: natural text to ask about, of both languages."""
     seen, held_out = load_templates(training)
     sentences = _sentences(data / "sentence_questions.jsonl", training / "labels" / "spans.tsv")
     searches = _searches(data / "qed.jsonl")
     prose = Prose(tuple(_prose(data)))
     everything = [p.text for p in (*sentences, *searches)] + [" ".join(r) for r in prose.sentences]
     swapper = Swapper.over(everything)
+    by_language: dict[str, list[str]] = {"en": [], "zh": []}
+    for document in documents or ():
+        by_language["zh" if is_chinese(document[:600]) else "en"].append(document)
+    lengths = {"en": 1300, "zh": 420}
+    natural = {k: Natural(tuple(v), swapper, lengths[k]) for k, v in by_language.items() if v}
     return Corpus(
         Paragraphs(tuple(seen), swapper, swap_share),
         Paragraphs(tuple(held_out), swapper),
         Passages(tuple(sentences), swapper),
         Passages(tuple(searches), swapper),
+        Passages(tuple(chinese_passages(data / "cmrc2018.trial.json")[0]), swapper),
+        Passages(tuple(_papers(data / "covid_qa.json")), swapper),
         prose,
+        natural,
     )
 
 
@@ -229,6 +319,38 @@ def _searches(path: Path) -> list[Passage]:
         text, answer = detokenise(record["context"]), detokenise(record["answers"][0])
         pairs = ((record["question"] + "?", answer),) if answer in text else ()
         passages.append(Passage(" ".join(text.split()[:260]), pairs))
+    return passages
+
+
+def squad_passages(path: Path) -> list[Passage]:
+    """The paragraphs of a SQuAD-style file, each with its questions and their first answers."""
+    return [
+        Passage(p["context"], tuple((q["question"], q["answers"][0]["text"]) for q in p["qas"]))
+        for article in json.loads(path.read_text(encoding="utf-8"))["data"]
+        for p in article["paragraphs"]
+    ]
+
+
+def chinese_passages(path: Path) -> tuple[list[Passage], list[Passage]]:
+    """To train on, and held out."""
+    passages = squad_passages(path)
+    kept = round(len(passages) * (1 - CHINESE_HELD_OUT))
+    return passages[:kept], passages[kept:]
+
+
+def _papers(path: Path) -> list[Passage]:
+    """The surroundings of each answer in a long article."""
+    passages = []
+    for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
+        for paragraph in article["paragraphs"]:
+            context = paragraph["context"]
+            for asked in paragraph["qas"]:
+                answer = asked["answers"][0]
+                start = context.rfind(". ", 0, max(0, answer["answer_start"] - 300)) + 2
+                text = " ".join(context[start : answer["answer_start"] + len(answer["text"]) + 400].split())
+                words = " ".join(answer["text"].split())
+                if len(words.split()) <= 12 and words in text:
+                    passages.append(Passage(text, ((asked["question"], words),)))
     return passages
 
 

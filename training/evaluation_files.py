@@ -2,8 +2,9 @@
 
     python3 training/evaluation_files.py --data DATA --out build/evaluation
 
-Makes `held_out/` (paragraphs that training never saw, each filled once) and, where the data is at
-hand, `xquad/` (English), each with documents and a `questions.jsonl` beside them.
+Makes `held_out/` (paragraphs that training never saw, each filled once), `alike/` (a thousand register
+entries, forty of them asked for) and, where the data is at hand, `xquad/` (English), `xquad_zh/` and
+`chinese/` (the held-out part of CMRC), each with documents and a `questions.jsonl` beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from corpus import load_templates
+from corpus import chinese_passages, load_templates
+from registers import draw_entries
 from templates import fill
 
 Entry = tuple[str, str, list[tuple[str, list[str]]]]  # file name, text, questions with answers
@@ -39,6 +41,22 @@ def xquad(path: Path) -> Iterable[Entry]:
             yield f"{slug}-{number}.md", f"# {title}\n\n{paragraph['context']}\n", asked
 
 
+def alike(count: int = 1000, asked: int = 40) -> Iterable[Entry]:
+    """Entries of five registers; a question is asked of each of the first `asked`."""
+    rng = random.Random(13)
+    entries = [e for _ in range(5) for e in draw_entries(rng, count // 5)]
+    rng.shuffle(entries)
+    named = {entry.title: entry for entry in entries}
+    for number, (title, entry) in enumerate(named.items()):
+        pairs = [(q, [a]) for q, a in entry.questions[:1]] if number < asked else []
+        yield f"entry-{number:04d}.md", f"# {title}\n\n{entry.text}\n", pairs
+
+
+def chinese(path: Path) -> Iterable[Entry]:
+    for number, passage in enumerate(chinese_passages(path)[1]):
+        yield f"paragraph-{number:03d}.md", passage.text + "\n", [(q, [a]) for q, a in passage.questions]
+
+
 def write(folder: Path, entries: Iterable[Entry]) -> int:
     (folder / "documents").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -56,9 +74,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     print("held_out", write(arguments.out / "held_out", held_out(Path(__file__).parent)))
-    source = arguments.data / "xquad.en.json"
-    if source.exists():
-        print("xquad", write(arguments.out / "xquad", xquad(source)))
+    print("alike", write(arguments.out / "alike", alike()))
+    sets = {"xquad": ("xquad.en.json", xquad), "xquad_zh": ("xquad.zh.json", xquad),
+            "chinese": ("cmrc2018.trial.json", chinese)}  # fmt: skip
+    for name, (file, entries) in sets.items():
+        if (arguments.data / file).exists():
+            print(name, write(arguments.out / name, entries(arguments.data / file)))
 
 
 if __name__ == "__main__":

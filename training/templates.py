@@ -42,11 +42,13 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """One filling: `questions` pairs each askable question with its answer."""
+    """One filling: `questions` pairs each askable question with its answer; `unanswerable` are
+    questions on the same subject that this text does not answer."""
 
     title: str
     text: str
     questions: tuple[tuple[str, str], ...]
+    unanswerable: tuple[str, ...] = ()
 
 
 def parse_file(path: Path) -> list[Template]:
@@ -134,12 +136,15 @@ def fill(template: Template, rng: random.Random) -> Filled:
     rendered = [_render(line.text, template, values, rng) for line in kept]
     text = re.sub(r"\s+([,.;:?!])", r"\1", " ".join(" ".join(rendered).split()))
     haystack = f"{title}\n{text}".lower()
-    questions = []
+    questions, unanswerable = [], []
     for question in template.questions:
         pair = _ask(question, values, rng)
         if pair and pair[1].lower() in haystack:
             questions.append(pair)
-    return Filled(title[:1].upper() + title[1:], text, tuple(questions))
+        elif not pair and (asked := _ask_in_vain(question, values, rng)):
+            unanswerable.append(asked)
+    filled_title = title[:1].upper() + title[1:]
+    return Filled(filled_title, text, tuple(questions), tuple(unanswerable))
 
 
 def _ask(question: Question, values: dict[str, Forms], rng: random.Random) -> tuple[str, str] | None:
@@ -154,6 +159,17 @@ def _ask(question: Question, values: dict[str, Forms], rng: random.Random) -> tu
                 _substitute(question.answer, values)
             )
     return None
+
+
+def _ask_in_vain(question: Question, values: dict[str, Forms], rng: random.Random) -> str | None:
+    """A phrasing whose answer was dropped with its line, if what it speaks of was not."""
+    if all(slot in values for slot, *_ in _SLOT.findall(question.answer)):
+        return None
+    phrasing = rng.choice(question.phrasings)
+    if any(slot not in values for slot, *_ in _SLOT.findall(phrasing)):
+        return None
+    asked = _substitute(_alternatives(phrasing, rng), values)
+    return asked[:1].upper() + asked[1:]
 
 
 def _shuffle_movable(lines: list[Line], rng: random.Random) -> list[Line]:

@@ -1,10 +1,11 @@
-"""Trains the embedded reader on one GPU.
+"""Finetunes the pretrained reader to answer questions, on one GPU.
 
     python3 training/train.py --data DIR --tokenizer training/build/tokenizer \\
-        --out training/build/reader --minutes 25
+        --start-from training/build/pretrained/checkpoint.pt --packs training/build/packs/pack-0 \\
+        --out training/build/reader --minutes 8
 
-Writes model.safetensors (bf16), config.json and log.jsonl. The schedule is a cosine over the time
-given, so that a run uses its machine to the end.
+Writes model.safetensors (int8 rows), config.json, checkpoint.pt and log.jsonl. The schedule is a
+cosine over the time given, so that a run uses its machine to the end.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ import argparse
 import json
 import math
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from corpus import load_corpus
 from evaluation import evaluation_sets
-from model import CONFIG, Reader, block_mask
-from samples import QUESTION, Builder, Sequence
+from int8 import quantize_rows
+from model import Reader, Shape, block_mask
+from optimization import Clock, make_optimizers, set_rate
+from pack import read_texts
+from samples import Builder, Sequence
 
 DOCUMENT_WEIGHT, QUESTION_WEIGHT = 0.25, 0.1
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DOCUMENT_SHARE = 0.25  # the share of document tokens whose loss is computed at each step
 
 
@@ -53,7 +57,7 @@ def collate(sequences: list[Sequence]) -> dict[str, Tensor]:
 
 
 def to_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: column.cuda(non_blocking=True) for name, column in batch.items()}
+    return {name: column.to(DEVICE, non_blocking=True) for name, column in batch.items()}
 
 
 def losses(model: Reader, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -80,31 +84,18 @@ def exact_match(model: Reader, forward: object, batches: list[dict[str, Tensor]]
     model.eval()
     for cpu in batches:
         batch = to_device(cpu)
-        with torch.autocast("cuda", torch.bfloat16):
-            modes = torch.full((len(batch["tokens"]),), rooted, device="cuda")
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            modes = torch.full((len(batch["tokens"]),), rooted, device=DEVICE)
             hidden = forward(batch["tokens"], batch["positions"], block_mask(batch["blocks"], modes))
             predicted = F.linear(hidden, model.embed_tokens.weight).argmax(-1)[:, :-1]
         wrong = (predicted != batch["tokens"][:, 1:]) & (batch["kinds"][:, 1:] == 3)
-        rows = torch.arange(len(batch["tokens"]), device="cuda")[:, None]
+        rows = torch.arange(len(batch["tokens"]), device=DEVICE)[:, None]
         ids = (rows * 4096 + batch["blocks"][:, 1:])
         questions = ids[batch["kinds"][:, 1:] == 3].unique()
         failed = ids[wrong].unique()
         asked, right = asked + len(questions), right + len(questions) - len(failed)
     model.train()
     return right / max(1, asked)
-
-
-def optimizers(model: Reader, arguments: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
-    if arguments.optimizer == "muon":
-        muon = torch.optim.Muon(
-            matrices, lr=arguments.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-        )
-        adam = torch.optim.AdamW(others, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        return [muon, adam]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return [torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95), fused=True)]
 
 
 def schedule(progress: float) -> float:
@@ -114,26 +105,28 @@ def schedule(progress: float) -> float:
 
 
 def save(model: Reader, folder: Path) -> None:
-    save_file(model.export(), str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    weights = quantize_rows(model.export())
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    config = model.shape.config() | {"int8_rows": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    torch.save({"shape": vars(model.shape), "model": model.state_dict()}, folder / "checkpoint.pt")
 
 
 def initial_model(arguments: argparse.Namespace) -> Reader:
     torch.manual_seed(arguments.seed)
-    model = Reader(arguments.dropout)
-    if arguments.embeddings:
-        table = torch.from_numpy(np.load(arguments.embeddings)).float()
-        model.embed_tokens.weight.data.copy_(table / table.std() * 0.02)
-    if arguments.start_from:
-        weights = load_file(arguments.start_from)
-        model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
-    return model.cuda()
+    if not arguments.start_from:
+        return Reader(Shape(**json.loads(arguments.shape)), arguments.dropout).to(DEVICE)
+    saved = torch.load(arguments.start_from, map_location="cpu")
+    model = Reader(Shape(**saved["shape"]), arguments.dropout)
+    model.load_state_dict(saved["model"])
+    return model.to(DEVICE)
 
 
 def train(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
-    corpus = load_corpus(Path(__file__).parent, arguments.data, arguments.swap)
+    documents = read_texts(arguments.packs, max(1, arguments.workers)) if arguments.packs else []
+    corpus = load_corpus(Path(__file__).parent, arguments.data, arguments.swap, documents)
     builder = Builder(corpus, tokenizer, arguments.length)
     sets = {
         name: [collate(part) for part in parts]
@@ -141,30 +134,23 @@ def train(arguments: argparse.Namespace) -> None:
     }
     loader = DataLoader(
         Stream(builder, arguments.seed), arguments.batch, collate_fn=collate,
-        num_workers=arguments.workers, pin_memory=True, prefetch_factor=4,
+        num_workers=arguments.workers, pin_memory=DEVICE.type == "cuda",
+        prefetch_factor=4 if arguments.workers else None,
     )  # fmt: skip
     model = initial_model(arguments)
-    forward = torch.compile(model)
-    steppers = optimizers(model, arguments)
+    forward = torch.compile(model) if DEVICE.type == "cuda" else model
+    steppers = make_optimizers(model, arguments.lr, arguments.optimizer)
     log = (arguments.out / "log.jsonl").open("a")
     run(model, forward, steppers, loader, sets, arguments, log)
-    save(model, arguments.out)
 
 
 def run(model, forward, steppers, loader, sets, arguments, log) -> None:  # noqa: ANN001
-    start, evaluated, step, tokens = None, 0.0, 0, 0
+    clock, evaluated, tokens = Clock(arguments.minutes, arguments.steps), 0.0, 0
     for cpu in loader:
         batch = to_device(cpu)
-        if step == 3:  # the compiler has run
-            start = time.time()
-        progress = (time.time() - start) / (60 * arguments.minutes) if start else 0.0
-        if progress >= 1:
-            break
-        for stepper in steppers:
-            for group in stepper.param_groups:
-                group["lr"] = arguments.lr * max(schedule(progress), 1e-4)
-        rooted = torch.rand(len(batch["tokens"]), device="cuda") < 0.5
-        with torch.autocast("cuda", torch.bfloat16):
+        set_rate(steppers, arguments.lr * max(schedule(clock.progress), 1e-2))
+        rooted = torch.rand(len(batch["tokens"]), device=DEVICE) < 0.5
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             hidden = forward(batch["tokens"], batch["positions"], block_mask(batch["blocks"], rooted))
             loss = losses(model, hidden, batch)
         loss.backward()
@@ -172,12 +158,14 @@ def run(model, forward, steppers, loader, sets, arguments, log) -> None:  # noqa
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad(set_to_none=True)
-        step, tokens = step + 1, tokens + batch["tokens"].numel()
-        if start and (progress - evaluated > arguments.evaluate_every):
-            evaluated = progress
-            report(model, forward, sets, log, step, tokens, time.time() - start, loss.item())
+        clock.tick()
+        tokens += batch["tokens"].numel()
+        if clock.progress >= min(1.0, evaluated + arguments.evaluate_every):
+            evaluated = clock.progress
+            report(model, forward, sets, log, clock.step, tokens, clock.seconds, loss.item())
             save(model, arguments.out)
-    report(model, forward, sets, log, step, tokens, time.time() - start, loss.item())
+        if clock.progress >= 1:
+            break
 
 
 def report(model, forward, sets, log, step, tokens, seconds, loss) -> None:  # noqa: ANN001
@@ -190,25 +178,27 @@ def report(model, forward, sets, log, step, tokens, seconds, loss) -> None:  # n
     log.flush()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--embeddings", type=Path, help="initial token embeddings (.npy)")
-    parser.add_argument("--start-from", type=Path, help="a model.safetensors to go on from")
+    parser.add_argument("--packs", type=Path, nargs="*", default=[], help="natural text: pack.py's")
+    parser.add_argument("--start-from", type=Path, help="a checkpoint.pt to go on from")
+    parser.add_argument("--shape", default="{}", help="JSON: fields of model.Shape")
+    parser.add_argument("--steps", type=int, default=0, help="stop after so many, whatever the time")
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--swap", type=float, default=0.3, help="share of fillings swapped")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1792)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--evaluate-every", type=float, default=0.1)
-    train(parser.parse_args())
+    parser.add_argument("--evaluate-every", type=float, default=0.25)
+    return parser.parse_args(command)
 
 
 if __name__ == "__main__":
-    main()
+    train(arguments_of())
