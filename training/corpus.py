@@ -80,6 +80,15 @@ class Natural:
     longest: int = 1300  # characters of a draw
 
     def draw(self, rng: random.Random) -> Section:
+        section = self._passage(rng)
+        for _ in range(2):  # dialogue and lists give few questions: look elsewhere
+            if len(section.questions) < 2:
+                section = self._passage(rng)
+        if rng.random() < LOST_SENTENCES:
+            section = lose_sentence(section, rng)
+        return self.swapper.swapped(section, rng) if rng.random() < 0.35 else section
+
+    def _passage(self, rng: random.Random) -> Section:
         blocks = rng.choice(self.documents).split("\n\n")
         start = rng.randrange(len(blocks))
         title = next((b for b in reversed(blocks[: start + 1]) if b.startswith("#")), "")
@@ -92,10 +101,7 @@ class Natural:
                 break
             picked.append(block if len(block) <= room else _whole_sentences(block, room))
         section = Filled(title.strip("# "), "\n\n".join(filter(None, picked)), ())
-        section = self._asked(section, rng)
-        if rng.random() < LOST_SENTENCES:
-            section = lose_sentence(section, rng)
-        return self.swapper.swapped(section, rng) if rng.random() < 0.5 else section
+        return self._asked(section, rng)
 
     @staticmethod
     def _asked(section: Section, rng: random.Random) -> Section:
@@ -355,12 +361,16 @@ def _papers(path: Path) -> list[Passage]:
 
 
 def _prose(data: Path) -> Iterator[tuple[str, ...]]:
-    texts = [(data / "war_and_peace.txt").read_text(encoding="utf-8")]
-    covid = json.loads((data / "covid_qa.json").read_text(encoding="utf-8"))
-    texts += [p["context"] for d in covid["data"] for p in d["paragraphs"]]
-    for row in (data / "qmsum.val.jsonl").read_text(encoding="utf-8").splitlines():
-        turns = json.loads(row)["meeting_transcripts"]
-        texts.append(detokenise(" ".join(turn["content"] for turn in turns)))
+    """Runs of sentences of the plain texts at hand."""
+    texts = []
+    if (book := data / "war_and_peace.txt").exists():
+        texts.append(book.read_text(encoding="utf-8"))
+    if (papers := data / "covid_qa.json").exists():
+        texts += [p.text for p in squad_passages(papers)]
+    if (meetings := data / "qmsum.val.jsonl").exists():
+        for row in meetings.read_text(encoding="utf-8").splitlines():
+            turns = json.loads(row)["meeting_transcripts"]
+            texts.append(detokenise(" ".join(turn["content"] for turn in turns)))
     for text in texts:
         sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z\"“])", " ".join(text.split()))
         kept = tuple(s for s in sentences if 20 < len(s) < 400)

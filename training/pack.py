@@ -1,6 +1,6 @@
 """Packs the gathered text into small compressed shards that a training machine can be sent.
 
-    python3 training/pack.py --text training/build/text --out training/build/packs --megabytes 54 --packs 3
+    python3 training/pack.py --text training/build/text --out training/build/packs --megabytes 50 --packs 3
 
 Writes `pack-0/`, `pack-1/`, …, each of at most so many megabytes: the first holds a share of every
 source by its `share` in sources.toml, the others what is left. A shard is text of one language,
@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from gather import load_sources
-from tokenizer import END
+from special_tokens import END
 
 SEPARATOR = "\x1e"
 SHARD_BYTES = 16_000_000  # of text
@@ -75,7 +75,7 @@ def write_pack(documents: list[Document], folder: Path) -> int:
     for language in RATIO:
         chosen = sorted((d for d in documents if d.language == language), key=lambda d: d.source)
         for texts in _shards([d.text for d in chosen]):
-            packed = lzma.compress(SEPARATOR.join(texts).encode(), preset=9)
+            packed = lzma.compress(SEPARATOR.join(texts).encode(), preset=6)
             (folder / f"{language}-{number:02d}.xz").write_bytes(packed)
             number, total = number + 1, total + len(packed)
     return total
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--megabytes", type=float, default=54, help="of a pack")
+    parser.add_argument("--megabytes", type=float, default=50, help="of a pack")
     parser.add_argument("--packs", type=int, default=1)
     arguments = parser.parse_args()
     shares = {source.name: source.share for source in load_sources()}

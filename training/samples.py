@@ -22,7 +22,7 @@ from tokenizers import Encoding, Tokenizer
 from corpus import Corpus, Paragraphs, Section, lowered
 from registers import draw_entries
 from templates import Filled, fill
-from tokenizer import NO_ANSWER
+from special_tokens import END, NO_ANSWER
 
 QUESTION = 64  # block numbers from here on are questions
 PREAMBLE = (
@@ -33,6 +33,7 @@ MODULE_TOKENS = 384
 OTHERS_SHARE = 0.2  # of the questions about modules after the first that are asked
 ALIKE_SHARE = 0.25  # of the contexts hold near copies
 CHINESE_SHARE = 0.25  # of the contexts are Chinese
+STRANGERS_SHARE = 0.6  # of the other contexts get questions that belong to a text not shown
 VAIN_SHARE = 0.25  # unanswerable questions for one that has an answer, at most
 
 # How often each source is drawn from, by the language of the context.
@@ -77,7 +78,7 @@ class Builder:
         count = rng.choices(range(1, 7), [1, 1, 2, 8, 2, 1])[0]
         plain = rng.random() < 0.12
         modules = []
-        for _ in range(count):
+        for _ in range(count + 1):
             source = rng.choices(list(weights), list(weights.values()))[0]
             if source == "paragraphs":
                 drawn = rng.choices([1, 2, 3], [6, 3, 1])[0]
@@ -88,7 +89,10 @@ class Builder:
                 sections = [getattr(self.corpus, source).draw(rng)]
             module = self._module(sections, rng)
             modules.append(lowered(module) if plain else module)
-        return modules
+        *shown, absent = modules
+        if rng.random() < STRANGERS_SHARE:
+            shown[0] = _asked_in_vain(shown, absent, rng)
+        return shown
 
     def _alike(self, rng: random.Random) -> list[Section]:
         """Near copies, each with the questions that name it. One that is not among them is asked
@@ -106,9 +110,7 @@ class Builder:
             swapper = self.corpus.sentences.swapper
             sections = [section, *(swapper.swapped(section, rng) for _ in range(count - 1))]
         *shown, absent = _only_naming(sections)
-        strangers = tuple(q for q, _ in rng.sample(absent.questions, min(2, len(absent.questions))))
-        first = shown[0]
-        shown[0] = Filled(first.title, first.text, first.questions, first.unanswerable + strangers)
+        shown[0] = _asked_in_vain(shown, absent, rng)
         return [self._module([section], rng) for section in shown]
 
     def _module(self, sections: list[Section], rng: random.Random) -> Section:
@@ -159,7 +161,7 @@ class Builder:
         context = len(tokens)
         for number, (question, answer) in enumerate(asked[: 127 - QUESTION]):
             head = encode(f"Question: {question}<|assistant|>")
-            tail = [*answer, self.tokenizer.token_to_id("<|end|>")]
+            tail = [*answer, self.tokenizer.token_to_id(END)]
             if len(tokens) + len(head) + len(tail) > self.length:
                 break
             tokens += head + tail
@@ -191,6 +193,14 @@ def answer_tokens(encoded: Encoding, text: str, answer: str, limit: int) -> list
                 return encoded.ids[first : last + 1]
         start = text.find(answer, start + 1)
     return []
+
+
+def _asked_in_vain(shown: list[Section], absent: Section, rng: random.Random) -> Section:
+    """The first section, with a few unanswerable questions: those of a section not shown."""
+    pairs = rng.sample(absent.questions, min(3, len(absent.questions)))
+    strangers = tuple(q for q, a in pairs if not any(a in section.text for section in shown))
+    first = shown[0]
+    return Filled(first.title, first.text, first.questions, first.unanswerable + strangers)
 
 
 _NAMES = re.compile(r"[\u3400-\u9fff]{2,}|(?:(?![\u3400-\u9fff])[^\W_]){2,}(?:-[^\W_]+)*|\d+-?\w*")

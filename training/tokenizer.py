@@ -1,6 +1,7 @@
 """Trains the reader's tokenizer: byte-level BPE with single digits and single Chinese characters.
 
-    python3 training/tokenizer.py --data DIR --text training/build/text --out training/build/tokenizer
+    python3 training/tokenizer.py --data DIR --packs training/build/packs/pack-0 \
+        --out training/build/tokenizer
 
 Numbers and Chinese names are then copied piece by piece, and an answer's tokens are the document's.
 """
@@ -8,8 +9,6 @@ Numbers and Chinese names are then copied piece by piece, and an answer's tokens
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -18,10 +17,11 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from corpus import load_corpus
+from markup import is_chinese
+from pack import read_texts
+from special_tokens import ALL, END, PAD
 
 VOCABULARY = 16384
-PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
-NO_ANSWER = "<|no_answer|>"  # the whole answer where the documents hold none
 WINDOW = 4096
 
 # The reader was trained to begin its answer with a space, so that an answer's first token is the
@@ -43,20 +43,15 @@ _SPLIT = Regex(
 )
 
 
-def natural_texts(folder: Path, megabytes: float, rng: random.Random) -> Iterator[str]:
-    """Documents of `gather.py`, at random, of both languages alike."""
-    files = sorted(folder.glob("*.jsonl.gz"))
-    left = dict.fromkeys(("en", "zh"), megabytes * 5e5)
-    share = megabytes * 4e6 / max(1, sum(f.stat().st_size for f in files))
-    for file in rng.sample(files, len(files)):
-        with gzip.open(file, "rt", encoding="utf-8") as rows:
-            for row in rows:
-                if rng.random() > share:
-                    continue
-                document = json.loads(row)
-                if left[document["language"]] > 0:
-                    left[document["language"]] -= len(document["text"].encode())
-                    yield document["text"]
+def natural_texts(packs: list[Path], megabytes: float, rng: random.Random) -> Iterator[str]:
+    """Documents at random, as many bytes of either language."""
+    texts = read_texts(packs, 2)
+    left = dict.fromkeys((False, True), megabytes * 5e5)
+    for text in rng.sample(texts, len(texts)):
+        chinese = is_chinese(text[:600])
+        if left[chinese] > 0:
+            left[chinese] -= len(text.encode())
+            yield text
 
 
 def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> Tokenizer:
@@ -70,7 +65,7 @@ def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[PAD, USER, ASSISTANT, END, NO_ANSWER],
+        special_tokens=ALL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -91,13 +86,13 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True, help="what gather.py wrote")
+    parser.add_argument("--packs", type=Path, nargs="+", required=True, help="folders of pack.py")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--megabytes", type=float, default=80, help="of natural text")
+    parser.add_argument("--megabytes", type=float, default=60, help="of natural text")
     arguments = parser.parse_args()
     corpus = load_corpus(Path(__file__).parent, arguments.data)
     rng = random.Random(0)
-    natural = natural_texts(arguments.text, arguments.megabytes, rng)
+    natural = natural_texts(arguments.packs, arguments.megabytes, rng)
     tokenizer = train(chain(corpus.texts(rng), natural))
     save(tokenizer, arguments.out)
     sample = "The fire drill is on 14 March at 8:30, said Marta Quill. 消防演习在三月十四日。"

@@ -1,4 +1,4 @@
-"""Training sequences: answers are the documents' own tokens, or the token that says there is none."""
+"""Training sequences: answers are the documents' own tokens, or the one that says: no answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def contains(row: list[int], run: list[int]) -> bool:
 
 
 def test_answers_are_runs_of_the_context_or_the_no_answer_token(builder: Any) -> None:
-    from tokenizer import NO_ANSWER
+    from special_tokens import NO_ANSWER
 
     nothing = [builder.tokenizer.token_to_id(NO_ANSWER)]
     rng = random.Random(0)
