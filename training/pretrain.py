@@ -25,8 +25,6 @@ from model import Reader, Shape
 from optimization import Clock, make_optimizers, set_rate
 from pack import read_pack
 
-HELD_OUT = 64  # windows that are never trained on
-
 
 class Windows:
     """Windows of a long row of tokens in random order; each epoch cuts them at other places."""
@@ -67,26 +65,17 @@ def rate_at(progress: float, decay: bool) -> float:
 
 
 def load_tokens(arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens to train on (int32), and the windows held out [HELD_OUT, length + 1]."""
+    """The tokens to train on (int32), and a batch of windows held out [batch, length + 1]."""
     file = arguments.tokenizer / "tokenizer.json"
     shards = [f.result() for f in read_pack(arguments.packs, file, arguments.workers)]
     np.random.default_rng(0).shuffle(shards)
     tokens = torch.from_numpy(np.concatenate(shards).astype(np.int32))
     size = arguments.length + 1
-    stride = len(tokens) // HELD_OUT
-    starts = torch.arange(HELD_OUT) * stride
+    starts = torch.arange(arguments.batch) * (len(tokens) // arguments.batch)
     held_out = tokens[starts[:, None] + torch.arange(size)].long()
     kept = torch.ones(len(tokens), dtype=torch.bool)
     kept[(starts[:, None] + torch.arange(size)).flatten()] = False
     return tokens[kept].to(device), held_out.to(device)
-
-
-@torch.no_grad()
-def held_out_loss(model: Reader, loss_of: Any, held_out: Tensor, batch: int) -> float:
-    model.eval()
-    losses = [loss_of(model, held_out[i : i + batch]).item() for i in range(0, len(held_out), batch)]
-    model.train()
-    return sum(losses) / len(losses)
 
 
 def pretrain(arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -121,7 +110,7 @@ def pretrain(arguments: argparse.Namespace) -> list[dict[str, float]]:
         if clock.step == 1 or clock.progress >= min(1.0, reported + arguments.report_every):
             reported = clock.progress
             with torch.autocast(device.type, torch.bfloat16):
-                held = held_out_loss(model, loss_of, held_out, arguments.batch)
+                held = loss_of(model, held_out).item()  # the compiled step: no other graph
             rows.append({"step": clock.step, "tokens": clock.step * batch[:, 1:].numel(),
                          "s": round(clock.seconds), "epoch": round(windows.epoch, 2),
                          "loss": round(loss.item(), 4), "held_out": round(held, 4)})  # fmt: skip
