@@ -63,7 +63,7 @@ def bench_quotations(
         text = _shuffled(texts, setting.tokens, rng)
         token_ids = model.encode_untrusted(text)
         begin = time.thread_time()
-        graphs.append(QuotableText(text, token_ids, spellings))
+        graphs.append(QuotableText.of(text, token_ids, spellings))
         times.append(1e3 * (time.thread_time() - begin))
     rows = []
     for count in setting.modules:

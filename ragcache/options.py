@@ -39,7 +39,8 @@ class AskOptions(TypedDict, total=False):
         mode: How the modules' states were encoded. `rooted` (default): after the preamble;
             `linked:N`: likewise, but the first N tokens of each module are computed in context;
             `isolated`: without the preamble; `exact`: no states are reused.
-        generation: How the answer is generated; one greedy answer by default.
+        generation: How the answer is generated; one greedy answer by default, which the embedded
+            reader quotes from the documents (`Generation.extractive`).
         filters: Conditions on the documents' metadata, as in `SearchOptions`.
         threshold: The lowest score of a module, as in `SearchOptions`.
         relative_threshold: The share of the best score, as in `SearchOptions`; 0.4 by default.

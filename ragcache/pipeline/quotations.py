@@ -195,7 +195,7 @@ class Quotations:
             if module.id in documents:
                 blocks = tuple(find_blocks(module.text, documents[module.id])) or blocks
             cuts = [block.begin for block in blocks]
-            graph = QuotableText(module.text, ids, spellings, cuts)
+            graph = QuotableText.of(module.text, ids, spellings, cuts)
             made[module.id] = QuotableModule(graph, blocks)
         with self._lock:
             self._known.update((number, made[number]) for number in made if number in documents)

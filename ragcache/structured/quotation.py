@@ -86,16 +86,12 @@ Edge = tuple[int, int]
 """A token, and the byte after it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class QuotableText:
     """The graph of one text.
 
-    Args:
-        text: The text.
-        token_ids: Its tokens. Those that do not spell it, such as unknown ones, are not quoted.
-        spellings: Of the model's tokens.
-        cuts: Places in the text, in characters, that no quotation crosses.
-
     Attributes:
+        text: The text.
         places: Of each node, the characters before it; a part of a character does not count.
         first: Of each node its first edge, and at the end the number of edges: [N + 1].
         tokens, ends: Of each edge its token, and the node behind it.
@@ -104,24 +100,50 @@ class QuotableText:
         last_boundary: Of each place from 0 to the text's length, the last word boundary up to it.
     """
 
-    def __init__(
-        self, text: str, token_ids: Sequence[int], spellings: TokenSpellings,
+    text: str
+    places: Ints
+    first: Ints
+    tokens: Ints
+    ends: Ints
+    start_tokens: Ints
+    start_ends: Ints
+    starts: Ints
+    last_boundary: Ints
+
+    @classmethod
+    def of(
+        cls, text: str, token_ids: Sequence[int], spellings: TokenSpellings,
         cuts: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> QuotableText:  # fmt: skip
+        """The graph of a text.
+
+        Args:
+            text: The text.
+            token_ids: Its tokens. Those that do not spell it, such as unknown ones, are not quoted.
+            spellings: Of the model's tokens.
+            cuts: Places in the text, in characters, that no quotation crosses.
+        """
+        return _GraphBuilder(text, token_ids, spellings, cuts).build()
+
+
+class _GraphBuilder:
+    """Finds nodes, which are bytes of the text here, and edges."""
+
+    def __init__(
+        self, text: str, token_ids: Sequence[int], spellings: TokenSpellings, cuts: Sequence[int]
+    ) -> None:
         self.text, self._spellings = text, spellings
         self._raw = text.encode()
         sizes = [len(character.encode()) for character in text]
         at = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # of each character, its byte
         self._place = np.searchsorted(at, np.arange(len(self._raw) + 1), side="right") - 1
         bounds = sorted({0, len(text), *(each.start() for each in _BOUNDARY.finditer(text))})
-        self.last_boundary = np.array(bounds, np.int32)[
+        self._last_boundary = np.array(bounds, np.int32)[
             np.searchsorted(bounds, np.arange(len(text) + 1), side="right") - 1
         ]
         self._bounds: list[int] = at[bounds].tolist()
-        self._is_bound = frozenset(self._bounds)
         self._cuts = frozenset((*at[list(cuts)].tolist(), len(self._raw)))
         self._tokens = dict(self._aligned(token_ids, sorted(self._cuts)))
-        self._index(list(self._start_edges()))
 
     def _aligned(self, token_ids: Sequence[int], cuts: list[int]) -> Iterator[tuple[int, Edge]]:
         """The tokens that spell the text at their place, by the byte where they begin. Sets where
@@ -184,7 +206,8 @@ class QuotableText:
                 heads.append((token, bound))
         return [own, *heads]
 
-    def _index(self, starts: list[tuple[int, int, int]]) -> None:
+    def build(self) -> QuotableText:
+        starts, bounds = list(self._start_edges()), frozenset(self._bounds)
         edges: dict[int, list[Edge]] = {}
         found = {after for _, after, _ in starts}
         while found:
@@ -193,19 +216,23 @@ class QuotableText:
             found.update(after for _, after in edges[byte] if after not in edges)
         for byte in sorted(edges, reverse=True):  # without ways that end inside a word
             edges[byte] = [edge for edge in edges[byte] if edge[1] in edges]
-            if not edges[byte] and byte not in self._is_bound:
+            if not edges[byte] and byte not in bounds:
                 del edges[byte]
         starts = [edge for edge in starts if edge[1] in edges]
         nodes = sorted(edges)
         number = {byte: node for node, byte in enumerate(nodes)}
-        self.places = self._place[nodes].astype(np.int32)
         sizes = [len(edges[byte]) for byte in nodes]
-        self.first = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int32)
-        self.tokens = _ints(token for byte in nodes for token, _ in edges[byte])
-        self.ends = _ints(number[after] for byte in nodes for _, after in edges[byte])
-        self.start_tokens = _ints(token for token, _, _ in starts)
-        self.start_ends = _ints(number[after] for _, after, _ in starts)
-        self.starts = self._place[[byte for _, _, byte in starts]].astype(np.int32)
+        return QuotableText(
+            self.text,
+            places=self._place[nodes].astype(np.int32),
+            first=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int32),
+            tokens=_ints(token for byte in nodes for token, _ in edges[byte]),
+            ends=_ints(number[after] for byte in nodes for _, after in edges[byte]),
+            start_tokens=_ints(token for token, _, _ in starts),
+            start_ends=_ints(number[after] for _, after, _ in starts),
+            starts=self._place[[byte for _, _, byte in starts]].astype(np.int32),
+            last_boundary=self._last_boundary,
+        )
 
 
 def _ints(values: Iterable[int]) -> Ints:

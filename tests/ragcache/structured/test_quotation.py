@@ -73,7 +73,9 @@ def loaded(request: pytest.FixtureRequest, tiny_reader: LoadedModel) -> LoadedMo
 
 def index_of(model: LoadedModel, *texts: str, cuts: tuple[int, ...] = ()) -> QuotationIndex:
     spellings = token_spellings(model)
-    graphs = [QuotableText(each, model.encode_untrusted(each), spellings, cuts) for each in texts]
+    graphs = [
+        QuotableText.of(each, model.encode_untrusted(each), spellings, cuts) for each in texts
+    ]
     return QuotationIndex(graphs, spellings)
 
 
@@ -186,7 +188,9 @@ def test_tokens_that_do_not_spell_the_text_are_not_quoted(tiny_reader: LoadedMod
     spellings = token_spellings(tiny_reader)
     ids = tiny_reader.encode_untrusted("The spare key hangs here")
     wrong = [*ids[:2], 0, 100_000, *ids[3:]]  # `key` is a control token, and one of no vocabulary
-    index = QuotationIndex([QuotableText("The spare key hangs here", wrong, spellings)], spellings)
+    index = QuotationIndex(
+        [QuotableText.of("The spare key hangs here", wrong, spellings)], spellings
+    )
     text = QuotationText(index)
     assert "".join(map(text.push, ids[:2])) + text.finish() == "The spare"
     text = QuotationText(index)
