@@ -630,16 +630,22 @@ class Vectors:
     ) -> None:
         self._database, self._embedder, self._namespace = database, embedder, namespace
 
-    def read_vectors(self, collection: str) -> dict[int, np.ndarray]:
-        """Vectors [D] float32 of a collection's modules under this embedder, by the modules' ids.
-        D is one number unless the embedder has changed under its name."""
+    def read_vectors(
+        self, collection: str, ids: Sequence[int] | None = None
+    ) -> dict[int, np.ndarray]:
+        """Vectors [D] float32 of a collection's modules under this embedder, or of those of the
+        ids, by the modules' ids. D is one number unless the embedder has changed under its name."""
         columns = from_modules(VectorTable.module_id, VectorTable.vector)
         statement = columns.join(NamespaceTable).join(VectorTable).where(
             NamespaceTable.name == self._namespace, CollectionTable.name == collection,
             VectorTable.embedder == self._embedder,
-        )  # fmt: skip
+        ).order_by(VectorTable.module_id)  # fmt: skip
+        statements = [statement]
+        if ids is not None:
+            parts = chunks(ids)
+            statements = [statement.where(VectorTable.module_id.in_(map(int, p))) for p in parts]
         with self._database.reading() as session:
-            rows = session.execute(statement.order_by(VectorTable.module_id))
+            rows = (row for each in statements for row in session.execute(each))
             return {number: np.frombuffer(blob, dtype="<f4") for number, blob in rows}
 
     def add_vectors(self, ids: Sequence[int], vectors: np.ndarray) -> None:

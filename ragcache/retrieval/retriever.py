@@ -273,8 +273,7 @@ class Retriever:
                 indexed = self._updated(collection, stamp, indexed)
             if not _serves(indexed, indexed.stamp, dimension):
                 assert dimension is not None
-                vectors = self._vectors_of(collection, indexed.modules, dimension)
-                indexed = replace(indexed, index=indexed.index.with_vectors(vectors))
+                indexed = self._with_vectors(collection, indexed, dimension)
             self._indexed[collection] = indexed
         if indexed.is_outdated:
             self._rebuilder.request(collection)
@@ -317,6 +316,9 @@ class Retriever:
     def _catch_up(self, collection: str, indexed: _Indexed) -> None:
         built = self._first(collection, indexed.modules)
         built.index.build()
+        if (dimension := indexed.index.last_dimension) is not None:
+            built.index.take_vectors(indexed.index)
+            built = self._with_vectors(collection, built, dimension)
         with self._lock_of(collection):
             stamp = self._indexed[collection].stamp
             if not _covers(built, stamp):
@@ -332,15 +334,16 @@ class Retriever:
                 index = now.index.with_words(words.update(*_ids_and_texts(now.modules)))
                 self._indexed[collection] = replace(now, index=index)
 
-    def _vectors_of(
-        self, collection: str, modules: dict[int, ModuleRow], dimension: int
-    ) -> np.ndarray:
-        """Stored vectors [N, D]. Missing ones are computed now, as are those of another length,
-        which an embedder leaves that changed under its name."""
-        by_id: dict[int, np.ndarray] = {}
-        if self._vectors is not None:
-            stored = self._vectors.read_vectors(collection)
-            by_id = {n: v for n, v in stored.items() if len(v) == dimension}
+    def _with_vectors(self, collection: str, indexed: _Indexed, dimension: int) -> _Indexed:
+        """With the vectors of all modules: those of the index before, and stored ones. Missing ones
+        are computed now, as are those of another length, which an embedder leaves that changed
+        under its name."""
+        modules = indexed.modules
+        by_id = indexed.index.known_vectors(dimension)
+        wanted = [number for number in modules if number not in by_id]
+        if self._vectors is not None and wanted:
+            stored = self._vectors.read_vectors(collection, wanted if by_id else None)
+            by_id |= {n: v for n, v in stored.items() if len(v) == dimension and n not in by_id}
         missing = [number for number in modules if number not in by_id]
         if missing:
             made = self.embed_texts([modules[number].text for number in missing])
@@ -353,7 +356,8 @@ class Retriever:
             if self._vectors is not None:
                 self._vectors.add_vectors(missing, made)
             by_id.update(zip(missing, made, strict=True))
-        return np.stack([by_id[number] for number in modules])
+        vectors = np.stack([by_id[number] for number in modules])
+        return replace(indexed, index=indexed.index.with_vectors(vectors))
 
 
 class _Rebuilder:
@@ -536,12 +540,32 @@ class CollectionIndex:
         self.ids = ids
         self._words: WordIndex | UpdatedWords = WordIndex(ids, texts)
         self._dense = None if vectors is None else _flat_index(ids, vectors)
+        self._before: faiss.IndexIDMap2 | None = None  # vectors of the last index that had some
 
     def with_vectors(self, vectors: np.ndarray) -> CollectionIndex:
         """The same BM25 with other vectors, [N, D] float32."""
         other = copy(self)
-        other._dense = _flat_index(self.ids, vectors)
+        other._dense, other._before = _flat_index(self.ids, vectors), None
         return other
+
+    def take_vectors(self, other: CollectionIndex) -> None:
+        """Makes the vectors of another index known here."""
+        self._before = other._before if other._dense is None else other._dense
+
+    @property
+    def last_dimension(self) -> int | None:
+        """D of the vectors of this index, or of the last one before it that had some."""
+        dense = self._before if self._dense is None else self._dense
+        return None if dense is None else int(dense.d)
+
+    def known_vectors(self, dimension: int) -> dict[int, np.ndarray]:
+        """Unit vectors [D] of those modules that an index before this one held, by their ids."""
+        if self._before is None or self._before.d != dimension:
+            return {}
+        import faiss
+
+        held = self.ids[np.isin(self.ids, faiss.vector_to_array(self._before.id_map))]
+        return dict(zip(held.tolist(), self._before.reconstruct_batch(held), strict=True))
 
     def with_words(self, words: WordIndex | UpdatedWords) -> CollectionIndex:
         """The same vectors with other words of the same modules."""
@@ -554,6 +578,7 @@ class CollectionIndex:
         if np.array_equal(ids, self.ids):
             return self
         other = copy(self)
+        other.take_vectors(self)
         other.ids, other._words, other._dense = ids, self._words.update(ids, texts), None
         return other
 

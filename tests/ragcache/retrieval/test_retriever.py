@@ -183,6 +183,49 @@ def test_only_missing_vectors_are_computed(database: Database) -> None:
     assert embedder.embedded == ["A locked room."]
 
 
+@pytest.mark.parametrize("at_once", [500, 0])
+def test_only_vectors_of_new_modules_are_read_after_a_change(
+    database: Database, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", at_once)
+    embedder, read = Topics(), []
+    catalog = Catalog(database, "tokenizer", "topics")
+    fill(catalog, embedder)
+    vectors = Vectors(database, "topics")
+    retriever = Retriever(catalog, embedder, vectors)
+    assert found(retriever, "ship", 1) == ["boats.md"]
+    read_vectors = vectors.read_vectors
+
+    def watched(collection: str, ids: Any = None) -> dict[int, np.ndarray]:
+        assert ids is not None, "all are read"
+        rows = read_vectors(collection, ids)
+        read.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(vectors, "read_vectors", watched)
+    catalog.delete_documents("notes", ["boats.md"])
+    rooms = document("rooms.md", "A locked room.", np.array([0, 3, 0], dtype=np.float32))
+    catalog.replace_documents("notes", [rooms, document("ships.md", "A ship.")])
+    if at_once:
+        dense = SearchParams(1, "dense")
+        assert names(retriever.retrieve("vessel", "notes", dense)) == ["ships.md"]
+        assert read == [1], "the other one has none yet"
+        assert found(retriever, "lock", 1) == ["rooms.md"]
+    else:
+        assert "boats.md" not in found(retriever, "vessel", 9)
+        wait_until_built(retriever)
+        asked = len(read)
+        assert found(retriever, "vessel", 1) == ["ships.md"]
+        assert len(read) == asked, "they were read aside"
+    assert embedder.embedded == ["A ship."]
+    fresh = Retriever(catalog, embedder, Vectors(database, "topics"))
+    for query in ("vessel", "lock", "holiday"):
+        one, two = (r.retrieve(query, "notes", SearchParams(3)).hits for r in (retriever, fresh))
+        assert [hit.module for hit in one] == [hit.module for hit in two]
+        assert [hit.cosine for hit in one] == pytest.approx([hit.cosine for hit in two])
+    wait_until_built(retriever)
+
+
 def test_many_texts_are_embedded_in_order(database: Database) -> None:
     retriever = Retriever(Catalog(database, "tokenizer", "topics"), Topics())
     texts = [f"boat {'key ' * number}" for number in range(150)]
