@@ -349,6 +349,36 @@ class RagCache:
         return self.internals.catalog.add_collection(check_collection(collection))
 
     @checks_arguments
+    def set_instruction(self, collection: str, instruction: str | None) -> None:
+        """Gives a collection an instruction of its own: what the model is to do with its documents,
+        read before them in the prompt of every question, by any process. It comes before that of
+        `open`, and is part of what states are kept under: `modules.warm`, or the first questions,
+        encode the modules again.
+
+        Args:
+            collection: The collection.
+            instruction: The instruction; None is that of `open` again.
+
+        Raises:
+            UnknownCollection: There is no such collection.
+            ConfigurationError: It is blank, or holds a control token of the model.
+
+        Example:
+            >>> rag.set_instruction("handbook", "Answer in French, in one sentence.")
+            >>> rag.set_instruction("handbook", None)
+        """
+        if instruction is not None:
+            resolve_instruction(self._shared.model.tokenizer, instruction)
+        self.internals.catalog.set_instruction(collection, instruction)
+
+    @checks_arguments
+    def instruction(self, collection: str) -> str:
+        """The instruction before the documents of a collection: its own, or that of `open`. Raises
+        `UnknownCollection`."""
+        own = self.internals.catalog.stamp(collection).instruction
+        return self._shared.instruction if own is None else own
+
+    @checks_arguments
     def delete_collection(self, collection: str) -> int:
         """Deletes a collection; returns how many documents it had. Raises `UnknownCollection`."""
         return self.internals.ingestor.delete_collection(collection)
@@ -583,7 +613,7 @@ class RagCache:
         """The PML schema that is generated for a collection: `k` slots for its modules. `expanded`
         writes the modules into the slots. Raises `UnknownCollection`."""
         modules = self.internals.catalog.modules(collection)
-        schema = generated_schema(collection, self.internals.ask.encoder.frame, k)
+        schema = generated_schema(collection, self.internals.encoder_of(collection).frame, k)
         return expand_slots(schema, {collection: members(modules)}) if expanded else schema
 
     def prompt(self, text: str, **options: Unpack[PromptOptions]) -> Answer:

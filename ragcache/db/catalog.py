@@ -41,7 +41,7 @@ from ragcache.db.tables import (
     TokenTable,
     VectorTable,
 )
-from ragcache.errors import DocumentError, DocumentsChanged
+from ragcache.errors import DocumentError, DocumentsChanged, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -54,11 +54,12 @@ _STAMPS = (
 
 class Stamp(NamedTuple):
     """What tells whether a collection has changed: its id, its revision, and the id of its newest
-    scaffold, 0 without one."""
+    scaffold, 0 without one; and the instruction of its prompts, None for that of the folder."""
 
     collection: int
     revision: int
     scaffold: int = 0
+    instruction: str | None = None
 
     @property
     def documents(self) -> tuple[int, int]:
@@ -283,12 +284,15 @@ class Catalog:
     def _stamp_of(self, session: Session, collection: str) -> Stamp:
         newest = select(func.coalesce(func.max(ScaffoldTable.id), 0))
         newest = newest.where(ScaffoldTable.collection_id == CollectionTable.id)
-        columns = (CollectionTable.id, CollectionTable.revision, newest.scalar_subquery())
+        columns = (
+            CollectionTable.id, CollectionTable.revision, newest.scalar_subquery(),
+            CollectionTable.instruction,
+        )  # fmt: skip
         found = session.execute(self._within(select(*columns), collection)).one_or_none()
         if found is None:
             collection_id(session, collection, self.namespace)
             raise AssertionError("the collection appeared within one snapshot")
-        return Stamp(*map(int, found))
+        return Stamp(*found)
 
     def stamps(self) -> dict[str, tuple[int, int]]:
         """The stamps of all collections, by name."""
@@ -341,6 +345,21 @@ class Catalog:
         with self._database.transaction() as session:
             number = insert_returning(session, CollectionTable, self._new(session, collection))
             return number is not None
+
+    def set_instruction(self, collection: str, instruction: str | None) -> None:
+        """Changes the instruction of a collection's prompts. Raises `UnknownCollection`."""
+        with self._database.transaction() as session:
+            owner = collection_id(session, collection, self.namespace)
+            changed = update(CollectionTable).where(CollectionTable.id == owner)
+            session.execute(changed.values(instruction=instruction))
+
+    def instruction(self, collection: str) -> str | None:
+        """The instruction of a collection's prompts; None for that of the folder, and where there
+        is no such collection yet."""
+        try:
+            return self.stamp(collection).instruction
+        except UnknownCollection:
+            return None
 
     def delete_collection(self, collection: str) -> tuple[int, list[KVKey]]:
         """Deletes a collection with all that belongs to it; the number of its documents, and keys

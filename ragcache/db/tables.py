@@ -55,7 +55,8 @@ class NamespaceTable(Base):
 
 
 class CollectionTable(Base):
-    """A named set of documents. `revision` counts its changes."""
+    """A named set of documents. `revision` counts its changes. instruction: before its documents
+    in prompts; None is that of the folder."""
 
     __tablename__ = "collections"
     __table_args__ = (UniqueConstraint("namespace_id", "name"),)
@@ -63,6 +64,7 @@ class CollectionTable(Base):
     namespace_id: Mapped[int] = mapped_column(owned_by("namespaces"))
     name: Mapped[str]
     revision: Mapped[int] = mapped_column(default=0)
+    instruction: Mapped[str | None]
 
 
 class DocumentTable(Base):

@@ -37,7 +37,7 @@ class AskPipeline:
         """Retrieves modules for each question, and builds its prompt. Raises `EmptyQuestion`,
         `InvalidRequest` or `UnknownCollection`."""
         called = time.perf_counter()
-        encoder = self._encoder(template_kwargs)
+        kwargs = self._kwargs(template_kwargs)
         for question in questions:
             if not question.strip():
                 raise EmptyQuestion("the question is empty; write what you want to know")
@@ -48,6 +48,9 @@ class AskPipeline:
         for selection in selections:
             self.scaffolds.follow(collection, selection.stamp)
             self.scaffolds.note(collection, [hit.module.id for hit in selection.hits])
+            encoder = self.encoder.with_instruction(selection.stamp.instruction)
+            if kwargs is not None:
+                encoder = encoder.with_template(kwargs)
             prompt = self.build(selection, collection, mode, encoder)
             prompts.append(replace(prompt, timestamps=timestamps))
         return prompts
@@ -81,9 +84,10 @@ class AskPipeline:
             modules=tuple(hit.module for hit in selection.hits),
         )
 
-    def _encoder(self, kwargs: Mapping[str, Any] | None) -> ModuleEncoder:
+    def _kwargs(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """All variables of this call's template; None where they are those of all."""
         given = template_kwargs(self.encoder.model.tokenizer, kwargs)
-        return self.encoder.with_template(self.template.kwargs | given) if given else self.encoder
+        return self.template.kwargs | given if given else None
 
     def _groups(
         self, selection: Selection, collection: str, encoder: ModuleEncoder

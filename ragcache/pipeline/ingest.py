@@ -144,8 +144,10 @@ class Ingestor:
         where their content has moved; of the loaded folders, or of the whole collection. What
         others change meanwhile is compared again; raises `DocumentsChanged` where they go on."""
         check_collection(collection)
+        encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
+        own = replace(self, encoder=encoder)
         ingest = partial(
-            self._ingest, collection, loaded, progress, job, sync=sync, preparing=preparing
+            own._ingest, collection, loaded, progress, job, sync=sync, preparing=preparing
         )
         for _ in range(_ATTEMPTS - 1):
             with suppress(DocumentsChanged):

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
@@ -20,7 +20,7 @@ from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows, Stamp
 from ragcache.engine import EncodeJob, Segment
 from ragcache.errors import ConfigurationError
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
-from ragcache.pipeline.chat_template import ChatTemplate
+from ragcache.pipeline.chat_template import ChatTemplate, resolve_instruction
 from ragcache.states import KVKey, KVStates, state_key
 from ragcache.store import KVStore, Lease, LeaseRequest, Origin
 from ragcache_schemas import Path, Piece, Scope
@@ -77,6 +77,7 @@ class ModuleEncoder(StateEncoder):
     ) -> None:
         super().__init__(model, store, encode, salt)
         self.frame = frame
+        self._variants: dict[str, ModuleEncoder] = {}  # by the instructions of collections
 
     def with_template(self, kwargs: Mapping[str, Any]) -> ModuleEncoder:
         """The encoder for prompts that the chat template spells with other variables. Where those
@@ -85,6 +86,21 @@ class ModuleEncoder(StateEncoder):
         if frame == self.frame:
             return self
         return ModuleEncoder(self.model, frame, self.store, self.encode, self.salt)
+
+    def with_instruction(self, instruction: str | None) -> ModuleEncoder:
+        """The encoder for a collection with this instruction; None is that of the folder. Raises
+        `ConfigurationError` where this model cannot read it."""
+        if instruction in (None, self.frame.instruction):
+            return self
+        assert instruction is not None
+        if instruction not in self._variants:
+            before = resolve_instruction(self.model.tokenizer, instruction)
+            preamble = self.frame.preamble.removesuffix(f"{self.frame.instruction}\n\n")
+            frame = replace(self.frame, preamble=f"{preamble}{before}\n\n", instruction=before)
+            self._variants[instruction] = ModuleEncoder(
+                self.model, frame, self.store, self.encode, self.salt
+            )
+        return self._variants[instruction]
 
     @cached_property
     def preamble_ids(self) -> list[int]:

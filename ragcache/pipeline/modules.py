@@ -81,7 +81,8 @@ class Modules:
             and (names is None or row.name in names)
         ]
         tokens = self.tokens.of(rows)
-        wanted = {self.encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
+        encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
+        wanted = {encoder.key(ids, mode): row for ids, row in zip(tokens, rows, strict=True)}
         first = self.store.memory.top.name
         done = admin.move(self.store, list(wanted), first, dry_run=True)
         indexes = self.store.memory.every
@@ -92,7 +93,7 @@ class Modules:
         for key in missing:
             self.catalog.add_key(wanted[key].id, key)
         for part in portions(tokens):
-            with self.encoder.lease(part, mode, "warm"):
+            with encoder.lease(part, mode, "warm"):
                 pass
         return done
 
@@ -147,12 +148,16 @@ class Modules:
     def _database(self) -> Database:
         return self.store.ledger.database
 
-    def placed(self, modules: Sequence[ModuleRow]) -> list[Placed]:
-        """Length and tier of each module's states, encoded after the preamble."""
+    def placed(self, modules: Sequence[ModuleRow], collection: str | None = None) -> list[Placed]:
+        """Length and tier of each module's states, encoded after the preamble of a collection's
+        prompts; None is that of the folder's."""
+        encoder = self.encoder
+        if collection is not None:
+            encoder = encoder.with_instruction(self.catalog.instruction(collection))
         indexes = self.store.memory.every
         found = []
         for ids in self.tokens.of(modules):
-            key = self.encoder.key(ids, "rooted")
+            key = encoder.key(ids, "rooted")
             holding = (index.name for index in indexes if key in index.entries)
             found.append(Placed(len(ids), next(holding, None)))
         return found

@@ -166,10 +166,14 @@ class Namespace:
             IngestionJobs(store.jobs.within(name), ingestor, shared.deferred, shared.worker),
         )  # fmt: skip
 
+    def encoder_of(self, collection: str) -> ModuleEncoder:
+        """The encoder of a collection's modules, after its instruction."""
+        return self.ask.encoder.with_instruction(self.catalog.instruction(collection))
+
     def add_scaffold(self, collection: str, ids: Sequence[str]) -> tuple[str, ...]:
         """Declares a scaffold and encodes it; returns the names of its modules. Raises
         `ConfigurationError`, `PromptTooLong` or `UnknownCollection`."""
-        encoder, scaffolds = self.ask.encoder, self.ask.scaffolds
+        encoder, scaffolds = self.encoder_of(collection), self.ask.scaffolds
         modules = scaffold_modules(self.catalog.modules(collection), ids)
         token_ids = tuple(token for each in self.ask.tokens.of(modules) for token in each)
         self.submitter.check_sizes(own=len(encoder.preamble_ids), documents=len(token_ids))

@@ -11,6 +11,7 @@ from ragcache.config import (
     DEFAULT_K,
     DEFAULT_RELATIVE_THRESHOLD,
     NAMESPACE,
+    check_instruction,
     check_namespace,
 )
 from ragcache.errors import ConfigurationError, DocumentError
@@ -139,6 +140,37 @@ def remove(
     ui.console.print(f"{len(known):,} documents {would} from {collection}", markup=False)
     if everything:
         ui.console.print(f"the collection {collection} {would}", markup=False)
+
+
+def instruction(
+    collection: CollectionArgument,
+    text: Annotated[
+        str | None, typer.Argument(help="The instruction; without it, the present one is printed.")
+    ] = None,
+    default: Annotated[
+        bool, typer.Option("--default", help="That of the folder again (--instruction).")
+    ] = False,
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    ledger: ui.LedgerOption = None,
+    namespace: ui.NamespaceOption = NAMESPACE,
+) -> None:
+    """Say what the model is to do with the documents of a collection, for all who ask it.
+
+    States are kept by what was read before them: the next `ingest`, `warm` or questions encode the
+    modules again.
+    """
+    check_namespace(namespace)
+    check_instruction(text)
+    if default and text is not None:
+        raise ConfigurationError("give an instruction or --default, not both")
+    with ui.open_ledger(state, ledger) as database:
+        from ragcache.db import Catalog
+
+        catalog = Catalog(database, "", None, namespace)
+        if default or text is not None:
+            catalog.set_instruction(collection, text)
+        own = catalog.stamp(collection).instruction
+    ui.console.print("the folder's (--instruction)" if own is None else own, markup=False)
 
 
 def retrieve(

@@ -434,6 +434,18 @@ class CollectionRequest(RequestModel):
     name: CollectionName
 
 
+class InstructionRequest(RequestModel):
+    """What the model is to do with the documents of a collection; null: the service's own."""
+
+    instruction: Annotated[str, Field(min_length=1, max_length=20_000)] | None
+
+
+class InstructionResponse(ResponseModel):
+    """instruction: the collection's own, or else the service's."""
+
+    instruction: str
+
+
 class CollectionCreatedResponse(ResponseModel):
     """created: false if it existed."""
 

@@ -108,10 +108,12 @@ def storable_metadata(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     return kept
 
 
-def module_metadata(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
+def module_metadata(
+    rag: RagCache, hits: Sequence[Hit], collection: str | None = None
+) -> list[dict[str, Any]]:
     """Of each hit the module, its document, the tier that holds its states (None where they must
     still be encoded), its tokens and its score."""
-    placed = rag.modules.placed([hit.module for hit in hits])
+    placed = rag.modules.placed([hit.module for hit in hits], collection)
     return [
         {"module": hit.module.name, "document": hit.module.document, "tier": place.tier,
          "tokens": place.tokens, "score": hit.score}
@@ -119,11 +121,13 @@ def module_metadata(rag: RagCache, hits: Sequence[Hit]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def hits_to_documents(rag: RagCache, hits: Sequence[Hit]) -> list[Document]:
+def hits_to_documents(
+    rag: RagCache, hits: Sequence[Hit], collection: str | None = None
+) -> list[Document]:
     """Modules as documents: the text that ragcache recognizes in a prompt, the document's metadata
     with a `source`, and `metadata["ragcache"]`."""
     documents = []
-    for hit, details in zip(hits, module_metadata(rag, hits), strict=True):
+    for hit, details in zip(hits, module_metadata(rag, hits, collection), strict=True):
         module = hit.module
         source = {"source": module.uri or module.document}
         metadata = {**source, **module.metadata, METADATA_KEY: details}

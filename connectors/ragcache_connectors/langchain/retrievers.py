@@ -69,7 +69,9 @@ class RagCacheRetriever(BaseRetriever):
     ) -> list[Document]:  # fmt: skip
         params = self._search_params(arguments)
         rag, retriever = self._open_retriever()
-        return hits_to_documents(rag, retriever.retrieve(query, self.collection, params).hits)
+        return hits_to_documents(
+            rag, retriever.retrieve(query, self.collection, params).hits, self.collection
+        )
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncRun,  # noqa: ARG002
@@ -78,7 +80,7 @@ class RagCacheRetriever(BaseRetriever):
         params = await asyncio.to_thread(self._search_params, arguments)
         rag, retriever = await asyncio.to_thread(self._open_retriever)
         selection = await retriever.aretrieve(query, self.collection, params)
-        return await asyncio.to_thread(hits_to_documents, rag, selection.hits)
+        return await asyncio.to_thread(hits_to_documents, rag, selection.hits, self.collection)
 
     def _search_params(self, arguments: Mapping[str, Any]) -> SearchParams:
         from ragcache.retrieval import SearchParams

@@ -49,13 +49,17 @@ class RagCacheVectorStore(VectorStore):
         state: its folder, in place of `rag`.
         annotated: documents that are found carry `metadata["ragcache"]`; else their metadata is
             what was given.
+        instruction: what the model is to do with the documents where `rag.ask` answers from them
+            (`RagCache.set_instruction`); None leaves what the collection has.
     """
 
     def __init__(
         self, embedding: Embeddings | None = None, *, collection: str,
         rag: RagCache | None = None, state: str | Path | None = None, annotated: bool = False,
+        instruction: str | None = None,
     ) -> None:  # fmt: skip
         self.collection, self.annotated = collection, annotated
+        self._instruction = instruction
         self._rag, self._state, self._embedding = rag, state, embedding
         self._last_embedder: Embeddings | None = None
 
@@ -89,6 +93,9 @@ class RagCacheVectorStore(VectorStore):
             metadata = storable_metadata(document.metadata, name)
             uri = str(metadata.get("source", ""))
             sources[name] = SourceDocument(name, document.page_content, uri, metadata)
+        if sources and self._instruction is not None:
+            self.rag.create_collection(self.collection)
+            self.rag.set_instruction(self.collection, self._instruction)
         if sources:
             self.rag.ingest(self.collection, list(sources.values()))
         return ids

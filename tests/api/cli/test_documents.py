@@ -118,3 +118,16 @@ def test_warm_encodes_states_that_were_lost(run: Run, ingested: Path, reader: Lo
     assert all(row["tiers"] for row in json_of(run("modules", "ls", "--json")))
     error_of(run("warm", "notes", "absent.md"), "DocumentError")
     error_of(run("warm", "notes", "--mode", "exact"), "ConfigurationError")
+
+
+def test_a_collection_gets_an_instruction(run: Run, ingested: Path) -> None:
+    command = ("instruction", "notes")
+    assert run(*command)[1] == "the folder's (--instruction)\n"
+    assert run(*command, "Answer in French.")[1] == "Answer in French.\n"
+    before = json_of(run("ask", QUESTION, "-c", "notes", "-k", 1, "--json"))
+    assert before["sources"][0]["tier"] == "encoded"
+    assert run(*command)[1] == "Answer in French.\n"
+    assert "(--instruction)" in run(*command, "--default")[1]
+    error_of(run(*command, " "), "ConfigurationError")
+    error_of(run(*command, "Briefly.", "--default"), "ConfigurationError")
+    error_of(run("instruction", "nowhere", "Briefly."), "UnknownCollection")

@@ -35,6 +35,7 @@ def test_a_ledger_is_shown_and_upgraded_beside_a_process(tmp_path: Path) -> None
                 session.execute(text(f"ALTER TABLE sessions DROP COLUMN {column}"))
             session.execute(text("DROP INDEX states_by_used_at"))
             session.execute(text("ALTER TABLE states DROP COLUMN used_at"))
+            session.execute(text("ALTER TABLE collections DROP COLUMN instruction"))
             session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
             session.execute(text("DELETE FROM ledger_facts"))
         told = json.loads(runner.invoke(app, ["ledger", "status", "--json", *where]).stdout)

@@ -437,3 +437,14 @@ def test_the_end_of_the_service_is_told(
     assert [name for name, _ in told] == ["progress", "error"]
     assert told[-1][1]["status"] == 503
     assert told[-1][1]["type"].endswith("stopping")
+
+
+def test_a_collection_has_an_instruction_of_its_own(client: TestClient) -> None:
+    client.post("/v1/collections", json={"name": "guide"})
+    place = "/v1/collections/guide/instruction"
+    default = client.get(place).json()
+    told = client.put(place, json={"instruction": "Answer in French."})
+    assert told.json() == client.get(place).json() == {"instruction": "Answer in French."}
+    assert client.put(place, json={"instruction": " "}).status_code == 400
+    assert client.put(place, json={"instruction": None}).json() == default
+    assert client.put(place.replace("guide", "none"), json={"instruction": "x"}).status_code == 404

@@ -248,3 +248,9 @@ def test_tenants_do_not_see_each_others_documents(rag: RagCache) -> None:
     assert contents(theirs.get_by_ids(["1"])) == ["bar"]
     theirs.delete()
     assert contents(mine.get_by_ids(["1"])) == ["foo"]
+
+
+def test_a_store_gives_its_collection_an_instruction(rag: RagCache) -> None:
+    store = RagCacheVectorStore(collection="guide", rag=rag, instruction="Answer in French.")
+    store.add_texts(["The quay is north."])
+    assert rag.instruction("guide") == "Answer in French."

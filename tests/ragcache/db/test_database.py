@@ -140,6 +140,7 @@ def make_outdated(where: Path | str) -> Database:
             session.execute(text(f"ALTER TABLE sessions DROP COLUMN {column}"))
         session.execute(text("DROP INDEX states_by_used_at"))
         session.execute(text("ALTER TABLE states DROP COLUMN used_at"))
+        session.execute(text("ALTER TABLE collections DROP COLUMN instruction"))
         session.execute(text("UPDATE alembic_version SET version_num = '0003'"))
         session.execute(text("DELETE FROM ledger_facts"))
     return database

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from ragcache import RagCache
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, UnknownCollection
 from ragcache.models import INSTRUCTION, LoadedModel
+from ragcache.retrieval import SearchParams
+from ragcache_schemas import write_schema
 from tests.conftest import write_notes
 
 SHORT = "Reply in one word."
@@ -81,3 +83,40 @@ def test_what_cannot_be_an_instruction_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         RagCache.open(tmp_path / "state", reader, instruction=instruction)
+
+
+def test_a_collection_has_an_instruction_of_its_own(tiny_reader: LoadedModel, notes: Path) -> None:
+    own = "Antworte auf Deutsch."
+    state = notes.parent / "state"
+    with RagCache.open(state, tiny_reader, max_new_tokens=2, instruction=SHORT) as rag:
+        for name in ("notes", "others"):
+            rag.ingest(name, [notes])
+        assert rag.instruction("notes") == SHORT
+        before = ask(rag)
+        rag.set_instruction("notes", own)
+        assert (rag.instruction("notes"), rag.instruction("others")) == (own, SHORT)
+        [prompt] = prompts(rag, "notes")
+        assert tiny_reader.encode(f"<|user|>{own}\n\n") == list(prompt.states.encoder.preamble_ids)
+        assert own in write_schema(rag.schema("notes"))
+        encoded = rag.stats().encoded
+        assert ask(rag).reuse.prompt_tokens != before.reuse.prompt_tokens
+        assert rag.stats().encoded > encoded, "states after another instruction are others"
+        assert {change.action for change in rag.modules.warm("others", dry_run=True)} <= {"promote"}
+    with RagCache.open(state, tiny_reader, max_new_tokens=2) as again:
+        assert again.instruction("notes") == own, "for every process"
+        assert again.ingest("notes", [notes]).encoded >= 1, "what the questions did not encode"
+        encoded = again.stats().encoded
+        assert ask(again).reuse.cached_tokens > 0
+        assert again.stats().encoded == encoded
+        again.set_instruction("notes", None)
+        assert again.instruction("notes") == INSTRUCTION
+        for wrong in (" ", "Use <|user|>."):
+            with pytest.raises(ConfigurationError, match="instruction"):
+                again.set_instruction("notes", wrong)
+        with pytest.raises(UnknownCollection):
+            again.set_instruction("nowhere", SHORT)
+
+
+def prompts(rag: RagCache, collection: str) -> Any:
+    question = ["Where is the spare key?"]
+    return rag.internals.ask.prepare_prompts(question, collection, SearchParams(2), "rooted")

@@ -33,6 +33,8 @@ from ragcache_api.http.protocol import (
     DocumentResponse,
     DocumentsRequest,
     Flag,
+    InstructionRequest,
+    InstructionResponse,
     JobResponse,
     PageOf,
     PublicId,
@@ -74,6 +76,21 @@ async def add_collection(
     created = await off_loop(context.rag.create_collection, body.name)
     response.status_code = 201 if created else 200
     return CollectionCreatedResponse(name=body.name, created=created)
+
+
+@router.get("/{collection}/instruction")
+async def get_instruction(collection: Collection, context: ContextDep) -> InstructionResponse:
+    """What the model is to do with the documents of a collection."""
+    return InstructionResponse(instruction=await off_loop(context.rag.instruction, collection))
+
+
+@router.put("/{collection}/instruction")
+async def set_instruction(
+    collection: Collection, body: InstructionRequest, context: ContextDep
+) -> InstructionResponse:
+    """Changes what the model is to do with the documents of a collection."""
+    await off_loop(context.rag.set_instruction, collection, body.instruction)
+    return await get_instruction(collection, context)
 
 
 @router.delete("/{collection}")
