@@ -8,11 +8,13 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.api.page import looks
-from tests.api.page.conftest import VIEWS, Page, get
+from tests.api.page.conftest import VIEWS, Page, asked, get
 
 pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
 NARROW = 390
 LONG = "minutes/2026/a-rather-long-name-of-a-protocol-of-the-harbour-commission-in-november.md"
+COLLECTION = "minutes-of-the-harbour-commission-of-2026"
+QUESTION = "Which ferry is orange?"
 LOOKS = [
     (1440, "light"), (NARROW, "dark"),
     pytest.param(1440, "dark", marks=pytest.mark.slow),
@@ -23,13 +25,12 @@ LOOKS = [
 @pytest.fixture(scope="module")
 def stored(served: tuple[object, str]) -> None:
     """A document with a long name that was asked for."""
-    collection = "minutes-of-the-harbour-commission-of-2026"
     body = {"documents": [{"id": LONG, "text": "The pelican ferry is orange."}]}
     with httpx.Client(base_url=served[1].removesuffix("/admin/"), timeout=60) as client:
-        job = client.post(f"/v1/collections/{collection}/documents", json=body).json()["id"]
+        job = client.post(f"/v1/collections/{COLLECTION}/documents", json=body).json()["id"]
         client.get(f"/v1/jobs/{job}", headers={"Accept": "text/event-stream"})  # until it has ended
-        asked = {"question": "Which ferry is orange?", "collection": collection, "max_tokens": 1}
-        assert client.post("/v1/answers", json=asked).json()["sources"]
+        question = {"question": QUESTION, "collection": COLLECTION, "max_tokens": 1}
+        assert client.post("/v1/answers", json=question).json()["sources"]
 
 
 def open_view(page: Page, view: str) -> None:
@@ -48,6 +49,9 @@ def test_every_view_fits_and_can_be_read(page: Page, stored: None, width: int, s
         assert looks.pale_texts(page) == [], view
         assert looks.unnamed_controls(page) == [], view
         assert width > NARROW or looks.cut_texts(page) == [], view
+    asked(page, QUESTION, COLLECTION)
+    assert LONG in page.find("[aria-label='Modules used'] tbody").text
+    assert width > NARROW or looks.cut_texts(page) == []
     assert page.faults() == []
 
 

@@ -124,7 +124,7 @@ export function segmented(label, choices, current, chosen) {
   return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
 }
 
-const FEW = 3; // columns, for which there is always room
+const FEW = 4; // columns of short values, for which there is always room
 
 /** A table of plain rows; where there is no room for columns, each row is a list of its cells with
  *  their titles. columns: [{title, num?, cell: (row) → nodes, wide?}] */
@@ -145,12 +145,13 @@ export function plainTable(columns, rows, label) {
       ),
     ),
   );
+  const stacks = columns.length > FEW || columns.some(({ wide }) => wide);
   return h(
     "div",
     { class: "scroll" },
     h(
       "table",
-      { class: columns.length > FEW ? "plain stacks" : "plain", "aria-label": label },
+      { class: stacks ? "plain stacks" : "plain", "aria-label": label },
       h("thead", {}, h("tr", {}, head)),
       h("tbody", {}, body),
     ),
