@@ -39,7 +39,7 @@ async function deletion({ what, kind, scopes, done }) {
     "p",
     {},
     h("b", { class: "named" }, what),
-    " goes for good. Sources that you still have can be ingested again.",
+    ` ${kind === "documents" ? "go" : "goes"} for good. Sources that you still have can be ingested again.`,
   );
   const preview = async () => {
     try {
