@@ -202,9 +202,11 @@ def _base(
             continue
         query = turned[:, kv.begin : kv.end].flatten(1, 2)
         sample = kv.keys[layer][:, ::SAMPLE_STRIDE].to(query.dtype).transpose(1, 2)
-        pieces = torch.split(sample, max(1, WORKSPACE // query.shape[:2].numel()), -1)
-        scores = torch.stack([torch.bmm(query, piece).amax(-1) for piece in pieces])
-        highest[:, kv.begin : kv.end] = scores.amax(0).view(kv_heads, -1, group)
+        size = max(1, WORKSPACE // query.shape[:2].numel())
+        here = highest[:, kv.begin : kv.end]
+        for piece in torch.split(sample, size, -1):
+            largest = torch.bmm(query, piece).amax(-1).view(kv_heads, -1, group)
+            torch.maximum(here, largest, out=here)
     highest *= scale
     for slot in metadata.shared_index:
         lse = torch.maximum(lse, highest.index_select(1, slot))

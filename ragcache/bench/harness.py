@@ -192,6 +192,12 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def both_seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock seconds of one call on the CPU, and processor seconds of all threads."""
+    busy = time.process_time()
+    return seconds(run), time.process_time() - busy
+
+
 def seconds(run: Callable[[], object], device: str = "cpu") -> float:
     """Wall-clock seconds of one call, including its work on a GPU."""
     begin = time.perf_counter()

@@ -12,9 +12,9 @@ from ragcache.bench.harness import (
     LlamaShape,
     Progress,
     PromptSetting,
+    both_seconds,
     describe_machine,
     dtypes_of,
-    seconds,
     shaped_causal,
 )
 from ragcache.bench.peers import concatenate, in_dtype, prefill
@@ -43,6 +43,8 @@ def bench_ttft(
 
     The prompt holds the modules in another order than they were encoded in, so that all are moved.
     Times end when the first token is known and include concatenation, which every prompt needs.
+    `processor` has the same in seconds of all of the process's threads, which count no waiting
+    beside other processes: with one thread they say what a busy machine would do alone.
     """
     setting = setting or TtftSetting()
     progress("building the model")
@@ -54,7 +56,7 @@ def bench_ttft(
 
     progress("ordinary prefill (tens of seconds)")
     ordinary = partial(prefill, model, prompt)
-    computed = statistics.median(seconds(ordinary) for _ in range(setting.prefill_runs))
+    prefills = [both_seconds(ordinary) for _ in range(setting.prefill_runs)]
     wrap_causal(model)
     progress("encoding the modules")
     [root] = encode(causal, [EncodeJob(preamble)])
@@ -62,28 +64,40 @@ def bench_ttft(
     model.set_attn_implementation("sdpa")
     concatenated = partial(concatenate, model, [in_dtype(s, model.dtype) for s in placed], question)
     concatenated()
-    times: dict[str, list[float]] = {"concat": [], "cached": []}
+    times: dict[str, list[tuple[float, float]]] = {"concat": [], "cached": []}
     progress("concatenated states and segments, in turn")
     with LLMEngine(causal) as engine:
         cached = partial(_cached, engine, causal.window, placed, question)
         for _ in range(setting.cached_runs):
             model.set_attn_implementation("sdpa")
-            times["concat"].append(seconds(concatenated))
+            times["concat"].append(both_seconds(concatenated))
             wrap_causal(model)
-            times["cached"].append(seconds(cached))
-    middle, concat = (statistics.median(times[name]) for name in ("cached", "concat"))
-    everything = setting.shape.flops(setting.cached_tokens + setting.question_tokens, 0)
-    remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
-    limit = computed * remaining / everything
+            times["cached"].append(both_seconds(cached))
+    runs = {"prefill": prefills, **times}
+    by_clock, by_processor = (
+        {name: [each[clock] for each in found] for name, found in runs.items()} for clock in (0, 1)
+    )
     return {
-        "ratio_to_prefill": computed / middle,
-        "ratio_to_concat": concat / middle,
-        "share_of_limit": limit / middle,
-        "seconds": {"prefill": computed, "concat": concat, "cached": middle, "limit": limit},
-        "runs": times,
+        **_ratios(setting, by_clock),
+        "runs": {name: by_clock[name] for name in times},
+        "processor": _ratios(setting, by_processor),
         "dtypes": dtypes_of(causal),
         "setting": asdict(setting),
         "machine": describe_machine(),
+    }
+
+
+def _ratios(setting: TtftSetting, runs: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of the runs of each way, the limit, and their ratios."""
+    prefill, concat, cached = (statistics.median(runs[n]) for n in ("prefill", "concat", "cached"))
+    everything = setting.shape.flops(setting.cached_tokens + setting.question_tokens, 0)
+    remaining = setting.shape.flops(setting.question_tokens, setting.cached_tokens)
+    limit = prefill * remaining / everything
+    return {
+        "ratio_to_prefill": prefill / cached,
+        "ratio_to_concat": concat / cached,
+        "share_of_limit": limit / cached,
+        "seconds": {"prefill": prefill, "concat": concat, "cached": cached, "limit": limit},
     }
 
 
