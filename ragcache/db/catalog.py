@@ -61,11 +61,6 @@ class Stamp(NamedTuple):
     scaffold: int = 0
     instruction: str | None = None
 
-    @property
-    def documents(self) -> tuple[int, int]:
-        """Changes with the documents alone."""
-        return self.collection, self.revision
-
 
 class Catalog:
     """Rows of documents and modules in one namespace. Every method is one transaction."""

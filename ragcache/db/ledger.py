@@ -146,13 +146,15 @@ class Ledger:
         self._flushing = threading.Lock()
 
     @classmethod
-    def of_folder(cls, database: Database, folder: Path) -> Ledger:
+    def of_folder(cls, database: Database, folder: Path, *, reads: bool = False) -> Ledger:
         """The ledger as processes with this state folder see it. In one that several machines
         share, a disk has a name, which is kept beside its blobs; SQLite's file is beside its only
-        disk."""
+        disk. reads: nothing is written, so that a disk without a name gets none."""
         if database.engine.dialect.name == "sqlite":
             return cls(database)
         name = folder / "states" / "place"
+        if reads and not name.exists():
+            return cls(database)
         name.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), name.open("x", encoding="ascii") as file:
             file.write(uuid4().hex)

@@ -55,7 +55,7 @@ class KVStates:
         return KVStates(keys, values, start, arrival=self.arrival)
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised when encoding or the blob format changes, so that older states are not found."""
 
 

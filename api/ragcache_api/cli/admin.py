@@ -177,7 +177,7 @@ def stats(
     with ui.open_ledger(state, ledger) as database:
         from ragcache.db import Catalog, Ledger
 
-        states = Ledger.of_folder(database, state)
+        states = Ledger.of_folder(database, state, reads=True)
         collections = Catalog(database, "", None).collections()
         tiers, evictions = states.totals(), states.evictions()
     if as_json:

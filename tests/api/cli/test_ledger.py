@@ -59,4 +59,7 @@ def test_stats_of_a_shared_ledger_count_the_folders_disk(tmp_path: Path) -> None
             ledger.end()
         where = ["--state", str(tmp_path / "here"), "--ledger", url]
         shown = json.loads(runner.invoke(app, ["stats", *where, "--json"]).stdout)
+        elsewhere = ["--state", str(tmp_path / "nowhere"), "--ledger", url]
+        assert json.loads(runner.invoke(app, ["stats", *elsewhere, "--json"]).stdout)["tiers"] == {}
     assert (shown["tiers"]["disk"]["states"], shown["tiers"]["disk"]["tokens"]) == (1, 3)
+    assert not (tmp_path / "nowhere").exists(), "looking writes nothing"
