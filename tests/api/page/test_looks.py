@@ -12,8 +12,8 @@ from tests.api.page.conftest import VIEWS, Page, asked, get
 
 pytestmark = pytest.mark.allow_hosts(["127.0.0.1", "::1"])
 NARROW = 390
-LONG = "minutes/2026/a-rather-long-name-of-a-protocol-of-the-harbour-commission-in-november.md"
-COLLECTION = "minutes-of-the-harbour-commission-of-2026"
+LONG = "minutes/2026/a-rather-long-name-of-a-protocol-of-the-commission-in-november.md"
+COLLECTION = "minutes-of-the-commission-for-boats-and-quays-of-2026"
 QUESTION = "Which ferry is orange?"
 LOOKS = [
     (1440, "light"), (NARROW, "dark"),
