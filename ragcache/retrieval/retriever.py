@@ -24,7 +24,13 @@ import numpy as np
 
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK, check_k
 from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
-from ragcache.errors import ConfigurationError, InvalidRequest, LedgerUnavailable, UnknownCollection
+from ragcache.errors import (
+    ConfigurationError,
+    EngineClosed,
+    InvalidRequest,
+    LedgerUnavailable,
+    UnknownCollection,
+)
 from ragcache.retrieval.filters import Filters, Test, compile_filters
 from ragcache.retrieval.reranking import Reranker
 from ragcache.retrieval.words import UpdatedWords, WordIndex, terms
@@ -391,6 +397,8 @@ class _Rebuilder:
                 ended = self._requested.pop(collection)
             try:
                 self._rebuild(collection)
+            except EngineClosed:
+                _log.debug("the folder was closed before the index of %r was built", collection)
             except Exception:
                 _log.exception("the index of %r was not rebuilt; the old one serves", collection)
             finally:

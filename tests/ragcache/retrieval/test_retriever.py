@@ -586,6 +586,9 @@ def test_a_first_index_is_built_aside(
         retriever.prepare_index(name)
     wait_until_built(retriever)
     assert found(retriever, "boat") == ["boats.md"]
+    database.close()
+    retriever.prepare_index("another")
+    wait_until_built(retriever)
     assert "not rebuilt" not in caplog.text
 
 
