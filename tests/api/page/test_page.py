@@ -146,7 +146,7 @@ def test_picked_files_become_documents(page: Page, server: httpx.Client, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_question_reads_as_many_modules_as_the_form_says(
+def test_a_question_shows_the_modules_that_it_reads(
     page: Page, server: httpx.Client
 ) -> None:
     page.open("ask")
@@ -158,7 +158,7 @@ def test_a_question_reads_as_many_modules_as_the_form_says(
     assert page.find(".said").text.startswith(quoted)
     page.until(lambda: get(server, "/admin/requests")["recent"])
     [asked] = get(server, "/admin/requests")["recent"]
-    assert len(used) == 4
+    assert 1 <= len(used) <= 4, "those far below the best are left out"
     assert used == [each["name"] for each in asked["modules"]]
     assert (asked["kind"], asked["collection"]) == ("answer", "handbook")
 
