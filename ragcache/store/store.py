@@ -32,6 +32,7 @@ from ragcache.errors import (
     RemoteMismatch,
     RemoteUnavailable,
     StoreError,
+    StoreFull,
     StoreUnwritable,
 )
 from ragcache.states import KVKey, KVStates
@@ -84,7 +85,8 @@ class KVStore:
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
         self._retired: dict[KVKey, float] = {}
         self.on_heartbeat: list[Callable[[], None]] = []
-        self._remote_compared = False
+        self.remote_checked = False
+        self._remote_fault = ""
         self._background = Background(self)
 
     @classmethod
@@ -115,7 +117,7 @@ class KVStore:
         disk = DiskTier.open(folder / "states")
         persistent = [disk] if remote is None else [disk, remote]
         store = cls(ledger, [HostTier(1 << 30)], persistent)
-        store._compare_remote()
+        store._check_remote_at_opening()
         store.persistent.learn(ledger.begin())
         store._background.start_heart()
         return store
@@ -123,27 +125,27 @@ class KVStore:
     def start(self) -> None:
         """Begins the session: reads the ledger, ends what died, and starts the threads. Raises
         `RemoteMismatch` before anything is changed."""
-        self._compare_remote()
+        self._check_remote_at_opening()
         with _garbage_collector_paused():
             rows = self.ledger.begin()
             self.persistent.learn(rows)
             self.persistent.learned = self.ledger.tick
         recover(self.ledger, self.persistent, rows)
-        self._background.start()
+        self._background.start(checking=not self.remote_checked)
 
-    def _compare_remote(self) -> None:
-        """Compares the remote's identity with the ledger's. One that does not answer now is
-        compared when it does, by `sweep`. Raises `RemoteMismatch`."""
+    def _check_remote_at_opening(self) -> None:
+        """Compares the remote's identity with the ledger's; one that does not answer or is full now
+        later, where the store has threads. Raises `RemoteMismatch` and `StoreUnreadable`."""
         try:
             self._check_remote()
         except RemoteMismatch:
             raise
-        except RemoteUnavailable as error:
-            logger.warning("%s; the remote is compared with the ledger when it answers", error)
+        except (RemoteUnavailable, StoreFull) as error:
+            logger.warning("%s; the remote is compared with the ledger when that is over", error)
 
     def _check_remote(self) -> None:
         """Compares the remote's identity with the ledger's; a new one gets it. Raises
-        `RemoteMismatch` and `RemoteUnavailable`."""
+        `StoreError`s, among them `RemoteMismatch` and `RemoteUnavailable`."""
         remotes = (index.tier for index in self.persistent.indexes)
         for tier in (each for each in remotes if isinstance(each, RemoteTier)):
             tier.place = self.ledger.fact("remote") or ""
@@ -158,15 +160,22 @@ class KVStore:
             except StoreUnwritable as error:
                 tier.place = ""
                 logger.warning("%s; the remote is read without being compared", error)
-        self._remote_compared = True
+        self.remote_checked = True
 
-    def _compare_again(self) -> None:
-        """Compares a remote that did not answer before. Another one takes no states from now on."""
+    def check_remote_again(self) -> None:
+        """Compares a remote that could not be compared at opening. Another one takes no states from
+        now on. What is in its way is logged once."""
         try:
             self._check_remote()
         except RemoteMismatch as error:
-            self._remote_compared = True  # it compares itself with the ledger's whenever it is used
+            self.remote_checked = True  # it compares itself with the ledger's whenever it is used
             logger.warning("%s; states are kept without it", error)
+        except (RemoteUnavailable, LedgerUnavailable):
+            pass  # logged at opening
+        except StoreError as error:
+            if str(error) != self._remote_fault:
+                self._remote_fault = str(error)
+                logger.warning("%s; the remote is compared with the ledger when that ends", error)
 
     @property
     def host(self) -> HostTier:
@@ -295,9 +304,6 @@ class KVStore:
         """The upkeep of every second: removes expired states, writes reused ones to the disk and
         uses to the ledger."""
         now = time.time()
-        if not self._remote_compared:
-            with suppress(RemoteUnavailable, LedgerUnavailable):
-                self._compare_again()
         with suppress(LedgerUnavailable):
             self.memory.limit(self.ledger.overdue(now))  # which another process may have set
         for index in self.memory.every:
@@ -376,8 +382,9 @@ class KVStore:
 
 class Background:
     """The threads of an open store: one tells other processes that this one lives, one sweeps every
-    second, one prefetches. What fails in one of them ends a turn, never the thread. They end with
-    `stop`, or when the store is garbage."""
+    second, one prefetches, and one compares a remote that was away at opening and may hang. What
+    fails in one of them ends a turn, never the thread. They end with `stop`, or when the store is
+    garbage."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = weakref.ref(store)
@@ -389,6 +396,9 @@ class Background:
         self._heart = threading.Thread(
             target=_repeat, args=beats, name="ragcache-heart", daemon=True
         )
+        self._checking = threading.Thread(
+            target=_check_remote, args=common, name="ragcache-identity", daemon=True
+        )
         self._threads = [
             threading.Thread(target=_repeat, args=sweeps, name="ragcache-sweep", daemon=True),
             threading.Thread(
@@ -396,9 +406,9 @@ class Background:
             ),
         ]
 
-    def start(self) -> None:
-        self._heart.start()
-        for thread in self._threads:
+    def start(self, *, checking: bool) -> None:
+        """checking: whether the remote is still to be compared."""
+        for thread in (self._heart, *self._threads, *([self._checking] if checking else ())):
             thread.start()
 
     def start_heart(self) -> None:
@@ -416,7 +426,7 @@ class Background:
         self._stopped.set()
         with suppress(queue.Full):
             self._wanted.put_nowait(None)  # wakes the thread
-        for thread in (*self._threads, self._heart):
+        for thread in (*self._threads, self._checking, self._heart):
             if thread.is_alive():
                 thread.join()
         store = self._store()
@@ -433,6 +443,17 @@ def _repeat(
         if store is None:
             return
         _once(store, work)
+        del store
+
+
+def _check_remote(reference: weakref.ref[KVStore], stopped: threading.Event) -> None:
+    while not stopped.wait(SWEEP_SECONDS):
+        store = reference()
+        if store is None:
+            return
+        _once(store, KVStore.check_remote_again)
+        if store.remote_checked:
+            return
         del store
 
 

@@ -27,7 +27,9 @@ from ragcache.errors import (
     RemoteMismatch,
     RemoteUnavailable,
     StoreBudgetExceeded,
+    StoreError,
     StoreFull,
+    StoreUnreadable,
     StoreUnwritable,
 )
 from ragcache.models import LoadedModel
@@ -638,9 +640,9 @@ class TestRemote:
         with monkeypatch.context() as patched:
             patched.setattr(remote, failing, away)
             store = reopen(10, remote=remote)
-            store.sweep()
+            store.check_remote_again()
         fill(store, 1)
-        store.sweep()
+        store.check_remote_again()
         assert remote.read_place() == remote.place == store.ledger.fact("remote")
         fill(store, 2)
         assert make_key(2) in set(remote.keys())
@@ -659,10 +661,74 @@ class TestRemote:
         with monkeypatch.context() as patched:
             patched.setattr(wrong, "read_place", away)
             store = reopen(10, remote=wrong)
-        store.sweep()
+        store.check_remote_again()
         fill(store, 1)
         assert list(wrong.keys()) == []
         assert make_key(1) in set(store.disk.keys())
+
+    @pytest.mark.parametrize("refusal", [StoreUnreadable("permission denied"), StoreFull("full")])
+    def test_the_upkeep_goes_on_while_a_remote_cannot_be_compared(
+        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture, refusal: StoreError,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr("ragcache.store.store.SWEEP_SECONDS", 600.0)
+        said: list[StoreError] = [RemoteUnavailable("away")]
+        failing = "read_place" if isinstance(refusal, StoreUnreadable) else "write_place"
+
+        def refuse(*_: object) -> None:
+            raise said[-1]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(remote, failing, refuse)
+            store = reopen(10, remote=remote)
+            fill(store, 1)
+            store.expire(keys(1), 1.0)
+            said.append(refusal)
+            store.check_remote_again()
+            store.check_remote_again()
+            assert not store.remote_checked
+            store.sweep()
+            assert make_key(1) not in set(store.disk.keys())
+        assert caplog.text.count(str(refusal)) == 1
+        store.check_remote_again()
+        assert remote.read_place() == remote.place == store.ledger.fact("remote")
+
+    def test_the_upkeep_does_not_wait_for_a_remote_that_hangs(
+        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked, answers = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            asked.set()
+            answers.wait(20)
+            raise RemoteUnavailable("away")
+
+        def away() -> None:
+            raise RemoteUnavailable("away")
+
+        swept = threading.Event()
+        monkeypatch.setattr("ragcache.store.store.SWEEP_SECONDS", 0.001)
+        monkeypatch.setattr(remote, "read_place", away)
+        store = reopen(10, remote=remote)
+        monkeypatch.setattr(remote, "read_place", hang)
+        try:
+            assert asked.wait(10)
+            monkeypatch.setattr(store.memory, "forget_limits", lambda _: swept.set())
+            assert swept.wait(10)
+        finally:
+            answers.set()
+
+    def test_a_full_remote_is_compared_when_it_has_room(
+        self, reopen: Open, remote: RemoteTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(_: str) -> None:
+            raise StoreFull("no space left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(remote, "write_place", full)
+            store = reopen(10, remote=remote)
+        store.check_remote_again()
+        assert remote.read_place() == remote.place == store.ledger.fact("remote")
 
     def test_another_remote_is_refused_and_nothing_is_changed(
         self, reopen: Open, remote: RemoteTier, tmp_path: Path
