@@ -146,9 +146,7 @@ def test_picked_files_become_documents(page: Page, server: httpx.Client, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_question_shows_the_modules_that_it_reads(
-    page: Page, server: httpx.Client
-) -> None:
+def test_a_question_shows_the_modules_that_it_reads(page: Page, server: httpx.Client) -> None:
     page.open("ask")
     page.until(lambda: page.find("[name=collection]").get_attribute("value") == "handbook")
     page.find("[name=question]").send_keys("Where do requests of leave go?", Keys.ENTER)
