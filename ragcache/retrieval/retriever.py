@@ -14,7 +14,6 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -156,8 +155,8 @@ class Retriever:
         self.embedder, self.reranker = embedder, reranker
         self._catalog, self._vectors = catalog, vectors
         self._indexed: dict[str, _Indexed] = {}
-        self._building: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._guard = threading.Lock()  # of `_building` alone
+        self._changing: dict[str, threading.Lock] = {}  # held to change an entry of `_indexed`
+        self._building: dict[str, threading.Lock] = {}  # held to build aside; taken first
         self._rebuilder = _Rebuilder(self._rebuild)
 
     def using(self, embedder: Embeddings) -> Retriever:
@@ -196,7 +195,7 @@ class Retriever:
         if collection in self._indexed:
             with contextlib.suppress(LedgerUnavailable, UnknownCollection):  # deleted meanwhile
                 if self._current(collection, None, self._catalog.stamp(collection)).behind:
-                    self._rebuilder.request(collection).wait()
+                    self._rebuild(collection)  # not in its turn after other collections
 
     def prepare_index(self, collection: str) -> None:
         """Has the first index of a collection built aside, so that its first question need not
@@ -271,23 +270,18 @@ class Retriever:
         """The index over what the collection held at the stamp, by any process, or later, with
         vectors of `dimension` where it is given."""
         indexed = self._indexed.get(collection)
-        if indexed is not None and _serves(indexed, stamp, dimension):
-            return indexed
-        with self._lock_of(collection):
-            indexed = self._indexed.get(collection)
-            if indexed is None or not _covers(indexed, stamp):
-                indexed = self._updated(collection, stamp, indexed)
-            if not _serves(indexed, indexed.stamp, dimension):
-                assert dimension is not None
-                indexed = self._with_vectors(collection, indexed, dimension)
-            self._indexed[collection] = indexed
-        if indexed.is_outdated:
+        if indexed is None or not _serves(indexed, stamp, dimension):
+            with self._changing.setdefault(collection, threading.Lock()):
+                indexed = self._indexed.get(collection)
+                if indexed is None or not _covers(indexed, stamp):
+                    indexed = self._updated(collection, stamp, indexed)
+                if not _serves(indexed, indexed.stamp, dimension):
+                    assert dimension is not None
+                    indexed = self._with_vectors(collection, indexed, dimension)
+                self._indexed[collection] = indexed
+        if indexed.is_outdated:  # again, where building failed before
             self._rebuilder.request(collection)
         return indexed
-
-    def _lock_of(self, collection: str) -> threading.Lock:
-        with self._guard:
-            return self._building[collection]
 
     def _updated(self, collection: str, stamp: Stamp, before: _Indexed | None) -> _Indexed:
         """The index with what has changed since; a new one for a new collection."""
@@ -308,37 +302,39 @@ class Retriever:
         return _Indexed(read.stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
 
     def _rebuild(self, collection: str) -> None:
-        """Builds the words of a collection anew, and applies to them what has changed meanwhile; a
-        first index, where there is none."""
-        indexed = self._indexed.get(collection)
-        if indexed is None:
-            with contextlib.suppress(UnknownCollection):  # deleted meanwhile
-                self._current(collection, None, self._catalog.stamp(collection)).index.build()
-        elif indexed.behind:
-            self._catch_up(collection, indexed)
-        elif indexed.is_outdated:
-            self._renew_words(collection, indexed)
+        """Builds the index of a collection where there is none, and anew where it is outdated. One
+        thread at a time does, and others find it done. Errors are logged: the old one serves."""
+        try:
+            with self._building.setdefault(collection, threading.Lock()):
+                indexed = self._indexed.get(collection)
+                if indexed is None:
+                    self._current(collection, None, self._catalog.stamp(collection)).index.build()
+                elif indexed.is_outdated:
+                    self._replace(collection, self._built(collection, indexed))
+        except (EngineClosed, UnknownCollection):
+            return  # closed or deleted meanwhile
+        except LedgerUnavailable as error:
+            _log.warning("the index of %r is built by a later question: %s", collection, error)
+        except Exception:
+            _log.exception("the index of %r was not rebuilt; the old one serves", collection)
 
-    def _catch_up(self, collection: str, indexed: _Indexed) -> None:
-        built = self._first(collection, indexed.modules)
+    def _built(self, collection: str, before: _Indexed) -> _Indexed:
+        """A built index of all that a collection holds, with vectors if the one before had some."""
+        built = self._first(collection, before.modules)
         built.index.build()
-        if (dimension := indexed.index.last_dimension) is not None:
-            built.index.take_vectors(indexed.index)
+        if (dimension := before.index.last_dimension) is not None:
+            built.index.take_vectors(before.index)
             built = self._with_vectors(collection, built, dimension)
-        with self._lock_of(collection):
+        return built
+
+    def _replace(self, collection: str, built: _Indexed) -> None:
+        """Puts a built index in the place of the one that serves, with what has changed
+        meanwhile."""
+        with self._changing.setdefault(collection, threading.Lock()):
             stamp = self._indexed[collection].stamp
             if not _covers(built, stamp):
                 built = self._updated(collection, stamp, built)
             self._indexed[collection] = built
-
-    def _renew_words(self, collection: str, indexed: _Indexed) -> None:
-        words = WordIndex(*_ids_and_texts(indexed.modules))
-        words.build()
-        with self._lock_of(collection):
-            now = self._indexed[collection]
-            if now.index.is_outdated:
-                index = now.index.with_words(words.update(*_ids_and_texts(now.modules)))
-                self._indexed[collection] = replace(now, index=index)
 
     def _with_vectors(self, collection: str, indexed: _Indexed, dimension: int) -> _Indexed:
         """With the vectors of all modules: those of the index before, and stored ones. Missing ones
@@ -367,25 +363,24 @@ class Retriever:
 
 
 class _Rebuilder:
-    """Calls `rebuild` for collections, one after another, in a thread that lives while there are
-    some. A collection that is requested meanwhile gets its turn again. Thread-safe."""
+    """Calls `rebuild`, which raises nothing, for collections, one after another, in a thread that
+    lives while there are some. A collection that is requested meanwhile gets its turn again.
+    Thread-safe."""
 
     def __init__(self, rebuild: Callable[[str], None]) -> None:
         self._rebuild = rebuild
-        self._requested: dict[str, threading.Event] = {}  # in the order of requests
+        self._requested: dict[str, None] = {}  # in the order of requests
         self._running = False
         self._guard = threading.Lock()
 
-    def request(self, collection: str) -> threading.Event:
-        """Has a collection rebuilt soon, at most once for all requests until that begins. Returns
-        what is set at its end."""
+    def request(self, collection: str) -> None:
+        """Has a collection rebuilt soon, at most once for all requests until that begins."""
         with self._guard:
-            ended = self._requested.setdefault(collection, threading.Event())
+            self._requested[collection] = None
             if self._running:
-                return ended
+                return
             self._running = True
         threading.Thread(target=self._run, name="ragcache-index", daemon=True).start()
-        return ended
 
     def _run(self) -> None:
         while True:
@@ -394,15 +389,8 @@ class _Rebuilder:
                 if collection is None:
                     self._running = False
                     return
-                ended = self._requested.pop(collection)
-            try:
-                self._rebuild(collection)
-            except EngineClosed:
-                _log.debug("the folder was closed before the index of %r was built", collection)
-            except Exception:
-                _log.exception("the index of %r was not rebuilt; the old one serves", collection)
-            finally:
-                ended.set()
+                del self._requested[collection]
+            self._rebuild(collection)
 
 
 def _ids_and_texts(modules: Mapping[int, ModuleRow]) -> tuple[np.ndarray, list[str]]:

@@ -16,7 +16,12 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
-from ragcache.errors import ConfigurationError, InvalidRequest, UnknownCollection
+from ragcache.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    LedgerUnavailable,
+    UnknownCollection,
+)
 from ragcache.retrieval import (
     CollectionIndex,
     Retriever,
@@ -567,12 +572,104 @@ def test_what_this_process_ingests_is_found_however_much_it_is(
     fill(catalog)
     assert found(retriever, "boat") == ["boats.md"]
     monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 2)
-    held = Held(monkeypatch)
-    held.go.set()
     catalog.replace_documents("notes", [document(f"d{n}", "A sloop.") for n in range(3)])
     retriever.update_index("notes")
     assert sorted(found(retriever, "sloop", 9)) == ["d0", "d1", "d2"]
     wait_until_built(retriever)
+
+
+def test_an_ingestion_waits_for_no_index_of_another_collection(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+    catalog.replace_documents("slow", [document(f"s{n}", "A ship.") for n in range(9)])
+    assert found(retriever, "boat") == ["boats.md"]
+    build, entered, go = CollectionIndex.build, threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def held(index: CollectionIndex) -> None:
+        if len(index.ids) == 9:
+            entered.set()
+            waited.append(go.wait(10))
+        build(index)
+
+    monkeypatch.setattr(CollectionIndex, "build", held)
+    retriever.prepare_index("slow")
+    assert entered.wait(10)
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 0)
+    catalog.replace_documents("notes", [document("new.md", "A sloop.")])
+    retriever.update_index("notes")
+    assert found(retriever, "sloop") == ["new.md"]
+    assert not waited
+    go.set()
+    wait_until_built(retriever)
+
+
+def test_new_modules_are_found_though_indexing_them_failed_once(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+    assert found(retriever, "boat") == ["boats.md"]
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 0)
+
+    def fail(index: CollectionIndex) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as failing:
+        failing.setattr(CollectionIndex, "build", fail)
+        catalog.replace_documents("notes", [document("new.md", "A sloop.")])
+        assert found(retriever, "sloop") == []
+        wait_until_built(retriever)
+    assert "the index of 'notes' was not rebuilt; the old one serves" in caplog.text
+    found(retriever, "sloop")
+    wait_until_built(retriever)
+    assert found(retriever, "sloop") == ["new.md"]
+
+
+@pytest.mark.parametrize("ending", ["close", "delete"])
+def test_closing_or_deleting_ends_the_building_of_an_index_without_an_error(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    ending: str,
+) -> None:  # fmt: skip
+    catalog, retriever = opened(database)
+    fill(catalog)
+    assert found(retriever, "boat") == ["boats.md"]
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 0)
+    reread, entered, go = catalog.reread_modules, threading.Event(), threading.Event()
+
+    def held(collection: str, known: Any, most: int | None = None) -> Any:
+        if most is None:
+            entered.set()
+            assert go.wait(10)
+        return reread(collection, known, most)
+
+    monkeypatch.setattr(catalog, "reread_modules", held)
+    catalog.replace_documents("notes", [document("new.md", "A sloop.")])
+    assert found(retriever, "sloop") == []
+    assert entered.wait(10)
+    database.close() if ending == "close" else catalog.delete_collection("notes")
+    go.set()
+    wait_until_built(retriever)
+    assert "the index of" not in caplog.text
+
+
+def test_a_ledger_that_is_away_is_named_without_a_traceback(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog, retriever = opened(database)
+    fill(catalog)
+
+    def fail(*arguments: Any) -> None:
+        raise LedgerUnavailable("the ledger does not answer")
+
+    monkeypatch.setattr(catalog, "reread_modules", fail)
+    retriever.prepare_index("notes")
+    wait_until_built(retriever)
+    said = "the index of 'notes' is built by a later question: the ledger does not answer"
+    assert said in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_first_index_is_built_aside(
