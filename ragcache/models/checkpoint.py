@@ -48,19 +48,22 @@ class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is
         return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
 
 
-def load_checkpoint(source: str, dtype: torch.dtype | str, *, long_context: bool = False) -> Any:
+def load_checkpoint(
+    source: str, dtype: torch.dtype | str, *, long_context: bool = False, **files: str
+) -> Any:
     """The Hugging Face model of a folder or hub name that continues a text.
 
     Of a composite checkpoint the rest is read and dropped. long_context: see `use_long_factors`.
+    files: `gguf_file`, where the weights are in one.
     Raises `UnsupportedModel` for a text model that no family serves, `ConfigurationError`, and what
     transformers raises.
     """
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, **files)
     text = config.get_text_config(decoder=True)
     if long_context:
         use_long_factors(text)
     if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **files)
     family_of(text).check(text)  # before gigabytes are read
     whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
     return text_model(whole)

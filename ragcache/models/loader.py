@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ragcache.errors import ConfigurationError, ModelNotFound, UnsupportedModel
+from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
 from ragcache.models.dtype import AUTO, DTypeChoice, choose_dtypes, convert, parse_dtype
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
@@ -82,7 +83,8 @@ def load_model(
     """Loads and patches a model.
 
     Args:
-        name: A folder or a hub name; None is the embedded reader.
+        name: A folder, a hub name, or a GGUF file (`model.gguf`, or `ORG/REPO/model.gguf` of the
+            hub; extra `gguf`); None is the embedded reader.
         device: Where it runs.
         dtype: What it computes in: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's,
             or float32 on a CPU that is slow in it, if that fits the memory.
@@ -95,6 +97,7 @@ def load_model(
         ModelNotFound: It cannot be read.
         UnsupportedModel: Its architecture is not served.
         ConfigurationError: A dtype is unknown, or this machine has no such device.
+        MissingExtra: A GGUF file needs packages that are not installed.
 
     Example:
         >>> loaded = load_model(dtype="float32")
@@ -135,12 +138,16 @@ def _read_checkpoint(
 
     from ragcache.models.checkpoint import load_checkpoint
 
+    place, files = _gguf_file(source)
+    if files:  # whose weights transformers makes numbers of the dtype that is asked for
+        dtype = dtype or torch.bfloat16
     try:
         with quiet_loading():
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            config = AutoConfig.from_pretrained(source)
-            stored = config.dtype or config.get_text_config(decoder=True).dtype
-            model = load_checkpoint(source, dtype or "auto", long_context=long_context)
+            tokenizer = AutoTokenizer.from_pretrained(place, **files)
+            config = AutoConfig.from_pretrained(place, **files)
+            text = config.get_text_config(decoder=True)
+            stored: Any = config.dtype or text.dtype or dtype
+            model = load_checkpoint(place, dtype or "auto", long_context=long_context, **files)
     except (UnsupportedModel, ConfigurationError):
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
@@ -150,6 +157,25 @@ def _read_checkpoint(
             "model the embedded reader is used"
         ) from error
     return model, tokenizer, stored
+
+
+def _gguf_file(source: str) -> tuple[str, dict[str, str]]:
+    """Where a model is, and the option that reads a GGUF file there. Raises `MissingExtra` or
+    `ModelNotFound`."""
+    if not source.endswith(".gguf"):
+        return source, {}
+    if not all(map(find_spec, ("gguf", "accelerate"))):
+        raise MissingExtra("GGUF files need two more packages: pip install 'ragcache[gguf]'")
+    path = Path(source).expanduser()
+    if path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    parts = source.split("/", 2)
+    if len(parts) < 3 or not parts[0]:
+        raise ModelNotFound(
+            f"cannot load the model {source!r}: there is no such file. Give a GGUF file, or one of "
+            "the hub as ORGANIZATION/REPOSITORY/FILE.gguf"
+        )
+    return "/".join(parts[:2]), {"gguf_file": parts[2]}
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -269,6 +269,8 @@ def check_model(name: str | None) -> None:
         return
     path = Path(name).expanduser()
     spelled_as_path = path.is_absolute() or name.startswith((".", "~"))
+    if path.suffix == ".gguf" and path.is_file():
+        return
     if (spelled_as_path and not path.is_dir()) or path.is_file():
         raise ModelNotFound(
             f"cannot load the model {name!r}: there is no such folder. Give a folder with "
