@@ -27,7 +27,7 @@ DEFAULT_K = 4
 
 DEFAULT_RELATIVE_THRESHOLD = 0.4
 """The share of the best score that a module must have to be retrieved. With it no question of the
-handbook, XQuAD and QED loses its module to BM25 or hybrid search (docs/benchmarks.md)."""
+handbook, XQuAD and QED loses its module to BM25 (docs/benchmarks.md)."""
 
 DEFAULT_RERANK = 20
 """The number of candidates that a reranker reads."""
