@@ -51,7 +51,7 @@ def ask(
 ) -> None:  # fmt: skip
     """Answer a question from the documents of a collection.
 
-    Loading the model takes seconds; a running service (--server) answers at once.
+    A new process takes seconds to begin; a running service (--server) answers at once.
     """
     if not question.strip():
         raise EmptyQuestion("the question is empty; write what you want to know")
