@@ -134,8 +134,9 @@ class ScaffoldRows:
             count = select(func.count()).where(ModuleTable.id.in_(members))
             if owner is None or session.scalar(count) != len(members):
                 return
-            kept = (ScaffoldTable.collection_id == owner) & (ScaffoldTable.key == str(key))
-            if session.scalar(select(ScaffoldTable.id).where(kept)) is None:
+            same = (ScaffoldTable.collection_id == owner) & (ScaffoldTable.key == str(key))
+            kept = session.scalars(select(ScaffoldTable.members).where(same))
+            if list(members) not in kept.all():  # other modules may have the same texts
                 new = {"collection_id": owner, "key": str(key), "members": list(members)}
                 session.add(ScaffoldTable(**new))
 

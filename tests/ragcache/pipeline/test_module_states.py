@@ -150,6 +150,19 @@ def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Pat
     assert blobs(tmp_path) == 1, "the preamble"
 
 
+def test_scaffolds_of_equal_texts_are_all_kept(rag: RagCache) -> None:
+    texts = {each.id: each.text for each in DOCUMENTS}
+    rag.ingest("notes", [SourceDocument(f"{name} again", text) for name, text in texts.items()])
+    rows = ScaffoldRows(rag.internals.shared.store.ledger.database)
+    for names in (["boats", "leave"], ["boats again", "leave again"], ["boats", "leave"]):
+        rag.add_scaffold("notes", names)
+    kept = rows.read_scaffolds("notes")
+    assert (len(kept), len({key for _, key in kept})) == (2, 1)
+    rag.delete("notes", ["boats"])
+    assert len(rows.read_scaffolds("notes")) == 1
+    assert verify(rag.internals.shared.store).clean
+
+
 def test_scaffolds_outlive_the_process(tmp_path: Path, model: LoadedModel) -> None:
     folder = tmp_path / "state"
     with RagCache.open(folder, model, max_new_tokens=4, private_bytes="8MiB") as rag:
