@@ -229,19 +229,27 @@ class Jobs:
         return and_(JobTable.namespace == self.namespace, JobTable.idempotency_key == key)
 
     @contextmanager
-    def running(self, target: str, modules: int, job: int | None = None) -> Iterator[int]:
-        """A job while the block runs: a new one, which an error ends, or a queued one, which its
-        runner ends. Without `complete`, its states are left to the next job of its target."""
-        if job is not None:
-            self._set(job, modules=modules)
-            yield job
-            return
-        job = self.begin(target, modules)
+    def attempts(self, target: str, queued: int | None = None) -> Iterator[RunningJob]:
+        """A job while the block tries to do it: a new one, which an error ends, or a queued one,
+        which its runner ends. Without `complete`, its states are left to the next job of its
+        target."""
+        job = RunningJob(self, target, queued, queued)
         try:
             yield job
         except BaseException as error:
-            self.fail(job, error)
+            if queued is None and job.id is not None:
+                self.fail(job.id, error)
             raise
+
+    @contextmanager
+    def running(self, target: str, modules: int) -> Iterator[int]:
+        """The id of a new job with one attempt, which is the block."""
+        with self.attempts(target) as job:
+            yield job.begin(modules)
+
+    def begin_again(self, job: int, modules: int) -> None:
+        """Begins another attempt at a running job, whose states it finds."""
+        self._set(job, modules=modules, done=0)
 
     def waiting(self, job: int) -> WaitingDocuments:
         """What a queued job may still change."""
@@ -284,12 +292,13 @@ class Jobs:
 
     def fail(self, job: int, error: BaseException) -> None:
         """Ends a job that was not completed; its states stay for the next one. One that ends
-        because the folder is closed is interrupted."""
+        because the folder is closed is interrupted, one that has ended stays as it is."""
         stopped = isinstance(error, EngineClosed) or not isinstance(error, Exception)
         status = "interrupted" if stopped else "failed"
         try:
             with self.database.transaction() as session:
-                if session.get_one(JobTable, job).session == self.session:
+                row = session.get_one(JobTable, job)
+                if row.session == self.session and row.status in OPEN:
                     _end(session, job, status, f"{type(error).__name__}: {error}")
         except StoreError as unwritten:  # a full disk, as a rule: the error before is what counts
             logger.warning("%s; the job counts as running until this process ends", unwritten)
@@ -334,6 +343,30 @@ class Jobs:
             changed = update(JobTable).where(mine).values(**values).returning(JobTable.id)
             if session.scalar(changed) is None:
                 raise _taken(job)
+
+
+@dataclass(slots=True)
+class RunningJob:
+    """A job over the attempts at it. queued: its id where it waited in the queue. id: None until
+    the first attempt begins."""
+
+    jobs: Jobs
+    target: str
+    queued: int | None
+    id: int | None
+
+    def begin(self, modules: int) -> int:
+        """Begins an attempt that stores so many modules; returns the job's id."""
+        if self.id is None:
+            self.id = self.jobs.begin(self.target, modules)
+        else:
+            self.jobs.begin_again(self.id, modules)
+        return self.id
+
+    def finish(self) -> None:
+        """Ends a new job whose last attempt has nothing to store."""
+        if self.queued is None and self.id is not None:
+            self.jobs.finish(self.id)
 
 
 def collection_target(collection: str) -> str:

@@ -22,6 +22,7 @@ from ragcache.db import (
     MovedDocument,
     NewDocument,
     NewModule,
+    RunningJob,
     StoringRequest,
     collection_target,
 )
@@ -146,35 +147,38 @@ class Ingestor:
         check_collection(collection)
         encoder = self.encoder.with_instruction(self.catalog.instruction(collection))
         own = replace(self, encoder=encoder)
-        ingest = partial(
-            own._ingest, collection, loaded, progress, job, sync=sync, preparing=preparing
-        )
-        for _ in range(_ATTEMPTS - 1):
-            with suppress(DocumentsChanged):
-                return ingest()
-        return ingest()
+        jobs = self.store.jobs.within(self.catalog.namespace)
+        with jobs.attempts(collection_target(collection), job) as attempts:
+            ingest = partial(
+                own._ingest, collection, loaded, progress, attempts, sync=sync, preparing=preparing
+            )
+            for _ in range(_ATTEMPTS - 1):
+                with suppress(DocumentsChanged):
+                    return ingest()
+            return ingest()
 
     def _ingest(
         self, collection: str, loaded: LoadedSources, progress: Progress | None,
-        job: int | None, *, sync: bool, preparing: Preparing | None,
+        job: RunningJob, *, sync: bool, preparing: Preparing | None,
     ) -> Ingestion:  # fmt: skip
         changes = self._compare(collection, loaded, sync=sync)
         report = changes.report(loaded, sync=sync)
-        if job is not None:
-            jobs = self.store.jobs.within(self.catalog.namespace)
-            jobs.note_report(job, {**report, "skipped": [asdict(each) for each in loaded.skipped]})
+        if job.queued is not None:
+            skipped = [asdict(each) for each in loaded.skipped]
+            job.jobs.note_report(job.queued, {**report, "skipped": skipped})
         prepared = self._prepare(changes.changed, preparing)
         self._check_window([module.token_ids for _, modules in prepared for module in modules])
         removed = report["removed"]
         stores = prepared or removed or changes.moved
-        request = changes.request(loaded, queued=job is not None, sync=sync)
+        request = changes.request(loaded, queued=job.queued is not None, sync=sync)
         encoded = 0
         if stores:
             encoded = self._store(
                 collection, prepared, progress, job, removed, changes.moved, request
             )
-        elif job is None:
+        elif job.queued is None:
             self.catalog.supersede(collection, request)
+            job.finish()
         encoded += self._encode_lost(collection, changes.unchanged)
         updated = sum(d.id in changes.known for d in changes.changed)
         return Ingestion(
@@ -259,33 +263,32 @@ class Ingestor:
 
     def _store(
         self, collection: str, prepared: Sequence[Prepared], progress: Progress | None,
-        queued: int | None, removed: Sequence[str], moved: Sequence[MovedDocument],
+        running: RunningJob, removed: Sequence[str], moved: Sequence[MovedDocument],
         request: StoringRequest,
     ) -> int:  # fmt: skip
         """Encodes, then replaces documents in one transaction; returns how many modules were
         encoded. New states belong to the job until then; if it is interrupted, the next job of the
         collection finds them."""
-        jobs = self.store.jobs.within(self.catalog.namespace)
-        rows, done, encoded = [], 0, 0
+        jobs, rows, done, encoded = running.jobs, [], 0, 0
         total = sum(len(modules) for _, modules in prepared)
-        with jobs.running(collection_target(collection), total, queued) as job:
-            note = jobs.progress(job)
-            with _Writing() as writing:
-                for document, modules in prepared:
-                    for part in portions([module.token_ids for module in modules]):
-                        jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
-                        lease = self.encoder.lease(part, "rooted", "ingest")
-                        done += len(part)
-                        encoded += sum(tier == "encoded" for tier in lease.source.values())
-                        writing.follow(lease)
-                        note(done)
-                        if progress is not None:
-                            progress(done, total)
-                    rows.append(self._row(document, modules))
-            freed = self.catalog.replace_documents(
-                collection, rows, job, jobs.session, removed, moved, request
-            )
-            self.store.discard(freed)
+        job = running.begin(total)
+        note = jobs.progress(job)
+        with _Writing() as writing:
+            for document, modules in prepared:
+                for part in portions([module.token_ids for module in modules]):
+                    jobs.expect(job, [self.encoder.key(ids, "rooted") for ids in part])
+                    lease = self.encoder.lease(part, "rooted", "ingest")
+                    done += len(part)
+                    encoded += sum(tier == "encoded" for tier in lease.source.values())
+                    writing.follow(lease)
+                    note(done)
+                    if progress is not None:
+                        progress(done, total)
+                rows.append(self._row(document, modules))
+        freed = self.catalog.replace_documents(
+            collection, rows, job, jobs.session, removed, moved, request
+        )
+        self.store.discard(freed)
         self.retriever.update_index(collection)
         return encoded
 

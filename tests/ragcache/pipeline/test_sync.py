@@ -82,6 +82,41 @@ def test_a_new_name_that_is_taken_meanwhile_is_compared_again(
     assert rag.texts("c", ["z.md"])["z.md"].startswith("# a.md")
     assert (done.updated, done.removed, dict(done.renamed)) == (1, ("a.md",), {})
     assert done.encoded == 0, "its states are there"
+    assert [row.status for row in rag.jobs.list().items] == ["done"] * 3
+
+
+def test_a_sync_that_finds_its_work_done_leaves_no_failed_job(
+    rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rag.ingest("c", folder)
+    (folder / "a.md").rename(folder / "z.md")
+    catalog = rag._internals.catalog
+    replace = catalog.replace_documents
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(catalog, "replace_documents", replace)
+        rag.sync("c", folder)
+        return replace(*arguments, **options)
+
+    monkeypatch.setattr(catalog, "replace_documents", late)
+    assert rag.sync("c", folder).unchanged == 3
+    assert [row.status for row in rag.jobs.list().items] == ["done"] * 3
+    assert verify(rag.internals.shared.store).clean
+
+
+def test_a_sync_that_others_hinder_every_time_is_one_failed_job(
+    rag: RagCache, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rag.ingest("c", folder)
+    (folder / "a.md").rename(folder / "z.md")
+
+    def hindered(*_: Any, **__: Any) -> Any:
+        raise DocumentsChanged("a document was stored meanwhile; try again")
+
+    monkeypatch.setattr(rag._internals.catalog, "replace_documents", hindered)
+    with pytest.raises(DocumentsChanged):
+        rag.sync("c", folder)
+    assert [row.status for row in rag.jobs.list().items] == ["failed", "done"]
 
 
 def test_a_rename_that_others_hinder_is_an_error_in_words(rag: RagCache, folder: Path) -> None:
