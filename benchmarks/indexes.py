@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -40,12 +41,13 @@ class Corpus:
             "".join(self.rng.choices(letters, k=self.rng.randint(3, 9))) for _ in range(_VOCABULARY)
         ]
         self._odds = [1 / rank for rank in range(1, _VOCABULARY + 1)]
-        self._numbers = iter(range(10**9))
+        self._numbers = count()
 
-    def documents(self, modules: int) -> Iterator[NewDocument]:
-        """New documents of so many modules in all."""
-        for _ in range(modules // _DOCUMENT):
-            number = next(self._numbers)
+    def documents(
+        self, modules: int, numbers: Iterator[int] | None = None
+    ) -> Iterator[NewDocument]:
+        """Documents of so many modules in all, new ones or those of the numbers."""
+        for number in islice(numbers or self._numbers, modules // _DOCUMENT):
             rows = [
                 NewModule(f"{number}#{n}", self.text(_WORDS), [1], made_up_key(number))
                 for n in range(_DOCUMENT)
@@ -83,6 +85,9 @@ def bench_indexes(modules: int) -> dict[str, Any]:
             other.replace_documents(_COLLECTION, list(corpus.documents(new)))
             ask(f"after {name}")
             _settle()
+        other.replace_documents(_COLLECTION, list(corpus.documents(modules // 5, count())))
+        ask(f"after {modules // 5:,} modules were replaced")
+        _settle()
         other.delete_documents(_COLLECTION, ["0"])
         ask("after a document was deleted")
         _settle()

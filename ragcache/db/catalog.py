@@ -174,30 +174,33 @@ class Catalog:
         """The stamp and all modules of a collection, the known ones first, in their order. Of these
         only names are read: the rest of a module never changes, and ids are not used again. Token
         ids of a few new ones are read along: questions ask for them next. most: where more are new,
-        none of them is read. Raises `UnknownCollection`."""
+        only those are read that take the place of known ones in their document. Raises
+        `UnknownCollection`."""
         with self._database.reading() as session:
             stamp = self._stamp_of(session, collection)
-            kept, new = self._reread(session, collection, known, most)
-            if new is not None and len(new) <= CHUNK:
+            kept, new, complete = self._reread(session, collection, known, most)
+            if len(new) <= CHUNK:
                 self._read_tokens(session, [row.id for row in new])
-        return Contents(stamp, kept + (new or []), new is not None)
+        return Contents(stamp, kept + new, complete)
 
     def _reread(
         self, session: Session, collection: str, known: Mapping[int, ModuleRow], most: int | None
-    ) -> tuple[list[ModuleRow], list[ModuleRow] | None]:
+    ) -> tuple[list[ModuleRow], list[ModuleRow], bool]:
         if not known and most is None:
-            return [], self._rows(session, collection)
+            return [], self._rows(session, collection), True
         columns = (ModuleTable.id, ModuleTable.name, DocumentTable.source_id, DocumentTable.uri)
         every = session.execute(self._within(from_modules(*columns), collection))
-        named = {row[0]: row[1:] for row in every}
-        kept = [_renamed(row, *named[n]) for n, row in known.items() if n in named]
+        named = {row.id: row for row in every}
+        kept = [_renamed(row, *named[n][1:]) for n, row in known.items() if n in named]
         came = sorted(named.keys() - known.keys())
+        chosen = came
         if most is not None and len(came) > most:
-            return kept, None
+            changed = {row.document for number, row in known.items() if number not in named}
+            chosen = [number for number in came if named[number].source_id in changed]
         new: list[ModuleRow] = []
-        for chunk in chunks(came):
+        for chunk in chunks(chosen):
             new += self._rows(session, collection, ModuleTable.id.in_(map(int, chunk)))
-        return kept, new
+        return kept, new, len(chosen) == len(came)
 
     def _modules(self, collection: str, *chosen: ColumnElement[bool]) -> list[ModuleRow]:
         with self._database.reading() as session:
@@ -540,7 +543,7 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The modules of a collection at a stamp. complete: whether those that are new were read."""
+    """The modules of a collection at a stamp. complete: whether all that are new were read."""
 
     stamp: Stamp
     modules: Sequence[ModuleRow]

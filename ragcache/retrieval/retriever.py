@@ -50,7 +50,7 @@ CANDIDATES = 50
 
 APPLIED_AT_ONCE = 500
 """New modules that are applied to an index within a question: it takes 0.2 s. More are found when
-they are indexed aside."""
+they are indexed aside, but for those of documents whose earlier modules the index held."""
 
 _EMBED_BATCH = 64
 
@@ -145,8 +145,10 @@ class Retriever:
     What any process has stored is found by the next question, and what any has deleted is not. No
     question waits for a large index to be built again: it takes what came and what went since into
     account, at a cost in proportion to that, and one thread builds another aside. More than
-    `APPLIED_AT_ONCE` new modules are found when that is built. What this process ingests it takes
-    into account itself (`update_index`), before `ingest` returns."""
+    `APPLIED_AT_ONCE` new modules are found when that is built, but for those that replace others,
+    which are found at once. What this process ingests it takes into account itself
+    (`update_index`), before `ingest` returns. A build that fails is tried again by the next
+    question."""
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None,

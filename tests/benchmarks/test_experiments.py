@@ -109,7 +109,7 @@ def test_questions_after_changes_are_measured_beside_a_whole_build() -> None:
     assert next(iter(waits)) == "the whole index is built"
     assert list(waits)[1:] == [
         "the first question, its index built aside", "after 10 new modules",
-        "after 100 new modules", "after a document was deleted",
+        "after 100 new modules", "after 100 modules were replaced", "after a document was deleted",
     ]  # fmt: skip
     assert all(wait["wall_s"] > 0 for wait in waits.values())
 

@@ -565,6 +565,26 @@ def test_many_new_modules_are_indexed_aside_while_the_old_index_serves(
     wait_until_built(retriever)
 
 
+def test_replaced_documents_are_never_missing_however_many_they_are(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their earlier modules are gone at once: without the new ones there would be no answer."""
+    catalog, retriever = opened(database)
+    fill(catalog)
+    sparse = SearchParams(9, "sparse")
+    assert names(retriever.retrieve("boat", "notes", sparse)) == ["boats.md"]
+    monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 2)
+    held = Held(monkeypatch)
+    changed = [document(name, f"{text} It is red.") for name, text in TEXTS.items()]
+    catalog.replace_documents("notes", [*changed, document("new.md", "Red.")])
+    [hit] = retriever.retrieve("boat", "notes", sparse).hits
+    assert hit.module.text == "The survey boat is moored at the quay. It is red."
+    assert set(names(retriever.retrieve("red", "notes", sparse))) == set(TEXTS)
+    held.go.set()
+    wait_until_built(retriever)
+    assert set(names(retriever.retrieve("red", "notes", sparse))) == {*TEXTS, "new.md"}
+
+
 def test_what_this_process_ingests_is_found_however_much_it_is(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
