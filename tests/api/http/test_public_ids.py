@@ -72,8 +72,9 @@ def test_pages_and_things_are_reached_by_the_ids_that_are_told(
     for sort in ("id", "name", "hits", "used_at"):
         modules = listed(client, "/admin/modules", red, sort=sort)
         assert {each["name"] for each in modules} == {"a#1", "b#1", "c#1"}
-    one = client.get(f"/admin/modules/{modules[0]['id']}", headers=red).json()
-    assert (one["id"], one["name"]) == (modules[0]["id"], modules[0]["name"])
+    [found] = [each["id"] for each in modules if each["name"] == "a#1"]
+    one = client.get(f"/admin/modules/{found}", headers=red).json()
+    assert (one["id"], one["name"]) == (found, "a#1")
     done = client.post(f"/admin/modules/{one['id']}/pin", headers=red)
     assert done.json()["changes"]
     client.delete(f"/admin/modules/{one['id']}", headers=red)
