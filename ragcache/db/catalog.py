@@ -77,6 +77,11 @@ class Catalog:
         self.namespace = namespace
         self._token_ids: dict[int, tuple[int, ...]] = {}  # a module's never change
 
+    @property
+    def answers(self) -> bool:
+        """Whether the ledger did when it was last read (`Database.answers`)."""
+        return self._database.answers
+
     def collections(self) -> dict[str, int]:
         """Names and numbers of documents."""
         statement = (

@@ -67,10 +67,15 @@ class LedgerStatus:
 
 class Database:
     """One database. SQLite runs in WAL mode with foreign keys enforced; writers take turns from the
-    begin of their transactions, so that none fails half-way."""
+    begin of their transactions, so that none fails half-way.
+
+    answers: whether it did when it was last read. What can be done without is not asked of one that
+    did not: it may hang, and the store's upkeep asks again every second.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.answers = True
         self._closed = False
         self._writes = sessionmaker(engine, expire_on_commit=False)
         shared = engine.dialect.name == "postgresql"
@@ -138,15 +143,26 @@ class Database:
     def reading(self) -> Iterator[Session]:
         """A session that reads one snapshot, and waits for no writer. Raises as `transaction`."""
         self._check_open()
-        with _named_errors(self.name), self._reads.begin() as session:
+        with self._noted(), self._reads.begin() as session:
             yield session
 
     def fetch(self, statement: Select[*Ts], **parameters: object) -> Sequence[Row[*Ts]]:
         """The rows of one statement, in a third of the time that a session takes. Raises as
         `transaction`."""
         self._check_open()
-        with _named_errors(self.name), self._reading.connect() as connection:
+        with self._noted(), self._reading.connect() as connection:
             return connection.execute(statement, parameters).all()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Reads within the block set `answers`."""
+        try:
+            with _named_errors(self.name):
+                yield
+        except LedgerUnavailable:
+            self.answers = False
+            raise
+        self.answers = True
 
     def close(self) -> None:
         self._closed = True

@@ -184,11 +184,7 @@ class Quotations:
     def _made(
         self, modules: Sequence[ModuleRow], spellings: TokenSpellings
     ) -> dict[int, QuotableModule]:
-        try:
-            documents = self._catalog.document_texts([module.id for module in modules])
-        except StoreError as error:  # from memory the question is answered all the same
-            logger.warning("%s; the spans of this answer have no offsets", error)
-            documents = {}
+        documents = self._documents(modules)
         made = {}
         for module, ids in zip(modules, self._tokens.of(modules), strict=True):
             blocks: tuple[Block, ...] = (Block(0, None),)
@@ -202,3 +198,14 @@ class Quotations:
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return made
+
+    def _documents(self, modules: Sequence[ModuleRow]) -> dict[int, str]:
+        """The texts of the modules' documents, by the modules' ids. From memory the question is
+        answered without them, so that it does not wait for a ledger that is known to be away."""
+        if not self._catalog.answers:
+            return {}
+        try:
+            return self._catalog.document_texts([module.id for module in modules])
+        except StoreError as error:
+            logger.warning("%s; the spans of this answer have no offsets", error)
+            return {}

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from ragcache import Answer, Generation, RagCache, SourceDocument
 from ragcache.db import Catalog
@@ -224,6 +226,35 @@ def test_without_the_ledger_quotations_have_no_offsets(
     assert answer.spans
     assert all(span.start is None and span.end is None for span in answer.spans)
     check(rag, rag.ask(QUESTIONS[0], collection="all", generation=generation))
+
+
+def test_a_ledger_that_did_not_answer_is_not_asked_for_offsets(
+    rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it hangs, every question would wait for it."""
+    catalog, quotations = rag.internals.catalog, rag.internals.submitter.quotations
+    assert quotations is not None
+    modules = catalog.modules("all")[:2]
+    assert None not in [block.at for block in quotations.of(modules).quotable[0].blocks]
+    monkeypatch.setattr(quotations, "_known", type(quotations._known)())
+    engine, asked = rag.internals.shared.store.ledger.database.engine, []
+
+    def fail(*_: object) -> None:
+        raise OperationalError("SELECT", {}, Exception("no answer"))
+
+    event.listen(engine, "before_cursor_execute", fail)
+    try:
+        with pytest.raises(LedgerUnavailable):
+            catalog.collections()
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "document_texts", lambda *_: asked.append("texts") or {})
+            for each in quotations.of(modules).quotable:
+                assert each.blocks == (Block(0, None),)
+        assert asked == []
+    finally:
+        event.remove(engine, "before_cursor_execute", fail)
+    catalog.collections()
+    assert None not in [block.at for block in quotations.of(modules).quotable[0].blocks]
 
 
 def test_blocks_are_where_a_modules_text_stands_in_its_document() -> None:
