@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 CONTEXT = 240  # characters of a span's prefix and suffix, at most
 _KEPT = 512  # modules whose graphs are kept, those used last
-_SEAMS = 32  # of a module; a text with more is not found in its document
+_SEAMS = 32  # of a module; what is before the last of them is not looked for in its document
+_MISSED = 3  # lines of a module that do not stand in its document, after which others are not tried
+_WINDOW = 1 << 20  # characters that one call searches, in about a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,13 @@ def find_blocks(text: str, document: str) -> list[Block]:
     """The blocks of a module's text, in order. A module is one, but for the headings and the header
     of a table that it may repeat before its own text."""
     blocks: list[Block] = []
-    end, before = len(text.rstrip()), len(document)
-    while end > 0 and len(blocks) < _SEAMS:
-        begin = _longest_suffix(text, end, document)
-        part = text[begin:end]
-        at = document.rfind(part, 0, before) if blocks else document.find(part)
-        at = document.find(part) if at < 0 else at
+    end, before, missed = len(text.rstrip()), len(document), 0
+    while end > 0 and len(blocks) < _SEAMS and missed < _MISSED:
+        begin, at = _longest_suffix(text, end, document)
+        if at < 0:
+            missed += 1
+        elif blocks and (nearer := _find_last(text[begin:end], document, before)) >= 0:
+            at = nearer
         blocks.append(Block(begin, at if at >= 0 else None))
         end, before = len(text[:begin].rstrip()), at if at >= 0 else before
     if end > 0:
@@ -84,18 +87,42 @@ def find_blocks(text: str, document: str) -> list[Block]:
     return blocks[::-1]
 
 
-def _longest_suffix(text: str, end: int, document: str) -> int:
-    """Where the longest part of text[:end] begins that is whole lines and stands in the document;
-    the last line where none does."""
+def _longest_suffix(text: str, end: int, document: str) -> tuple[int, int]:
+    """Where the longest part of text[:end] begins that is whole lines and stands in the document,
+    and its first place there; the last line and -1 where none does."""
     lines = [0, *(at + 1 for at in range(end) if text[at] == "\n" != text[at + 1])]
-    low, high = 0, len(lines) - 1  # the suffix from `high` is taken
-    while low < high:
+    place = _find_first(text[:end], document)
+    if place >= 0 or len(lines) == 1:
+        return 0, place
+    low, high = 1, len(lines) - 1  # the suffix from `high` is taken, whose first place is `place`
+    place = _find_first(text[lines[high] : end], document)
+    while low < high and place >= 0:
         middle = (low + high) // 2
-        if text[lines[middle] : end] in document:
-            high = middle
+        start = max(0, place - (lines[high] - lines[middle]))  # no longer one stands before
+        longer = _find_first(text[lines[middle] : end], document, start)
+        if longer >= 0:
+            high, place = middle, longer
         else:
             low = middle + 1
-    return lines[high]
+    return lines[high], place
+
+
+def _find_first(part: str, document: str, start: int = 0) -> int:
+    """`document.find`, by windows: other threads run between them, but not during a call."""
+    for begin in range(start, len(document) - len(part) + 1, _WINDOW):
+        at = document.find(part, begin, begin + _WINDOW + len(part) - 1)
+        if at >= 0:
+            return at
+    return -1
+
+
+def _find_last(part: str, document: str, before: int) -> int:
+    """`document.rfind` of what ends at `before` or earlier, by windows."""
+    for end in range(before, len(part) - 1, -_WINDOW):
+        at = document.rfind(part, max(0, end - _WINDOW - len(part) + 1), end)
+        if at >= 0:
+            return at
+    return -1
 
 
 @dataclass(frozen=True, slots=True)

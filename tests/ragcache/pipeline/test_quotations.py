@@ -257,7 +257,52 @@ def test_a_ledger_that_did_not_answer_is_not_asked_for_offsets(
     assert None not in [block.at for block in quotations.of(modules).quotable[0].blocks]
 
 
-def test_blocks_are_where_a_modules_text_stands_in_its_document() -> None:
+class SearchedText(str):
+    """Notes how many characters each call searches."""
+
+    __slots__ = ("searched",)
+
+    def __init__(self, *_: object) -> None:
+        self.searched: list[int] = []
+
+    def find(self, part: Any, start: Any = 0, end: Any = None) -> int:
+        self.searched.append(len(self[start:end]))
+        return super().find(part, start, end)
+
+    def rfind(self, part: Any, start: Any = 0, end: Any = None) -> int:
+        self.searched.append(len(self[start:end]))
+        return super().rfind(part, start, end)
+
+    def __contains__(self, part: object) -> bool:
+        self.searched.append(len(self))
+        return super().__contains__(part)  # type: ignore[operator]
+
+
+def test_large_documents_are_searched_by_windows_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that searches all of a large document stops every other thread."""
+    monkeypatch.setattr("ragcache.pipeline.quotations._WINDOW", 5000)
+    lines = [f"Line {number} of the report.\n" for number in range(1000)]
+    changed = "".join(line.replace(" of", "  of") for line in lines[:40])
+    heading = "# Other\n\n"
+    for text, times, found in (
+        ("".join(lines[900:930]), 1, True),
+        (heading + "".join(lines[900:930]), 6, True),
+        (changed, 6, False),
+    ):
+        document = SearchedText("".join(lines))
+        blocks = find_blocks(text, document)
+        assert (blocks[-1].at is not None) == found
+        assert max(document.searched) < 5000 + len(text)
+        assert sum(document.searched) < 1.25 * times * len(document), "windows overlap"
+
+
+@pytest.mark.parametrize("window", [1, 7, 1000])
+def test_blocks_are_where_a_modules_text_stands_in_its_document(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache.pipeline.quotations._WINDOW", window)
     document = "# Yard\n\nOne.\n\n## Keys\n\nTwo.\n\nThree.\n\n    four\nfive\n"
     assert find_blocks("Two.\n\nThree.\n\n", document) == [Block(0, 23)]
     repeated = "# Yard\n\n## Keys\n\nThree.\n\n    four\n\n"
