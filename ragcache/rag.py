@@ -686,8 +686,8 @@ class RagCache:
         return await self.retriever().aretrieve(query, *_search(options))
 
     def retriever(self, embedding: Embeddings | None = None) -> Retriever:
-        """The retriever of this folder, or one for another embedder, whose vectors are computed at
-        the first search and stored beside the others."""
+        """The retriever of this folder, or one for another embedder, whose vectors are computed
+        from the first search on and stored beside the others."""
         if embedding is not None:
             from langchain_core.embeddings import Embeddings  # slow to import
 

@@ -9,6 +9,7 @@ to it, and one that is built anew aside takes its place (`_Rebuilder`).
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import math
@@ -52,7 +53,13 @@ APPLIED_AT_ONCE = 500
 """New modules that are applied to an index within a question: it takes 0.2 s. More are found when
 they are indexed aside, but for those of documents whose earlier modules the index held."""
 
+EMBEDDED_AT_ONCE = 8
+"""Modules without a vector that are embedded within a question. More of them are found by their
+words until they are embedded aside."""
+
 _EMBED_BATCH = 64
+_EMBEDDED_ASIDE = 32  # until other collections have their turn
+_EXIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ class _Indexed:
     @property
     def is_outdated(self) -> bool:
         """Whether another one should be built."""
-        return self.behind or self.index.is_outdated
+        return self.behind or self.index.has_old_words or self.index.lacks_vectors
 
 
 class Retriever:
@@ -148,7 +155,10 @@ class Retriever:
     `APPLIED_AT_ONCE` new modules are found when that is built, but for those that replace others,
     which are found at once. What this process ingests it takes into account itself
     (`update_index`), before `ingest` returns. A build that fails is tried again by the next
-    question."""
+    question.
+
+    Modules without a vector of the embedder are embedded aside, too, unless there are few
+    (`EMBEDDED_AT_ONCE`). Hybrid searches find them by their words until then; dense ones wait."""
 
     def __init__(
         self, catalog: Catalog, embedder: Embeddings | None = None, vectors: Vectors | None = None,
@@ -200,8 +210,8 @@ class Retriever:
                     self._rebuild(collection)  # not in its turn after other collections
 
     def prepare_index(self, collection: str) -> None:
-        """Has the first index of a collection built aside, so that its first question need not
-        wait, or not for as long. Returns at once."""
+        """Has the first index of a collection built aside, with its vectors, so that its first
+        question need not wait, or not for as long. Returns at once."""
         if collection not in self._indexed:
             self._rebuilder.request(collection)
 
@@ -232,7 +242,11 @@ class Retriever:
         self, query: str, vector: np.ndarray | None, collection: str, params: SearchParams,
         stamp: Stamp,
     ) -> Selection:  # fmt: skip
-        indexed = self._current(collection, None if vector is None else len(vector), stamp)
+        dimension = None if vector is None else len(vector)
+        indexed = self._current(collection, dimension, stamp)
+        while params.search == "dense" and indexed.index.lacks_vectors:
+            self._build(collection)
+            indexed = self._current(collection, dimension, stamp)
         if not indexed.modules:
             return Selection(query, (), stamp)
         ranking, bm25, cosine = _rank(query, vector, indexed, params)
@@ -269,8 +283,8 @@ class Retriever:
         return dict(zip(numbers, map(float, scores), strict=True))
 
     def _current(self, collection: str, dimension: int | None, stamp: Stamp) -> _Indexed:
-        """The index over what the collection held at the stamp, by any process, or later, with
-        vectors of `dimension` where it is given."""
+        """The index over what the collection held at the stamp, by any process, or later; where
+        `dimension` is given, with those vectors of that length that there are, or nearly are."""
         indexed = self._indexed.get(collection)
         if indexed is None or not _serves(indexed, stamp, dimension):
             with self._changing.setdefault(collection, threading.Lock()):
@@ -304,15 +318,9 @@ class Retriever:
         return _Indexed(read.stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
 
     def _rebuild(self, collection: str) -> None:
-        """Builds the index of a collection where there is none, and anew where it is outdated. One
-        thread at a time does, and others find it done. Errors are logged: the old one serves."""
+        """Builds as `_build`, and logs errors: the index before serves."""
         try:
-            with self._building.setdefault(collection, threading.Lock()):
-                indexed = self._indexed.get(collection)
-                if indexed is None:
-                    self._current(collection, None, self._catalog.stamp(collection)).index.build()
-                elif indexed.is_outdated:
-                    self._replace(collection, self._built(collection, indexed))
+            self._build(collection)
         except (EngineClosed, UnknownCollection):
             return  # closed or deleted meanwhile
         except LedgerUnavailable as error:
@@ -320,14 +328,31 @@ class Retriever:
         except Exception:
             _log.exception("the index of %r was not rebuilt; the old one serves", collection)
 
+    def _build(self, collection: str) -> None:
+        """Builds the index of a collection where there is none, and what is outdated of one. One
+        thread at a time does, and others find it done."""
+        with self._building.setdefault(collection, threading.Lock()):
+            before = self._indexed.get(collection)
+            if before is None:
+                before = self._current(collection, None, self._catalog.stamp(collection))
+                before.index.build()
+            elif not before.is_outdated:
+                return
+            built = self._built(collection, before)
+            if built is not before:
+                self._replace(collection, built)
+
     def _built(self, collection: str, before: _Indexed) -> _Indexed:
-        """A built index of all that a collection holds, with vectors if the one before had some."""
-        built = self._first(collection, before.modules)
-        built.index.build()
-        if (dimension := before.index.last_dimension) is not None:
+        """An index with new words where they are outdated, and with vectors where there is an
+        embedder."""
+        built = before
+        if before.behind or before.index.has_old_words:
+            built = self._first(collection, before.modules)
+            built.index.build()
             built.index.take_vectors(before.index)
-            built = self._with_vectors(collection, built, dimension)
-        return built
+        if self.embedder is None or not built.modules:
+            return built
+        return self._with_vectors(collection, built, built.index.last_dimension, aside=True)
 
     def _replace(self, collection: str, built: _Indexed) -> None:
         """Puts a built index in the place of the one that serves, with what has changed
@@ -337,62 +362,101 @@ class Retriever:
             if not _covers(built, stamp):
                 built = self._updated(collection, stamp, built)
             self._indexed[collection] = built
+        if built.index.lacks_vectors:
+            self._rebuilder.request(collection)
 
-    def _with_vectors(self, collection: str, indexed: _Indexed, dimension: int) -> _Indexed:
-        """With the vectors of all modules: those of the index before, and stored ones. Missing ones
-        are computed now, as are those of another length, which an embedder leaves that changed
-        under its name."""
+    def _with_vectors(
+        self, collection: str, indexed: _Indexed, dimension: int | None, *, aside: bool = False
+    ) -> _Indexed:
+        """With vectors: those of the index before, and stored ones. Missing ones are computed, as
+        are those of another length, which an embedder leaves that changed under its name: where
+        they are few, or else some of them, if aside. dimension: None for that of stored ones."""
         modules = indexed.modules
-        by_id = indexed.index.known_vectors(dimension)
+        by_id = {} if dimension is None else indexed.index.known_vectors(dimension)
         wanted = [number for number in modules if number not in by_id]
         if self._vectors is not None and wanted:
             stored = self._vectors.read_vectors(collection, wanted if by_id else None)
-            by_id |= {n: v for n, v in stored.items() if len(v) == dimension and n not in by_id}
+            if stored and dimension is None:
+                dimension = len(stored[max(stored)])
+            by_id |= {
+                n: v for n, v in stored.items()
+                if len(v) == dimension and n in modules and n not in by_id
+            }  # fmt: skip
         missing = [number for number in modules if number not in by_id]
-        if missing:
-            made = self.embed_texts([modules[number].text for number in missing])
+        if aside:
+            missing = missing[:_EMBEDDED_ASIDE]
+        if aside or len(missing) <= EMBEDDED_AT_ONCE:
+            by_id |= self._embed_modules([modules[number] for number in missing], dimension)
+        if dimension is None:
+            dimension = len(next(iter(by_id.values())))
+        return replace(indexed, index=indexed.index.with_vectors(by_id, dimension))
+
+    def _embed_modules(
+        self, modules: Sequence[ModuleRow], dimension: int | None
+    ) -> dict[int, np.ndarray]:
+        """Vectors [D] of modules by their ids, which are stored. Raises `ConfigurationError`."""
+        found: dict[int, np.ndarray] = {}
+        for start in range(0, len(modules), EMBEDDED_AT_ONCE):
+            batch = modules[start : start + EMBEDDED_AT_ONCE]
+            made = self.embed_texts([module.text for module in batch])
             assert made is not None
-            if made.shape[1] != dimension:
+            if dimension is not None and made.shape[1] != dimension:
                 raise ConfigurationError(
                     f"the question's vector has {dimension} numbers, those of texts have "
                     f"{made.shape[1]}; both must come from one embedder"
                 )
+            ids = [module.id for module in batch]
             if self._vectors is not None:
-                self._vectors.add_vectors(missing, made)
-            by_id.update(zip(missing, made, strict=True))
-        vectors = np.stack([by_id[number] for number in modules])
-        return replace(indexed, index=indexed.index.with_vectors(vectors))
+                self._vectors.add_vectors(ids, made)
+            found.update(zip(ids, made, strict=True))
+        return found
 
 
 class _Rebuilder:
     """Calls `rebuild`, which raises nothing, for collections, one after another, in a thread that
     lives while there are some. A collection that is requested meanwhile gets its turn again.
-    Thread-safe."""
+    At exit the one in progress is awaited: PyTorch aborts a process whose threads are killed within
+    it. Thread-safe."""
 
     def __init__(self, rebuild: Callable[[str], None]) -> None:
         self._rebuild = rebuild
         self._requested: dict[str, None] = {}  # in the order of requests
-        self._running = False
+        self._thread: threading.Thread | None = None
+        self._ended = False
         self._guard = threading.Lock()
 
     def request(self, collection: str) -> None:
         """Has a collection rebuilt soon, at most once for all requests until that begins."""
         with self._guard:
-            self._requested[collection] = None
-            if self._running:
+            if self._ended:
                 return
-            self._running = True
-        threading.Thread(target=self._run, name="ragcache-index", daemon=True).start()
+            self._requested[collection] = None
+            if self._thread is None:
+                run = threading.Thread(target=self._run, name="ragcache-index", daemon=True)
+                self._thread = run
+                atexit.register(self._end)
+                run.start()
 
     def _run(self) -> None:
-        while True:
-            with self._guard:
-                collection = next(iter(self._requested), None)
-                if collection is None:
-                    self._running = False
-                    return
-                del self._requested[collection]
+        while (collection := self._next()) is not None:
             self._rebuild(collection)
+
+    def _next(self) -> str | None:
+        with self._guard:
+            collection = next(iter(self._requested), None)
+            if collection is None:
+                self._thread = None
+                atexit.unregister(self._end)
+            else:
+                del self._requested[collection]
+            return collection
+
+    def _end(self) -> None:
+        with self._guard:
+            self._ended, thread = True, self._thread
+            self._requested.clear()
+        if thread is not None:
+            thread.join(_EXIT_SECONDS)
 
 
 def _ids_and_texts(modules: Mapping[int, ModuleRow]) -> tuple[np.ndarray, list[str]]:
@@ -537,33 +601,48 @@ class CollectionIndex:
     ) -> None:
         self.ids = ids
         self._words: WordIndex | UpdatedWords = WordIndex(ids, texts)
-        self._dense = None if vectors is None else _flat_index(ids, vectors)
+        self._dense = None if vectors is None else _flat_index(ids, vectors)  # of some, or all
         self._before: faiss.IndexIDMap2 | None = None  # vectors of the last index that had some
 
-    def with_vectors(self, vectors: np.ndarray) -> CollectionIndex:
-        """The same BM25 with other vectors, [N, D] float32."""
+    def with_vectors(self, vectors: Mapping[int, np.ndarray], dimension: int) -> CollectionIndex:
+        """The same BM25 with other vectors, [dimension] float32, of modules by their ids; those of
+        some may be missing."""
         other = copy(self)
-        other._dense, other._before = _flat_index(self.ids, vectors), None
+        ids = [number for number in self.ids.tolist() if number in vectors]
+        rows = np.array([vectors[number] for number in ids], dtype=np.float32)
+        numbers = np.array(ids, dtype=np.int64)
+        other._dense = _flat_index(numbers, rows.reshape(len(ids), dimension))
+        other._before = None
         return other
+
+    @property
+    def lacks_vectors(self) -> bool:
+        """Whether it searches by vectors, but some modules' are still missing."""
+        return self._dense is not None and self._dense.ntotal < len(self.ids)
 
     def take_vectors(self, other: CollectionIndex) -> None:
         """Makes the vectors of another index known here."""
-        self._before = other._before if other._dense is None else other._dense
+        self._before = other._last_dense
+
+    @property
+    def _last_dense(self) -> faiss.IndexIDMap2 | None:
+        return self._before if self._dense is None else self._dense
 
     @property
     def last_dimension(self) -> int | None:
         """D of the vectors of this index, or of the last one before it that had some."""
-        dense = self._before if self._dense is None else self._dense
-        return None if dense is None else int(dense.d)
+        return None if self._last_dense is None else int(self._last_dense.d)
 
     def known_vectors(self, dimension: int) -> dict[int, np.ndarray]:
-        """Unit vectors [D] of those modules that an index before this one held, by their ids."""
-        if self._before is None or self._before.d != dimension:
+        """Unit vectors [D] of those modules that this index has some of, or the last one before it
+        that had some, by their ids."""
+        dense = self._last_dense
+        if dense is None or dense.d != dimension or not dense.ntotal:
             return {}
         import faiss
 
-        held = self.ids[np.isin(self.ids, faiss.vector_to_array(self._before.id_map))]
-        return dict(zip(held.tolist(), self._before.reconstruct_batch(held), strict=True))
+        held = self.ids[np.isin(self.ids, faiss.vector_to_array(dense.id_map))]
+        return dict(zip(held.tolist(), dense.reconstruct_batch(held), strict=True))
 
     def with_words(self, words: WordIndex | UpdatedWords) -> CollectionIndex:
         """The same vectors with other words of the same modules."""
@@ -581,7 +660,7 @@ class CollectionIndex:
         return other
 
     @property
-    def is_outdated(self) -> bool:
+    def has_old_words(self) -> bool:
         """Whether the words should be built anew."""
         return self._words.is_outdated
 
@@ -607,7 +686,7 @@ class CollectionIndex:
         self, vector: np.ndarray, limit: int, allowed: np.ndarray | None = None
     ) -> Ranking:
         """Modules by cosine similarity to a query vector [D]; empty without vectors."""
-        if self._dense is None:
+        if self._dense is None or not self._dense.ntotal:
             return []
         parameters = None
         if allowed is not None:
@@ -616,15 +695,15 @@ class CollectionIndex:
             selector = faiss.IDSelectorBatch(np.ascontiguousarray(self.ids[allowed]))
             parameters = faiss.SearchParameters()
             parameters.sel = selector  # holds no reference: the local name keeps it alive
-        limit = min(limit, len(self.ids))
+        limit = min(limit, self._dense.ntotal)
         scores, found = self._dense.search(_unit(vector[None]), limit, params=parameters)
         cosines = np.clip(scores[0], -1.0, 1.0)  # rounding may exceed the range
         pairs = zip(found[0].tolist(), cosines.tolist(), strict=True)
         return [(number, score) for number, score in pairs if number >= 0]
 
     def vectors(self, ids: Sequence[int]) -> np.ndarray | None:
-        """Unit vectors [N, D] of modules; None without vectors."""
-        if self._dense is None:
+        """Unit vectors [N, D] of modules; None where some vectors of the index are missing."""
+        if self._dense is None or self.lacks_vectors:
             return None
         rows: np.ndarray = self._dense.reconstruct_batch(np.asarray(ids, dtype=np.int64))
         return rows

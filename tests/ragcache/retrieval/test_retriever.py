@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +178,95 @@ def test_vectors_of_an_earlier_embedder_are_computed_again_once(database: Databa
         "leave.md"
     ]
     assert again.embedded == []
+
+
+class StuckTopics(Topics):
+    """Embeds texts when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        self.entered.set()
+        assert self.go.wait(10), "a question waits for the embedder"
+        return super().embed_documents(texts)
+
+
+def test_a_collection_is_searched_by_words_until_its_vectors_are_computed(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ingested before the embedder was installed."""
+    fill(Catalog(database, "tokenizer", None))
+    monkeypatch.setattr("ragcache.retrieval.retriever.EMBEDDED_AT_ONCE", 1)
+    catalog, retriever = opened(database, embedder := StuckTopics())
+    hit = retriever.retrieve("Which boat?", "notes", SearchParams(1)).hits[0]
+    assert (hit.module.document, hit.cosine) == ("boats.md", None)
+    assert embedder.entered.wait(10)
+    assert found(retriever, "Which vessel?") == []
+    embedder.go.set()
+    dense = retriever.retrieve("Which vessel?", "notes", SearchParams(1, "dense"))
+    assert names(dense) == ["boats.md"], "a dense search waits"
+    wait_until_built(retriever)
+    assert found(retriever, "Which vessel?", 1) == ["boats.md"]
+    assert sorted(embedder.embedded) == sorted(TEXTS.values())
+    catalog.replace_documents("notes", [document(f"d{n}", "A ship.") for n in range(3)])
+    embedder.go.clear()
+    assert found(retriever, "leave holiday", 1) == ["leave.md"]
+    assert set(found(retriever, "ship")) >= {"d0", "boats.md"}, "the others have their vectors"
+    params = SearchParams(3, mmr=0.5)
+    assert len(retriever.retrieve("ship", "notes", params).hits) == 3
+    embedder.go.set()
+    wait_until_built(retriever)
+    assert len(embedder.embedded) == len(TEXTS) + 3
+
+
+def test_a_first_index_is_prepared_with_its_vectors(database: Database) -> None:
+    fill(Catalog(database, "tokenizer", None))
+    _, retriever = opened(database, embedder := Topics())
+    retriever.prepare_index("notes")
+    wait_until_built(retriever)
+    assert sorted(embedder.embedded) == sorted(TEXTS.values())
+    assert retriever._indexed["notes"].index.dimension == len(TOPICS)
+    assert found(retriever, "Which vessel?", 1) == ["boats.md"]
+    assert len(embedder.embedded) == len(TEXTS)
+
+
+_EXIT = """
+import sys, threading, torch
+from langchain_core.embeddings import Embeddings
+from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
+from ragcache.retrieval import Retriever, SearchParams
+from ragcache.states import KVKey
+
+entered = threading.Event()
+
+class Slow(Embeddings):
+    def embed_query(self, text):
+        return [1.0, 0.0]
+
+    def embed_documents(self, texts):
+        entered.set()
+        rows = torch.ones(256, 256)
+        for _ in range(200):
+            rows = torch.tanh(rows @ rows)
+        return [[1.0, 0.0] for _ in texts]
+
+database = Database.open(sys.argv[1])
+catalog = Catalog(database, "tokenizer", "slow")
+modules = [NewModule(f"a#{n}", f"boat {n}", [1], KVKey("0" * 64)) for n in range(2000)]
+catalog.replace_documents("notes", [NewDocument("a", "", "", modules)])
+retriever = Retriever(catalog, Slow(), Vectors(database, "slow"))
+assert retriever.retrieve("boat", "notes", SearchParams(1)).hits
+assert entered.wait(10)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_well_while_vectors_are_computed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _EXIT, str(tmp_path / "ledger.sqlite")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_only_missing_vectors_are_computed(database: Database) -> None:
@@ -504,10 +595,10 @@ def test_the_old_index_serves_with_changes_applied_while_another_is_built(
     [hit] = retriever.retrieve("drawer", "notes", sparse).hits
     assert (hit.module.document, hit.module.name) == ("drawers.md", "drawers.md#1")
     elsewhere.close()
-    assert indexed(retriever).is_outdated
+    assert indexed(retriever).has_old_words
     held.go.set()
     wait_until_built(retriever)
-    assert not indexed(retriever).is_outdated
+    assert not indexed(retriever).has_old_words
     fresh = Retriever(catalog)
     monkeypatch.undo()
     for query in ("boat", "drawer", "leave", "船"):

@@ -114,7 +114,7 @@ def test_dense_scores_are_cosines(index: CollectionIndex) -> None:
 
 def test_with_vectors_leaves_the_first_index_unchanged() -> None:
     words = CollectionIndex(IDS, TEXTS)
-    both = words.with_vectors(VECTORS)
+    both = words.with_vectors(dict(zip(IDS.tolist(), VECTORS, strict=True)), 3)
     assert (words.dimension, both.dimension) == (None, 3)
     assert words.vectors([7]) is None
     rows = both.vectors([7, 40])
