@@ -6,7 +6,7 @@ in one transaction.
 
 from __future__ import annotations
 
-import time
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ from ragcache.errors import DocumentError, DocumentsChanged, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
+_EPOCH = 1 << 22  # revisions of a collection from a random multiple of this on
+_EPOCHS = 1 << 31
 _STAMPS = (
     select(CollectionTable.name, CollectionTable.id, CollectionTable.revision)
     .join(NamespaceTable)
@@ -60,6 +62,13 @@ class Stamp(NamedTuple):
     revision: int
     scaffold: int = 0
     instruction: str | None = None
+
+    def covers(self, other: Stamp) -> bool:
+        """Whether the documents of this stamp are those of another one, or later ones of the same
+        collection. Revisions are compared within an epoch: ids of collections come again."""
+        mine, its = self.revision, other.revision
+        same = self.collection == other.collection and mine // _EPOCH == its // _EPOCH
+        return same and mine >= its
 
 
 class Catalog:
@@ -420,10 +429,11 @@ class Catalog:
         return session.scalars(select(CollectionTable.id).where(chosen)).one()
 
     def _new(self, session: Session, name: str) -> dict[str, Any]:
-        """The row of a collection. Ids of collections come again; a revision does not, so that no
-        stamp does."""
+        """The row of a collection. Ids of collections come again; a random epoch does not, so that
+        no stamp does, whatever the clock says."""
         owner = namespace_id(session, self.namespace)
-        return {"name": name, "namespace_id": owner, "revision": time.time_ns() // 1000}
+        revision = secrets.randbelow(_EPOCHS) * _EPOCH
+        return {"name": name, "namespace_id": owner, "revision": revision}
 
 
 @dataclass(frozen=True, slots=True)

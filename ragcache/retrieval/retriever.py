@@ -289,7 +289,7 @@ class Retriever:
         if indexed is None or not _serves(indexed, stamp, dimension):
             with self._changing.setdefault(collection, threading.Lock()):
                 indexed = self._indexed.get(collection)
-                if indexed is None or not _covers(indexed, stamp):
+                if indexed is None or not indexed.stamp.covers(stamp):
                     indexed = self._updated(collection, stamp, indexed)
                 if not _serves(indexed, indexed.stamp, dimension):
                     assert dimension is not None
@@ -359,7 +359,7 @@ class Retriever:
         meanwhile."""
         with self._changing.setdefault(collection, threading.Lock()):
             stamp = self._indexed[collection].stamp
-            if not _covers(built, stamp):
+            if not built.stamp.covers(stamp):
                 built = self._updated(collection, stamp, built)
             self._indexed[collection] = built
         if built.index.lacks_vectors:
@@ -468,15 +468,8 @@ def _vector(numbers: Sequence[float]) -> np.ndarray:
     return np.asarray(numbers, dtype=np.float32)
 
 
-def _covers(indexed: _Indexed, stamp: Stamp) -> bool:
-    """Whether an index is that of a stamp, or, where another thread has read more, of a later
-    one."""
-    read = indexed.stamp
-    return read.collection == stamp.collection and read.revision >= stamp.revision
-
-
 def _serves(indexed: _Indexed, stamp: Stamp, dimension: int | None) -> bool:
-    if not _covers(indexed, stamp):
+    if not indexed.stamp.covers(stamp):
         return False
     return dimension in (None, indexed.index.dimension) or not indexed.modules
 

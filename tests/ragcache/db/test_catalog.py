@@ -259,7 +259,10 @@ def test_a_renamed_document_keeps_its_modules_and_states(catalog: Catalog) -> No
     assert [row.id for row in after] == [row.id for row in before]
     assert [row.name for row in after] == ["c#1", "c#2", "m3"]
     assert set(catalog.documents("notes")) == {"b", "c"}
-    assert catalog.stamp("notes") != stamp
+    later = catalog.stamp("notes")
+    assert later != stamp
+    assert later.covers(stamp)
+    assert not stamp.covers(later)
     with pytest.raises(DocumentError, match="holds a 'b' already"):
         catalog.rename_document("notes", "c", "b")
     with pytest.raises(DocumentError, match="holds no 'a'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -825,6 +826,19 @@ def test_recreated_collection_gets_a_new_index(database: Database) -> None:
     catalog, retriever = opened(database)
     catalog.replace_documents("notes", [document("old", "boat")])
     assert found(retriever, "boat") == ["old"]
+    catalog.delete_collection("notes")
+    catalog.replace_documents("notes", [document("new", "boat")])
+    assert found(retriever, "boat") == ["new"]
+
+
+def test_a_deleted_collection_is_not_answered_where_the_clock_was_set_back(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite gives its id to the next collection."""
+    catalog, retriever = opened(database)
+    catalog.replace_documents("notes", [document("old", "boat")])
+    assert found(retriever, "boat") == ["old"]
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
     catalog.delete_collection("notes")
     catalog.replace_documents("notes", [document("new", "boat")])
     assert found(retriever, "boat") == ["new"]
