@@ -42,7 +42,8 @@ class AskOptions(TypedDict, total=False):
         generation: How the answer is generated; one greedy answer by default, which the embedded
             reader quotes from the documents (`Generation.extractive`).
         filters: Conditions on the documents' metadata, as in `SearchOptions`.
-        threshold: The lowest score of a module, as in `SearchOptions`.
+        threshold: The lowest score of a module, as in `SearchOptions` for `hybrid`: fused from
+            ranks, with an embedder or without. `relative_threshold` says more.
         relative_threshold: The share of the best score, as in `SearchOptions`; 0.4 by default.
         rerank: The candidates that the reranker reads, as in `SearchOptions`; 20 by default.
         chat_template_kwargs: Variables of the model's chat template, such as
@@ -73,7 +74,7 @@ class SearchOptions(TypedDict, total=False):
             `ragcache.retrieval.filters`. None by default.
         threshold: The lowest score of a hit, none by default: the cosine in [-1, 1] for `dense`,
             the BM25 score for `sparse`, the fused score for `hybrid`, whose maximum is 1/61 for
-            each ranking.
+            each ranking: 2/61 with an embedder, 1/61 without. Above 2/61 it is refused there.
         relative_threshold: 0 to 1; a hit is left out whose BM25 score and whose cosine are both
             below this share of the best one. 0.4 by default; 0 keeps all. Of reranked hits the
             reranker's score counts.

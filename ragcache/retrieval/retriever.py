@@ -88,6 +88,12 @@ class SearchParams:
             raise InvalidRequest(f"unknown search {self.search!r}; searches: {kinds}")
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise InvalidRequest(f"threshold is {self.threshold}; give a finite score")
+        if self.search == "hybrid" and (self.threshold or 0.0) > MOST_FUSED:
+            raise InvalidRequest(
+                f"threshold is {self.threshold}; a hybrid search fuses ranks, and its scores are "
+                f"at most {MOST_FUSED:.4f}. Give relative_threshold, a share of the best BM25 "
+                "score or cosine, or retrieve with search 'sparse' or 'dense'"
+            )
         if not 0 <= self.relative_threshold <= 1:
             raise InvalidRequest(
                 f"relative_threshold is {self.relative_threshold}; it lies between 0 and 1"
@@ -725,6 +731,9 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 RANK_CONSTANT = 60
 """k of reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
+
+MOST_FUSED = 2 / (RANK_CONSTANT + 1)
+"""The score of a module that is first in both rankings."""
 
 
 def fuse(rankings: Sequence[Sequence[int]]) -> list[tuple[int, float]]:
