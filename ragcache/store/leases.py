@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _WRITERS = 2  # threads that write blobs of what GPUs have computed
 _WRITES = 8  # of one lease that are under way, each with a copy in main memory
 ENCODING_SECONDS = 600.0  # that another process may take to encode what this one waits for
+_REMEMBERED = 10_000  # states that were encoded here, those encoded last
 CLAIM_PATIENCE = 1.0  # seconds of them for a question, before it encodes for itself
 
 Origin = Literal["ingest", "warm", "question"]
@@ -217,6 +218,7 @@ class StateLoader:
         self._flights, self._admission, self._counters = flights, admission, counters
         self._writers = ThreadPoolExecutor(_WRITERS, "ragcache-writer")  # none until there is work
         self._reused: set[KVKey] = set()  # on probation, and to be written to the disk
+        self._encoded: deque[KVKey] = deque(maxlen=_REMEMBERED)
         self._ahead: dict[KVKey, str] = {}  # read ahead and not used since: the tiers they are from
 
     def lease(self, keys: Sequence[KVKey], request: LeaseRequest) -> Lease:
@@ -239,6 +241,12 @@ class StateLoader:
         lease.keys, lease.request, lease.lost_blobs = (*lease.keys, *keys), request, False
         self._memory.hold(lease.missing)
         self.load(lease)
+
+    def unkept(self) -> set[KVKey]:
+        """Keys of the states encoded last that no tier has which outlives the process."""
+        with self._memory.lock:
+            kept = [index.entries for index in self._persistent.indexes]
+            return {key for key in self._encoded if not any(key in each for each in kept)}
 
     def release(self, lease: Lease) -> None:
         """Ends a lease and notes its uses; one that ends with claims used nothing."""
@@ -521,6 +529,7 @@ class StateLoader:
             memory.keep_loose(key, states, beside=True)
         lease.found[key], lease.source[key] = placed or states, "encoded"
         self._counters.encoded += 1
+        self._encoded.append(key)
 
     def _write_later(self, lease: Lease, claimed: _Claimed, key: KVKey, states: KVStates) -> bool:
         """Hands states that a GPU has computed to a writer: copied to main memory beside what the

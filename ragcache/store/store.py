@@ -23,7 +23,7 @@ from ragcache.config import check_options, parse_optional_bytes
 from ragcache.db.database import Database
 from ragcache.db.jobs import Jobs
 from ragcache.db.ledger import Ledger, StateRow
-from ragcache.db.references import is_unowned, owned_among, retire
+from ragcache.db.references import ROOT_MODE, is_unowned, owned_among, retire
 from ragcache.db.sessions import HEARTBEAT_SECONDS
 from ragcache.db.tables import SessionTable, StateTable
 from ragcache.errors import (
@@ -84,6 +84,7 @@ class KVStore:
         )  # fmt: skip
         self.jobs = Jobs(ledger.database, ledger.sessions.id)
         self._retired: dict[KVKey, float] = {}
+        self._keeping = threading.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
         self.remote_checked = False
         self._remote_fault = ""
@@ -300,6 +301,13 @@ class KVStore:
                     here = [key for key in keys if key in index.entries]
                 self.persistent.expel(index, here, "manual")
 
+    def count_unkept(self) -> int:
+        """How many of the states encoded last end with this process. What was used again is written
+        before."""
+        if self._loader.unkept():
+            _once(self, KVStore._keep_reused)
+        return len(self._loader.unkept())
+
     def sweep(self) -> None:
         """The upkeep of every second: removes expired states, writes reused ones to the disk and
         uses to the ledger."""
@@ -354,12 +362,19 @@ class KVStore:
             follow()
 
     def _keep_reused(self) -> None:
-        """Writes states that questions used again to the disk, if something still owns them."""
-        keys = self._loader.take_reused()
-        if not keys or not self.persistent.indexes:
-            return
+        """Writes states that questions used again to the disk, if something still owns them;
+        preambles, which belong to the store, have no row before."""
+        with self._keeping:
+            keys = self._loader.take_reused()
+            if keys and self.persistent.indexes:
+                self._keep(keys)
+
+    def _keep(self, keys: Sequence[KVKey]) -> None:
+        with self.memory.lock:
+            known = {key: self.memory.metadata.get(key) for key in keys}
+        owned = {key for key, each in known.items() if each and each.mode == ROOT_MODE}
         with self.ledger.database.reading() as session:
-            owned = owned_among(session, keys)
+            owned |= owned_among(session, keys)
         with self.borrow([key for key in keys if key in owned]) as lease:
             self.persistent.add(lease.found, self.ledger.advance_clock())
         self._retire_unowned([key for key in keys if key in owned])

@@ -93,7 +93,10 @@ def ask(
             ui.print_json({**answer.result().to_dict(), "encoded": rag.stats().encoded})
         else:
             ui.print_answer(answer, pieces=stream)
-            ui.print_unkept(rag, f"`ragcache warm {collection}` keeps those of its documents")
+            command = ui.warm_command(
+                collection, mode, state=state, model=model, dtype=dtype, instruction=instruction
+            )
+            ui.print_unkept(rag, f"{command} keeps those of its documents")
 
 
 def prompt(

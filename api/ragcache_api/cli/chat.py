@@ -62,7 +62,11 @@ def chat(
                 talk.say(text)
             except RequestError as error:  # the conversation goes on without this message
                 ui.errors.print(f"{type(error).__name__}: {error}", markup=False)
-        ui.print_unkept(rag, "`ragcache warm` keeps those of a collection")
+        command = ui.warm_command(
+            collection or "COLLECTION", mode, state=state, model=model, dtype=dtype,
+            instruction=instruction,
+        )  # fmt: skip
+        ui.print_unkept(rag, f"{command} keeps those of a collection")
 
 
 class Talk:

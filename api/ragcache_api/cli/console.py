@@ -7,6 +7,7 @@ starts without them.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from ragcache.config import (
     check_k,
     check_mode,
     check_reranker,
+    encoded_mode,
 )
 from ragcache.errors import (
     ConfigurationError,
@@ -404,11 +406,23 @@ def print_answer(stream: AnswerStream | ServedAnswer, *, pieces: bool | None) ->
 def print_unkept(rag: RagCache, remedy: str) -> None:
     """Says on standard error how many states were encoded for the answers of this process alone: a
     question keeps states in memory, which ends with the process. remedy: what keeps them."""
-    counted = rag.stats()
-    count = counted.encoded - counted.corrupt  # those in place of a corrupt blob are kept
-    if count > 0:
+    if count := rag.internals.shared.store.count_unkept():
         what = "1 state was" if count == 1 else f"{count} states were"
         errors.print(f"{what} encoded for this and not kept; {remedy}", markup=False)
+
+
+def warm_command(collection: str, mode: str, **options: Any) -> str:
+    """The command that keeps what a question of this mode encoded of a collection. options: with
+    which its folder was opened; those that are the settings' are left out."""
+    from ragcache_api.settings import ServiceSettings
+
+    settings, words = ServiceSettings.read(), ["ragcache", "warm", collection]
+    if encoded_mode(mode) == "isolated":
+        words += ["--mode", "isolated"]
+    for name, value in options.items():
+        if value not in (None, getattr(settings, name)):
+            words += [f"--{name}", str(value)]
+    return f"`{shlex.join(words)}`"
 
 
 def format_span(span: AnswerSpan, text: str) -> str:

@@ -31,6 +31,24 @@ def test_messages_are_answered_from_what_they_retrieve(
     assert out.count("mode recognized:rooted · prompt") == 2
 
 
+def test_states_that_are_used_twice_are_kept_and_others_said(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = ("--instruction", "Reply in one word.")
+    short = ("chat", "-c", "notes", "-k", 1, "--max-new-tokens", 2, *kind)
+    type_lines(monkeypatch, QUESTION)
+    notice = run(*short)[2]
+    assert notice.startswith("2 states were encoded for this and not kept; ")
+    remedy = " ".join(notice.split())  # as a terminal breaks it
+    assert "`ragcache warm notes --instruction 'Reply in one word.'` keeps those" in remedy
+    type_lines(monkeypatch, QUESTION, QUESTION)
+    assert run(*short)[2] == ""
+    type_lines(monkeypatch, QUESTION)
+    assert run(*short)[2] == ""
+    type_lines(monkeypatch, QUESTION)
+    assert "`ragcache warm notes --mode isolated`" in run(*short[:-2], "--mode", "isolated")[2]
+
+
 def test_an_error_leaves_the_conversation(
     run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -603,6 +603,17 @@ class TestBudgets:
         assert set(again.disk.keys()) == set(keys(2))
 
 
+def test_a_preamble_that_is_used_again_is_kept_by_the_store(reopen: Open) -> None:
+    """No module owns it, and before it is written it has no row that says so."""
+    store = reopen(10)
+    request = LeaseRequest(mode="root")
+    assert sources(store, 200, request=request) == ["encoded"]
+    assert store.count_unkept() == 1
+    assert sources(store, 200, request=request) == ["host"]
+    assert store.count_unkept() == 0
+    assert set(store.disk.keys()) == set(keys(200))
+
+
 class TestRemote:
     @pytest.fixture
     def remote(self, tmp_path: Path) -> RemoteTier:
