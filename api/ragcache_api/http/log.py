@@ -20,7 +20,7 @@ REQUEST_ID_HEADER = "X-Request-ID"
 KEPT = 500
 _MESSAGE, _TRACEBACK = 2_000, 10_000  # characters
 _USABLE = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-_SECRETS = re.compile(r"\brc-[\w-]{9,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_SECRETS = re.compile(r"\brc-[\w-]{9,}|(?<=://)[^/\s:@]*:(?:(?!://)\S)+(?=@)")
 _UVICORN = "uvicorn"  # passes nothing on to the root
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
@@ -103,7 +103,8 @@ class EventLog(logging.Handler):
         return [entry for entry in reversed(kept) if level in (None, entry.level)]
 
     def _is_known(self, request: str | None) -> bool:
-        return any(e.request == request and e.traceback for e in self._entries)
+        known = (entry for entry in self._entries if entry.traceback)
+        return request is not None and any(entry.request == request for entry in known)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -91,6 +91,37 @@ def test_secrets_are_masked_and_room_is_bounded(log: EventLog) -> None:
     assert [entries[0].number, entries[-1].number] == [KEPT + 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ("redis://:secret@host:6379/0", "redis://***@host:6379/0"),
+        ("s3://key:a/b+c=@bucket/x is away", "s3://***@bucket/x is away"),
+        ("postgresql://u:p@ss/w@rd@db/x", "postgresql://***@db/x"),
+        ("redis://:a@h,postgresql://u:b@i", "redis://***@h,postgresql://***@i"),
+        ("http://host:8000/v1 of a@b", "http://host:8000/v1 of a@b"),
+    ],
+)
+def test_passwords_in_addresses_are_masked_to_the_last_character(
+    log: EventLog, told: str, kept: str
+) -> None:
+    logging.getLogger("ragcache.db").warning("%s", told)
+    assert log.entries()[0].message == kept
+
+
+def test_errors_of_the_server_outside_of_requests_are_all_kept(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", False)  # as the server sets it
+    for name in ("ragcache.store", "uvicorn.error", "uvicorn.error"):
+        try:
+            raise RuntimeError(name)
+        except RuntimeError:
+            logging.getLogger(name).exception("it failed")
+    assert [entry.logger for entry in log.entries()] == [
+        "uvicorn.error", "uvicorn.error", "ragcache.store"
+    ]  # fmt: skip
+
+
 def test_what_nothing_else_takes_is_written_to_standard_error_as_before(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
