@@ -3,7 +3,6 @@
 from ragcache.retrieval.filters import Filters, compile_filters
 from ragcache.retrieval.reranking import CrossEncoderReranker, Reranker
 from ragcache.retrieval.retriever import (
-    CollectionIndex,
     Hit,
     Retriever,
     Retrievers,
@@ -11,8 +10,8 @@ from ragcache.retrieval.retriever import (
     SearchParams,
     Selection,
     embedder_name,
-    fuse,
 )
+from ragcache.retrieval.search import CollectionIndex, fuse
 
 __all__ = [
     "CollectionIndex", "CrossEncoderReranker", "Filters", "Hit", "Reranker", "Retriever",

@@ -13,10 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
-from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
 from ragcache.errors import (
@@ -34,7 +31,6 @@ from ragcache.retrieval import (
     Selection,
     words,
 )
-from ragcache.retrieval.retriever import overlaps, select_by_mmr
 from ragcache.retrieval.words import WordIndex
 from ragcache.states import KVKey
 
@@ -820,7 +816,7 @@ def test_a_build_that_fails_leaves_the_old_index(
         raise MemoryError
 
     with monkeypatch.context() as failing:
-        failing.setattr("ragcache.retrieval.retriever.WordIndex.build", fail)
+        failing.setattr("ragcache.retrieval.search.WordIndex.build", fail)
         catalog.replace_documents("notes", [document("new.md", "A sloop.")])
         retriever.update_index("notes")
         wait_until_built(retriever)
@@ -913,33 +909,3 @@ def test_vectors_of_a_namespace_are_found_again(with_module: Database) -> None:
         [hit] = retriever.retrieve("ship", "notes", SearchParams(5, "dense")).hits
         assert hit.module.document == "b"
     assert embedded == ["ship"]
-
-
-@given(st.integers(0, 1000), st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]))
-def test_mmr_equals_langchain(seed: int, k: int, mmr: float) -> None:
-    vectors = np.random.default_rng(seed).standard_normal((7, 4))
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    relevance = vectors[1:] @ vectors[0]
-    picked = select_by_mmr(relevance, vectors[1:] @ vectors[1:].T, k, mmr)
-    expected = maximal_marginal_relevance(vectors[0], list(vectors[1:]), 1 - mmr, k)
-    assert picked == expected
-
-
-def test_mmr_of_zero_sorts_by_relevance() -> None:
-    relevance = np.array([0.1, 0.9, 0.5])
-    assert select_by_mmr(relevance, np.ones((3, 3)), 2, 0.0) == [1, 2]
-
-
-def test_mmr_skips_a_copy() -> None:
-    relevance = np.array([0.9, 0.9, 0.3])
-    similarity = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
-    assert select_by_mmr(relevance, similarity, 2, 0.5) == [0, 2]
-
-
-def test_mmr_of_no_candidates_is_empty() -> None:
-    assert select_by_mmr(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
-
-
-def test_overlaps_are_jaccard_indices() -> None:
-    similarity = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
-    assert similarity == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))

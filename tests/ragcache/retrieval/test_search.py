@@ -1,4 +1,4 @@
-"""The index over a collection: BM25, FAISS, terms, and rank fusion."""
+"""The index over a collection: BM25, FAISS, terms, rank fusion and MMR."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache.retrieval import CollectionIndex, fuse
+from ragcache.retrieval.search import overlaps, select_by_mmr
 from ragcache.retrieval.words import STOP_WORDS, characters, lone_characters, terms
 
 TEXTS = [
@@ -213,3 +215,33 @@ def test_everything_that_was_ranked_is_fused_once_and_scores_descend(
 @given(st.lists(st.integers(), unique=True, max_size=20))
 def test_one_ranking_alone_keeps_its_order(ranking: list[int]) -> None:
     assert [number for number, _ in fuse([ranking])] == ranking
+
+
+@given(st.integers(0, 1000), st.integers(1, 8), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]))
+def test_mmr_equals_langchain(seed: int, k: int, mmr: float) -> None:
+    vectors = np.random.default_rng(seed).standard_normal((7, 4))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    relevance = vectors[1:] @ vectors[0]
+    picked = select_by_mmr(relevance, vectors[1:] @ vectors[1:].T, k, mmr)
+    expected = maximal_marginal_relevance(vectors[0], list(vectors[1:]), 1 - mmr, k)
+    assert picked == expected
+
+
+def test_mmr_of_zero_sorts_by_relevance() -> None:
+    relevance = np.array([0.1, 0.9, 0.5])
+    assert select_by_mmr(relevance, np.ones((3, 3)), 2, 0.0) == [1, 2]
+
+
+def test_mmr_skips_a_copy() -> None:
+    relevance = np.array([0.9, 0.9, 0.3])
+    similarity = np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+    assert select_by_mmr(relevance, similarity, 2, 0.5) == [0, 2]
+
+
+def test_mmr_of_no_candidates_is_empty() -> None:
+    assert select_by_mmr(np.zeros(0), np.zeros((0, 0)), 3, 0.5) == []
+
+
+def test_overlaps_are_jaccard_indices() -> None:
+    similarity = overlaps([["boat", "quay"], ["quay", "key", "key"], []])
+    assert similarity == pytest.approx(np.array([[1, 1 / 3, 0], [1 / 3, 1, 0], [0, 0, 0]]))
