@@ -407,6 +407,8 @@ class Retriever:
         """Vectors [D] of modules by their ids, which are stored. Raises `ConfigurationError`."""
         found: dict[int, np.ndarray] = {}
         for start in range(0, len(modules), EMBEDDED_AT_ONCE):
+            if self._rebuilder.ended:
+                raise EngineClosed("the process ends")
             batch = modules[start : start + EMBEDDED_AT_ONCE]
             made = self.embed_texts([module.text for module in batch])
             assert made is not None
@@ -425,20 +427,21 @@ class Retriever:
 class _Rebuilder:
     """Calls `rebuild`, which raises nothing, for collections, one after another, in a thread that
     lives while there are some. A collection that is requested meanwhile gets its turn again.
-    At exit the one in progress is awaited: PyTorch aborts a process whose threads are killed within
-    it. Thread-safe."""
+    At exit it is awaited: PyTorch aborts a process whose threads are killed within it. Thread-safe.
+
+    ended: whether the process ends."""
 
     def __init__(self, rebuild: Callable[[str], None]) -> None:
         self._rebuild = rebuild
         self._requested: dict[str, None] = {}  # in the order of requests
         self._thread: threading.Thread | None = None
-        self._ended = False
+        self.ended = False
         self._guard = threading.Lock()
 
     def request(self, collection: str) -> None:
         """Has a collection rebuilt soon, at most once for all requests until that begins."""
         with self._guard:
-            if self._ended:
+            if self.ended:
                 return
             self._requested[collection] = None
             if self._thread is None:
@@ -463,7 +466,7 @@ class _Rebuilder:
 
     def _end(self) -> None:
         with self._guard:
-            self._ended, thread = True, self._thread
+            self.ended, thread = True, self._thread
             self._requested.clear()
         if thread is not None:
             thread.join(_EXIT_SECONDS)
