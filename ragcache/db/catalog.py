@@ -192,9 +192,15 @@ class Catalog:
         `UnknownCollection`."""
         with self._database.reading() as session:
             stamp = self._stamp_of(session, collection)
-            kept, new, complete = self._reread(session, collection, known, most)
-            if len(new) <= CHUNK:
-                self._read_tokens(session, [row.id for row in new])
+            return self._contents(session, collection, stamp, known, most)
+
+    def _contents(
+        self, session: Session, collection: str, stamp: Stamp, known: Mapping[int, ModuleRow],
+        most: int | None,
+    ) -> Contents:  # fmt: skip
+        kept, new, complete = self._reread(session, collection, known, most)
+        if len(new) <= CHUNK:
+            self._read_tokens(session, [row.id for row in new])
         return Contents(stamp, kept + new, complete)
 
     def _reread(
@@ -288,6 +294,23 @@ class Catalog:
     def stamp(self, collection: str) -> Stamp:
         """Changes whenever anything of the collection does. Raises `UnknownCollection`."""
         return self._stamp.read(collection, lambda: self._read_stamp(collection))
+
+    def stamp_and_changes(
+        self, collection: str, before: Stamp, known: Mapping[int, ModuleRow], most: int
+    ) -> tuple[Stamp, Contents | None]:
+        """The stamp and, where something has changed since the one `before`, what `reread_modules`
+        gives, in one snapshot. Raises `UnknownCollection`."""
+        changes: list[Contents] = []
+
+        def read() -> Stamp:
+            with self._database.reading() as session:
+                stamp = self._stamp_of(session, collection)
+                if not before.covers(stamp):
+                    changes.append(self._contents(session, collection, stamp, known, most))
+                return stamp
+
+        stamp = self._stamp.read(collection, read)
+        return stamp, changes[0] if changes else None
 
     def _read_stamp(self, collection: str) -> Stamp:
         with self._database.reading() as session:

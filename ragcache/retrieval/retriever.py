@@ -24,6 +24,7 @@ import numpy as np
 
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD, DEFAULT_RERANK, check_k
 from ragcache.db import Catalog, Database, ModuleRow, Stamp, Vectors
+from ragcache.db.catalog import Contents
 from ragcache.errors import (
     ConfigurationError,
     EngineClosed,
@@ -155,6 +156,13 @@ class _Indexed:
         return self.behind or self.index.has_old_words or self.index.lacks_vectors
 
 
+def _applied(before: _Indexed, read: Contents) -> _Indexed:
+    """The index with what has changed since."""
+    modules = {row.id: row for row in read.modules}
+    index = before.index.update(*_ids_and_texts(modules))
+    return _Indexed(read.stamp, index, modules, behind=not read.complete)
+
+
 class Retriever:
     """Searches the collections of one catalog. Thread-safe: searches run in parallel, and threads
     that need the same first index wait for one of them to build it.
@@ -190,14 +198,14 @@ class Retriever:
     def retrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """Searches a collection. Raises `UnknownCollection`, `InvalidRequest` for a `dense` search
         without an embedder, or `ConfigurationError` where its vectors differ in length."""
-        stamp = self._catalog.stamp(collection)  # one that is unknown costs no embedding
+        stamp = self._observe(collection)  # one that is unknown costs no embedding
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(embedder.embed_query(query))
         return self._select(query, vector, collection, params, stamp)
 
     async def aretrieve(self, query: str, collection: str, params: SearchParams) -> Selection:
         """`retrieve` for asyncio: awaits the embedder and searches in a thread."""
-        stamp = await asyncio.to_thread(self._catalog.stamp, collection)
+        stamp = await asyncio.to_thread(self._observe, collection)
         embedder = self._embedder_for(params)
         vector = None if embedder is None else _vector(await embedder.aembed_query(query))
         return await asyncio.to_thread(self._select, query, vector, collection, params, stamp)
@@ -208,7 +216,7 @@ class Retriever:
         """A dense `retrieve` for a vector [D] of the embedder. Raises `ConfigurationError` for a
         vector of another length."""
         self._check_embedder()
-        stamp = self._catalog.stamp(collection)
+        stamp = self._observe(collection)
         return self._select("", _vector(vector), collection, params, stamp)
 
     def update_index(self, collection: str) -> None:
@@ -292,6 +300,21 @@ class Retriever:
         scores = self.reranker.score_texts(query, texts)
         return dict(zip(numbers, map(float, scores), strict=True))
 
+    def _observe(self, collection: str) -> Stamp:
+        """The stamp of a collection. What has changed since that of its index is read in the same
+        snapshot, and taken into account."""
+        before = self._indexed.get(collection)
+        if before is None:
+            return self._catalog.stamp(collection)
+        stamp, changes = self._catalog.stamp_and_changes(
+            collection, before.stamp, before.modules, APPLIED_AT_ONCE
+        )
+        if changes is not None and changes.stamp.collection == before.stamp.collection:
+            with self._changing.setdefault(collection, threading.Lock()):
+                if self._indexed.get(collection) is before:  # nobody else has changed it meanwhile
+                    self._indexed[collection] = _applied(before, changes)
+        return stamp
+
     def _current(self, collection: str, dimension: int | None, stamp: Stamp) -> _Indexed:
         """The index over what the collection held at the stamp, by any process, or later; where
         `dimension` is given, with those vectors of that length that there are, or nearly are."""
@@ -316,9 +339,7 @@ class Retriever:
         if before is None:
             return self._first(collection)
         read = self._catalog.reread_modules(collection, before.modules, APPLIED_AT_ONCE)
-        modules = {row.id: row for row in read.modules}
-        index = before.index.update(*_ids_and_texts(modules))
-        return _Indexed(read.stamp, index, modules, behind=not read.complete)
+        return _applied(before, read)
 
     def _first(self, collection: str, known: Mapping[int, ModuleRow] | None = None) -> _Indexed:
         """A new index of all that a collection holds; it is not built yet. known: modules that

@@ -68,9 +68,9 @@ def test_d13_the_first_use_of_what_others_encoded_costs_three_transactions(
     other = services.start("a")
     other.ingest(SHEDS)
 
-    def ask(word: str, tier: str, *, extractive: bool = False) -> Cost:
-        """extractive: such an answer reads its documents for the places of its quotation."""
-        options = Generation(max_new_tokens=1, extractive=extractive)
+    def ask(word: str, tier: str) -> Cost:
+        """Of the embedded reader, whose answers also read the documents that they quote."""
+        options = Generation(max_new_tokens=1)
         with counted(rag) as cost:
             answer = rag.ask(
                 f"Where is the {word} kept?", collection=COLLECTION, k=4, generation=options
@@ -92,9 +92,6 @@ def test_d13_the_first_use_of_what_others_encoded_costs_three_transactions(
     assert warm.question["transactions"] <= 2
     assert warm.question["changed rows"] == 0
     measured("D13 the upkeep until its states are on this disk", dict(kept.upkeep))
-    quoting = ask("halyard", "host", extractive=True)
-    measured("D13 a warm question whose answer is a quotation", dict(quoting.question))
-    assert quoting.question["transactions"] <= 2
 
 
 def test_d15_scaffolds_of_another_process_are_known_at_once(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from sqlalchemy import event
 
 from ragcache.db import Catalog, Database, NewDocument, NewModule, Vectors
 from ragcache.errors import (
@@ -349,6 +350,21 @@ def test_changes_by_other_processes_are_seen(database: Database, tmp_path: Path)
     other.delete_documents("notes", list(TEXTS))
     assert found(retriever, "boat") == [], "an empty collection finds nothing"
     elsewhere.close()
+
+
+def test_a_change_is_seen_and_read_in_one_transaction(database: Database) -> None:
+    catalog = Catalog(database, "tokenizer", None)
+    catalog.replace_documents("notes", [document("a", "The lamp is green.")])
+    retriever = Retriever(Catalog(database, "tokenizer", None))
+    retriever.retrieve("lamp", "notes", SearchParams(2))
+    catalog.replace_documents("notes", [document("b", "The boat is green.")])
+    begun: list[object] = []
+    begins = begun.append
+    event.listen(database.engine, "begin", begins)
+    found = retriever.retrieve("boat", "notes", SearchParams(2))
+    event.remove(database.engine, "begin", begins)
+    assert [hit.module.document for hit in found.hits] == ["b"]
+    assert len(begun) == 1
 
 
 def test_collections_do_not_see_each_other(database: Database) -> None:
