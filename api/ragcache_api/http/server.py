@@ -28,6 +28,7 @@ from ragcache_api.settings import ServiceSettings
 logger = logging.getLogger("uvicorn.error")  # where uvicorn logs its own address
 _TICK_SECONDS = 0.05  # between two looks for the end of a lame duck
 _LAST_EVENTS_SECONDS = 5.0  # for the error events of requests that `grace` did not suffice for
+_COLLECTIONS = 700, 10, 10  # thresholds of the garbage collector, Python's own
 
 
 class KeyRequired(ConfigurationError):
@@ -104,12 +105,17 @@ def serve(rag: RagCache, settings: ServiceSettings) -> None:
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     """Hides the objects that exist now from full garbage collections, each of which would halt
-    every stream for 0.26 s: the libraries have half a million."""
+    every stream for 0.26 s: the libraries have half a million. Young objects are looked through as
+    often as Python does by itself, though a command may have set that lower: requests leave
+    garbage for as long as a service runs."""
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_COLLECTIONS)
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 
