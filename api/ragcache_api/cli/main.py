@@ -78,11 +78,17 @@ app.add_typer(schema.app, name="schema")
 app.add_typer(measure.bench_app, name="bench")
 
 
+def _leave_heap() -> None:
+    """What is left is not looked through when the process ends; Triton would call it a leak."""
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
 def main() -> None:
     """Runs a command; a named error becomes one line on standard error and exit status 1."""
     spin_briefly()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-    atexit.register(gc.freeze)  # what is left is not looked through when the process ends
+    atexit.register(_leave_heap)
     try:
         app()
     except Exception as error:  # the language's errors may not be imported, so none can be listed
