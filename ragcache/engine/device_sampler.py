@@ -75,7 +75,8 @@ class DeviceSampler:
             rows = self._rows = _Rows.of(states, logits)
         banned = forbidden is not None and any(forbidden)
         masked = masks is not None and any(mask is not None for mask in masks)
-        if rows.plain and not rows.reporting and not banned and not masked:
+        firsts = [row for row, state in enumerate(states) if state.lacks_first_logprobs]
+        if rows.plain and not (rows.reporting or firsts or banned or masked):
             return self._launch_likeliest(logits, states)
         adjusted = logits.float() if logits.dtype != torch.float32 else logits.clone()
         rows.penalize(adjusted)
@@ -89,8 +90,8 @@ class DeviceSampler:
         inputs = tokens.clamp(min=0)
         rows.count(tokens)
         logprobs = rows.logprobs(logits, inputs)
-        host, event = self._fetched(tokens, *logprobs)
-        return _PendingTokens(states, host, event, inputs, rows.reporting)
+        host, event = self._fetched(tokens, *_all_logprobs(logits, firsts), *logprobs)
+        return _PendingTokens(states, host, event, inputs, rows.reporting, firsts)
 
     def _launch_likeliest(self, logits: Tensor, states: Sequence[SamplerState]) -> _PendingTokens:
         """The usual case, in one launch."""
@@ -159,14 +160,16 @@ class DeviceSampler:
 
 @dataclass(slots=True, eq=False)
 class _PendingTokens:
-    """See `PendingTokens`. host: the tokens, -1 where a row has none, and the log-probabilities of
-    the rows that report them."""
+    """See `PendingTokens`. host: the tokens, -1 where a row has none; the log-probabilities of all
+    tokens in the rows that lacked them, `firsts`, if any; those of some, of the rows that report
+    them."""
 
     states: Sequence[SamplerState]
     host: list[Tensor]
     event: torch.cuda.Event | None
     inputs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     reporting: Sequence[int] = ()
+    firsts: Sequence[int] = ()
 
     def wait(self) -> list[SampledToken | UnusableLogits]:
         if self.event is not None:
@@ -179,10 +182,13 @@ class _PendingTokens:
         if self.reporting:
             tokens = [found[row] for row in self.reporting]
             counts = [self.states[row].sampling.logprobs or 0 for row in self.reporting]
-            reported = report_logprobs(tokens, counts, *self.host[1:])
+            reported = report_logprobs(tokens, counts, *self.host[-3:])
             for row, each in zip(self.reporting, reported, strict=True):
                 if each.token >= 0:
                     results[row] = each
+        for place, row in enumerate(self.firsts):
+            if found[row] >= 0 and self.states[row].lacks_first_logprobs:
+                self.states[row].first_logprobs = self.host[1][place].clone()
         for state, token in zip(self.states, found, strict=True):
             if token >= 0:
                 state.drawn += 1
@@ -280,6 +286,14 @@ class _Rows:
             logprobs_of(logits.index_select(0, own), tokens.index_select(0, own)) for own in rows
         ]
         return [torch.cat(each) for each in zip(*found, strict=True)]
+
+
+def _all_logprobs(logits: Tensor, rows: Sequence[int]) -> Sequence[Tensor]:
+    """Those of all tokens in these rows, [rows, V]; nothing where there are none."""
+    if not rows:
+        return ()
+    own = upload(rows, torch.int64, logits.device)
+    return [logits.index_select(0, own).float().log_softmax(dim=-1)]
 
 
 def _counted(states: Sequence[SamplerState], logits: Tensor) -> _Counted | None:

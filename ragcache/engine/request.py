@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
+
+from torch import Tensor
 
 from ragcache.engine.constraint import MakeConstraint
 from ragcache.engine.detokenizer import check_stop_strings
@@ -196,7 +198,9 @@ class Choice:
     token_ids: without the stop token; where a string stopped it, with the tokens that spelled it.
     text: "" where the request has no `text`. finish_reason: `stop` or `length`. stopped_by: the
     token id or string that ended it; None where a limit or its constraint did. chosen: the tokens
-    with log-probabilities, where `SamplingParams.logprobs` is set.
+    with log-probabilities, where `SamplingParams.logprobs` is set. first_logprobs: the model's own
+    log-probabilities of all tokens at the first place, a stop token's too, float32 [V] on the CPU,
+    where `SamplingParams.first_logprobs` is set.
     """
 
     token_ids: tuple[int, ...]
@@ -204,6 +208,7 @@ class Choice:
     finish_reason: str
     stopped_by: int | str | None = None
     chosen: tuple[SampledToken, ...] = ()
+    first_logprobs: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ class SamplerState:
     The n-th number is a hash of (seed, index, n), so a sequence draws the same whatever runs beside
     it and whenever it is interrupted.
 
-    drawn: tokens sampled so far. counts: None unless a penalty needs them.
+    drawn: tokens sampled so far. counts: None unless a penalty needs them. first_logprobs: the
+    log-probabilities of all tokens at the first place, float32 [V] on the CPU, once it is known,
+    where `SamplingParams.first_logprobs` is set.
     """
 
     sampling: SamplingParams
@@ -42,6 +44,7 @@ class SamplerState:
     index: int = 0
     drawn: int = 0
     counts: TokenCounts | None = None
+    first_logprobs: Tensor | None = None
 
     @classmethod
     def start(
@@ -57,6 +60,10 @@ class SamplerState:
         """The number for the next token, a multiple of 2**-48 in [0, 1)."""
         place = struct.pack(">qQQ", self.seed, self.index, self.drawn)
         return int.from_bytes(blake2b(place, digest_size=6).digest(), "big") / 2**48
+
+    @property
+    def lacks_first_logprobs(self) -> bool:
+        return self.sampling.first_logprobs and self.first_logprobs is None
 
     def record(self, token: int) -> None:
         self.drawn += 1
@@ -174,6 +181,8 @@ def sample_tokens(
         if token < 0:
             results.append(unusable(state))
             continue
+        if state.lacks_first_logprobs:
+            state.first_logprobs = logits[row].float().log_softmax(dim=-1).cpu()
         state.record(token)
         results.append(reported.get(row) or SampledToken(token))
     return results

@@ -30,6 +30,7 @@ class SamplingParams:
     presence_penalty: subtracted from a token's logit once if it was generated.
     seed: what is drawn is a function of it; None: a new one for every sequence.
     logprobs: None: none; k: those of the chosen token and of the k likeliest.
+    first_logprobs: whether those of all tokens at the first place are `Choice.first_logprobs`.
 
     Raises InvalidRequest for a value outside its range.
     """
@@ -43,6 +44,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
+    first_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 100)

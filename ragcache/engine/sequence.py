@@ -193,5 +193,7 @@ class Sequence:
         if self.text is not None and self.text.stopped is not None:
             reason, stopped_by = "stop", self.text.stopped
         answer = tuple(self.tokens[self.prompt_length :])
-        choice = Choice(answer, "".join(self.shown), reason, stopped_by, tuple(self.chosen))
+        text, chosen = "".join(self.shown), tuple(self.chosen)
+        first = None if self.sampler is None else self.sampler.first_logprobs
+        choice = Choice(answer, text, reason, stopped_by, chosen, first)
         self.group.close_choice(self.index, choice, now)

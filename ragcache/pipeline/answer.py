@@ -125,8 +125,11 @@ class Answer:
     spans: tuple[AnswerSpan, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON; without `Choice.first_logprobs`."""
+        plain = asdict(self)
+        for choice in plain["choices"]:
+            del choice["first_logprobs"]
+        return plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,20 @@ def test_log_probabilities_are_those_of_the_model(
         )
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_first_place_has_the_log_probabilities_of_all_tokens(
+    core: EngineCore, answer: tuple[int, ...], stop: bool
+) -> None:
+    """Also where a stop token stands there, and whatever is drawn."""
+    stops = frozenset({answer[0]}) if stop else frozenset()
+    [choice] = one(core, stop_ids=stops, sampling=SamplingParams(first_logprobs=True)).choices
+    assert choice.token_ids == (() if stop else answer)
+    assert choice.first_logprobs is not None
+    expected = logits_after(list(PROMPT))[-1].log_softmax(-1)
+    torch.testing.assert_close(choice.first_logprobs, expected, rtol=0, atol=1e-4)
+    assert one(core).choices[0].first_logprobs is None
+
+
 @pytest.mark.parametrize(("frequency", "presence"), [(-1.5, 0.0), (2.0, 0.0), (0.5, 2.0)])
 def test_tokens_of_the_answer_are_penalized(
     core: EngineCore, answer: tuple[int, ...], frequency: float, presence: float

@@ -32,6 +32,7 @@ SAMPLINGS = st.builds(
     presence_penalty=st.sampled_from([0, 0, 1.5]),
     seed=st.integers(0, 5),
     logprobs=st.sampled_from([None, None, 0, 3]),
+    first_logprobs=st.booleans(),
 )
 SHARE = st.sampled_from([0, 0, 1, 2, 3, 7, 2**23, 2**30 - 64, 2**38, SHARES // 3])
 
@@ -83,6 +84,13 @@ def masks_of(rows: int, seed: int) -> list[Tensor | None]:
     return [(None, packed, allowed, packed[:1])[(row + seed) % 4] for row in range(rows)]
 
 
+def same_logprobs(one: SamplerState, other: SamplerState) -> bool:
+    """Whether both have those of all tokens, if they are wanted, and the same."""
+    if one.first_logprobs is None or other.first_logprobs is None:
+        return one.first_logprobs is other.first_logprobs and not one.sampling.first_logprobs
+    return one.sampling.first_logprobs and torch.equal(one.first_logprobs, other.first_logprobs)
+
+
 def check_sampling(
     samplings: Sequence[SamplingParams], seed: int, *, banned: bool, masked: bool
 ) -> None:
@@ -107,6 +115,7 @@ def check_sampling(
                 assert str(one) == str(other)
                 continue
             assert one == other
+            assert same_logprobs(mine[row], theirs[row])
             assert pending.inputs[row] == other.token
         assert [state.drawn for state in mine] == [state.drawn for state in theirs]
 
@@ -115,9 +124,9 @@ def test_a_device_samples_what_the_host_samples() -> None:
     samplings = [
         SamplingParams(temperature=1, top_k=5, min_p=0.05, seed=1),
         SamplingParams(temperature=2.5, top_p=0.9, repetition_penalty=1.3, seed=2, logprobs=3),
-        SamplingParams(logprobs=0, frequency_penalty=0.5),
+        SamplingParams(logprobs=0, frequency_penalty=0.5, first_logprobs=True),
         SamplingParams(temperature=0.3, presence_penalty=1.5, seed=3),
-        SamplingParams(),
+        SamplingParams(first_logprobs=True),
     ]
     check_sampling(samplings, seed=5, banned=True, masked=True)
 

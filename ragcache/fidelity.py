@@ -1,0 +1,91 @@
+"""How far a mode is from `exact`: the model's first-token distributions over the same prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from ragcache.engine import Choice
+from ragcache.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """First tokens of a mode beside those of a reference, prompt by prompt.
+
+    Attributes:
+        divergences: The Kullback-Leibler divergence of each prompt, in nats: of the reference's
+            distribution from the mode's, over the whole vocabulary; infinite where the mode rules
+            out what the reference does not.
+        agreements: Whether the likeliest token is the same.
+    """
+
+    divergences: tuple[float, ...]
+    agreements: tuple[bool, ...]
+
+    @property
+    def kl_divergence(self) -> float:
+        """The mean over the prompts, in nats."""
+        return fmean(self.divergences)
+
+    @property
+    def agreement(self) -> float:
+        """The share of prompts whose likeliest first token is the same, 0 to 1."""
+        return fmean(self.agreements)
+
+
+def compare_first_tokens(reference: Sequence[Choice], other: Sequence[Choice]) -> Fidelity:
+    """Compares answers to the same prompts in two modes by the model's own distributions of their
+    first tokens, before penalties, temperature and constraints.
+
+    Args:
+        reference: One choice a prompt, of mode `exact`, generated with
+            `SamplingParams(first_logprobs=True)`. One new token is enough.
+        other: Those of the mode, in the same order.
+
+    Raises:
+        InvalidRequest: There are no prompts, their numbers differ, or a choice lacks
+            `first_logprobs`.
+
+    Example:
+        >>> from ragcache import Generation
+        >>> first = Generation.of(first_logprobs=True, max_new_tokens=1)
+        >>> asked = {"collection": "handbook", "generation": first}
+        >>> exact = rag.ask("How many days of leave?", mode="exact", **asked)  # doctest: +SKIP
+        >>> rooted = rag.ask("How many days of leave?", **asked)  # doctest: +SKIP
+        >>> compare_first_tokens(exact.choices, rooted.choices).agreement  # doctest: +SKIP
+        1.0
+    """
+    if not reference or len(reference) != len(other):
+        raise InvalidRequest(
+            f"{len(reference)} and {len(other)} first tokens cannot be compared; give one choice "
+            "for each prompt and mode"
+        )
+    pairs = [(_logprobs(a), _logprobs(b)) for a, b in zip(reference, other, strict=True)]
+    return Fidelity(
+        tuple(kl_divergence(exact, given) for exact, given in pairs),
+        tuple(bool(exact.argmax() == given.argmax()) for exact, given in pairs),
+    )
+
+
+def kl_divergence(reference: Tensor, other: Tensor) -> float:
+    """KL(reference || other) in nats, 0 or more, of two log-distributions [V]."""
+    p, q = reference.double(), other.double()
+    possible = p > -torch.inf  # 0 * log 0 is 0
+    terms = p[possible].exp() * (p[possible] - q[possible])
+    total = float(terms.sum())
+    return total if math.isinf(total) else max(0.0, total)
+
+
+def _logprobs(choice: Choice) -> Tensor:
+    if choice.first_logprobs is None:
+        raise InvalidRequest(
+            "a choice lacks the log-probabilities of its first token; generate it with "
+            "SamplingParams(first_logprobs=True)"
+        )
+    return choice.first_logprobs
