@@ -1,6 +1,7 @@
 """What the HTTP layer adds: to the first token, to the rate of many streams, to a long listing.
 
-The service and the calls that it is compared with run in one process, over one engine, in turn.
+The service and the calls that it is compared with run in one process, over one engine, in turn; its
+clients run in another.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import asyncio
 import json
 import multiprocessing
 import random
-import socket
 import statistics
 import tempfile
 import threading
@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 import uvicorn
-from service_clients import first_token, request, run_clients
+from service_clients import ClientProcess, request, run_clients
 
 from ragcache import Generation, RagCache, SourceDocument
 from ragcache.bench.harness import LlamaShape, Progress, describe_machine, shaped_model
@@ -129,17 +129,16 @@ def _first_tokens(
     progress("first tokens, in turn")
     called: list[float] = []
     served: list[float] = []
-    with socket.create_connection(("127.0.0.1", port)) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with ClientProcess(port) as client:
         for number in range(setting.runs + 5):
             question = f"What of {_TOPICS[number % len(_TOPICS)]}?"
             body = chat(rag, _COLLECTION, question, 2)
             if number % 2:
-                served.append(first_token(link, request("/v1/chat/completions", body, port)))
+                served.append(client.first_token(request("/v1/chat/completions", body, port)))
                 called.append(_called(rag, question))
             else:
                 called.append(_called(rag, question))
-                served.append(first_token(link, request("/v1/chat/completions", body, port)))
+                served.append(client.first_token(request("/v1/chat/completions", body, port)))
     called, served = called[5:], served[5:]
     p50 = statistics.median(s - c for s, c in zip(served, called, strict=True))
     return {
@@ -215,8 +214,7 @@ def foreign_first_tokens(rag: RagCache, port: int, runs: int) -> dict[str, Any]:
     red, blue = (rag.keys.create(name, "user", name)[1] for name in ("red", "blue"))
     name = rag.stats().model
     times: dict[str, list[float]] = {"own": [], "foreign": [], "unknown": []}
-    with socket.create_connection(("127.0.0.1", port)) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with ClientProcess(port) as client:
 
         def ask(kind: str, text: str, key: str) -> None:
             body = {
@@ -224,7 +222,7 @@ def foreign_first_tokens(rag: RagCache, port: int, runs: int) -> dict[str, Any]:
                 "messages": [{"role": "user", "content": f"{text}\n\nWhat is kept there?"}],
             }  # fmt: skip
             sent = request("/v1/chat/completions", body, port, key)
-            times[kind].append(first_token(link, sent))
+            times[kind].append(client.first_token(sent))
 
         for number, text in enumerate(texts):
             ask("own", text, red)

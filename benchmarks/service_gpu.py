@@ -1,15 +1,15 @@
 """First tokens of chats on a GPU, over HTTP and from the engine, with documents in the text.
 
 The service runs in this process, with its ledger, recognition and store, over a model of a shape
-with random weights. Each chat holds four of the ingested documents in random order, and a question.
-The engine answers as many tokens over states of the same sizes, right before or after.
+with random weights; its client in another. Each chat holds four of the ingested documents in random
+order, and a question. The engine answers as many tokens over states of the same sizes, right before
+or after.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from service import serving
-from service_clients import first_token, request
+from service_clients import ClientProcess, request
 
 from ragcache import RagCache, SourceDocument
 from ragcache.bench.gpu.suite import new_document
@@ -97,8 +97,7 @@ def _first_tokens(
     rng, own, cached = random.Random(1), 0, 0
     served: list[float] = []
     called: list[float] = []
-    with socket.create_connection(("127.0.0.1", port)) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with ClientProcess(port) as client:
         for number in range(setting.warm + setting.runs):
             chosen = rng.sample(texts, setting.each)
             content = "\n\n".join([*chosen, f"Number {number}: what is kept in which berth?"])
@@ -112,7 +111,7 @@ def _first_tokens(
             if cached < 0.9 * setting.each * setting.document_tokens:
                 raise RuntimeError(f"only {cached} tokens of the chat were recognized")
             pair = [
-                (served, lambda body=body: first_token(link, request(_PATH, body, port))),
+                (served, lambda body=body: client.first_token(request(_PATH, body, port))),
                 (called, lambda engine=engine: _answered(rag, engine)),
             ]
             for times, run in pair if number % 2 else reversed(pair):

@@ -63,7 +63,7 @@ from ragcache.pipeline import (
     generated_schema,
     members,
 )
-from ragcache.pipeline.answer import aresults, results
+from ragcache.pipeline.answer import aresults, results, start_aside
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
@@ -443,8 +443,7 @@ class RagCache:
             >>> stream = rag.stream("How many days of leave are there?", collection="handbook")
             >>> pieces = list(stream)
         """
-        [pending] = self._start_questions([question], options)
-        return AnswerStream(pending)
+        return AnswerStream(self._start_question(question, options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """`ask` for asyncio."""
@@ -458,8 +457,11 @@ class RagCache:
 
     async def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """`stream` for asyncio: `async for piece in await rag.astream(...)`."""
-        [pending] = await asyncio.to_thread(self._start_questions, [question], options)
-        return AsyncAnswerStream(pending)
+        return AsyncAnswerStream(await start_aside(self._start_question, question, options))
+
+    def _start_question(self, question: str, options: AskOptions) -> PendingAnswer:
+        [pending] = self._start_questions([question], options)
+        return pending
 
     def _start_questions(
         self, questions: Sequence[str], options: AskOptions
@@ -516,8 +518,7 @@ class RagCache:
 
     def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> AnswerStream:
         """As `chat`, but returns when the conversation is queued; iterate for its text."""
-        [pending] = self._start_chats([messages], options)
-        return AnswerStream(pending)
+        return AnswerStream(self._start_chat(messages, options))
 
     def stream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
@@ -539,8 +540,7 @@ class RagCache:
         self, messages: Conversation, **options: Unpack[ChatOptions]
     ) -> AsyncAnswerStream:
         """`stream_chat` for asyncio."""
-        [pending] = await asyncio.to_thread(self._start_chats, [messages], options)
-        return AsyncAnswerStream(pending)
+        return AsyncAnswerStream(await start_aside(self._start_chat, messages, options))
 
     async def astream_chat_batch(
         self, conversations: Sequence[Conversation], **options: Unpack[ChatOptions]
@@ -548,6 +548,10 @@ class RagCache:
         """`stream_chat_batch` for asyncio."""
         pending = await asyncio.to_thread(self._start_chats, conversations, options)
         return [AsyncAnswerStream(each) for each in pending]
+
+    def _start_chat(self, messages: Conversation, options: ChatOptions) -> PendingAnswer:
+        [pending] = self._start_chats([messages], options)
+        return pending
 
     def _start_chats(
         self, conversations: Sequence[Conversation], options: ChatOptions
@@ -647,7 +651,7 @@ class RagCache:
         self, text: str, **options: Unpack[PromptOptions]
     ) -> AsyncAnswerStream:
         """`stream_prompt` for asyncio."""
-        return AsyncAnswerStream(await asyncio.to_thread(self._start_prompt, text, options))
+        return AsyncAnswerStream(await start_aside(self._start_prompt, text, options))
 
     def _start_prompt(self, text: str, options: PromptOptions) -> PendingAnswer:
         check_options(options, PromptOptions, "prompt")

@@ -35,8 +35,8 @@ _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
 _INVERSE = pow(_BASE, -1, 2**64)
 _BATCH = 4096  # modules whose beginnings are hashed as one text
 _NONE: Hashes = np.empty(0, dtype=np.uint64)
-_FILTER_BITS = 20  # a table of 1 MiB rules out most windows
-_SHIFT = np.uint64(64 - _FILTER_BITS)
+_FILTER_BITS = 8  # a table of 2^8 entries for each module rules out most windows, ...
+_MOST_BITS = 22  # ... of 4 MiB at most; of few modules it stays in the processor's first cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,10 @@ class FingerprintTable:
         self._order = np.argsort(prints.firsts, kind="stable")
         self._hashes, starts = np.unique(prints.firsts[self._order], return_index=True)
         self._edges = np.append(starts, len(self._order))  # [groups + 1]
-        self._filter = np.zeros(1 << _FILTER_BITS, dtype=np.bool_)
-        self._filter[_filtered(self._hashes)] = True
+        bits = min(len(self._hashes).bit_length() + _FILTER_BITS, _MOST_BITS)
+        self._shift = np.uint64(64 - bits)
+        self._filter = np.zeros(1 << bits, dtype=np.bool_)
+        self._filter[self._hashes >> self._shift] = True
         self._groups: dict[int, PrefixGroup] = {}
 
     def pairs(self, text: str) -> tuple[Numbers, Numbers]:
@@ -154,7 +156,7 @@ class FingerprintTable:
         if len(text) < WINDOW or not self._modules:
             return nothing, nothing
         windows = RollingHash(text).windows(WINDOW)
-        places = np.flatnonzero(self._filter[_filtered(windows)])
+        places = np.flatnonzero(self._filter[windows >> self._shift])
         groups = np.searchsorted(self._hashes, windows[places], "right") - 1
         same = self._hashes[groups] == windows[places]
         return places[same], groups[same]
@@ -173,10 +175,6 @@ class FingerprintTable:
         begin, end = self._edges[number : number + 2]
         group = PrefixGroup.of([self._modules[n] for n in self._order[begin:end]])
         return self._groups.setdefault(number, group)
-
-
-def _filtered(hashes: Hashes) -> Hashes:
-    return hashes >> _SHIFT
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,6 +145,9 @@ class EngineCore:
                 accepted, now = self._accept(last)
                 if step is None and self.busy:
                     step = self._launch()
+                if any(sequence.generated == 1 for sequence in accepted):
+                    self._deliver(accepted, now)  # first tokens do not wait for the next sampling
+                    accepted = []
             if step is not None:
                 self._sample(step)
                 if self._ahead is None:
@@ -276,6 +279,7 @@ class EngineCore:
         if self._ahead is None:
             compute = self.runner.prepare_batch(chunks)
             self._watch(shares)
+            _mark_launched(shares)
             self.stats.planning += self._lap()
             logits = compute()
             self.stats.forward += self._lap()
@@ -284,6 +288,7 @@ class EngineCore:
         launch = self._ahead.prepare_batch(chunks, inputs)
         marks = self._marks()
         logits = launch()
+        _mark_launched(shares)
         self._watch(shares)
         self.stats.planning += self._lap()
         return logits, marks
@@ -545,6 +550,12 @@ class EngineCore:
     def _enqueue(self, sequence: Sequence) -> None:
         self._changed = True
         insort(self._waiting, sequence, key=_order)
+
+
+def _mark_launched(shares: list[Share]) -> None:
+    for share in shares:
+        if isinstance(share.owner, Sequence) and not share.owner.group.channel.launched:
+            share.owner.group.channel.mark_launched()
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:

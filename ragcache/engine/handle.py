@@ -26,9 +26,13 @@ EventT = TypeVar("EventT")
 ResultT = TypeVar("ResultT")
 
 
+UNLAUNCHED = -1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Woken once, when there are more than `seen` events or the request has ended."""
+    """Woken once, when there are more than `seen` events or the request has ended. `UNLAUNCHED`:
+    when the first step that computes the request has been launched."""
 
     seen: float
     wake: Callable[[], None]
@@ -45,6 +49,7 @@ class RequestChannel(Generic[EventT, ResultT]):
     def __init__(self, wake: Callable[[], None]) -> None:
         self.cancelled = False
         self.started = False  # the engine has begun to compute it
+        self.launched = False  # what computes it needs the engine's thread no longer
         self._wake = wake
         self._events: list[EventT] = []  # only grows, so that every reader sees all
         self._outcome: tuple[ResultT] | BaseException | None = None  # the result may be None
@@ -102,6 +107,14 @@ class RequestChannel(Generic[EventT, ResultT]):
         for waiter in waiters:
             waiter.wake()
 
+    def mark_launched(self) -> None:
+        """Wakes the caller that waits for the launch of what computes the request."""
+        with self._lock:
+            self.launched = True
+            waiters = self._take_ready()
+        for waiter in waiters:
+            waiter.wake()
+
     def finish(self, result: ResultT) -> None:
         """Ends the request with its result. The first end counts, later ones are dropped."""
         self._end((result,))
@@ -134,7 +147,8 @@ class RequestChannel(Generic[EventT, ResultT]):
         return ready
 
     def _is_ready(self, seen: float) -> bool:
-        return self._outcome is not None or len(self._events) > seen
+        progress = len(self._events) if self.launched or self._events else UNLAUNCHED
+        return self._outcome is not None or progress > seen
 
     def add_waiter(self, waiter: Waiter) -> None:
         """Wakes the waiter when it is ready, or at once."""
@@ -187,6 +201,11 @@ class RequestHandle(Generic[EventT, ResultT]):
         if not self._wait(math.inf, timeout):
             raise TimeoutError(f"the request has not ended within {timeout} s; it goes on")
         return self._get()
+
+    def wait_launched(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds until a step that computes the request has been launched,
+        or the request has ended; returns whether it has."""
+        return self._wait(UNLAUNCHED, timeout)
 
     def __await__(self) -> Generator[Any, None, ResultT]:
         return self._result().__await__()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
@@ -15,6 +23,8 @@ from ragcache.engine import Choice, RequestHandle, RequestOutput, TokenDelta
 from ragcache.errors import InvalidRequest
 from ragcache.pipeline.quotations import AnswerSpan, QuotationSources, headings_of, page_of
 from ragcache.store import Lease
+
+_LAUNCH_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +282,21 @@ def give_up(pending: Sequence[PendingAnswer]) -> None:
 def _put(deferred: DeferredReleases, lease: Lease | None) -> None:
     if lease is not None:
         deferred.put(lease)
+
+
+async def start_aside(start: Callable[..., PendingAnswer], *arguments: Any) -> PendingAnswer:
+    """Calls `start` in a thread, for asyncio.
+
+    The thread waits a moment for the engine to launch the request: the event loop, which goes on
+    when the thread returns, would take the interpreter from the engine's thread meanwhile.
+    """
+
+    def started() -> PendingAnswer:
+        pending = start(*arguments)
+        pending.handle.wait_launched(_LAUNCH_SECONDS)
+        return pending
+
+    return await asyncio.to_thread(started)
 
 
 class _Stream:

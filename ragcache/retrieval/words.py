@@ -7,15 +7,39 @@ is built.
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import bm25s
 import numpy as np
 import Stemmer
+
+if TYPE_CHECKING:
+    import bm25s
+
+
+def import_bm25s() -> ModuleType:
+    """Imports bm25s without JAX: at its import it would call JAX wherever that is installed, which
+    takes three quarters of a GPU's memory for itself. ragcache uses none of what JAX does there."""
+    hidden = "jax.lax"
+    known = sys.modules.get(hidden)
+    sys.modules[hidden] = None  # type: ignore[assignment]  # as `import` documents: none is there
+    try:
+        return importlib.import_module("bm25s")
+    finally:
+        sys.modules.pop(hidden, None)
+        if known is not None:
+            sys.modules[hidden] = known
+
+
+if not TYPE_CHECKING:
+    bm25s = import_bm25s()
 
 BUILT_AT_ONCE = 256
 """Modules of an index that is built anew at each change: it takes less than 0.1 s."""

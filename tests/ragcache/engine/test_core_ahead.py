@@ -252,6 +252,21 @@ def test_texts_are_delivered_in_order_while_the_device_goes_on(causal: CausalLM)
     assert handle.result(0).choices[0].text == Words().decode(list(expected.token_ids))
 
 
+def test_a_first_token_is_delivered_before_the_next_is_sampled(
+    causal: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = late_core(causal)
+    handle = submit_request(core, Request(plain_context(PROMPT), 3))
+    shown: list[int] = []
+    sample = core._sample
+    monkeypatch.setattr(core, "_sample", lambda s: (shown.append(handle.channel.count), sample(s)))
+    core.step()
+    assert handle.wait_launched(0), "what computes the request runs"
+    assert handle.channel.count == 0
+    drain(core)
+    assert shown == [0, 1, 1], "later tokens are shown while the device computes"
+
+
 def over_modules(causal: CausalLM, seed: int) -> Context:
     """A prompt over modules that nothing else references."""
     jobs = [EncodeJob(random_tokens(6, seed=10 * seed + n)) for n in range(2)]

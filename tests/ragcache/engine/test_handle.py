@@ -33,6 +33,20 @@ def test_events_come_in_order_and_then_the_result(channel: IntChannel, handle: I
     assert handle.result() == "the end"
 
 
+def test_a_caller_waits_for_the_launch_or_the_end(
+    channel: IntChannel, handle: IntHandle, threads: ThreadPoolExecutor
+) -> None:
+    assert not handle.wait_launched(0)
+    assert channel.waiter_count == 0
+    waiting = threads.submit(handle.wait_launched, LONG)
+    wait_for_callers(channel)
+    channel.mark_launched()
+    assert waiting.result(LONG)
+    refused = RequestHandle(IntChannel(lambda: None))
+    refused.channel.fail(ValueError("never launched"))
+    assert refused.wait_launched(0)
+
+
 def test_every_iteration_gets_all_events(channel: IntChannel, handle: IntHandle) -> None:
     finish_with_events(channel, 3)
     assert [list(handle), list(handle)] == [[0, 1, 2]] * 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +14,21 @@ from ragcache.retrieval.words import UpdatedWords, WordIndex
 
 TEXTS = ["The boat is moored at the quay.", "A key, and a key of the boat.", "船停在北京。", "?"]
 IDS = np.array([4, 7, 8, 9])
+
+
+def test_bm25s_calls_no_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would at its import, and JAX would take most of a GPU's memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("")
+    (tmp_path / "jax" / "lax.py").write_text("def top_k(*_): raise AssertionError('called')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bm25s"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(AssertionError, match="called"):
+        importlib.import_module("bm25s")
+    assert importlib.import_module("jax.lax") is sys.modules["jax.lax"]
+    assert words.import_bm25s().BM25 is not None
+    assert "jax.lax" in sys.modules, "others may use it"
 
 
 @pytest.fixture
