@@ -41,16 +41,17 @@ from ragcache.db.listing import (
 )
 from ragcache.db.processes import LivingSession
 from ragcache.db.records import Records
+from ragcache.db.residency import LocatedStates, Residency
 from ragcache.db.schemas import Members, ScaffoldRows, SchemaText, SchemaTexts
 from ragcache.db.sql import Page
 
 __all__ = [
     "AdoptedJob", "ApiKeyRow", "ApiKeys", "Catalog", "CollectionRow", "Database",
     "Deletion", "DocumentRow", "EvictionRow", "HeldState", "JobDocument", "JobRow", "Jobs",
-    "Ledger", "LedgerStatus", "LivingSession", "Members",
+    "Ledger", "LedgerStatus", "LivingSession", "LocatedStates", "Members",
     "ModuleDetail", "ModuleFilter", "ModuleListing", "ModuleRow", "MovedDocument", "NewDocument",
-    "NewModule", "Page", "Records", "RunningJob", "ScaffoldRows", "SchemaText", "SchemaTexts",
-    "Stamp", "StoringRequest", "Vectors", "WaitingDocuments",
+    "NewModule", "Page", "Records", "Residency", "RunningJob", "ScaffoldRows", "SchemaText",
+    "SchemaTexts", "Stamp", "StoringRequest", "Vectors", "WaitingDocuments",
     "collection_page", "collection_target", "document_page", "eviction_page", "held_keys",
     "list_modules", "module_detail", "module_page",
 ]  # fmt: skip

@@ -201,6 +201,48 @@ def serve(
         plot_serve(result, plot)
 
 
+@bench_app.command("routing")
+def routing(
+    replicas: Annotated[int, typer.Option(min=2, help="Simulated replicas.")] = 8,
+    zipf: Annotated[float, typer.Option(min=0, help="How skewed requests are.")] = 0.9,
+    requests: Annotated[int, typer.Option(min=30, help="Requests of each replica.")] = 6000,
+    documents: Annotated[
+        Path | None, typer.Option(help="A folder of texts: simulate the questions over it instead.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="Its questions, as for `ragcache eval`: JSON lines.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Simulated replicas: memory hits and first tokens by the policy that routes requests."""
+    from ragcache.bench.routing import HALVES, bench_routing, question_workload, standard_workloads
+
+    if (documents is None) != (questions is None):
+        raise typer.BadParameter("give --documents and --questions, or neither")
+    if documents is None or questions is None:
+        workloads = standard_workloads(replicas, zipf, requests)
+    else:
+        from ragcache.documents import load_sources
+        from ragcache.evaluation import load_questions
+
+        texts = [each.text for each in load_sources([documents]).documents]
+        asked = [each.question for each in load_questions(questions)]
+        workloads = {f"{questions.name}, 3 replicas": (question_workload(texts, asked), HALVES)}
+    result = run_benchmark(lambda progress: bench_routing(workloads, progress))
+    columns = ("policy", "device", "of ideal", "memory", "of ideal", "TTFT p50", "TTFT p99")
+    parts: list[Table | str] = []
+    for name, run in result["runs"].items():
+        table = ui.plain_table(*columns)
+        for policy, row in run["policies"].items():
+            table.add_row(
+                policy, f"{row['device']:.1%}", f"{row['device_of_ideal']:.2f}",
+                f"{row['memory']:.1%}", f"{row['memory_of_ideal']:.2f}",
+                f"{row['first_token_p50']:.3f} s", f"{row['first_token_p99']:.3f} s",
+            )  # fmt: skip
+        parts += [f"[bold]{name}[/]", table]
+    print_figures(parts, result, json_file)
+
+
 @bench_app.command("tiers")
 def tiers(
     entries: Annotated[int, typer.Option(min=1, help="Modules in the ledger.")] = 100_000,

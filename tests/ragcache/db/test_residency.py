@@ -1,0 +1,101 @@
+"""Residency: rows of memory tiers, read a second old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache.db import Database, NewDocument, NewModule, Residency, SchemaText, SchemaTexts
+from ragcache.db.catalog import Catalog
+from ragcache.db.tables import StateTable
+from ragcache.errors import LedgerUnavailable
+from ragcache.states import KVKey
+from tests.ragcache.conftest import make_key
+
+NAMES = ("leave", "pay", "shared")
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database.open(tmp_path / "ledger.sqlite")
+    yield opened
+    opened.close()
+
+
+def hold(database: Database, key: KVKey, *places: tuple[str, str]) -> None:
+    with database.transaction() as session:
+        for tier, place in places:
+            row = {"key": str(key), "tier": tier, "place": place, "nbytes": 100, "tokens": 4}
+            session.add(StateTable(**row))
+
+
+def ingest(database: Database, namespace: str = "default") -> dict[str, int]:
+    """Modules with the keys 1, 2 and, of the last, 2 again; their ids by name."""
+    catalog = Catalog(database, "tokenizer", None, namespace)
+    keys = [make_key(number) for number in (1, 2, 2)]
+    modules = [
+        NewModule(name, f"{name} text", [1], key) for name, key in zip(NAMES, keys, strict=True)
+    ]
+    catalog.replace_documents("notes", [NewDocument("handbook", "", "1", modules)])
+    return {row.name: row.id for row in catalog.modules("notes")}
+
+
+def test_modules_are_located_in_the_memory_of_sessions(database: Database) -> None:
+    ids = ingest(database)
+    hold(database, make_key(1), ("device", "a"), ("host", "a"), ("host", "b"), ("disk", "d"))
+    hold(database, make_key(2), ("remote", ""))
+    found = Residency(database).locate_modules([ids["leave"], ids["pay"], ids["shared"]])
+    one, two = str(make_key(1)), str(make_key(2))
+    assert [(each.key, each.nbytes, each.tokens) for each in found.modules] == [
+        (one, 100, 4), (two, 100, 4),
+    ]  # fmt: skip
+    assert found.holds == {one: {"a": "device", "b": "host"}, two: {}}
+
+
+def test_rows_are_read_again_when_they_are_a_second_old(database: Database) -> None:
+    ids, clock = ingest(database), _Clock()
+    residency = Residency(database, clock=clock)
+    hold(database, make_key(1), ("host", "a"))
+    key = str(make_key(1))
+    assert residency.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
+    hold(database, make_key(1), ("host", "b"))
+    clock.now = 0.9
+    assert residency.locate_modules([ids["leave"]]).holds == {key: {"a": "host"}}
+    clock.now = 1.0
+    assert residency.locate_modules([ids["leave"]]).holds == {key: {"a": "host", "b": "host"}}
+
+
+def test_what_is_known_outlives_the_ledger(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, clock = ingest(database), _Clock()
+    residency = Residency(database, clock=clock)
+    hold(database, make_key(1), ("host", "a"))
+    before = residency.locate_modules([ids["leave"]])
+
+    def away(*_: object) -> None:
+        raise LedgerUnavailable("away")
+
+    monkeypatch.setattr(database, "fetch", away)
+    clock.now = 60.0
+    assert residency.locate_modules([ids["leave"], ids["pay"]]) == before
+    assert residency.locate_schema("trip", "default").modules == ()
+
+
+def test_a_schema_is_located_in_its_own_namespace(database: Database) -> None:
+    keys = [make_key(number) for number in (7, 8)]
+    SchemaTexts(database, "tenant").put_schema("trip", SchemaText("<schema/>", "schema"), keys)
+    hold(database, keys[0], ("host", "a"))
+    hold(database, keys[1], ("device", "b"))
+    found = Residency(database).locate_schema("trip", "tenant")
+    assert found.holds == {str(keys[0]): {"a": "host"}, str(keys[1]): {"b": "device"}}
+    assert Residency(database).locate_schema("trip", "default").holds == {}
