@@ -22,6 +22,12 @@ MODES = ("rooted", "linked:N", "isolated", "exact")
 """How modules are encoded: after the preamble; the same, with their first N tokens computed in
 context; without context; or not ahead of time."""
 
+GATED_MODES = ("rooted", "linked:16", "isolated")
+"""The modes whose distance from `exact` is measured where none is named."""
+
+MOST_LINKED = 32
+"""The largest N whose mode `linked:N` is measured: more is nearly all of a built-in document."""
+
 DEFAULT_K = 4
 """The number of modules that a question retrieves."""
 
@@ -58,12 +64,13 @@ class RagCacheConfig:
     scaffold_after: int | None = None
     ingestion_bytes: int = 2**28
     stale_seconds: float = 60.0
+    force_modes: bool = False
 
     @classmethod
     def parse(
         cls, module_tokens: int, host_bytes: int | str, max_new_tokens: int,
         private_bytes: int | str | None, warm_up: bool, queue: int, scaffold_after: int | None,
-        ingestion_bytes: int | str, stale_seconds: float,
+        ingestion_bytes: int | str, stale_seconds: float, force_modes: bool,
     ) -> RagCacheConfig:  # fmt: skip
         """Options whose sizes may be texts, as `parse_bytes` reads them."""
         check_argument("host_bytes", host_bytes, int | str)
@@ -72,7 +79,7 @@ class RagCacheConfig:
         return cls(
             module_tokens, parse_bytes(host_bytes), max_new_tokens,
             parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
-            parse_bytes(ingestion_bytes), stale_seconds,
+            parse_bytes(ingestion_bytes), stale_seconds, force_modes,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -248,6 +255,13 @@ def salt_of(namespace: str) -> str:
 def encoded_mode(mode: str) -> Literal["rooted", "isolated"]:
     """How the modules that a mode reads were encoded."""
     return "isolated" if mode == "isolated" else "rooted"
+
+
+def measured_mode(mode: str) -> str:
+    """The mode whose distance from `exact` stands for this one: itself, or `linked:N` with the next
+    lower power of two, which is computed in context less, so that few of them are measured."""
+    linked = linked_tokens(mode)
+    return f"linked:{min(1 << linked.bit_length() - 1, MOST_LINKED)}" if linked else mode
 
 
 def linked_tokens(mode: str) -> int:

@@ -5,9 +5,9 @@
     ├── DocumentError: DocumentsChanged, NoDocuments, UnreadableDocument, UnstorableMetadata
     ├── ModelError: ModelNotFound, UnsupportedModel, MissingExtra
     ├── RequestError: ConstraintFailed, DeadlineExceeded, EmptyQuestion, EncodingOutOfMemory,
-    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobTaken, PromptTooLong,
-    │   QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob, UnknownKey,
-    │   UnknownModule, UnknownSchema, UnusableLogits
+    │   EngineClosed, EngineFailed, IdempotencyConflict, InvalidRequest, JobTaken, ModeRefused,
+    │   PromptTooLong, QueueFull, RequestCancelled, TextFailed, UnknownCollection, UnknownJob,
+    │   UnknownKey, UnknownModule, UnknownSchema, UnusableLogits
     ├── ServiceFailed
     └── StoreError: NoState, LedgerOutdated, LedgerTooNew, LedgerUnavailable,
         StoreBudgetExceeded, StoreFull, StoreUnwritable, StoreUnreadable, StateCorrupt,
@@ -109,6 +109,10 @@ class InvalidRequest(RequestError, ValueError):
 
 class JobTaken(RequestError):
     """Another process goes on with the ingestion: this one was silent and counted as dead."""
+
+
+class ModeRefused(RequestError, ValueError):
+    """On this model the mode's answers are too far from those of `exact`."""
 
 
 class PromptTooLong(RequestError, ValueError):

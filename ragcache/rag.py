@@ -65,6 +65,7 @@ from ragcache.pipeline import (
 )
 from ragcache.pipeline.answer import aresults, results, start_aside
 from ragcache.pipeline.chat_template import resolve_instruction, template_kwargs
+from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import check_collection
 from ragcache.pipeline.ingestion_jobs import IngestionJobs
 from ragcache.pipeline.monitor import Batch, Observer, RunningRequest, batch_of
@@ -122,6 +123,7 @@ class RagCache:
         scaffold_after: int | None = None,
         ingestion_bytes: int | str = "256MiB",
         stale_seconds: float = 60.0,
+        force_modes: bool = False,
         device: str = "cpu",
         dtype: str = "auto",
         states_dtype: str = "auto",
@@ -154,6 +156,9 @@ class RagCache:
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
             stale_seconds: How long questions are answered from what is in memory while the ledger
                 does not answer; then, and for all else, `LedgerUnavailable`.
+            force_modes: Whether questions are answered in every mode. Else a mode's distance from
+                `exact` on this model is measured before its first question, once a folder, and one
+                that is too far raises `ModeRefused`.
             device: Where the model runs, such as `cuda` or `cuda:1`, unless it is loaded already.
             dtype, states_dtype: What it computes in and keeps states in; see `load_model`. `auto`
                 chooses what is fast on this machine; give one where several share their states.
@@ -181,7 +186,7 @@ class RagCache:
         """
         config = RagCacheConfig.parse(
             module_tokens, host_bytes, max_new_tokens, private_bytes, warm_up, queue,
-            scaffold_after, ingestion_bytes, stale_seconds,
+            scaffold_after, ingestion_bytes, stale_seconds, force_modes,
         )  # fmt: skip
         check_argument("state", state, str | Path)
         check_argument("model", model, str | Path | LoadedModel | None)
@@ -739,6 +744,12 @@ class RagCache:
     def modules(self) -> Modules:
         """Lists, warms, pins, moves and evicts the states of documents."""
         return self.internals.modules
+
+    @property
+    def gate(self) -> ModeGate:
+        """How far each mode is from `exact` on this model: `gate.measure()` measures, as the first
+        question of a mode does, and `gate.results()` tells what is known."""
+        return self._shared.gate
 
     @property
     def keys(self) -> ApiKeys:

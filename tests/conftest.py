@@ -127,6 +127,18 @@ def _default_model(float_reader: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _modes_are_forced() -> Iterator[None]:
+    """No folder of a test measures modes before it answers, nor do the programs that tests start;
+    those of the gate say `force_modes=False`."""
+    from ragcache import RagCache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RagCache.open.__func__.__kwdefaults__, "force_modes", True)  # type: ignore[attr-defined]
+        patch.setenv("RAGCACHE_FORCE_MODES", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def reader(_default_model: None) -> LoadedModel:
     """The embedded reader, loaded once. Tests may not depend on what it answers."""

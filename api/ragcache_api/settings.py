@@ -65,6 +65,9 @@ class ServiceSettings(BaseSettings):
     scaffold_after: Positive | None = Field(
         None, description="Retrievals until a scaffold is made."
     )
+    force_modes: bool = Field(
+        False, description="Whether modes that are far from `exact` on the model serve too."
+    )
     queue: Positive = Field(1024, description="Requests that wait; one more gets 429.")
     ingestion_bytes: Size = Field(
         "256MiB", description="Documents that wait to be stored; more get 429."
@@ -188,7 +191,7 @@ class ServiceSettings(BaseSettings):
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
-            "instruction", "reranker",
+            "instruction", "reranker", "force_modes",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

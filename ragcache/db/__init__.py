@@ -1,16 +1,18 @@
 """The application database, in SQLite or PostgreSQL: documents, modules, jobs, keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import Catalog, Stamp, Vectors
-from ragcache.db.database import Database, LedgerStatus
-from ragcache.db.documents import (
+from ragcache.db.catalog import (
+    Catalog,
     Deletion,
     DocumentRow,
     ModuleRow,
     MovedDocument,
     NewDocument,
     NewModule,
+    Stamp,
+    Vectors,
 )
+from ragcache.db.database import Database, LedgerStatus
 from ragcache.db.jobs import (
     AdoptedJob,
     JobDocument,

@@ -208,6 +208,13 @@ class Ledger:
         with self.database.reading() as session:
             return session.scalar(select(FactTable.value).where(FactTable.name == name))
 
+    def facts(self, prefix: str) -> dict[str, str]:
+        """All facts whose names begin with a prefix, by name."""
+        named = FactTable.name.startswith(prefix, autoescape=True)
+        with self.database.reading() as session:
+            facts = session.scalars(select(FactTable).where(named))
+            return {fact.name: fact.value for fact in facts}
+
     def agree(self, name: str, value: str) -> str:
         """Writes a fact, unless another process has; returns what holds now."""
         with self.database.transaction() as session:

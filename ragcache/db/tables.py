@@ -218,8 +218,8 @@ class ScaffoldTable(Base):
 
 
 class FactTable(Base):
-    """What all processes over the ledger must agree by: `remote`, the identity of the remote
-    tier."""
+    """What all processes over the ledger must agree by: `remote`, the identity of the remote tier;
+    `gate/...`, how far a mode is from `exact` on a model (`GateResult`)."""
 
     __tablename__ = "ledger_facts"
     name: Mapped[str] = mapped_column(primary_key=True)

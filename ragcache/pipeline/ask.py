@@ -11,6 +11,7 @@ from typing import Any
 from ragcache.config import encoded_mode, linked_tokens
 from ragcache.db import Catalog
 from ragcache.errors import EmptyQuestion
+from ragcache.models import LoadedModel, PromptFrame
 from ragcache.pipeline.answer import Citation, Timestamps
 from ragcache.pipeline.chat_template import ChatTemplate, template_kwargs
 from ragcache.pipeline.module_states import ModuleEncoder, ModuleTokens, Scaffolds
@@ -63,7 +64,7 @@ class AskPipeline:
         exact, encoder = mode == "exact", encoder or self.encoder
         groups = self._groups(selection, collection, encoder)
         layout = PromptLayout(encoder.preamble_ids)
-        question = self._question(selection.query, encoder)
+        question = question_ids(encoder.model, encoder.frame, selection.query, self.today)
         recomputed = lay_out(layout, groups, question, linked_tokens(mode), exact=exact)
         states = ModuleStates(
             encoder, self.catalog, tuple(layout.groups), encoded_mode(mode),
@@ -103,15 +104,17 @@ class AskPipeline:
             start += len(token_ids)
         return groups
 
-    def _question(self, query: str, encoder: ModuleEncoder) -> list[int]:
-        """The question and what the template puts around it, in tokens: of one text, as they would
-        be in the whole prompt."""
-        tokenizer, frame = encoder.model.prompt_tokenizer, encoder.frame
-        lead = frame.question
-        if frame.dated:  # its preamble says a fixed day
-            lead = f"Today's date is {self.today().isoformat()}.\n{lead}"
-        spelled = tokenizer.spell(lead), query.strip(), tokenizer.spell(frame.epilogue)
-        return tokenizer.encode("".join(spelled))
+
+def question_ids(
+    model: LoadedModel, frame: PromptFrame, query: str, today: Callable[[], date] = date.today
+) -> list[int]:
+    """A question and what the template puts around it, in tokens: of one text, as they would be in
+    the whole prompt."""
+    tokenizer, lead = model.prompt_tokenizer, frame.question
+    if frame.dated:  # its preamble says a fixed day
+        lead = f"Today's date is {today().isoformat()}.\n{lead}"
+    spelled = tokenizer.spell(lead), query.strip(), tokenizer.spell(frame.epilogue)
+    return tokenizer.encode("".join(spelled))
 
 
 def lay_out(

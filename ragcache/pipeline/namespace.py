@@ -16,6 +16,7 @@ from ragcache.pipeline.answer import DeferredReleases
 from ragcache.pipeline.ask import AskPipeline
 from ragcache.pipeline.chat import ChatPipeline, InContextTokenizer
 from ragcache.pipeline.chat_template import ChatTemplate
+from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.ingest import Ingestor
 from ragcache.pipeline.ingestion_jobs import IngestionJobs, IngestionWorker
 from ragcache.pipeline.module_states import (
@@ -54,6 +55,7 @@ class SharedServices:
     keys: ApiKeys
     worker: IngestionWorker
     monitor: RequestMonitor
+    gate: ModeGate
     reranker: Reranker | None = None
     closed: threading.Event = field(default_factory=threading.Event, init=False)
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False)
@@ -82,7 +84,8 @@ class SharedServices:
             database, model, engine, store, DeferredReleases(), embedder,
             config, ChatTemplate(model, template_kwargs), instruction,
             ApiKeys(database, stale_seconds=config.stale_seconds),
-            IngestionWorker(config.ingestion_bytes), RequestMonitor(), reranker,
+            IngestionWorker(config.ingestion_bytes), RequestMonitor(),
+            ModeGate(model, engine, store.ledger, config.force_modes), reranker,
         )  # fmt: skip
         store.on_heartbeat.append(shared.adopt_job)
         return shared
@@ -159,7 +162,7 @@ class Namespace:
             ChatPipeline(template, in_context, Recognizer(catalog), catalog, encoder, tokens),
             Submitter(
                 model, shared.engine, shared.deferred, config, name, shared.monitor,
-                Quotations(catalog, model, tokens),
+                Quotations(catalog, model, tokens), shared.gate,
             ),
             Modules(catalog, store, encoder, tokens),
             retrievers,

@@ -28,6 +28,7 @@ from ragcache.engine.request import MakeText, check_options
 from ragcache.errors import InvalidRequest, StoreError
 from ragcache.models import LoadedModel
 from ragcache.pipeline.answer import DeferredReleases, PendingAnswer, PreparedAnswer, give_up
+from ragcache.pipeline.gate import ModeGate
 from ragcache.pipeline.monitor import RequestMonitor
 from ragcache.pipeline.prompt import BuiltPrompt, PromptStates, build_context
 from ragcache.pipeline.quotations import Quotations, QuotationSources
@@ -148,7 +149,8 @@ GREEDY = Generation()
 @dataclass(frozen=True, slots=True)
 class Submitter:
     """Runs built prompts on the engine. namespace: whose requests share private states.
-    quotations: of modules that prompts read; None where those are of schemas."""
+    quotations: of modules that prompts read; None where those are of schemas. gate: of the modes
+    that prompts read states in; None lets all pass."""
 
     model: LoadedModel
     engine: LLMEngine
@@ -157,14 +159,16 @@ class Submitter:
     namespace: str = NAMESPACE
     monitor: RequestMonitor = field(default_factory=RequestMonitor)
     quotations: Quotations | None = None
+    gate: ModeGate | None = None
 
     def run(
         self, prompts: Sequence[BuiltPrompt], generation: Generation = GREEDY
     ) -> list[PendingAnswer]:
         """Submits prompts, in order; all or none.
 
-        Raises `InvalidRequest` or `PromptTooLong` before anything is leased or computed, and
-        `QueueFull` or `EngineClosed`, after which those submitted already are given up.
+        Raises `InvalidRequest`, `PromptTooLong` or `ModeRefused` before anything is leased or
+        computed, and `QueueFull` or `EngineClosed`, after which those submitted already are given
+        up.
         """
         self.deferred.release()
         quoted = [self._quoted(prompt, generation) for prompt in prompts]
@@ -172,6 +176,7 @@ class Submitter:
             self._check(prompt, generation, sources)
             for prompt, sources in zip(prompts, quoted, strict=True)
         ]
+        self._check_modes(prompts)
         for prompt in prompts[1:]:  # while the first, whose lease follows at once, is prepared
             if prompt.states is not None:
                 prompt.states.prefetch()
@@ -214,6 +219,12 @@ class Submitter:
         if not wanted or not prompt.modules or self.quotations is None:
             return None
         return self.quotations.of(prompt.modules)
+
+    def _check_modes(self, prompts: Sequence[BuiltPrompt]) -> None:
+        """Raises `ModeRefused` for a mode whose answers are too far from those of `exact`."""
+        if self.gate is not None:
+            for mode in {p.mode for p in prompts if p.answerable and p.states is not None}:
+                self.gate.check_mode(mode.removeprefix("recognized:"))
 
     def _check(
         self, prompt: BuiltPrompt, generation: Generation, quoted: QuotationSources | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -271,6 +271,7 @@ def doctor(
         "attention backend": _check_backend,
         "embedded reader" if model is None else "model": lambda: _check_model(loaded()),
         "dtype": lambda: _check_dtype(loaded()),
+        "modes": lambda: _check_modes(loaded(), state, forced=settings.force_modes),
         "retrieval": lambda: _check_retrieval(settings.embedding),
         "state folder": lambda: _check_state(state),
     }
@@ -343,6 +344,30 @@ def _check_dtype(model: LoadedModel) -> str:
 
     assert model.dtypes is not None
     return f"{model.dtypes.reason}; states are kept in {dtype_name(model.dtypes.states)}"
+
+
+def _check_modes(model: LoadedModel, state: Path, *, forced: bool) -> str:
+    """What the gate says of the modes: kept in the ledger of the state folder, or measured now.
+    Raises `ModeRefused` where the default does not serve."""
+    from ragcache.db import Ledger
+    from ragcache.engine import LLMEngine
+    from ragcache.errors import ModeRefused, StoreError
+    from ragcache.pipeline.gate import ModeGate
+
+    if forced:
+        return "all serve, as force_modes is set; nothing was measured"
+    with ExitStack() as stack:
+        ledger = None
+        with suppress(StoreError):  # which the check of the state folder reports
+            ledger = Ledger(stack.enter_context(ui.open_ledger(state)))
+        engine = stack.enter_context(LLMEngine(model.causal))
+        results = [each for each in ModeGate(model, engine, ledger).measure() if each is not None]
+    if not results:
+        return f"not measured: a window of {model.causal.window} tokens is too small"
+    said = "; ".join(map(str, results))
+    if any(each.mode == "rooted" and not each.passes for each in results):
+        raise ModeRefused(said)
+    return said
 
 
 def _check_state(state: Path) -> str:

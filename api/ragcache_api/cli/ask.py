@@ -38,6 +38,7 @@ def ask(
     embedding: ui.EmbeddingOption = None,
     reranker: ui.RerankerOption = None,
     instruction: ui.InstructionOption = None,
+    force_modes: ui.ForceModesOption = False,
     wanted: ui.FilterOption = None,
     server: Annotated[
         str | None,
@@ -78,6 +79,7 @@ def ask(
         dtype=dtype,
         instruction=instruction,
         reranker=reranker,
+        force_modes=force_modes,
     ) as rag:
         from ragcache import Generation
 
@@ -110,13 +112,14 @@ def prompt(
     seed: ui.SeedOption = None,
     stop: ui.StopOption = None,
     stream: ui.StreamOption = None,
+    force_modes: ui.ForceModesOption = False,
     model: ui.ModelOption = None,
     dtype: ui.DTypeOption = "auto",
     as_json: ui.JsonOption = False,
 ) -> None:
     """Answer a PML prompt over a schema that was added before."""
     text = ui.read_text(file)
-    with ui.open_for_reading(state, model, None, dtype=dtype) as rag:
+    with ui.open_for_reading(state, model, None, dtype=dtype, force_modes=force_modes) as rag:
         from ragcache import Generation
 
         generation = Generation.of(
@@ -176,7 +179,7 @@ def demo(
         from ragcache import RagCache
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-demo-") as state,
-        RagCache.open(state, dtype=dtype, embedding=None) as rag,
+        RagCache.open(state, dtype=dtype, embedding=None, force_modes=True) as rag,
     ):
         with ui.progress_bar("encoding modules") as progress:
             done = rag.ingest("handbook", [handbook], progress=progress)

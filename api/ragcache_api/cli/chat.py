@@ -35,6 +35,7 @@ def chat(
     embedding: ui.EmbeddingOption = None,
     reranker: ui.RerankerOption = None,
     instruction: ui.InstructionOption = None,
+    force_modes: ui.ForceModesOption = False,
 ) -> None:
     """Talk with the model about the documents of a collection. An empty line or Ctrl-D ends it.
 
@@ -49,6 +50,7 @@ def chat(
         dtype=dtype,
         instruction=instruction,
         reranker=reranker,
+        force_modes=force_modes,
     ) as rag:
         from ragcache import Generation
 

@@ -127,6 +127,11 @@ InstructionOption = Annotated[
     typer.Option("--instruction", envvar="RAGCACHE_INSTRUCTION", callback=_instruction_or_setting,
                  help="What the model is to do with the documents; the one of their ingestion."),
 ]  # fmt: skip
+ForceModesOption = Annotated[
+    bool,
+    typer.Option("--force-modes", envvar="RAGCACHE_FORCE_MODES", callback=_or_setting,
+                 help="Answer in every mode, also in one that is far from exact on the model."),
+]  # fmt: skip
 NamespaceOption = Annotated[str, typer.Option(help="The namespace of the collections.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -353,7 +353,9 @@ def evaluate_command(
     expected = load_questions(questions)
     reports = []
     opening = {"dtype": dtype, "instruction": instruction, "reranker": reranker}
-    with ui.open_existing_rag(state, model, embedding, collection, **opening) as rag:
+    with ui.open_existing_rag(
+        state, model, embedding, collection, force_modes=True, **opening
+    ) as rag:
         for mode in modes.split(","):
             options: dict[str, Any] = {
                 "mode": mode.strip(), "k": k, "relative_threshold": relative_threshold,

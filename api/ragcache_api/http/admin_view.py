@@ -12,7 +12,7 @@ from ragcache.db import SchemaTexts
 from ragcache.engine import LLMEngine
 from ragcache.errors import ConfigurationError, UnknownSchema
 from ragcache.machine import device_memory, host_memory, process_memory
-from ragcache.models import LoadedModel
+from ragcache.models import LoadedModel, dtype_name
 from ragcache.planning import (
     Budgets,
     Corpus,
@@ -72,6 +72,15 @@ class AdminQueries:
         return {
             "process": process_memory(), "host": host_memory(), "tiers": self.rag.tiers(),
             "device": device_memory(device) if device.type == "cuda" else None,
+        }  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """The model with its dtypes, and how far its modes are from `exact`."""
+        causal = self.model.causal
+        return {
+            "model": self.model.name, "device": str(causal.device), "window": causal.window,
+            "dtype": dtype_name(causal.dtype), "states_dtype": dtype_name(causal.states_dtype),
+            "force_modes": self.rag.gate.forced, "modes": self.rag.gate.results(),
         }  # fmt: skip
 
     def flush(self) -> None:

@@ -320,6 +320,33 @@ class MemoryResponse(ResponseModel):
     tiers: list[TierStatus]
 
 
+class ModeResponse(ResponseModel):
+    """How far a mode is from `exact` on the model (`ragcache.pipeline.gate.GateResult`).
+    kl_divergence, limit, other_documents: nats; agreement: 0 to 1; passes: whether it serves
+    without being forced."""
+
+    mode: str
+    prompts: int
+    kl_divergence: float
+    agreement: float
+    limit: float
+    other_documents: float
+    passes: bool
+
+
+class StateResponse(ResponseModel):
+    """What the service has open. dtype: that the model computes in; states_dtype: of kept states;
+    modes: those that were measured; force_modes: whether all serve whatever was measured."""
+
+    model: str
+    device: str
+    dtype: str
+    states_dtype: str
+    window: int
+    force_modes: bool
+    modes: list[ModeResponse]
+
+
 class LogEntryResponse(ResponseModel):
     """A warning or an error. number: counts them since the process began. at: Unix seconds.
     request: the `X-Request-ID` of the request that it concerns, if any."""

@@ -14,6 +14,8 @@ from ragcache import RagCache, SourceDocument
 from ragcache.db import ApiKeys, Database
 from ragcache.errors import ConfigurationError, NoState, UnknownKey
 from ragcache.models import LoadedModel
+from ragcache.pipeline import gate
+from ragcache.pipeline.gate import GateResult
 from ragcache.store import KVStore, RemoteTier, admin
 from ragcache_api.cli.main import app
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
@@ -259,10 +261,32 @@ def test_modules_ls_makes_no_folder(run: Run, tmp_path: Path) -> None:
 def test_doctor_checks_pass(run: Run, ingested: Path) -> None:
     checks = json_of(run("doctor", "--json"))
     names = {"machine", "attention backend", "embedded reader", "dtype", "retrieval"}
-    names |= {"state folder"}
+    names |= {"modes", "state folder"}
     assert set(checks) == names
     assert all(check["ok"] for check in checks.values())
     assert checks["state folder"]["detail"].startswith("3 modules in ")
+
+
+@pytest.mark.parametrize(("divergence", "status"), [(0.05, 0), (4.5, 1)])
+def test_doctor_tells_how_far_modes_are_from_exact(
+    divergence: float, status: int, run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once measured, the ledger knows; where the default mode is refused, the doctor has failed."""
+    forced = json_of(run("doctor", "--json"))["modes"]["detail"]
+    assert forced == "all serve, as force_modes is set; nothing was measured"
+    monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+
+    def measure(_model: object, _engine: object, modes: list[str]) -> list[GateResult]:
+        return [GateResult(mode, 24, divergence, 0.75, 2.0, 6.0, 1.0) for mode in modes]
+
+    monkeypatch.setattr(gate, "measure_modes", measure)
+    for _ in range(2):
+        found, out, _ = run("doctor", "--json")
+        assert found == status
+        check = json.loads(out)["modes"]
+        assert check["ok"] == (status == 0)
+        assert f"{divergence:.2f} nats from exact (limit 2.00), 75% of 24 first" in check["detail"]
+        monkeypatch.setattr(gate, "measure_modes", None)
 
 
 def test_doctor_tells_the_dtypes_of_the_model_and_why(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ragcache.pipeline import gate
+from ragcache.pipeline.gate import GateResult
 from ragcache_api.cli import ask
 from tests.api.cli.conftest import QUESTION, Run, error_of, json_of
 from tests.conftest import REPOSITORY
@@ -50,6 +52,20 @@ def test_ask_marks_a_quotation_in_its_document(run: Run, ingested: Path) -> None
         assert f"({document}, characters {start} to {end})" in out
     free = run(*asked, "--no-extractive")[1]
     assert "»" not in free
+
+
+def test_a_mode_that_is_far_from_exact_is_refused_unless_forced(
+    run: Run, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [far])
+    monkeypatch.setenv("RAGCACHE_FORCE_MODES", "0")
+    asked = ("ask", QUESTION, "-c", "notes", "--max-new-tokens", 4)
+    refused = error_of(run(*asked), "ModeRefused")
+    assert "4.50 nats from those of exact (limit 2.00), and 25% agree" in refused
+    assert "--force-modes" in refused
+    assert json_of(run(*asked, "--force-modes", "--json"))["mode"] == "rooted"
+    assert json_of(run(*asked, "--mode", "exact", "--json"))["mode"] == "exact"
 
 
 def test_ask_streams_the_answer(run: Run, ingested: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from starlette.testclient import TestClient
 
 from ragcache import RagCache
 from ragcache.db.tables import EvictionTable
+from ragcache.models import LoadedModel
+from ragcache.pipeline import gate
+from ragcache.pipeline.gate import GateResult
 from ragcache_api.http import ServiceSettings, create_app
 from ragcache_api.http.stats_recorder import HeatCounts
 from ragcache_api.http.telemetry import Metrics
 from tests.api.http.asgi import Caller
-from tests.api.http.conftest import LEAVE
+from tests.api.http.conftest import LEAVE, client_of
 
 ASK = {"question": LEAVE, "collection": "notes", "max_tokens": 2}
 
@@ -293,6 +297,27 @@ def test_states_of_a_deleted_document_are_counted(client: TestClient, rag: RagCa
     assert client.delete("/v1/collections/gone").json() == {"deleted": 1}
     assert counted["disk", "superseded"] == before + 1
     assert 'evictions_total{reason="superseded",tier="disk"}' in client.get("/metrics").text
+
+
+def test_modes_are_told_once_measured_and_refused_where_far(
+    tiny_reader: LoadedModel, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = GateResult("rooted", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [far])
+    with RagCache.open(tmp_path / "state", tiny_reader, embedding=None, force_modes=False) as rag:
+        rag.ingest("notes", [notes])
+        client = client_of(rag)
+        state = client.get("/admin/state").json()
+        assert (state["model"], state["dtype"], state["window"]) == ("tiny", "float32", 512)
+        assert (state["modes"], state["force_modes"]) == ([], False)
+        asked = {"question": LEAVE, "collection": "notes"}
+        problem = client.post("/v1/answers", json=asked)
+        assert problem.status_code == 400
+        assert problem.json()["type"] == "urn:ragcache:problem:mode-refused"
+        assert client.get("/admin/state").json()["modes"] == [{
+            "mode": "rooted", "prompts": 24, "kl_divergence": 4.5, "agreement": 0.25, "limit": 2.0,
+            "other_documents": 6.0, "passes": False,
+        }]  # fmt: skip
 
 
 def test_memory_is_told_by_process_host_and_tier(client: TestClient) -> None:

@@ -20,6 +20,8 @@ from selenium.webdriver.common.keys import Keys
 
 from ragcache import RagCache, SourceDocument
 from ragcache.models import LoadedModel
+from ragcache.pipeline import gate
+from ragcache.pipeline.gate import GateResult
 from ragcache_api.http.service import Service
 from tests.api.page import looks
 from tests.api.page.conftest import VIEWS, Page, get
@@ -428,6 +430,22 @@ def test_memory_of_the_process_and_its_machine(page: Page) -> None:
     for part in ("This process", "Mapped files", "Others", "Free"):
         assert re.search(rf"{part} [\d.]+ [KMGT]iB", bar), bar
     assert "available of" in page.find("[data-memory=host]").text
+
+
+def test_modes_tell_how_far_they_are_from_exact(
+    page: Page, rag: RagCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.open("overview")
+    assert page.find("[aria-label=Modes] .empty", "Every mode serves")
+    far = GateResult("isolated", 24, 4.5, 0.25, 2.0, 6.0, 1.0)
+    near = GateResult("rooted", 24, 0.03, 0.96, 2.0, 6.0, 1.0)
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [near, far])
+    rag.gate.measure(["rooted", "isolated"])
+    name, distance, agreement = page.find("[data-mode=rooted]").text.splitlines()
+    assert (name, agreement) == ("rooted", "96 % of 24 first tokens agree")
+    assert distance.startswith("0.03 nats of 2.00 at most")
+    assert page.find("[data-mode=rooted] b").text == "serves"
+    assert page.find("[data-mode=isolated] b").text == "forced"
 
 
 def test_refused_files_are_named_with_their_reasons(page: Page, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from ragcache_api.http.protocol import (
     PlanRequest,
     PublicId,
     ResponseModel,
+    StateResponse,
     StatsResponse,
     VerifyResponse,
     problems,
@@ -206,6 +207,13 @@ async def get_memory(context: ContextDep) -> MemoryResponse:
     tiers."""
     context.require_operator()
     return MemoryResponse.model_validate(await off_loop(context.service.queries.memory))
+
+
+@router.get("/state")
+async def get_state(context: ContextDep) -> StateResponse:
+    """The model, and how far its modes are from `exact` as far as they were measured: with the
+    first question of each."""
+    return StateResponse.model_validate(await off_loop(context.service.queries.state))
 
 
 @router.get("/log")

@@ -13,6 +13,7 @@ import { poll } from "../polling.js";
 import { SOURCES, keptShare, source } from "../sources.js";
 import { complain } from "../toasts.js";
 import { memoryLines } from "../memory.js";
+import { modeLines } from "../modes.js";
 
 const PERIOD = 5;
 const EVICTIONS = 6; // listed one by one
@@ -49,8 +50,9 @@ function mount({ body, actions, signal }) {
     }),
   );
   const read = async () => {
-    const [next, memory, gone] = await Promise.all([
+    const [next, state, memory, gone] = await Promise.all([
       get("stats", { signal }),
+      get("state", { signal }),
       get("memory", { signal }).catch(unlessForbidden),
       get(withQuery("evictions", { limit: EVICTIONS }), { signal }),
     ]);
@@ -59,6 +61,7 @@ function mount({ body, actions, signal }) {
     show(parts.figures, figures(stats));
     show(parts.tiers, memory ? memory.tiers.map(tierLine) : withheld("tiers"));
     show(parts.memory, memory ? memoryLines(memory) : withheld("memory"));
+    show(parts.modes, modeLines(state));
     show(parts.evictions, evictions(stats, gone.items));
     show(parts.counters, counters(stats));
     draw();
@@ -78,6 +81,7 @@ function skeleton(body, signal) {
     figures: node("dl", "figures"),
     tiers: node("div", "tiers"),
     memory: node("div", "tiers"),
+    modes: node("div", "tiers"),
     evictions: node("div", "evictions"),
     counters: node("dl", "counters"),
   };
@@ -93,6 +97,7 @@ function skeleton(body, signal) {
       panel("Time to first token", { aside: legend(LINES) }, times),
       panel("Tiers", { note: "hatched: pinned" }, parts.tiers),
       panel("Memory", { note: "of this process, its machine and its GPU" }, parts.memory),
+      panel("Modes", { note: "how far from exact on this model" }, parts.modes),
       panel("Evictions by reason", { note: "of all time" }, parts.evictions),
       panel("Engine and requests", {}, parts.counters),
     ),

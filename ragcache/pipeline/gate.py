@@ -1,0 +1,351 @@
+"""The gate: before a mode first serves on a model, built-in prompts measure how far it is from
+`exact` there, and a mode that is too far is refused.
+
+Small documents are encoded as the mode does, placed in several orders at several positions, and
+read by questions about them. Compared is the distribution of the answer's first token with that of
+the same prompt computed as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import NamedTuple, Self
+
+from ragcache.config import GATED_MODES, encoded_mode, linked_tokens, measured_mode
+from ragcache.db import Ledger
+from ragcache.engine import Choice, Context, EncodeJob, LLMEngine, Request, SamplingParams, Segment
+from ragcache.errors import ModeRefused, PromptTooLong, StoreError
+from ragcache.fidelity import compare_first_tokens
+from ragcache.models import LoadedModel, prompt_frame
+from ragcache.pipeline.ask import lay_out, question_ids
+from ragcache.pipeline.prompt import BuiltPrompt, ModuleGroup, PromptLayout, build_context
+from ragcache.states import KVKey, KVStates
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Higher when the same model would be measured otherwise: other versions do not count."""
+
+SHARE = 0.5
+"""How far a mode may be from `exact`, as a share of how far answers over other documents are."""
+
+LEAST_LIMIT, MOST_LIMIT = 0.25, 2.0
+"""The bounds of that limit, in nats (docs/adr/0038-a-gate-for-modes.md)."""
+
+WAVE = 8  # requests that are submitted at once, beside those of callers
+
+
+class GateDocument(NamedTuple):
+    """A document of the built-in text, and questions that it answers."""
+
+    text: str
+    questions: tuple[str, str, str]
+
+
+DOCUMENTS = (
+    GateDocument(
+        "# The ferry\n\nThe ferry Odalys crosses the sound at 7:40 and at 16:15. A return ticket "
+        "costs 11 crowns. Bicycles travel free on weekdays. Tickets are sold by Henrike Solberg at "
+        "the landing stage.",
+        ("What does a return ticket for the ferry cost?", "Who sells the tickets of the ferry?",
+         "When does the ferry cross the sound?"),
+    ),
+    GateDocument(
+        "# The mill\n\nThe windmill on Carrow Hill was built in 1783 by Anselm Prout. It grinds "
+        "rye on Tuesdays and barley on Fridays. The miller, Jorun Askvik, keeps the key in a blue "
+        "tin.",
+        ("Who built the windmill?", "What does the mill grind on Fridays?",
+         "Where does the miller keep the key?"),
+    ),
+    GateDocument(
+        "# The orchard\n\nThe orchard has 214 trees: pears along the wall, quinces by the well. "
+        "The harvest begins on 9 September. Pickers are paid 16 crowns an hour by Teodor Lanz.",
+        ("How many trees does the orchard have?", "When does the harvest begin?",
+         "Who pays the pickers?"),
+    ),
+    GateDocument(
+        "# The school\n\nThe school stands in Weaver Lane and has 58 pupils. Lessons end at half "
+        "past one. Ottilie Brandt teaches geography, and the bell is rung by the caretaker, Piet "
+        "Moorman.",
+        ("In which lane does the school stand?", "Who teaches geography?",
+         "When do lessons end?"),
+    ),
+    GateDocument(
+        "# The bakery\n\nThe bakery opens at five and sells rye bread for 4 crowns. Its oven burns "
+        "birch wood. On Sundays Salome Winther bakes cardamom buns, which are gone by eight.",
+        ("What does rye bread cost?", "Which wood does the oven of the bakery burn?",
+         "Who bakes cardamom buns?"),
+    ),
+    GateDocument(
+        "# The lighthouse\n\nThe lighthouse at Skarn Point flashes every 12 seconds. It is 31 "
+        "meters high and painted red and white. Its keeper, Matthis Oberg, writes a weather report "
+        "at dawn.",
+        ("How high is the lighthouse?", "Who is the keeper of the lighthouse?",
+         "How often does the lighthouse flash?"),
+    ),
+    GateDocument(
+        "# The market\n\nThe market is held on the second Thursday of the month in Copper Square. "
+        "A stall costs 25 crowns. Complaints go to Brigida Fenn, whose office is above the "
+        "pharmacy.",
+        ("Where is the market held?", "What does a stall cost?",
+         "Where is the office of Brigida Fenn?"),
+    ),
+    GateDocument(
+        "# The bridge\n\nThe stone bridge over the Lemm has seven arches and carries 3 tonnes at "
+        "most. It was mended in 1956 after the flood. Ludo Karst inspects it each spring by boat.",
+        ("How many arches does the bridge have?", "When was the bridge mended?",
+         "Who inspects the bridge?"),
+    ),
+)  # fmt: skip
+
+ORDERS = (
+    (0, 3, 5, 6), (1, 4, 7, 2), (3, 6, 1, 4), (7, 2, 0, 5), (5, 0, 6, 1), (2, 7, 4, 3),
+)  # fmt: skip
+"""The documents of each prompt: two orders that share none, three times, so that each document
+stands at three of four places. Order n asks question n // 2 of each of its documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """What the built-in prompts say of a mode on a model.
+
+    Attributes:
+        mode: `rooted`, `isolated` or `linked:N`, where N is a power of two.
+        prompts: How many.
+        kl_divergence: The mean Kullback-Leibler divergence of the mode's first-token distribution
+            from that of `exact`, in nats.
+        agreement: The share of prompts with the same likeliest first token, 0 to 1.
+        limit: The divergence up to which the mode serves.
+        other_documents: The divergence of prompts that hold other documents: how much the answers
+            of this model depend on what it reads. The limit follows from it.
+        seconds: What measuring took, with other modes that were measured at once.
+    """
+
+    mode: str
+    prompts: int
+    kl_divergence: float
+    agreement: float
+    limit: float
+    other_documents: float
+    seconds: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether the mode serves."""
+        return self.kl_divergence <= self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mode} {'serves' if self.passes else 'is refused'}: {self.kl_divergence:.2f} "
+            f"nats from exact (limit {self.limit:.2f}), {self.agreement:.0%} of "
+            f"{self.prompts} first tokens agree"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From the JSON of the ledger."""
+        return cls(**json.loads(text))
+
+
+@dataclass(eq=False)
+class ModeGate:
+    """Measures modes on a model, and refuses those that are too far from `exact`.
+
+    A result belongs to the model, its tokenizer and the kind of its device, and is kept in the
+    ledger: a folder's modes are measured once. Thread-safe; one caller measures and others wait.
+
+    ledger: None keeps results in memory only. forced: whether every mode serves, without being
+    measured.
+    """
+
+    model: LoadedModel
+    engine: LLMEngine
+    ledger: Ledger | None
+    forced: bool = False
+    _known: dict[str, GateResult | None] = field(default_factory=dict, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def check_mode(self, mode: str) -> None:
+        """Lets a mode pass, measured if need be. Raises `ModeRefused`."""
+        if self.forced or mode == "exact":
+            return
+        result = self.measure([mode])[0]
+        if result is not None and not result.passes:
+            raise ModeRefused(
+                f"mode {mode!r} is refused on this model: over {result.prompts} built-in prompts "
+                f"its first tokens are {result.kl_divergence:.2f} nats from those of exact (limit "
+                f"{result.limit:.2f}), and {result.agreement:.0%} agree. Ask in mode exact or in "
+                "another that `ragcache doctor` shows to be near, or force it: "
+                "RagCache.open(force_modes=True), --force-modes, RAGCACHE_FORCE_MODES=1"
+            )
+
+    def measure(self, modes: Sequence[str] = GATED_MODES) -> list[GateResult | None]:
+        """The results of modes, in order, measured where none is known; None where the model's
+        window or the engine's pool is too small for the prompts. Raises what the engine raises."""
+        names = [measured_mode(mode) for mode in modes]
+        with self._lock:
+            for name in set(names) - self._known.keys():
+                self._read(name)
+            if missing := sorted(set(names) - self._known.keys()):
+                self._measure(missing)
+            return [self._known[name] for name in names]
+
+    def results(self) -> list[GateResult]:
+        """The results that are known for this model, by mode. Measures nothing."""
+        facts = {} if self.ledger is None else self.ledger.facts(self._fact(""))
+        known = [GateResult.parse(text) for text in facts.values()]
+        own = (result for result in self._known.copy().values() if result is not None)
+        return sorted({r.mode: r for r in (*known, *own)}.values(), key=lambda r: r.mode)
+
+    def _fact(self, mode: str) -> str:
+        causal = self.model.causal
+        model = f"{causal.fingerprint}/{self.model.tokenizer_fingerprint}/{causal.device.type}"
+        return f"gate/{VERSION}/{model}/{mode}"
+
+    def _read(self, mode: str) -> None:
+        """Looks into the ledger. One that does not answer is no reason to refuse a question."""
+        if self.ledger is None:
+            return
+        try:
+            text = self.ledger.fact(self._fact(mode))
+        except StoreError as error:
+            logger.warning("%s; mode %s is measured again", error, mode)
+            return
+        if text is not None:
+            self._known[mode] = GateResult.parse(text)
+
+    def _measure(self, modes: Sequence[str]) -> None:
+        logger.info("measuring how far %s is from exact on this model", ", ".join(modes))
+        for result in measure_modes(self.model, self.engine, modes) or ():
+            self._known[result.mode] = result
+            self._write(result)
+        for mode in modes:
+            self._known.setdefault(mode, None)
+
+    def _write(self, result: GateResult) -> None:
+        if self.ledger is None:
+            return
+        try:
+            self.ledger.agree(self._fact(result.mode), json.dumps(asdict(result)))
+        except StoreError as error:
+            logger.warning("%s; the result of mode %s is not kept", error, result.mode)
+
+
+def measure_modes(
+    model: LoadedModel, engine: LLMEngine, modes: Sequence[str]
+) -> list[GateResult] | None:
+    """Measures modes over the built-in prompts, of four documents each or as many as fit; None
+    where two do not. Raises what the engine raises."""
+    for documents in (4, 3, 2):
+        try:
+            return _Measurement(model, engine, documents).run(modes)
+        except PromptTooLong as error:
+            logger.info("prompts of %d documents do not fit: %s", documents, error)
+    return None
+
+
+class _Measurement:
+    """The built-in prompts in the tokens of a model, asked through its engine, so that what serves
+    is what is measured. At most the states of one whole prompt and of eight documents are held."""
+
+    def __init__(self, model: LoadedModel, engine: LLMEngine, count: int) -> None:
+        """count: of documents in a prompt."""
+        self.causal, self.engine = model.causal, engine
+        frame = prompt_frame(model.tokenizer)
+        self.preamble = tuple(model.encode(frame.preamble))
+        self.documents = [tuple(model.encode_untrusted(each.text)) for each in DOCUMENTS]
+        self.orders = [order[:count] for order in ORDERS]
+        self.questions = [
+            [question_ids(model, frame, DOCUMENTS[each].questions[n // 2]) for each in order]
+            for n, order in enumerate(self.orders)
+        ]
+
+    def run(self, modes: Sequence[str]) -> list[GateResult]:
+        begin = time.perf_counter()
+        exact, others = self._in_exact()
+        distance = compare_first_tokens(exact, others).kl_divergence
+        limit = min(max(SHARE * distance, LEAST_LIMIT), MOST_LIMIT)
+        found = [(mode, compare_first_tokens(exact, self._in_mode(mode))) for mode in modes]
+        seconds = time.perf_counter() - begin
+        return [
+            GateResult(
+                mode, len(exact), each.kl_divergence, each.agreement, limit, distance, seconds
+            )
+            for mode, each in found
+        ]
+
+    def _in_exact(self) -> tuple[list[Choice], list[Choice]]:
+        """First tokens of all questions over prompts that are computed as a whole: of their own
+        documents, and of the order that shares none with them."""
+        own: list[list[Choice]] = [[] for _ in self.orders]
+        others: list[list[Choice]] = [[] for _ in self.orders]
+        for n, order in enumerate(self.orders):
+            tokens = [*self.preamble, *chain(*(self.documents[each] for each in order))]
+            [whole] = self.engine.encode([EncodeJob(tokens)])
+            questions = [*self.questions[n], *self.questions[n ^ 1]]
+            asked = self._first_tokens([_after(whole, question) for question in questions])
+            own[n], others[n ^ 1] = asked[: len(order)], asked[len(order) :]
+        return list(chain(*own)), list(chain(*others))
+
+    def _in_mode(self, mode: str) -> list[Choice]:
+        """First tokens of all questions in a mode, laid out as `AskPipeline` lays out prompts."""
+        [root] = self.engine.encode([EncodeJob(self.preamble)])
+        layouts = [
+            self._lay_out(order, question, linked_tokens(mode))
+            for order, questions in zip(self.orders, self.questions, strict=True)
+            for question in questions
+        ]
+        slots = list(dict.fromkeys(slot for layout in layouts for slot in self._slots(layout)))
+        before = Segment(root, 0) if encoded_mode(mode) == "rooted" else None
+        jobs = [EncodeJob(self.documents[each], start, before) for each, start in slots]
+        encoded = dict(zip(slots, self.engine.encode(jobs), strict=True))
+        contexts = []
+        for layout in layouts:
+            states = [root, *(encoded[slot] for slot in self._slots(layout))]
+            prompt = BuiltPrompt(
+                "", mode, tuple(layout.own), layout.length, spans=tuple(layout.spans)
+            )
+            contexts.append(build_context(prompt, [KVKey("")] * len(states), states))
+        return self._first_tokens(contexts)
+
+    def _lay_out(self, order: Sequence[int], question: Sequence[int], linked: int) -> PromptLayout:
+        layout, groups, start = PromptLayout(self.preamble), [], len(self.preamble)
+        for each in order:
+            groups.append(ModuleGroup((each,), self.documents[each], start))
+            start += len(self.documents[each])
+        lay_out(layout, groups, question, linked)
+        return layout
+
+    def _slots(self, layout: PromptLayout) -> list[tuple[int, int]]:
+        """Which documents a prompt reads, and where each is encoded: in the first place, or where
+        it stands if it cannot be moved."""
+        first = None if not self.causal.scheme.movable else len(self.preamble)
+        return [
+            (group.modules[0], group.start if first is None else first)
+            for group in layout.groups[1:]
+        ]
+
+    def _first_tokens(self, contexts: Sequence[Context]) -> list[Choice]:
+        sampling = SamplingParams(first_logprobs=True)
+        wave = min(WAVE, self.engine.config.queue)
+        choices: list[Choice] = []
+        for start in range(0, len(contexts), wave):
+            handles = [
+                self.engine.submit_request(Request(context, 1, sampling=sampling))
+                for context in contexts[start : start + wave]
+            ]
+            choices += [handle.result().choices[0] for handle in handles]
+        return choices
+
+
+def _after(states: KVStates, question: Sequence[int]) -> Context:
+    """A question right after the states of everything before it."""
+    end = states.length + len(question)
+    positions = tuple(range(states.length, end))
+    return Context((Segment(states, 0),), tuple(question), positions, end)

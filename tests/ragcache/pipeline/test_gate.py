@@ -1,0 +1,195 @@
+"""The gate: modes are measured on a model before they serve, and refused where they are too far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragcache import RagCache
+from ragcache.attention import Rotation
+from ragcache.config import measured_mode
+from ragcache.engine import EngineConfig, LLMEngine
+from ragcache.errors import LedgerUnavailable, ModeRefused
+from ragcache.models import LoadedModel, Rotary, wrap_causal
+from ragcache.pipeline import gate
+from ragcache.pipeline.gate import DOCUMENTS, ORDERS, GateResult, ModeGate, measure_modes
+from tests.tiny_models import tiny_model
+
+NEAR = GateResult("rooted", 24, 0.05, 0.95, 2.0, 6.0, 1.0)
+FAR = replace(NEAR, kl_divergence=4.5, agreement=0.25)
+
+
+class WrongPairs(Rotary):
+    """Rotary positions whose moved states are read by other pairs than they were turned by."""
+
+    def __init__(self, right: Rotary) -> None:
+        super().__init__(right.inverse_frequency)
+        self.name = right.name
+
+    def relocation(self, delta: Tensor) -> Rotation:
+        return Rotation.by(-delta, self.inverse_frequency, interleaved=True)
+
+
+@pytest.fixture(scope="module")
+def loud(reader: LoadedModel) -> LoadedModel:
+    """A tiny random model of sharp attention that is very sure of its tokens: whatever a document
+    did not see changes them, so that nothing but `exact` is near."""
+    model = tiny_model("llama", vocab_size=len(reader.tokenizer))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 8)
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.mul_(4)
+        model.lm_head.weight.mul_(20)
+    return LoadedModel("loud", wrap_causal(model), reader.tokenizer)
+
+
+@pytest.fixture
+def engine(tiny_reader: LoadedModel) -> Iterator[LLMEngine]:
+    with LLMEngine(tiny_reader.causal, EngineConfig(pool_bytes=2**23)) as opened:
+        yield opened
+
+
+def test_every_question_is_asked_and_documents_stand_at_many_places() -> None:
+    asked = Counter((each, n // 2) for n, order in enumerate(ORDERS) for each in order)
+    assert asked == Counter((each, n) for each in range(len(DOCUMENTS)) for n in range(3))
+    for first, second in zip(ORDERS[::2], ORDERS[1::2], strict=True):
+        assert not set(first) & set(second)
+    for each in range(len(DOCUMENTS)):
+        assert len({order.index(each) for order in ORDERS if each in order}) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "measured"),
+    [("rooted", "rooted"), ("isolated", "isolated"), ("linked:1", "linked:1"),
+     ("linked:31", "linked:16"), ("linked:32", "linked:32"), ("linked:5000", "linked:32")],
+)  # fmt: skip
+def test_few_modes_are_measured(mode: str, measured: str) -> None:
+    assert measured_mode(mode) == measured
+
+
+def test_the_reader_is_near_and_refused_where_states_are_moved_wrongly(
+    reader: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLMEngine(reader.causal) as engine:
+        right = ModeGate(reader, engine, None)
+        right.check_mode("rooted")
+        [result] = right.results()
+        assert result.prompts == 24
+        assert result.kl_divergence < 0.5
+        assert result.agreement > 0.8
+        assert isinstance(reader.causal.scheme, Rotary)
+        monkeypatch.setattr(reader.causal, "scheme", WrongPairs(reader.causal.scheme))
+        with pytest.raises(ModeRefused, match=r"'rooted' is refused on this model: over 24 .*"):
+            ModeGate(reader, engine, None).check_mode("rooted")
+
+
+def test_what_is_all_computed_in_context_is_exact(
+    tiny_reader: LoadedModel, engine: LLMEngine
+) -> None:
+    found = measure_modes(tiny_reader, engine, ["linked:400", "rooted", "isolated"])
+    assert found is not None
+    linked, rooted, isolated = found
+    assert linked.kl_divergence < 1e-6 < rooted.kl_divergence < isolated.kl_divergence
+    assert linked.agreement == 1.0
+    assert rooted.other_documents > rooted.kl_divergence
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_that_is_unsure_of_everything_passes(family: str, reader: LoadedModel) -> None:
+    """Also one whose positions are learned: its documents are encoded where they stand."""
+    causal = wrap_causal(tiny_model(family, vocab_size=len(reader.tokenizer)))
+    model = LoadedModel(family, causal, reader.tokenizer)
+    with LLMEngine(causal, EngineConfig(pool_bytes=2**23, queue=1)) as engine:
+        [result] = ModeGate(model, engine, None).measure(["isolated"])
+    assert result is not None
+    assert result.passes
+    assert result.limit == gate.LEAST_LIMIT
+
+
+@pytest.mark.parametrize(("window", "prompts"), [(200, 12), (100, 0)])
+def test_a_small_window_gets_smaller_prompts_or_none(
+    window: int, prompts: int, reader: LoadedModel
+) -> None:
+    config = {"vocab_size": len(reader.tokenizer), "max_position_embeddings": window}
+    causal = wrap_causal(tiny_model("llama", **config))
+    model = LoadedModel("small", causal, reader.tokenizer)
+    with LLMEngine(causal, EngineConfig(pool_bytes=2**23)) as engine:
+        modes = ModeGate(model, engine, None)
+        [result] = modes.measure(["rooted"])
+        modes.check_mode("rooted")
+    assert (0 if result is None else result.prompts) == prompts
+
+
+def test_a_far_mode_is_refused_before_anything_is_leased(
+    loud: LoadedModel, tmp_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In questions, chats and PML alike, in this process and, without measuring, in the next."""
+    question = "Where does the spare key hang?"
+    folder = tmp_path / "state"
+    text = (notes / "keys.md").read_text(encoding="utf-8")
+    with RagCache.open(folder, loud, embedding=None, force_modes=False, max_new_tokens=2) as rag:
+        rag.ingest("notes", [notes])
+        rag.add_schema('<schema name="s"><module name="m">The key is red.</module></schema>')
+        with pytest.raises(ModeRefused, match=r"of exact \(limit"):
+            rag.ask(question, collection="notes")
+        assert rag.ask(question, collection="notes", mode="exact").mode == "exact"
+        assert rag.chat([{"role": "user", "content": "Hello"}]).mode == "exact"
+        with pytest.raises(ModeRefused, match="'rooted'"):
+            rag.chat([{"role": "user", "content": text}])
+        assert [each.mode for each in rag.gate.results()] == ["rooted"]
+        with pytest.raises(ModeRefused, match="'isolated'"):
+            rag.prompt('<prompt schema="s"><m/>Which color?</prompt>')
+    monkeypatch.setattr(gate, "measure_modes", None)  # nothing is measured twice
+    with RagCache.open(folder, loud, embedding=None, force_modes=False) as rag:
+        assert [each.mode for each in rag.gate.results()] == ["isolated", "rooted"]
+        with pytest.raises(ModeRefused, match=r"RagCache\.open\(force_modes=True\), --force-modes"):
+            rag.ask(question, collection="notes")
+        assert rag.ask("zzz", collection="notes", k=1).finish_reason == "no_documents"
+    with RagCache.open(folder, loud, embedding=None, force_modes=True, max_new_tokens=2) as rag:
+        assert rag.ask(question, collection="notes").mode == "rooted"
+
+
+def test_modes_are_measured_once_however_many_ask(
+    tiny_reader: LoadedModel, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def measure(model: LoadedModel, engine: LLMEngine, modes: list[str]) -> list[GateResult]:
+        measured.extend(modes)
+        return [replace(NEAR, mode=mode) for mode in modes]
+
+    monkeypatch.setattr(gate, "measure_modes", measure)
+    modes = ModeGate(tiny_reader, engine, None)
+    for mode in ("rooted", "rooted", "exact", "linked:17", "linked:30"):
+        modes.check_mode(mode)
+    assert measured == ["rooted", "linked:16"]
+    ModeGate(tiny_reader, engine, None, forced=True).check_mode("isolated")
+    assert "isolated" not in measured
+
+
+def test_a_ledger_that_does_not_answer_refuses_nothing(
+    tiny_reader: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def away(*_: object) -> None:
+        raise LedgerUnavailable("the ledger does not answer")
+
+    monkeypatch.setattr(gate, "measure_modes", lambda *_: [FAR])
+    with RagCache.open(tmp_path / "state", tiny_reader, embedding=None, force_modes=False) as rag:
+        ledger = rag.internals.shared.store.ledger
+        monkeypatch.setattr(ledger, "fact", away)
+        monkeypatch.setattr(ledger, "agree", away)
+        for _ in range(2):
+            with pytest.raises(ModeRefused, match=r"4\.50 nats"):
+                rag.gate.check_mode("rooted")
+        assert [each.passes for each in rag.gate.results()] == [False]
+    assert sum("is not kept" in line for line in caplog.messages) == 1
