@@ -9,7 +9,6 @@ handbook is always there. The extra `minilm` adds retrieval by meaning.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections import defaultdict
@@ -25,8 +24,8 @@ from langchain_core.embeddings import Embeddings
 from ragcache import RagCache
 from ragcache.bench.harness import Progress, describe_machine
 from ragcache.db import ModuleRow
-from ragcache.documents import SourceDocument
-from ragcache.evaluation import Question, evaluate, load_questions
+from ragcache.documents import load_sources
+from ragcache.evaluation import Dataset, Question, evaluate, load_dataset
 from ragcache.retrieval.embeddings import MiniLM
 from ragcache.retrieval.resolve import has_minilm
 from ragcache_api.cli.ask import example_handbook
@@ -45,50 +44,16 @@ class RetrievalSetting:
     questions: int = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionSet:
-    """documents: of the collection to ask."""
-
-    name: str
-    documents: Sequence[SourceDocument | Path]
-    questions: Sequence[Question]
-
-
-def handbook_set() -> QuestionSet:
+def handbook_set() -> Dataset:
     """The example handbook with its questions."""
     folder = example_handbook()
-    return QuestionSet("handbook", [folder], load_questions(folder.parent / "questions.jsonl"))
-
-
-def xquad_set(path: Path) -> QuestionSet:
-    """A document for each paragraph."""
-    documents, questions = [], []
-    for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
-        title = article["title"].replace("_", " ")
-        for number, paragraph in enumerate(article["paragraphs"]):
-            text = f"# {title}\n\n{paragraph['context']}\n"
-            documents.append(SourceDocument(f"{title}-{number}", text))
-            for row in paragraph["qas"]:
-                answers = tuple(answer["text"] for answer in row["answers"])
-                questions.append(Question(row["id"], row["question"], answers, documents[-1].id))
-    return QuestionSet("xquad", documents, questions)
-
-
-def qed_set(path: Path) -> QuestionSet:
-    """A document for each different paragraph."""
-    documents: dict[str, SourceDocument] = {}
-    questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-        row = json.loads(line)
-        text = row["context"]
-        document = documents.setdefault(text, SourceDocument(f"p{number}", text))
-        asked = row["question"], tuple(row["answers"])
-        questions.append(Question(str(number), *asked, document.id))
-    return QuestionSet("qed", list(documents.values()), questions)
+    known = load_dataset(folder.parent / "questions.jsonl")
+    documents = load_sources([folder]).documents
+    return Dataset("handbook", known.format, known.questions, tuple(documents))
 
 
 def bench_retrieval(
-    sets: Iterable[QuestionSet], embedder: Embeddings | None,
+    sets: Iterable[Dataset], embedder: Embeddings | None,
     setting: RetrievalSetting | None = None, progress: Progress = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Rows of what was found, and of answers that were marked.
@@ -201,9 +166,9 @@ def main(
 ) -> None:
     """Measures retrieval and answers, with and without the relative threshold."""
     sets = [handbook_set()]
-    for name, read in (("xquad.en.json", xquad_set), ("qed.jsonl", qed_set)):
+    for name in ("xquad.en.json", "qed.jsonl"):
         if data is not None and (data / name).is_file():
-            sets.append(read(data / name))
+            sets.append(load_dataset(data / name))
     embedder = MiniLM() if has_minilm() else None
     setting = RetrievalSetting(questions=questions)
     result = run_benchmark(partial(bench_retrieval, sets, embedder, setting))

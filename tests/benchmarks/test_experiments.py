@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from indexes import bench_indexes
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from pml import PmlSetting, bench_pml
+from quality import SETS, QuestionSet, bench_quality, table_of
 from quantization import bench_quantization
 from quotations import QuotationsSetting, bench_quotations
 from relay import RelaySetting, bench_relay, plot_relay
-from retrieval import QuestionSet, RetrievalSetting, bench_retrieval, ndcg
+from retrieval import RetrievalSetting, bench_retrieval, ndcg
 
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
-from ragcache.evaluation import Question
+from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel
 from ragcache.store.eviction import POLICIES
 from tests.conftest import REPOSITORY
@@ -174,6 +175,24 @@ def test_ndcg_by_hand() -> None:
     assert ndcg([], 1, 4) == 0.0
 
 
+def test_sets_of_questions_are_asked_in_every_mode(tmp_path: Path) -> None:
+    row = {"question": "Where hangs the key?", "answers": ["red"], "context": "It is a red key."}
+    (tmp_path / "tiny.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
+    sets = [QuestionSet("Tiny", "tiny.jsonl"), QuestionSet("Absent", "absent.jsonl")]
+    told = bench_quality(tmp_path, sets, tmp_path / "pages", questions=1)
+    [found] = told["sets"]
+    assert [report["mode"] for report in found["reports"]] == [
+        "exact", "rooted", "linked:16", "isolated"]  # fmt: skip
+    assert found["setting"]["asked"] == "1 of 2, drawn with seed 0"
+    assert (tmp_path / "pages" / "tiny.html").is_file()
+    assert "red key" not in json.dumps(told), "texts are in the pages alone"
+    heads, rule, first, *others = table_of(told["sets"]).splitlines()
+    assert heads.count("|") == rule.count("|") == first.count("|")
+    assert first.startswith("| Tiny, 1 | `exact` |")
+    assert len(others) == 3
+    assert len({each.name for each in SETS}) == len(SETS)
+
+
 def test_retrieval_by_words_and_by_meaning_is_measured_with_and_without_a_threshold() -> None:
     texts = {
         "keys": "The spare key hangs in the red cupboard of the key room.",
@@ -184,8 +203,9 @@ def test_retrieval_by_words_and_by_meaning_is_measured_with_and_without_a_thresh
     question = Question("1", "In which cupboard of the room hangs the key?", ("red",), "keys")
     small = RetrievalSetting(k=3, shares=(0.0, 1.0), answered=(1.0,))
     told = bench_retrieval(
-        [QuestionSet("notes", documents, [question])], DeterministicFakeEmbedding(size=4), small
-    )
+        [Dataset("notes", "lines", (question,), tuple(documents))],
+        DeterministicFakeEmbedding(size=4), small,
+    )  # fmt: skip
     rows = {(row["search"], row["relative_threshold"]): row for row in told["found"]}
     assert set(rows) == {(s, share) for s in ("sparse", "dense", "hybrid") for share in (0.0, 1.0)}
     assert rows["sparse", 1.0]["ndcg"] == rows["sparse", 1.0]["recalled"] == 1.0

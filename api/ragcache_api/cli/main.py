@@ -11,7 +11,17 @@ import typer
 
 from ragcache.errors import RagCacheError
 from ragcache.openmp import spin_briefly
-from ragcache_api.cli import admin, ask, chat, documents, ingest, ledger, measure, schema
+from ragcache_api.cli import (
+    admin,
+    ask,
+    chat,
+    documents,
+    evaluate,
+    ingest,
+    ledger,
+    measure,
+    schema,
+)
 from ragcache_api.cli.console import errors
 
 _AFTER_CTRL_C = {
@@ -65,7 +75,7 @@ app.command("instruction")(documents.instruction)
 app.command("rm")(documents.remove)
 app.command("warm")(documents.warm)
 app.command("prompt")(ask.prompt)
-app.command("eval")(measure.evaluate_command)
+app.command("eval")(evaluate.evaluate_command)
 app.command("doctor")(admin.doctor)
 app.command("serve")(admin.serve)
 app.command("stats")(admin.stats)

@@ -1,5 +1,4 @@
-"""Measuring commands: `ragcache bench` the speed, `ragcache eval` the quality of answers, and
-`ragcache plan` what caching a corpus takes."""
+"""Measuring commands: `ragcache bench` the speed, `ragcache plan` what caching a corpus takes."""
 
 from __future__ import annotations
 
@@ -12,13 +11,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
 from ragcache.errors import ConfigurationError, UnreadableDocument
 from ragcache_api.cli import console as ui
 
 if TYPE_CHECKING:
     from ragcache.bench.harness import LlamaShape
-    from ragcache.evaluation import EvaluationReport
     from ragcache.models import LoadedModel
     from ragcache.planning import CachePlan, Corpus
 
@@ -223,10 +220,10 @@ def routing(
         workloads = standard_workloads(replicas, zipf, requests)
     else:
         from ragcache.documents import load_sources
-        from ragcache.evaluation import load_questions
+        from ragcache.evaluation import load_dataset
 
         texts = [each.text for each in load_sources([documents]).documents]
-        asked = [each.question for each in load_questions(questions)]
+        asked = [each.question for each in load_dataset(questions).questions]
         workloads = {f"{questions.name}, 3 replicas": (question_workload(texts, asked), HALVES)}
     result = run_benchmark(lambda progress: bench_routing(workloads, progress))
     columns = ("policy", "device", "of ideal", "memory", "of ideal", "TTFT p50", "TTFT p99")
@@ -318,83 +315,6 @@ def _ledger_sentence(result: dict[str, Any]) -> str:
         f"a store of {result['setting']['entries']:,} modules opens in {result['open_s']:.1f} s; "
         f"its ledger takes {result['ledger_ms_p50']:.2f} ms of a request"
     )
-
-
-def evaluate_command(
-    collection: Annotated[str, typer.Argument(help="The collection to ask.")],
-    questions: Annotated[Path, typer.Argument(help="Questions with answers, JSON lines.")],
-    state: ui.StateOption = ui.DEFAULT_STATE,
-    modes: Annotated[
-        str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
-    ] = "rooted,exact",
-    k: ui.KOption = DEFAULT_K,
-    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
-    model: ui.ModelOption = None,
-    dtype: ui.DTypeOption = "auto",
-    embedding: ui.EmbeddingOption = None,
-    reranker: ui.RerankerOption = None,
-    instruction: ui.InstructionOption = None,
-    through: Annotated[
-        str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
-    ] = "ask",
-    extractive: ui.ExtractiveOption = None,
-    wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
-    as_json: ui.JsonOption = False,
-) -> None:
-    """Mark the answers to known questions, mode by mode."""
-    if through not in ("ask", "chat"):
-        raise ConfigurationError(f"--through is {through!r}; give ask or chat")
-    for mode in modes.split(","):
-        check_mode(mode.strip())
-    if not questions.is_file():
-        raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
-    from ragcache.evaluation import evaluate, load_questions
-
-    expected = load_questions(questions)
-    reports = []
-    opening = {"dtype": dtype, "instruction": instruction, "reranker": reranker}
-    with ui.open_existing_rag(
-        state, model, embedding, collection, force_modes=True, **opening
-    ) as rag:
-        for mode in modes.split(","):
-            options: dict[str, Any] = {
-                "mode": mode.strip(), "k": k, "relative_threshold": relative_threshold,
-                "through": through, "extractive": extractive,
-            }  # fmt: skip
-            with ui.progress_bar(f"asking, {mode}") as progress:
-                report = evaluate(rag, collection, expected, progress=progress, **options)
-            reports.append(report)
-    if as_json:
-        ui.print_json(reports)
-        return
-    _print_reports(reports)
-    for marked in reports[0].marked if wrong else ():
-        if not marked.exact_match:
-            asked, right = marked.question, marked.question.answers[0]
-            line = f"{asked.id} {asked.question} -> {marked.given!r}, right: {right!r}"
-            ui.console.print(line, markup=False)
-
-
-def _print_reports(reports: list[EvaluationReport]) -> None:
-    table = ui.plain_table(
-        "mode", "questions", "exact match", "F1", "document retrieved", "computed", "agree"
-    )
-    for report in reports:
-        shares = (report.exact_match, report.f1, report.retrieved)
-        cells = ("-" if share is None else f"{100 * share:.1f}%" for share in shares)
-        table.add_row(
-            report.mode, str(report.questions), *cells,
-            f"{report.computed_tokens:,.1f} tokens", _agreement(report, reports),
-        )  # fmt: skip
-    ui.console.print(table)
-
-
-def _agreement(report: EvaluationReport, reports: list[EvaluationReport]) -> str:
-    """The share of answers whose first token is that of mode `exact`, where it was run too."""
-    from ragcache.evaluation import first_tokens_agree
-
-    exact = next((each for each in reports if each.mode in ("exact", "chat:exact")), None)
-    return "-" if exact is None else f"{100 * first_tokens_agree(report, exact):.1f}%"
 
 
 def plan(

@@ -1,0 +1,237 @@
+"""`ragcache eval`: the answers to known questions, mode by mode."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ragcache.config import DEFAULT_K, DEFAULT_RELATIVE_THRESHOLD, check_mode
+from ragcache.errors import ConfigurationError, NoState
+from ragcache_api.cli import console as ui
+from ragcache_api.cli.measure import PlotFile
+
+if TYPE_CHECKING:
+    from ragcache import RagCache
+    from ragcache.evaluation import Comparison, Dataset, Evaluation, EvaluationReport
+
+TEMPORARY = "-"
+"""The collection of documents that are forgotten afterwards."""
+
+OverOption = Annotated[
+    str,
+    typer.Option(
+        "--over",
+        help="What questions are asked over: `all` documents, each question's `own`, or `auto`: "
+        "as the format of the file means.",
+    ),
+]
+SampleOption = Annotated[
+    int | None, typer.Option("--sample", min=1, help="Ask so many of the questions, drawn.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of the sample and of the bootstraps.")]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a page with everything, as one HTML."),
+]
+
+
+def evaluate_command(
+    collection: Annotated[
+        str, typer.Argument(help="The collection to ask; - for one that is forgotten afterwards.")
+    ],
+    questions: Annotated[
+        Path,
+        typer.Argument(
+            help="Known questions: JSON lines, or a file of SQuAD, CMRC, QED, MuSiQue, QMSum, "
+            "LongBench or RAGBench, whose documents are ingested."
+        ),
+    ],
+    state: ui.StateOption = ui.DEFAULT_STATE,
+    modes: Annotated[
+        str, typer.Option("--modes", "--mode", help="Modes to compare, with commas.")
+    ] = "rooted,exact",
+    over: OverOption = "auto",
+    sample: SampleOption = None,
+    seed: SeedOption = 0,
+    k: ui.KOption = DEFAULT_K,
+    relative_threshold: ui.RelativeThresholdOption = DEFAULT_RELATIVE_THRESHOLD,
+    model: ui.ModelOption = None,
+    dtype: ui.DTypeOption = "auto",
+    embedding: ui.EmbeddingOption = None,
+    reranker: ui.RerankerOption = None,
+    instruction: ui.InstructionOption = None,
+    through: Annotated[
+        str, typer.Option("--through", help="`ask`, or `chat` with the modules pasted into it.")
+    ] = "ask",
+    extractive: ui.ExtractiveOption = None,
+    wrong: Annotated[bool, typer.Option("--wrong", help="List what was answered wrongly.")] = False,
+    report: ReportFile = None,
+    plot: PlotFile = None,
+    as_json: ui.JsonOption = False,
+) -> None:
+    """Mark the answers to known questions, mode by mode.
+
+    QUESTIONS are about the documents of COLLECTION, or the file brings its own. These are ingested
+    into COLLECTION, which must hold no others, and stay there: a second run encodes nothing. With
+    `-` they go to a temporary folder.
+    """
+    _check_choice("--through", through, ("ask", "chat"))
+    _check_choice("--over", over, ("auto", "all", "own"))
+    named = [check_mode(mode.strip()) for mode in modes.split(",")]
+    if not questions.is_file():
+        raise ConfigurationError(f"cannot read the questions in {questions}: there is no such file")
+    from ragcache.evaluation.datasets import load_dataset
+
+    dataset = load_dataset(questions, over)  # type: ignore[arg-type]  # it was checked
+    drawn = dataset if sample is None else dataset.sample(sample, seed)
+    if report is not None or plot is not None:
+        _check_plots()
+    opening = {
+        "dtype": dtype, "instruction": instruction, "reranker": reranker, "force_modes": True,
+    }  # fmt: skip
+    with _opened(state, model, embedding, collection, (dataset, drawn), opening) as (rag, name):
+        from ragcache.evaluation import evaluate_modes
+
+        setting = _setting(rag, questions, dataset, drawn, seed if sample else None) | {
+            "k": k, "relative threshold": relative_threshold, "sent by": through,
+        }  # fmt: skip
+        with ui.progress_bar("asking") as progress:
+            evaluation = evaluate_modes(
+                rag, name, drawn.questions, named, setting=setting, seed=seed, k=k,
+                relative_threshold=relative_threshold, through=through, extractive=extractive,
+                progress=lambda _, done, total: progress(done, total),
+            )  # fmt: skip
+    if report is not None:
+        from ragcache.evaluation.report import write_report
+
+        write_report(evaluation, report)
+    if plot is not None:
+        from ragcache.evaluation.report import draw_quality
+
+        draw_quality(evaluation).savefig(plot)
+    if as_json:
+        ui.print_json(evaluation)
+        return
+    print_evaluation(evaluation)
+    if wrong:
+        _print_wrong(evaluation.reports[0])
+
+
+def _check_choice(option: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        names = " or ".join(known)
+        raise ConfigurationError(f"{option} is {given!r}; give {names}")
+
+
+def _check_plots() -> None:
+    """Raises `MissingExtra` without matplotlib, before anything is asked."""
+    from ragcache.bench.harness import new_figure
+
+    new_figure(1)
+
+
+@contextmanager
+def _opened(
+    state: Path, model: str | None, embedding: str | None, collection: str,
+    datasets: tuple[Dataset, Dataset], opening: dict[str, Any],
+) -> Iterator[tuple[RagCache, str]]:  # fmt: skip
+    """The folder and the collection to ask, with the documents that the file brings. datasets: the
+    whole, and what is asked of it."""
+    dataset, drawn = datasets
+    with ExitStack() as stack:
+        if not dataset.documents:
+            if collection == TEMPORARY:
+                raise ConfigurationError(
+                    "the questions bring no documents; name the collection that they are about"
+                )
+            opened = ui.open_existing_rag(state, model, embedding, collection, **opening)
+            yield stack.enter_context(opened), collection
+            return
+        if collection == TEMPORARY:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-eval-"))
+            state, collection = Path(folder), dataset.name
+        else:
+            _check_own(state, collection, dataset)
+        rag = stack.enter_context(ui.open_rag(state, model, embedding, **opening))
+        with ui.progress_bar("encoding") as progress:
+            rag.ingest(collection, drawn.documents, progress=progress)
+        yield rag, collection
+
+
+def _check_own(state: Path, collection: str, dataset: Dataset) -> None:
+    """Raises `ConfigurationError` where a collection holds other documents than the file brings,
+    before a model is loaded."""
+    from ragcache.config import NAMESPACE
+    from ragcache.db import Catalog
+    from ragcache_api.settings import ServiceSettings
+
+    own, held = {each.id for each in dataset.documents}, set[str]()
+    with suppress(NoState), ui.open_ledger(state, ServiceSettings.read().ledger) as database:
+        catalog = Catalog(database, "", None, NAMESPACE)
+        if collection in catalog.stamps():
+            held = {each.document for each in catalog.modules(collection)}
+    if others := sorted(held - own):
+        raise ConfigurationError(
+            f"the questions bring {len(own)} documents, and the collection {collection!r} holds "
+            f"{len(others)} others, such as {others[0]!r}; name a new collection, or - for one "
+            "that is forgotten afterwards"
+        )
+
+
+def _setting(
+    rag: RagCache, path: Path, dataset: Dataset, drawn: Dataset, seed: int | None
+) -> dict[str, Any]:
+    """What the report says of how it was made."""
+    import ragcache
+    from ragcache.bench.harness import describe_machine
+
+    own = sum(1 for question in drawn.questions if question.own)
+    sampled = "" if seed is None else f" of {len(dataset.questions)}, drawn with seed {seed}"
+    return {
+        "questions": path.name, "format": dataset.format,
+        "asked": f"{len(drawn.questions)}{sampled}",
+        "documents": len(drawn.documents) or "of the collection",
+        "over": "each question's own documents" if own else "all documents",
+        "model": rag.internals.shared.model.name, "ragcache": ragcache.__version__,
+        "machine": ", ".join(f"{name} {value}" for name, value in describe_machine().items()),
+    }  # fmt: skip
+
+
+def print_evaluation(evaluation: Evaluation) -> None:
+    """Prints the modes and how they compare."""
+    from ragcache.evaluation.report import TITLES, format_mean
+
+    table = ui.plain_table("mode", "questions", *TITLES.values(), "TTFT", "cached", "computed")
+    for report in evaluation.reports:
+        table.add_row(
+            report.mode, str(report.questions),
+            *(format_mean(name, getattr(report, name)) for name in TITLES),
+            f"{1e3 * report.first_token_seconds:.0f} ms", f"{100 * report.cached_share:.1f}",
+            f"{report.computed_tokens:,.0f} tokens",
+        )  # fmt: skip
+    ui.console.print(table)
+    for comparison in evaluation.comparisons:
+        ui.console.print(_sentence(comparison, TITLES[comparison.mark]), style="dim")
+
+
+def _sentence(comparison: Comparison, mark: str) -> str:
+    low, high = 100 * comparison.interval.low, 100 * comparison.interval.high
+    return (
+        f"{comparison.mode} beside {comparison.reference}: {mark} "
+        f"{100 * comparison.difference:+.1f} points (95 % {low:+.1f} to {high:+.1f}), "
+        f"p = {comparison.p_value:.3f} ({comparison.test})"
+    )
+
+
+def _print_wrong(report: EvaluationReport) -> None:
+    for marked in report.marked:
+        if not marked.exact_match:
+            asked = marked.question
+            right = asked.answers[0] if asked.answers else ""
+            line = f"{asked.id} {asked.question} -> {marked.given!r}, right: {right!r}"
+            ui.console.print(line, markup=False)

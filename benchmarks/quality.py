@@ -1,0 +1,180 @@
+"""What answers are worth, set by set and mode by mode: the figures of docs/quality.md.
+
+    python benchmarks/quality.py --data DATA --out FOLDER --json FILE
+
+DATA holds those of the files in `SETS` that are to be asked; the example handbook is always there.
+FOLDER takes a page for each set. The table is printed as Markdown.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ragcache import RagCache
+from ragcache.bench.harness import Progress, describe_machine
+from ragcache.config import DEFAULT_RELATIVE_THRESHOLD
+from ragcache.documents import load_sources
+from ragcache.evaluation import Dataset, Evaluation, evaluate_modes, load_dataset
+from ragcache.evaluation.datasets import Over
+from ragcache.evaluation.report import format_mean, write_report
+from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
+
+MODES = ("exact", "rooted", "linked:16", "isolated")
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """How a set is asked.
+
+    Attributes:
+        name: In the table.
+        file: In the data folder; "" for the example handbook.
+        questions: The most that are asked, drawn.
+        over: See `load_dataset`.
+        k, relative_threshold: See `AskOptions`.
+    """
+
+    name: str
+    file: str
+    questions: int = 24
+    over: Over = "auto"
+    k: int = 4
+    relative_threshold: float = DEFAULT_RELATIVE_THRESHOLD
+
+
+SETS = (
+    QuestionSet("handbook", "", questions=48),
+    QuestionSet("QED", "qed.jsonl", questions=48),
+    QuestionSet("XQuAD, English", "xquad.en.json", questions=48),
+    QuestionSet("MuSiQue", "musique_s.json", k=10, relative_threshold=0.0),
+    QuestionSet("XQuAD, Chinese", "xquad.zh.json", over="own"),
+    QuestionSet("CMRC 2018", "cmrc2018.trial.json", over="own"),
+    QuestionSet("COVID-QA", "covid_qa.json", questions=12, over="own"),
+    QuestionSet("QMSum", "qmsum.val.jsonl", questions=12),
+)
+"""Of some the documents of all questions are too long to encode for a few: those are asked over
+each question's own."""
+
+
+def bench_quality(
+    data: Path | None, sets: Sequence[QuestionSet], out: Path | None = None,
+    questions: int | None = None, seed: int = 0, model: str | None = None,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Figures of each set that is there. Answers and texts are in the pages alone.
+
+    Args:
+        data: The folder of the files.
+        sets: What to ask.
+        out: A folder for pages, made if need be.
+        questions: The most of each set, instead of its own number.
+        seed: Of the samples and of the bootstraps.
+        model: A folder or a hub name; the embedded reader by default.
+        progress: Called with what is done now.
+    """
+    rows = []
+    for each in sets:
+        path = None if not each.file or data is None else data / each.file
+        if each.file and (path is None or not path.is_file()):
+            continue
+        dataset = _handbook() if path is None else load_dataset(path, each.over)
+        drawn = dataset.sample(questions or each.questions, seed)
+        evaluation = _evaluate(each, dataset, drawn, seed, model, progress)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_report(evaluation, out / f"{dataset.name}.html")
+        rows.append({"set": asdict(each), **_figures(evaluation)})
+    return {"machine": describe_machine(), "seed": seed, "sets": rows}
+
+
+def _handbook() -> Dataset:
+    folder = example_handbook()
+    known = load_dataset(folder.parent / "questions.jsonl")
+    documents = load_sources([folder]).documents
+    return Dataset("handbook", known.format, known.questions, tuple(documents))
+
+
+def _evaluate(
+    each: QuestionSet, dataset: Dataset, drawn: Dataset, seed: int, model: str | None,
+    progress: Progress,
+) -> Evaluation:  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as state,
+        RagCache.open(state, model, embedding=None, max_new_tokens=32, force_modes=True) as rag,
+    ):
+        progress(f"{each.name}: encoding {len(drawn.documents)} documents")
+        rag.ingest("evaluated", drawn.documents)
+        setting = {
+            "questions": each.name, "format": dataset.format,
+            "asked": f"{len(drawn.questions)} of {len(dataset.questions)}, drawn with seed {seed}",
+            "documents": len(drawn.documents),
+            "over": "each question's own documents" if drawn.questions[0].own else "all documents",
+            "model": rag.internals.shared.model.name, "retrieved by": "BM25",
+            "k": each.k, "relative threshold": each.relative_threshold,
+        }  # fmt: skip
+        return evaluate_modes(
+            rag, "evaluated", drawn.questions, MODES, setting=setting, seed=seed,
+            k=each.k, relative_threshold=each.relative_threshold,
+            progress=lambda mode, done, total: progress(f"{each.name}, {mode}: {done} of {total}"),
+        )  # fmt: skip
+
+
+def _figures(evaluation: Evaluation) -> dict[str, Any]:
+    plain = evaluation.to_dict()
+    for report in plain["reports"]:
+        del report["marked"]
+    return plain
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The figures as a table of Markdown."""
+    lines = [
+        "| set, questions | mode | EM | F1 (95 %) | ROUGE-L | KL | agreement | TTFT | cached |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(line for row in rows for line in _lines(row))])
+
+
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    for number, report in enumerate(row["reports"]):
+        name = f"{row['set']['name']}, {report['questions']}" if number == 0 else ""
+        low, high = (format_mean("f1", report["intervals"]["f1"][end]) for end in ("low", "high"))
+        shown = (
+            name, f"`{report['mode']}`", format_mean("exact_match", report["exact_match"]),
+            f"{format_mean('f1', report['f1'])} ({low} to {high})",
+            *(format_mean(name, report[name]) for name in ("rouge_l", "kl_divergence")),
+            format_mean("agreement", report["agreement"]),
+            f"{1e3 * report['first_token_seconds']:.0f} ms",
+            format_mean("cached", report["cached_share"]),
+        )  # fmt: skip
+        yield f"| {' | '.join(shown)} |"
+
+
+def main(
+    data: Annotated[Path | None, typer.Option(help="A folder with the files of the sets.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for a page of each set.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="The most of each set.")] = None,
+    only: Annotated[str | None, typer.Option(help="Names of sets, with semicolons.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples and of the bootstraps.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Instead of the embedded reader.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Asks every set in every mode."""
+    wanted = None if only is None else {name.strip() for name in only.split(";")}
+    sets = [each for each in SETS if wanted is None or each.name in wanted]
+    result = run_benchmark(
+        lambda progress: bench_quality(data, sets, out, questions, seed, model, progress)
+    )
+    print_figures([], result, json_file)
+    typer.echo(table_of(result["sets"]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

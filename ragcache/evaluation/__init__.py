@@ -1,0 +1,31 @@
+"""Evaluation of answers to known questions: sets of questions, marks, and modes side by side."""
+
+from ragcache.evaluation.datasets import Dataset, Question, load_dataset
+from ragcache.evaluation.metrics import (
+    Interval,
+    bootstrap_interval,
+    exact_match,
+    f1,
+    mcnemar,
+    normalize,
+    paired_bootstrap,
+    rouge_l,
+)
+from ragcache.evaluation.runs import (
+    PASTED,
+    Comparison,
+    Evaluation,
+    EvaluationReport,
+    MarkedAnswer,
+    ask_questions,
+    compare_reports,
+    evaluate,
+    evaluate_modes,
+)
+
+__all__ = [
+    "PASTED", "Comparison", "Dataset", "Evaluation", "EvaluationReport", "Interval", "MarkedAnswer",
+    "Question", "ask_questions", "bootstrap_interval", "compare_reports", "evaluate",
+    "evaluate_modes", "exact_match", "f1", "load_dataset", "mcnemar", "normalize",
+    "paired_bootstrap", "rouge_l",
+]  # fmt: skip
