@@ -53,7 +53,7 @@ def test_modes_over_documents_are_compared(
     """All that `linked` computes in context is `exact`; isolated documents differ from it."""
     first = Generation.of(first_logprobs=True, max_new_tokens=1)
     asked = ["Where does the spare key hang?", "Who serviced the engine of the Pipit?"]
-    with RagCache.open(tmp_path / "state", reader, embedding=None) as rag:
+    with RagCache.open(tmp_path / "state", reader, embedding=None, force_modes=True) as rag:
         rag.ingest("notes", [notes])
         exact, linked, isolated = (
             [
