@@ -4,12 +4,15 @@ without modules far below the best one.
     python benchmarks/retrieval.py --data DATA --json FILE
 
 DATA holds `xquad.en.json` (Artetxe et al., 2020) and `qed.jsonl` (Lamm et al., 2021); the example
-handbook is always there. The extra `minilm` adds retrieval by meaning.
+handbook is always there. The extra `minilm` adds retrieval by meaning. Of larger sets the same
+sample of questions is taken in every run, and a smaller one is answered: an answer costs as much
+as forty searches.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,12 +39,15 @@ from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 @dataclass(frozen=True, slots=True)
 class RetrievalSetting:
     """k: modules of a prompt; shares: relative thresholds, 0 for none; answered: those whose
-    answers are marked; questions: the most of a set, evenly spread."""
+    answers are marked; questions, answers: the most of a set that are searched for and answered,
+    drawn with `seed`."""
 
     k: int = 4
     shares: tuple[float, ...] = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
     answered: tuple[float, ...] = (0.0, 0.4)
     questions: int = 1_000
+    answers: int = 150
+    seed: int = 7
 
 
 def handbook_set() -> Dataset:
@@ -66,14 +72,14 @@ def bench_retrieval(
     setting = setting or RetrievalSetting()
     found, answered = [], []
     for each in sets:
-        step = max(1, math.ceil(len(each.questions) / setting.questions))
-        asked = each.questions[::step]
+        asked = _sample(each.questions, setting.questions, setting.seed)
+        marked = _sample(asked, setting.answers, setting.seed)
         with tempfile.TemporaryDirectory() as state:
             for by, rag in _opened(state, embedder):
                 with rag:
                     progress(f"{each.name}, {by}: ingesting")
                     rag.ingest(each.name, each.documents)
-                    progress(f"{each.name}, {by}: {len(asked)} questions")
+                    progress(f"{each.name}, {by}: {len(asked)} questions, {len(marked)} answers")
                     searches = ("sparse",) if by == "words" else ("dense", "hybrid")
                     found += [
                         {"set": each.name, "search": search, **row}
@@ -82,15 +88,39 @@ def bench_retrieval(
                     ]
                     answered += [
                         {"set": each.name, "search": searches[-1], **row}
-                        for row in _answered(rag, each.name, asked, setting)
+                        for row in _answered(rag, each.name, marked, setting)
                     ]
     return {"setting": asdict(setting), "found": found, "answered": answered}
+
+
+def _sample(questions: Sequence[Question], most: int, seed: int) -> Sequence[Question]:
+    """At most so many of the questions, in their order, the same in every run."""
+    if len(questions) <= most:
+        return questions
+    places = sorted(random.Random(seed).sample(range(len(questions)), most))
+    return [questions[place] for place in places]
+
+
+class QueriesOnce(Embeddings):
+    """Embeds every query once, however many searches it serves."""
+
+    def __init__(self, embedder: Embeddings) -> None:
+        self._embedder = embedder
+        self._vectors: dict[str, list[float]] = {}
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return self._embedder.embed_documents(texts)
+
+    def embed_query(self, text: str) -> list[float]:
+        if text not in self._vectors:
+            self._vectors[text] = self._embedder.embed_query(text)
+        return self._vectors[text]
 
 
 def _opened(state: str, embedder: Embeddings | None) -> Iterator[tuple[str, RagCache]]:
     yield "words", RagCache.open(state, embedding=None)
     if embedder is not None:
-        yield "meaning", RagCache.open(state, embedding=embedder)
+        yield "meaning", RagCache.open(state, embedding=QueriesOnce(embedder))
 
 
 def _found(
@@ -161,7 +191,9 @@ def main(
     data: Annotated[
         Path | None, typer.Option(help="A folder with xquad.en.json and qed.jsonl.")
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="The most of a set.")] = 1_000,
+    questions: Annotated[int, typer.Option(min=1, help="The most of a set to search.")] = 1_000,
+    answers: Annotated[int, typer.Option(min=1, help="The most of a set to answer.")] = 150,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 7,
     json_file: JsonFile = None,
 ) -> None:
     """Measures retrieval and answers, with and without the relative threshold."""
@@ -170,7 +202,7 @@ def main(
         if data is not None and (data / name).is_file():
             sets.append(load_dataset(data / name))
     embedder = MiniLM() if has_minilm() else None
-    setting = RetrievalSetting(questions=questions)
+    setting = RetrievalSetting(questions=questions, answers=answers, seed=seed)
     result = run_benchmark(partial(bench_retrieval, sets, embedder, setting))
     result |= {"machine": describe_machine()}
     found = plain_table("set", "search", "threshold", "nDCG", "recalled", "modules", left=2)
@@ -178,10 +210,11 @@ def main(
         shares = (f"{row[name]:.4f}" for name in ("ndcg", "recalled"))
         threshold = str(row["relative_threshold"])
         found.add_row(row["set"], row["search"], threshold, *shares, f"{row['modules']:.2f}")
-    marked = plain_table("set", "search", "threshold", "exact match", "F1", left=2)
+    marked = plain_table("set", "search", "threshold", "answers", "exact match", "F1", left=2)
     for row in result["answered"]:
         shares = (f"{100 * row[name]:.1f}%" for name in ("exact_match", "f1"))
-        marked.add_row(row["set"], row["search"], str(row["relative_threshold"]), *shares)
+        settings = (str(row["relative_threshold"]), str(row["questions"]))
+        marked.add_row(row["set"], row["search"], *settings, *shares)
     print_figures([found, marked], result, json_file)
 
 

@@ -129,6 +129,7 @@ class RagCache:
         states_dtype: str = "auto",
         warm_up: bool = False,
         long_context: bool = False,
+        quantization: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         instruction: str | None = None,
         **tiers: Unpack[TierOptions],
@@ -166,6 +167,8 @@ class RagCache:
             long_context: Whether a model with LongRoPE (Phi-3.5, Phi-4-mini) computes every text as
                 those beyond its original length, so that its window is the whole context; without
                 it the window ends at that length. States of the two are kept apart.
+            quantization: `int8` or `int4` for smaller weights (extra `quantized`); see
+                `load_model`. States of the three are kept apart.
             chat_template_kwargs: Variables of the model's chat template in every prompt, such as
                 `{"enable_thinking": False}`; a call may set others. They are part of what states
                 are kept under wherever they change the text before documents.
@@ -198,7 +201,7 @@ class RagCache:
         else:
             loaded = load_model(
                 model, device=device, dtype=dtype, states_dtype=states_dtype,
-                long_context=long_context,
+                long_context=long_context, quantization=quantization,
             )  # fmt: skip
         variables = _template_kwargs(loaded, chat_template_kwargs)
         before_documents = resolve_instruction(loaded.tokenizer, instruction)

@@ -83,6 +83,9 @@ class ServiceSettings(BaseSettings):
     long_context: bool = Field(
         False, description="A model with LongRoPE uses its long factors, for its whole context."
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None, description="Weights in 8 or 4 bits (extra `quantized`); else as they are stored."
+    )
     private_bytes: Size | None = Field(
         None, description="Room for questions' own states: 512 MiB; a share of a GPU."
     )
@@ -191,7 +194,7 @@ class ServiceSettings(BaseSettings):
             "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
             "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
-            "instruction", "reranker", "force_modes",
+            "instruction", "reranker", "force_modes", "quantization",
         }  # fmt: skip
         return self.model_dump(include=names, exclude_none=True)
 

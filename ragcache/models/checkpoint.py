@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, UnsupportedModel
 from ragcache.models.families import family_of
 from ragcache.models.positions import LONG_FACTORS, rotary_scaling
 
@@ -49,12 +49,14 @@ class TextForCausalLM(PreTrainedModel):  # type: ignore[misc]  # transformers is
 
 
 def load_checkpoint(
-    source: str, dtype: torch.dtype | str, *, long_context: bool = False, **files: str
-) -> Any:
+    source: str, dtype: torch.dtype | None, *, long_context: bool = False,
+    quantization: str | None = None, device: torch.device | None = None, **files: str,
+) -> Any:  # fmt: skip
     """The Hugging Face model of a folder or hub name that continues a text.
 
-    Of a composite checkpoint the rest is read and dropped. long_context: see `use_long_factors`.
-    files: `gguf_file`, where the weights are in one.
+    Of a composite checkpoint the rest is read and dropped. dtype: None is that of the file.
+    long_context: see `use_long_factors`. quantization, device: of weights that are quantized as
+    they are read (`ragcache.models.quantized`). files: `gguf_file`, where the weights are in one.
     Raises `UnsupportedModel` for a text model that no family serves, `ConfigurationError`, and what
     transformers raises.
     """
@@ -62,11 +64,39 @@ def load_checkpoint(
     text = config.get_text_config(decoder=True)
     if long_context:
         use_long_factors(text)
+    own = dtype or "auto"
     if text is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **files)
+        if quantization is None and not getattr(config, "quantization_config", None):
+            return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=own, **files)
+        return _quantized(source, config, dtype, quantization, device or torch.device("cpu"))
+    if quantization is not None:
+        raise UnsupportedModel(
+            f"the text model of a composite checkpoint ({config.model_type}) is served in its own "
+            "dtype; leave quantization out"
+        )
     family_of(text).check(text)  # before gigabytes are read
-    whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=dtype)
+    whole = AutoModelForImageTextToText.from_pretrained(source, config=config, dtype=own)
     return text_model(whole)
+
+
+def _quantized(
+    source: str, config: Any, dtype: torch.dtype | None, quantization: str | None,
+    device: torch.device,
+) -> Any:  # fmt: skip
+    """A model whose weights are quantized, now or when they were stored."""
+    from ragcache.models import quantized
+
+    stored = quantized.is_stored_quantized(config, quantization)
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    if quantization is not None:
+        options = quantized.quantizing_options(config, quantization, device, dtype)
+    elif stored:
+        quantized.check_stored(config, dtype)
+        options |= {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+    model = AutoModelForCausalLM.from_pretrained(source, config=config, **options)
+    if stored:
+        quantized.check_computes(model)
+    return model
 
 
 def text_model(whole: Any) -> Any:

@@ -2,7 +2,8 @@
 
 `auto` computes in the checkpoint's dtype, or on a CPU that is slow in it in float32, if that fits
 the memory. States are kept in the checkpoint's dtype either way: half the bytes, and first-token
-log-probabilities within 5e-3 of float32 throughout (bfloat16 throughout: 4e-2).
+log-probabilities within 5e-3 of float32 throughout (bfloat16 throughout: 4e-2). Weights can take
+fewer bits than either (`ragcache.models.quantized`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, MissingExtra
 from ragcache.machine import ROWS, available_memory, linear_seconds
 
 AUTO = "auto"
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
+INT4 = "int4"
+QUANTIZATIONS = ("int8", INT4)
+"""What the weights of a model can be quantized to."""
 MARGIN = 1.5
 """How much faster float32 must be: a machine that is about as fast in both keeps the checkpoint's
 dtype in every process, and so its states."""
@@ -55,6 +60,21 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype | None:
         ) from None
 
 
+def check_quantization(name: str | None) -> None:
+    """Raises `ConfigurationError` for an unknown quantization of weights, and `MissingExtra`
+    without the packages that make one. Nothing is imported."""
+    if name is None:
+        return
+    if name not in QUANTIZATIONS:
+        raise ConfigurationError(
+            f"unknown quantization {name!r}; quantizations: {', '.join(QUANTIZATIONS)}"
+        )
+    if not all(map(find_spec, ("torchao", "accelerate"))):
+        raise MissingExtra(
+            "quantized weights need two more packages: pip install 'ragcache[quantized]'"
+        )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -77,7 +97,7 @@ def choose_dtypes(
 
 def convert(model: Any, dtype: torch.dtype) -> Any:
     """The model in `dtype`, converted in place, one weight after another."""
-    if model.dtype != dtype:
+    if model.dtype != dtype and not getattr(model, "is_quantized", False):
         model = model.to(dtype)
         model.config.dtype = dtype
     return model
@@ -138,13 +158,17 @@ def choose_states(
     return checkpoint if checkpoint.itemsize < compute.itemsize else compute
 
 
+def vocabulary_weights(model: Any) -> set[int]:
+    """The `id`s of a model's weights by word: of embeddings and of the head."""
+    embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding))
+    weights = {id(each.weight) for each in embeddings}
+    head = model.get_output_embeddings()
+    return weights if head is None else weights | {id(head.weight)}
+
+
 def largest_linear(model: Any) -> tuple[int, int]:
     """The size [out, in] of the matrices, embeddings aside, that most of the weights are in."""
-    embeddings = (each for each in model.modules() if isinstance(each, torch.nn.Embedding))
-    vocabulary = {id(each.weight) for each in embeddings}
-    head = model.get_output_embeddings()
-    if head is not None:
-        vocabulary.add(id(head.weight))
+    vocabulary = vocabulary_weights(model)
     sizes: Counter[tuple[int, int]] = Counter()
     for weight in model.parameters():
         if weight.dim() >= 2 and id(weight) not in vocabulary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,17 +21,30 @@ VOLATILE = (
 def model_fingerprint(model: Any, states_dtype: torch.dtype | None = None) -> str:
     """A digest of configuration, dtypes and weights: of every weight tensor the name, shape and
     dtype, an integer sum over all of its bits (exact, whatever the order of summing) and a sample
-    of its elements. states_dtype: of kept states, where the model computes in another."""
+    of its elements; a quantized weight counts as the tensors that it consists of. states_dtype: of
+    kept states, where the model computes in another."""
     digest = hashlib.sha256(_config_text(model.config).encode())
     if states_dtype not in (None, model.dtype):
         digest.update(f"states|{states_dtype}|".encode())
     for name, weight in sorted(model.state_dict().items()):
-        bits = _bits(weight.detach())
-        total = int(bits.sum(dtype=torch.int64))
-        step = max(1, bits.numel() // SAMPLES)
-        digest.update(f"{name}|{tuple(weight.shape)}|{weight.dtype}|{total}|".encode())
-        digest.update(bits[::step].cpu().numpy().tobytes())
+        for part, tensor in plain_tensors(name, weight.detach()):
+            bits = _bits(tensor)
+            total = int(bits.sum(dtype=torch.int64))
+            step = max(1, bits.numel() // SAMPLES)
+            digest.update(f"{part}|{tuple(tensor.shape)}|{tensor.dtype}|{total}|".encode())
+            digest.update(bits[::step].cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def plain_tensors(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a weight consists of, by name: itself or, of a quantized one, its numbers,
+    scales and zeros."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        yield name, weight
+        return
+    parts, _ = weight.__tensor_flatten__()
+    for part in parts:
+        yield from plain_tensors(f"{name}.{type(weight).__name__}.{part}", getattr(weight, part))
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from importlib.util import find_spec
+from logging import ERROR, NOTSET, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ragcache.errors import ConfigurationError, MissingExtra, ModelNotFound, UnsupportedModel
-from ragcache.models.dtype import AUTO, DTypeChoice, choose_dtypes, convert, parse_dtype
+from ragcache.models.dtype import (
+    AUTO,
+    DTypeChoice,
+    check_quantization,
+    choose_dtypes,
+    convert,
+    parse_dtype,
+)
 from ragcache.models.fingerprint import tokenizer_fingerprint
 from ragcache.models.model import LanguageModel
 from ragcache.models.reader import READER, ReaderLM, read_reader
@@ -28,6 +36,7 @@ FIXED_DAY = datetime(2024, 7, 26)  # Llama's templates name it where they know n
 _ANOTHER_DAY = datetime(2031, 1, 5, 13, 14, 15)
 _DIRECTIVES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "dmyHIMSj"]
 _DIRECTIVES += [f"%{letter}" for letter in "aAwbBYpfUWcxXeFDTGuVZz"]
+_LOUD = ("torchao", "torch.utils._pytree")
 _MARK = "\u2063ragcache\u2063"  # placeholder for the content of the user turn; no text contains it
 
 
@@ -78,7 +87,7 @@ class LoadedModel:
 def load_model(
     name: str | Path | None = None, *, device: str | torch.device = "cpu",
     dtype: str | torch.dtype = AUTO, states_dtype: str | torch.dtype = AUTO,
-    long_context: bool = False,
+    long_context: bool = False, quantization: str | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Loads and patches a model.
 
@@ -92,12 +101,16 @@ def load_model(
             narrower. On a GPU it is what the model computes in.
         long_context: Whether a model with LongRoPE computes every text as those beyond its
             original length, which its window then includes.
+        quantization: `int8` or `int4` makes the weights of its linear layers that small as they are
+            read (extra `quantized`); None leaves them as they are stored. A model in 4 bits
+            computes in bfloat16 unless `dtype` says otherwise.
 
     Raises:
         ModelNotFound: It cannot be read.
         UnsupportedModel: Its architecture is not served.
-        ConfigurationError: A dtype is unknown, or this machine has no such device.
-        MissingExtra: A GGUF file needs packages that are not installed.
+        ConfigurationError: A dtype or quantization is unknown or does not fit the file, or this
+            machine has no such device.
+        MissingExtra: A GGUF file or quantized weights need packages that are not installed.
 
     Example:
         >>> loaded = load_model(dtype="float32")
@@ -106,14 +119,18 @@ def load_model(
     """
     place, wanted = _device(device), parse_dtype(dtype)
     parse_dtype(states_dtype)  # an unknown name is refused before anything is read
+    check_quantization(quantization)
     source = str(READER if name is None else name)
-    embedded = source == str(READER) and place.type == "cpu" and not long_context
+    plain = place.type == "cpu" and not long_context and quantization is None
+    embedded = plain and source == str(READER)
     if embedded:
         model, tokenizer = read_reader(READER)
         stored = model.dtype
     else:
-        model, tokenizer, stored = _read_checkpoint(source, wanted, long_context=long_context)
-    checkpoint = model.dtype if wanted is None else stored
+        model, tokenizer, stored = _read_checkpoint(
+            source, wanted, place, long_context=long_context, quantization=quantization
+        )
+    checkpoint = stored if wanted or quantization else model.dtype
     choice = choose_dtypes(model, place, dtype, states_dtype, checkpoint)
     causal = _wrapped(convert(model, choice.compute).to(place), embedded=embedded)
     causal.states_dtype = choice.states
@@ -130,25 +147,35 @@ def _wrapped(model: Any, *, embedded: bool) -> LanguageModel:
 
 
 def _read_checkpoint(
-    source: str, dtype: torch.dtype | None, *, long_context: bool
-) -> tuple[Any, Any, torch.dtype]:
+    source: str, dtype: torch.dtype | None, device: torch.device, *, long_context: bool,
+    quantization: str | None,
+) -> tuple[Any, Any, torch.dtype]:  # fmt: skip
     """Model and tokenizer of transformers, and the dtype of the file. Raises as `load_model`."""
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoTokenizer
-
-    from ragcache.models.checkpoint import load_checkpoint
 
     place, files = _gguf_file(source)
     if files:  # whose weights transformers makes numbers of the dtype that is asked for
         dtype = dtype or torch.bfloat16
+        if quantization is not None:
+            raise ConfigurationError(
+                "the weights of a GGUF file become numbers of one dtype; leave quantization out, "
+                "or give the checkpoint that it was made from"
+            )
     try:
         with quiet_loading():
+            from transformers import AutoConfig, AutoTokenizer
+
+            from ragcache.models.checkpoint import load_checkpoint
+
             tokenizer = AutoTokenizer.from_pretrained(place, **files)
             config = AutoConfig.from_pretrained(place, **files)
             text = config.get_text_config(decoder=True)
             stored: Any = config.dtype or text.dtype or dtype
-            model = load_checkpoint(place, dtype or "auto", long_context=long_context, **files)
-    except (UnsupportedModel, ConfigurationError):
+            model = load_checkpoint(
+                place, dtype, long_context=long_context, quantization=quantization, device=device,
+                **files,
+            )  # fmt: skip
+    except (UnsupportedModel, ConfigurationError, MissingExtra):
         raise
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelNotFound(
@@ -259,15 +286,21 @@ def _strftime_macro(day: datetime) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Holds back transformers' progress bars and advice while a model loads."""
+    """Holds back transformers' progress bars and advice while a model loads, and what torchao says
+    of kernels for other machines when transformers imports it."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    loud = [name for name in _LOUD if not getLogger(name).level]
+    for name in loud:
+        getLogger(name).setLevel(ERROR)
     try:
         yield
     finally:
+        for name in loud:
+            getLogger(name).setLevel(NOTSET)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -103,6 +103,7 @@ def tiny_config(config: Any, family: Family) -> Any:
             setattr(tiny, name, [value[layer] for layer in layers])
         elif isinstance(value, int) and not isinstance(value, bool):
             setattr(tiny, name, _smaller(name, value))
+    vars(tiny).pop("quantization_config", None)  # weights that are stored quantized are not random
     tiny.num_hidden_layers, tiny.num_attention_heads = len(layers), HEADS
     tiny.hidden_size = HEADS * head_dim
     if "head_dim" in entries:

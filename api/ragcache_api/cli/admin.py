@@ -263,8 +263,10 @@ def doctor(
     def loaded() -> LoadedModel:
         from ragcache.models import load_model
 
-        kept = settings.states_dtype
-        return load_model(model, device=settings.device, dtype=dtype, states_dtype=kept)
+        return load_model(
+            model, device=settings.device, dtype=dtype, states_dtype=settings.states_dtype,
+            long_context=settings.long_context, quantization=settings.quantization,
+        )  # fmt: skip
 
     checks = {
         "machine": _check_machine,

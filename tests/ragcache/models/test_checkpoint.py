@@ -66,7 +66,7 @@ def test_the_text_model_of_a_composite_checkpoint(model_type: str, tmp_path: Pat
     ids = torch.tensor([tokens])
     with torch.no_grad():
         expected = whole(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -1]
-    causal = wrap_causal(load_checkpoint(str(tmp_path), "auto"))
+    causal = wrap_causal(load_checkpoint(str(tmp_path), None))
     [states] = encode(causal, [EncodeJob(tokens[:25], 33)])
     context = assemble_context([states], tokens[25:], window=512, max_new_tokens=4)
     [logits] = last_logits(causal, [context])
@@ -88,7 +88,7 @@ def test_a_composite_of_an_unserved_text_model_is_refused_before_it_is_read(
 ) -> None:
     AutoConfig.for_model("llama4").save_pretrained(tmp_path)  # no weights
     with pytest.raises(UnsupportedModel, match="within chunks"):
-        load_checkpoint(str(tmp_path), "auto")
+        load_checkpoint(str(tmp_path), None)
 
 
 SWITCH = 64
