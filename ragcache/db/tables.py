@@ -209,7 +209,11 @@ class ScaffoldTable(Base):
     a collection, by their ids. `key` names their joint states."""
 
     __tablename__ = "scaffolds"
-    __table_args__ = (Index("scaffolds_by_key", "key"),)
+    __table_args__ = (
+        Index("scaffolds_by_key", "key"),
+        Index("scaffolds_by_collection", "collection_id"),
+        Index("scaffolds_by_schema", "schema_id"),
+    )
     id: Mapped[int] = mapped_column(primary_key=True)
     schema_id: Mapped[int | None] = mapped_column(owned_by("schemas"))
     collection_id: Mapped[int | None] = mapped_column(owned_by("collections"))

@@ -126,6 +126,7 @@ def remove(
                 f"the collection {collection!r} has no document {unknown[0]!r}; nothing was "
                 f"removed. `ragcache documents {collection}` lists them"
             )
+        taken = catalog.preview_deletion(collection, None if everything else list(known))
         if not dry_run:
             freed = (
                 catalog.delete_collection(collection)[1]
@@ -134,10 +135,17 @@ def remove(
             )
             store.discard(freed)
     if as_json:
-        ui.print_json({"dry_run": dry_run, "documents": list(known), "collection": everything})
+        ui.print_json({
+            "dry_run": dry_run, "documents": list(known), "collection": everything,
+            "modules": taken.modules, "states": taken.states, "tiers": dict(taken.tiers),
+        })  # fmt: skip
         return
     would = "would be removed" if dry_run else "removed"
-    ui.console.print(f"{len(known):,} documents {would} from {collection}", markup=False)
+    ui.console.print(
+        f"{len(known):,} documents {would} from {collection}, with {taken.modules:,} modules and "
+        f"{taken.states:,} states ({taken.nbytes:,} bytes)",
+        markup=False,
+    )
     if everything:
         ui.console.print(f"the collection {collection} {would}", markup=False)
 

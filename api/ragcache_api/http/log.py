@@ -20,7 +20,11 @@ REQUEST_ID_HEADER = "X-Request-ID"
 KEPT = 500
 _MESSAGE, _TRACEBACK = 2_000, 10_000  # characters
 _USABLE = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-_SECRETS = re.compile(r"\brc-[\w-]{9,}|(?<=://)[^/\s:@]*:(?:(?!://)\S)+(?=@)")
+_SECRETS = re.compile(
+    r"\brc-[\w-]{9,}"
+    r"|(?<=://)[^/\s:@]*:(?:(?!://)\S)+(?=@)"  # a password, which may hold slashes
+    r"|(?<=://)[^/\s:@]+(?=@)"  # a token in the place of the user
+)
 _UVICORN = "uvicorn"  # passes nothing on to the root
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
@@ -126,5 +130,5 @@ class EventLog(logging.Handler):
 
 
 def _masked(text: str) -> str:
-    """Text without keys of the service and passwords in addresses."""
+    """Text without keys of the service, and without users and passwords of addresses."""
     return _SECRETS.sub("***", text)

@@ -45,7 +45,10 @@ def test_a_filter_chooses_documents_by_metadata(
 
 def test_documents_are_removed_with_their_states(run: Run, ingested: Path) -> None:
     dry = json_of(run("rm", "notes", "keys.md", "--dry-run", "--json"))
+    taken = {key: dry.pop(key) for key in ("modules", "states", "tiers")}
     assert dry == {"dry_run": True, "documents": ["keys.md"], "collection": False}
+    assert taken["modules"] == taken["states"] == 1
+    assert set(taken["tiers"]) == {"disk"}
     assert json_of(run("stats", "--json"))["tiers"]["disk"]["states"] == 4
     assert "1 documents removed from notes" in run("rm", "notes", "keys.md")[1]
     assert json_of(run("stats", "--json"))["tiers"]["disk"]["states"] == 3

@@ -98,7 +98,9 @@ def test_secrets_are_masked_and_room_is_bounded(log: EventLog) -> None:
         ("s3://key:a/b+c=@bucket/x is away", "s3://***@bucket/x is away"),
         ("postgresql://u:p@ss/w@rd@db/x", "postgresql://***@db/x"),
         ("redis://:a@h,postgresql://u:b@i", "redis://***@h,postgresql://***@i"),
+        ("https://ghp_token@host/x is away", "https://***@host/x is away"),
         ("http://host:8000/v1 of a@b", "http://host:8000/v1 of a@b"),
+        ("http://host/a@b", "http://host/a@b"),
     ],
 )
 def test_passwords_in_addresses_are_masked_to_the_last_character(

@@ -140,6 +140,9 @@ def test_picked_files_become_documents(page: Page, server: httpx.Client, tmp_pat
     picker.send_keys(f"{tmp_path / 'a.md'}\n{tmp_path / 'b.md'}")
     page.click(".ingestform [type=submit]", "Ingest 2 files")
     assert "2 of 2" in page.find(".job[data-status=done]", "letters").text
+    picker.send_keys(f"{tmp_path / 'a.md'}")
+    page.click(".ingestform [type=submit]", "Ingest 1 file")
+    page.find(".job[data-status=done]", "nothing new")
     found = get(server, "/admin/modules", collection="letters")["items"]
     assert {each["document"] for each in found} == {"a.md", "b.md"}
     for each in found:

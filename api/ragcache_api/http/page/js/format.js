@@ -36,7 +36,7 @@ export function seconds(value) {
   if (value === 0) return "0 ms";
   if (value < 0.01) return `${(value * 1e3).toFixed(2)} ms`;
   if (value < 0.1) return `${(value * 1e3).toFixed(1)} ms`;
-  if (value < 1) return `${Math.round(value * 1e3)} ms`;
+  if (value < 0.9995) return `${Math.round(value * 1e3)} ms`;
   if (value < 10) return `${value.toFixed(2)} s`;
   if (value < 60) return `${value.toFixed(1)} s`;
   return span(value);

@@ -2,6 +2,7 @@
 import { h } from "./dom.js";
 
 const MOST = 3;
+const CONTEXT = 240; // characters: a longer line is cut there, be it within a word
 
 /** The first places of the answer's first choice. */
 export function quotations({ text, spans = [] }) {
@@ -10,13 +11,16 @@ export function quotations({ text, spans = [] }) {
     h(
       "p",
       { class: "muted", "data-figure": "quotation" },
-      span.prefix,
+      before(span.prefix),
       h("mark", {}, text),
-      span.suffix,
+      after(span.suffix),
       ` (${place(span)})`,
     ),
   );
 }
+
+const before = (text) => (text.length < CONTEXT ? text : `…${text.slice(text.search(/\s/))}`);
+const after = (text) => (text.length < CONTEXT ? text : text.replace(/\s\S*$/, " …"));
 
 function place({ document, page, start, end }) {
   const parts = [document];

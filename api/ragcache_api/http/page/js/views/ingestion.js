@@ -276,7 +276,7 @@ function jobLine({
     h(
       "div",
       { class: "line muted num" },
-      h("span", {}, total ? `${count(done)} of ${plural(total, "module")}` : "counting"),
+      h("span", {}, total ? `${count(done)} of ${plural(total, "module")}` : uncounted(status)),
       h("span", {}, when),
     ),
     error && h("p", { class: "fault" }, error),
@@ -285,6 +285,8 @@ function jobLine({
     ),
   ];
 }
+
+const uncounted = (status) => (status === "done" ? "nothing new" : "counting");
 
 async function watch(jobs, id) {
   if (jobs.watched.has(id)) return;

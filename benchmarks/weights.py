@@ -1,0 +1,142 @@
+"""What weights in 8 and 4 bits save and cost: bytes, time of the processor, and answers.
+
+    python benchmarks/weights.py --json FILE
+
+Layers of the size of Qwen2.5-1.5B's with random weights are loaded as they are stored, in bfloat16,
+and quantized (extra `quantized`); the embedded reader answers the questions of the handbook so.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ragcache import RagCache
+from ragcache.bench.harness import Progress, describe_machine
+from ragcache.evaluation import evaluate, load_questions
+from ragcache.models import load_model
+from ragcache.models.dtype import QUANTIZATIONS
+from ragcache.models.quantized import weight_bytes
+from ragcache.models.reader import READER
+from ragcache_api.cli.ask import example_handbook
+from ragcache_api.cli.console import plain_table
+from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
+
+KINDS = (None, *QUANTIZATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSetting:
+    """hidden, intermediate, layers: sizes of the model; rows: new tokens of the passes that are
+    timed; runs: of each, in turn; questions: of the handbook."""
+
+    hidden: int = 1536
+    intermediate: int = 8960
+    layers: int = 2
+    rows: tuple[int, ...] = (1, 256)
+    runs: int = 5
+    questions: int = 144
+
+
+def bench_weights(
+    setting: WeightsSetting | None = None, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """For weights as they are stored, `int8` and `int4`: bytes_share of the layers; for each number
+    of rows the ratio of the processor's time; error, the norm of the difference of logits over
+    their norm; exact_match and f1 of the reader's answers."""
+    setting = setting or WeightsSetting()
+    with tempfile.TemporaryDirectory() as folder:
+        progress("making a model")
+        _save_model(Path(folder), setting)
+        timed = _timed(folder, setting, progress)
+    for kind in KINDS:
+        progress(f"answering with weights in {kind or 'their own dtype'}")
+        timed[str(kind)] |= _marks(kind, setting.questions)
+    return {"setting": asdict(setting), "weights": timed}
+
+
+def _save_model(folder: Path, setting: WeightsSetting) -> None:
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(READER)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=setting.hidden,
+        intermediate_size=setting.intermediate, num_hidden_layers=setting.layers,
+        num_attention_heads=12, num_key_value_heads=2, max_position_embeddings=4096,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.inference_mode()
+def _timed(folder: str, setting: WeightsSetting, progress: Progress) -> dict[str, dict[str, Any]]:
+    models = {}
+    for kind in KINDS:
+        progress(f"loading weights in {kind or 'their own dtype'}")
+        models[kind] = load_model(folder, dtype="bfloat16", quantization=kind).causal.model
+    sizes = {kind: weight_bytes(model.model.layers) for kind, model in models.items()}
+    tokens = torch.randint(models[None].config.vocab_size, (1, max(setting.rows)))
+    logits = {kind: model(tokens).logits[0, -1].float() for kind, model in models.items()}
+    times: dict[tuple[str | None, int], list[float]] = defaultdict(list)
+    for run in range(setting.runs):
+        progress(f"run {run + 1} of {setting.runs}")
+        for rows in setting.rows:
+            for kind, model in models.items():
+                began = time.process_time()
+                model(tokens[:, :rows], use_cache=False)
+                times[kind, rows].append(time.process_time() - began)
+    exact = logits[None]
+    return {
+        str(kind): {
+            "bytes_share": sizes[kind] / sizes[None],
+            "error": float((logits[kind] - exact).norm() / exact.norm()),
+            "time_ratio": {
+                rows: median(times[kind, rows]) / median(times[None, rows]) for rows in setting.rows
+            },
+        }
+        for kind in KINDS
+    }
+
+
+def _marks(kind: str | None, questions: int) -> dict[str, float]:
+    handbook = example_handbook()
+    asked = load_questions(handbook.parent / "questions.jsonl")[:questions]
+    with tempfile.TemporaryDirectory() as state:
+        opened = RagCache.open(state, embedding=None, dtype="bfloat16", quantization=kind)
+        with opened as rag:
+            rag.ingest("handbook", [handbook])
+            report = evaluate(rag, "handbook", asked, mode="rooted")
+    return {"exact_match": report.exact_match, "f1": report.f1}
+
+
+def main(
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each pass.")] = 5,
+    questions: Annotated[int, typer.Option(min=1, help="Of the handbook.")] = 144,
+    json_file: JsonFile = None,
+) -> None:
+    """Measures weights in 8 and 4 bits beside those in bfloat16."""
+    setting = WeightsSetting(runs=runs, questions=questions)
+    result = run_benchmark(partial(bench_weights, setting)) | {"machine": describe_machine()}
+    table = plain_table("weights", "bytes", "error", *(f"{rows} rows" for rows in setting.rows),
+                        "exact match", "F1", left=1)  # fmt: skip
+    for kind, row in result["weights"].items():
+        ratios = (f"{ratio:.2f}x" for ratio in row["time_ratio"].values())
+        marks = (f"{100 * row[name]:.1f}%" for name in ("exact_match", "f1"))
+        shares = f"{100 * row['bytes_share']:.0f}%", f"{100 * row['error']:.1f}%"
+        table.add_row("bfloat16" if kind == "None" else kind, *shares, *ratios, *marks)
+    print_figures([table], result, json_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
