@@ -65,6 +65,7 @@ words until they are embedded aside."""
 _EMBED_BATCH = 64
 _EMBEDDED_ASIDE = 32  # until other collections have their turn
 _EXIT_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a build that failed; each twice the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,8 @@ class Retriever:
     account, at a cost in proportion to that, and one thread builds another aside. More than
     `APPLIED_AT_ONCE` new modules are found when that is built, but for those that replace others,
     which are found at once. What this process ingests it takes into account itself
-    (`update_index`), before `ingest` returns. A build that fails is tried again by the next
-    question.
+    (`update_index`), before `ingest` returns. A build that fails is tried again by a question
+    after a pause, of a second at first and of a minute at most.
 
     Modules without a vector of the embedder are embedded aside, too, unless there are few
     (`EMBEDDED_AT_ONCE`). Hybrid searches find them by their words until then; dense ones wait."""
@@ -348,16 +349,20 @@ class Retriever:
         modules = {row.id: row for row in read.modules}
         return _Indexed(read.stamp, CollectionIndex(*_ids_and_texts(modules)), modules)
 
-    def _rebuild(self, collection: str) -> None:
-        """Builds as `_build`, and logs errors: the index before serves."""
+    def _rebuild(self, collection: str) -> bool:
+        """Builds as `_build`, and logs errors: the index before serves. Returns whether there is
+        nothing left to build."""
         try:
             self._build(collection)
         except (EngineClosed, UnknownCollection):
-            return  # closed or deleted meanwhile
+            return True  # closed or deleted meanwhile
         except LedgerUnavailable as error:
             _log.warning("the index of %r is built by a later question: %s", collection, error)
+            return False
         except Exception:
             _log.exception("the index of %r was not rebuilt; the old one serves", collection)
+            return False
+        return True
 
     def _build(self, collection: str) -> None:
         """Builds the index of a collection where there is none, and what is outdated of one. One
@@ -446,14 +451,17 @@ class Retriever:
 
 
 class _Rebuilder:
-    """Calls `rebuild`, which raises nothing, for collections, one after another, in a thread that
-    lives while there are some. A collection that is requested meanwhile gets its turn again.
+    """Calls `rebuild`, which raises nothing and says whether it has succeeded, for collections, one
+    after another, in a thread that lives while there are some. A collection that is requested
+    meanwhile gets its turn again; one that could not be rebuilt is not until a pause is over, which
+    each failure doubles.
     At exit it is awaited: PyTorch aborts a process whose threads are killed within it. Thread-safe.
 
     ended: whether the process ends."""
 
-    def __init__(self, rebuild: Callable[[str], None]) -> None:
+    def __init__(self, rebuild: Callable[[str], bool]) -> None:
         self._rebuild = rebuild
+        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long, in seconds
         self._requested: dict[str, None] = {}  # in the order of requests
         self._thread: threading.Thread | None = None
         self.ended = False
@@ -462,7 +470,8 @@ class _Rebuilder:
     def request(self, collection: str) -> None:
         """Has a collection rebuilt soon, at most once for all requests until that begins."""
         with self._guard:
-            if self.ended:
+            until, _ = self._pauses.get(collection, (0.0, 0.0))
+            if self.ended or time.monotonic() < until:
                 return
             self._requested[collection] = None
             if self._thread is None:
@@ -473,7 +482,16 @@ class _Rebuilder:
 
     def _run(self) -> None:
         while (collection := self._next()) is not None:
-            self._rebuild(collection)
+            done = self._rebuild(collection)
+            with self._guard:
+                self._note(collection, done=done)
+
+    def _note(self, collection: str, *, done: bool) -> None:
+        _, before = self._pauses.pop(collection, (0.0, 0.0))
+        if not done:
+            pause = min(2 * before or _FIRST_PAUSE, _LONGEST_PAUSE)
+            self._pauses[collection] = time.monotonic() + pause, pause
+            self._requested.pop(collection, None)
 
     def _next(self) -> str | None:
         with self._guard:

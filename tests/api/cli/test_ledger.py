@@ -33,7 +33,8 @@ def test_a_ledger_is_shown_and_upgraded_beside_a_process(tmp_path: Path) -> None
         with database.transaction() as session:
             for column in ("format", "revision"):
                 session.execute(text(f"ALTER TABLE sessions DROP COLUMN {column}"))
-            session.execute(text("DROP INDEX states_by_used_at"))
+            for index in ("states_by_used_at", "scaffolds_by_collection", "scaffolds_by_schema"):
+                session.execute(text(f"DROP INDEX {index}"))
             session.execute(text("ALTER TABLE states DROP COLUMN used_at"))
             session.execute(text("ALTER TABLE collections DROP COLUMN instruction"))
             session.execute(text("UPDATE alembic_version SET version_num = '0003'"))

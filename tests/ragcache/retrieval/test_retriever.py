@@ -737,23 +737,30 @@ def test_an_ingestion_waits_for_no_index_of_another_collection(
     wait_until_built(retriever)
 
 
-def test_new_modules_are_found_though_indexing_them_failed_once(
+def test_indexing_that_failed_is_tried_again_after_a_pause_that_doubles(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     catalog, retriever = opened(database)
     fill(catalog)
     assert found(retriever, "boat") == ["boats.md"]
     monkeypatch.setattr("ragcache.retrieval.retriever.APPLIED_AT_ONCE", 0)
+    now, tried = [1_000.0], []
+    monkeypatch.setattr("ragcache.retrieval.retriever.time.monotonic", lambda: now[0])
 
     def fail(index: CollectionIndex) -> None:
+        tried.append(now[0])
         raise MemoryError
 
     with monkeypatch.context() as failing:
         failing.setattr(CollectionIndex, "build", fail)
         catalog.replace_documents("notes", [document("new.md", "A sloop.")])
-        assert found(retriever, "sloop") == []
-        wait_until_built(retriever)
+        for at in (1_000.0, 1_000.9, 1_001.1, 1_002.9, 1_003.2):
+            now[0] = at
+            assert found(retriever, "sloop") == []
+            wait_until_built(retriever)
+    assert tried == [1_000.0, 1_001.1, 1_003.2]
     assert "the index of 'notes' was not rebuilt; the old one serves" in caplog.text
+    now[0] += 60
     found(retriever, "sloop")
     wait_until_built(retriever)
     assert found(retriever, "sloop") == ["new.md"]
