@@ -54,8 +54,6 @@ class MiniLM(Embeddings):
 
 
 def _load_minilm() -> tuple[Any, Any]:
-    from transformers import AutoModel, AutoTokenizer
-
     from ragcache.models.loader import quiet_loading
 
     spec = find_spec(MINILM_PACKAGE)
@@ -63,6 +61,8 @@ def _load_minilm() -> tuple[Any, Any]:
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "model"
     with quiet_loading():
+        from transformers import AutoModel, AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModel.from_pretrained(folder, local_files_only=True)
     return tokenizer, model.float().eval()
@@ -81,7 +81,10 @@ class SentenceEmbedder(Embeddings):
 
     def __init__(self, model: str) -> None:
         check_embedding(model)
-        from sentence_transformers import SentenceTransformer
+        from ragcache.models.loader import quiet_loading
+
+        with quiet_loading():
+            from sentence_transformers import SentenceTransformer
 
         self.model_name = model
         self._encoding = threading.Lock()

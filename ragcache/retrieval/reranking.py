@@ -36,7 +36,11 @@ class CrossEncoderReranker:
     def __init__(self, model: str, device: str = "cpu") -> None:
         check_reranker(model)
         import torch
-        from sentence_transformers import CrossEncoder
+
+        from ragcache.models.loader import quiet_loading
+
+        with quiet_loading():
+            from sentence_transformers import CrossEncoder
 
         self._scoring = threading.Lock()  # fast tokenizers are not thread-safe
         self._sigmoid = torch.nn.Sigmoid()
