@@ -22,7 +22,7 @@ import typer
 
 from ragcache import RagCache
 from ragcache.bench.harness import Progress, describe_machine
-from ragcache.evaluation import evaluate, load_questions
+from ragcache.evaluation import evaluate, load_dataset
 from ragcache.models import load_model
 from ragcache.models.dtype import QUANTIZATIONS
 from ragcache.models.quantized import weight_bytes
@@ -111,7 +111,7 @@ def _timed(folder: str, setting: WeightsSetting, progress: Progress) -> dict[str
 
 def _marks(kind: str | None, questions: int) -> dict[str, float]:
     handbook = example_handbook()
-    asked = load_questions(handbook.parent / "questions.jsonl")[:questions]
+    asked = load_dataset(handbook.parent / "questions.jsonl").questions[:questions]
     with tempfile.TemporaryDirectory() as state:
         opened = RagCache.open(state, embedding=None, dtype="bfloat16", quantization=kind)
         with opened as rag:
