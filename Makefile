@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Of Hypothesis, in `make test-all`: every example of a property, or a quarter (`quick`).
+PROFILE ?= full
 INSTALLED := .venv/.installed
 # The tests start many processes, which need not compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +20,7 @@ test: $(INSTALLED)
 # processes, scripts; and with every example of a property. Where there is a PostgreSQL, also
 # tests/cluster, whose soak takes RAGCACHE_SOAK_SECONDS (900).
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile full -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "slow or not slow" --hypothesis-profile $(PROFILE) -n auto --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

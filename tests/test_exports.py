@@ -184,10 +184,18 @@ def test_an_unknown_mode_is_refused_with_the_known_ones(mode: str) -> None:
     )
 
 
-SCRIPT = """
-import os, threading, torch
-from ragcache.openmp import _pause, give_workers_back
+SETTLED = """
+import os, time, torch
 def tasks(): return len(os.listdir("/proc/self/task"))
+def settled(most):
+    until = time.monotonic() + 30
+    while tasks() > most and time.monotonic() < until:
+        time.sleep(0.01)
+    return tasks()
+"""
+"""Threads of a process; those above `most` are waited for, which end when they get to run."""
+SCRIPT = f"""{SETTLED}
+from ragcache.openmp import _pause, give_workers_back
 torch.set_num_threads(3)
 give_workers_back()
 before = tasks()
@@ -195,8 +203,7 @@ product = torch.ones(512, 512) @ torch.ones(512, 512)
 torch.ones(10**6).exp_()
 working = tasks()
 give_workers_back()
-import time; time.sleep(0.2)
-print(_pause() is not None, working > before, tasks() <= before, float(product[0, 0]))
+print(_pause() is not None, working > before, settled(before) <= before, float(product[0, 0]))
 torch.ones(10**6).exp_()
 print("again")
 """
@@ -238,30 +245,27 @@ def test_a_command_bounds_spinning_before_torch_is_there(given: dict[str, str], 
     assert out == ["False", spins]
 
 
-STORING = """
-import os, time, torch
+STORING = f"""{SETTLED}
 from ragcache.openmp import give_workers_back
 from ragcache.states import KVKey, KVStates
 from ragcache.states.serialization import blob_parts
 from ragcache.states.quantization import quantize
 from ragcache.store.tiers.host import HostTier
 torch.set_num_threads(3)
-def tasks():
-    time.sleep(0.2)
-    return len(os.listdir("/proc/self/task"))
+alone = tasks()
 plain = torch.ones(8, 4, 64, 512).transpose(2, 3)
 states = KVStates(plain, plain, 0)
 key = KVKey("ab" * 16)
-give_workers_back()
-alone = tasks()
 torch.ones(10**6).exp_()
 print(tasks() - alone)
+give_workers_back()
+settled(alone)
 for step in (
     lambda: HostTier(2**30).put(key, states), lambda: blob_parts(key, states),
     lambda: quantize(states, "int8"), lambda: quantize(states, "int8").restore(),
 ):
     step()
-    print(tasks() - alone)
+    print(settled(alone) - alone)
 """
 
 

@@ -304,9 +304,9 @@ def test_parsing_ten_thousand_modules_is_fast(between: str) -> None:
     modules = (f'<module name="m{n}">{text}</module>' for n in range(10_000))
     pml = f'<schema name="s">{between.join(modules)}</schema>'
     assert len(pml) > 5_000_000
-    start = time.perf_counter()
+    start = time.process_time()
     layout = lay_out(parse_schema(pml), len)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert len(layout.spans) == 20_000
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given
@@ -380,7 +382,26 @@ def test_reference_schemas_resolve_prompts(reference_files: list[Path]) -> None:
             assert plan.pieces[-1].kind == "new"
 
 
+def lines_run(work: Callable[[], object]) -> int:
+    """How many lines of Python some work runs: its time on a machine that nothing else uses."""
+    counted = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal counted
+        counted += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
 def test_resolving_against_ten_thousand_modules_is_fast() -> None:
+    """The anonymous text between modules is all in the plan, at a few lines of Python each."""
     modules = "".join(
         f'and <module name="m{n}">some words <param name="p" len="4"/></module>'
         for n in range(10_000)
@@ -388,10 +409,5 @@ def test_resolving_against_ten_thousand_modules_is_fast() -> None:
     index = SchemaIndex.build(parse_schema(f'<schema name="s">{modules}</schema>'), count_words)
     imports = "".join(f'<m{n} p="a b"/>new text' for n in range(0, 10_000, 1_000))
     prompt = parse_prompt(f'<prompt schema="s">{imports}</prompt>')
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        plan = resolve_prompt(index, prompt)
-        times.append(time.perf_counter() - start)
-    assert len(plan.pieces) == 10_030
-    assert min(times) < 0.002
+    assert len(resolve_prompt(index, prompt).pieces) == 10_030
+    assert lines_run(lambda: resolve_prompt(index, prompt)) < 40_000

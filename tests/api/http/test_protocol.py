@@ -26,6 +26,7 @@ from ragcache_api.http.errors import STATUS, HTTPProblem, error_info, is_openai
 from ragcache_api.http.protocol import CompactResponse, compact
 from ragcache_schemas import PMLError
 from tests.api.http.conftest import LEAVE, client_of
+from tests.conftest import scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ def test_every_answer_is_documented(client: TestClient) -> None:
 
 @pytest.mark.slow
 def test_every_answer_is_documented_at_length(client: TestClient) -> None:
-    check_all(client, 60)
+    check_all(client, scaled(60))
 
 
 def test_openais_interface_tells_400_of_what_cannot_be_read(client: TestClient) -> None:

@@ -25,6 +25,7 @@ from ragcache_api.http.server import (
 from tests.api.http.asgi import App, Caller, events
 from tests.api.http.conftest import LEAVE, Start
 from tests.api.http.server_process import Started
+from tests.conftest import scaled
 
 
 async def statuses(app: App, client: str, number: int) -> list[int]:
@@ -237,11 +238,12 @@ def test_another_process_encodes_nothing_and_answers_the_same(
 
 
 @pytest.mark.slow
-def test_two_hundred_clients_for_a_minute(start: Start, state: Path) -> None:
+def test_two_hundred_clients_for_long(start: Start, state: Path) -> None:
+    """A minute under the profile `full`."""
     server = start(state, **SMALL)
     asyncio.run(stream_load(server, 200, 10.0))
     before = resident(server)
-    answers, texts = asyncio.run(stream_load(server, 200, 60.0))
+    answers, texts = asyncio.run(stream_load(server, 200, scaled(60)))
     assert answers >= 200
     assert len(texts) <= len(QUESTIONS)
     check_nothing_left(server)

@@ -188,7 +188,7 @@ SERVE = ServeSetting(
     seconds=0.01,
     growth=4.0,
     most_rates=2,
-    dtype="bfloat16",
+    dtype="float32",
 )
 
 

@@ -18,6 +18,7 @@ from ragcache.engine.device_sampler import DeviceSampler
 from ragcache.engine.sampler import TokenSampler
 from ragcache.errors import InvalidRequest
 from ragcache.models import CausalLM, wrap_causal
+from tests.conftest import scaled
 from tests.ragcache.engine.stepped_engine import (
     BLOCK_SIZE,
     ManualClock,
@@ -297,7 +298,7 @@ def test_retained_blocks_never_keep_a_request_out(causal: CausalLM) -> None:
     assert_all_blocks_free(sharing_core)
 
 
-FEW, MANY = 200, 10_000
+FEW, MANY = 200, scaled(10_000)
 BATCH = 50
 
 
@@ -347,7 +348,7 @@ def held(core: EngineCore) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_leave_nothing_behind(
+def test_thousands_of_requests_leave_nothing_behind(
     smallest_model: CausalLM, tracing: None
 ) -> None:
     core = core_of(smallest_model, config_of(smallest_model, blocks=60))

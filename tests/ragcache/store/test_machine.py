@@ -200,10 +200,11 @@ def test_hundreds_of_operations_on_postgresql(request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.slow
-def test_ten_thousand_operations() -> None:
-    run(StoreMachine, 200)
+def test_thousands_of_operations() -> None:
+    """Ten thousand under the profile `full`."""
+    run(StoreMachine, scaled(200))
 
 
 @pytest.mark.slow
-def test_ten_thousand_operations_on_postgresql(request: pytest.FixtureRequest) -> None:
-    run(on_postgres(request), 200)
+def test_thousands_of_operations_on_postgresql(request: pytest.FixtureRequest) -> None:
+    run(on_postgres(request), scaled(200))

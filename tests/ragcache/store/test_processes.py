@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from select import select
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -18,6 +19,7 @@ from alembic.migration import MigrationContext
 from ragcache.db import Database
 from ragcache.db.tables import Base
 from ragcache.store.verify import verify
+from tests.conftest import scaled
 from tests.ragcache.store.library import ROOT, Library, key_of, texts_of
 
 NAMES = ("ash", "elm", "fir")
@@ -87,8 +89,9 @@ def test_readers_see_a_whole_document_while_another_process_replaces_it(
     reading = fork(replace)
     library = Library(tmp_path, where)
     seen = set()
-    deadline = time.monotonic() + 60
-    while 11 not in seen and time.monotonic() < deadline:
+    ended = False
+    while not ended:
+        ended = bool(select([reading], [], [], 0)[0])  # then it is read once more
         if "library" in library.catalog.collections():
             rows = library.catalog.modules("library")
             texts = [row.text for row in rows]
@@ -201,8 +204,10 @@ def test_a_few_kills(tmp_path: Path, where: Path | str) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(tmp_path: Path, where: Path | str) -> None:
-    assert kill_often(tmp_path, where, 200, 1000) > 100
+def test_many_kills(tmp_path: Path, where: Path | str) -> None:
+    """Two hundred under the profile `full`."""
+    kills = scaled(200)
+    assert kill_often(tmp_path, where, kills, 1000) > kills / 2
 
 
 def kill_migrations(tmp_path: Path, kills: int) -> set[bool]:
