@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -254,6 +255,7 @@ LANGCHAIN_BLOCKS = re.findall(
 
 def test_langchain_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RagCache, "open", partial(RagCache.open, max_new_tokens=8))
     names: dict[str, Any] = {"__name__": "langchain_doc"}
     for skipped, code in LANGCHAIN_BLOCKS:
         if not skipped:
