@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from retrieval import handbook_set
 
 from ragcache import RagCache
 from ragcache.bench.harness import Progress, describe_machine
 from ragcache.config import DEFAULT_RELATIVE_THRESHOLD
-from ragcache.documents import load_sources
 from ragcache.evaluation import Dataset, Evaluation, evaluate_modes, load_dataset
 from ragcache.evaluation.datasets import Over
 from ragcache.evaluation.report import format_mean, write_report
-from ragcache_api.cli.ask import example_handbook
 from ragcache_api.cli.measure import JsonFile, print_figures, run_benchmark
 
 MODES = ("exact", "rooted", "linked:16", "isolated")
@@ -84,7 +83,7 @@ def bench_quality(
         path = None if not each.file or data is None else data / each.file
         if each.file and (path is None or not path.is_file()):
             continue
-        dataset = _handbook() if path is None else load_dataset(path, each.over)
+        dataset = handbook_set() if path is None else load_dataset(path, each.over)
         drawn = dataset.sample(questions or each.questions, seed)
         evaluation = _evaluate(each, dataset, drawn, seed, model, progress)
         if out is not None:
@@ -92,13 +91,6 @@ def bench_quality(
             write_report(evaluation, out / f"{dataset.name}.html")
         rows.append({"set": asdict(each), **_figures(evaluation)})
     return {"machine": describe_machine(), "seed": seed, "sets": rows}
-
-
-def _handbook() -> Dataset:
-    folder = example_handbook()
-    known = load_dataset(folder.parent / "questions.jsonl")
-    documents = load_sources([folder]).documents
-    return Dataset("handbook", known.format, known.questions, tuple(documents))
 
 
 def _evaluate(

@@ -69,12 +69,14 @@ class Dataset:
         format: Of the file, such as `SQuAD`.
         questions: In the order of the file.
         documents: None where the questions are about a collection that exists.
+        skipped: How many rows of a published set ask nothing, such as LongBench's summaries.
     """
 
     name: str
     format: str
     questions: tuple[Question, ...]
     documents: tuple[SourceDocument, ...] = ()
+    skipped: int = 0
 
     def sample(self, count: int, seed: int = 0) -> Dataset:
         """So many questions, drawn at random, in the order of the file. Documents that only other
@@ -92,10 +94,13 @@ class Dataset:
 
 @dataclass(slots=True)
 class _Reading:
-    """A file as it is read. Equal texts are one document."""
+    """A file as it is read. Equal texts are one document. skips: whether empty questions are left
+    out, or an error."""
 
     over: Over
     scoped: bool
+    skips: bool
+    skipped: int = 0
     questions: list[Question] = field(default_factory=list)
     documents: dict[str, SourceDocument] = field(default_factory=dict)
 
@@ -118,6 +123,9 @@ class _Reading:
         """documents: its own; document: the one that answers it, if it is not the only one."""
         accepted = tuple(_text(each, "an answer") for each in answers)
         asked = _text(question, "the question")
+        if not asked.strip() and self.skips:
+            self.skipped += 1
+            return
         if not asked.strip():
             raise ValueError("the question is empty")
         if document is None:
@@ -144,7 +152,7 @@ def load_dataset(path: Path, over: Over = "auto") -> Dataset:
         raise ConfigurationError(f"{path} holds no questions")
     number, first = rows[0]
     known = next((each for each in _FORMATS if each.knows(first)), _LINES)
-    reading = _Reading(over, known.scoped)
+    reading = _Reading(over, known.scoped, skips=known is not _LINES)
     for number, row in rows:
         try:
             known.read(reading, row, number)
@@ -154,13 +162,16 @@ def load_dataset(path: Path, over: Over = "auto") -> Dataset:
                 f"{path}:{number}: not a question ({error!r}); {shape}"
             ) from error
     if not reading.questions:
-        raise ConfigurationError(f"{path} holds no questions")
+        raise ConfigurationError(
+            f"{path} holds no questions: {reading.skipped} rows ask nothing, and summaries that no "
+            "query asks for cannot be asked"
+        )
     if over == "own" and not all(question.own for question in reading.questions):
         raise ConfigurationError(
             f"{path} brings no documents with its questions; ask over all of a collection"
         )
     documents = tuple(reading.documents.values())
-    return Dataset(path.stem, known.name, tuple(reading.questions), documents)
+    return Dataset(path.stem, known.name, tuple(reading.questions), documents, reading.skipped)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -256,11 +267,6 @@ def _read_meeting(reading: _Reading, row: Any, number: int) -> None:
 
 
 def _read_longbench(reading: _Reading, row: Any, number: int) -> None:
-    if not row["input"].strip():
-        raise ValueError(
-            "it has no input: summaries that no query asks for (gov_report, multi_news, vcsum) "
-            "cannot be asked"
-        )
     passages = _PASSAGE.split(row["context"])
     whole = passages[1:] if len(passages) > 1 and not passages[0].strip() else [row["context"]]
     documents = [reading.add_document(each) for each in whole]

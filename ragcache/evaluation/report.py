@@ -202,6 +202,7 @@ def draw_quality(evaluation: Evaluation) -> Any:
     token's divergence where mode `exact` was run. Raises `MissingExtra` without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError as error:
         raise MissingExtra(
             "plots need matplotlib: install it with `pip install 'ragcache[plot]'`"
@@ -216,6 +217,10 @@ def draw_quality(evaluation: Evaluation) -> Any:
             _draw_point(axes, report, name, color)
         axes.set_title(TITLES[name] + (", nats" if name == "kl_divergence" else ", %"))
         axes.set_xlabel("time to first token, ms")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.15, y=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center",

@@ -194,7 +194,7 @@ def _setting(
     sampled = "" if seed is None else f" of {len(dataset.questions)}, drawn with seed {seed}"
     return {
         "questions": path.name, "format": dataset.format,
-        "asked": f"{len(drawn.questions)}{sampled}",
+        "asked": f"{len(drawn.questions)}{sampled}", "without a question": dataset.skipped,
         "documents": len(drawn.documents) or "of the collection",
         "over": "each question's own documents" if own else "all documents",
         "model": rag.internals.shared.model.name, "ragcache": ragcache.__version__,
