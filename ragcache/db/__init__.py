@@ -1,18 +1,16 @@
 """The application database, in SQLite or PostgreSQL: documents, modules, jobs, keys, the ledger."""
 
 from ragcache.db.api_keys import ApiKeyRow, ApiKeys
-from ragcache.db.catalog import (
-    Catalog,
+from ragcache.db.catalog import Catalog, Stamp, Vectors
+from ragcache.db.database import Database, LedgerStatus
+from ragcache.db.documents import (
     Deletion,
     DocumentRow,
     ModuleRow,
     MovedDocument,
     NewDocument,
     NewModule,
-    Stamp,
-    Vectors,
 )
-from ragcache.db.database import Database, LedgerStatus
 from ragcache.db.jobs import (
     AdoptedJob,
     JobDocument,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,20 @@ from sqlalchemy.orm import Session
 
 from ragcache.db import jobs
 from ragcache.db.database import Database, LastKnown
+from ragcache.db.documents import (
+    Deletion,
+    DocumentChange,
+    DocumentRow,
+    ModuleRow,
+    MovedDocument,
+    NewDocument,
+    delete_rows,
+    insert_rows,
+    modules_of,
+    move_rows,
+)
 from ragcache.db.references import freed_states, retire
-from ragcache.db.schemas import delete_scaffolds, scaffolds_of
+from ragcache.db.schemas import scaffolds_of
 from ragcache.db.sql import (
     CHUNK,
     chunks,
@@ -41,7 +53,7 @@ from ragcache.db.tables import (
     TokenTable,
     VectorTable,
 )
-from ragcache.errors import DocumentError, DocumentsChanged, UnknownCollection
+from ragcache.errors import DocumentError, UnknownCollection
 from ragcache.states import KVKey
 
 _REMEMBERED = 20_000  # modules whose token ids stay in memory
@@ -134,7 +146,7 @@ class Catalog:
         place of earlier ones that wait. Raises `JobTaken`, and `DocumentsChanged` where one to
         rename is gone or its new name is taken."""
         with self._database.transaction() as session:
-            change = _Change(documents, removed, moved)
+            change = DocumentChange(documents, removed, moved)
             if request is not None and request.queued and job is not None:
                 change = change.left(request, jobs.WaitingDocuments.of(session, job))
                 if change.is_empty:  # the collection may be deleted
@@ -142,10 +154,10 @@ class Catalog:
             owner = self._change(session, collection)
             if request is not None and request.queued and job is not None:
                 change = change.left(request, jobs.WaitingDocuments.of(session, job))
-            freed = _delete_rows(session, owner, change.replaced)
-            _move_rows(session, owner, change.moved)
+            freed = delete_rows(session, owner, change.replaced)
+            move_rows(session, owner, change.moved)
             for document in change.documents:
-                _insert_rows(session, owner, document, self._tokenizer, self._embedder)
+                insert_rows(session, owner, document, self._tokenizer, self._embedder)
             if request is not None and not request.queued:
                 ids = [*request.every_id, *removed, *(each.source_id for each in moved)]
                 self._supersede(session, collection, ids, request.replaces_all, job)
@@ -373,7 +385,7 @@ class Catalog:
             jobs.forget_documents(
                 session, self.namespace, jobs.collection_target(collection), source_ids
             )
-            return retire(session, _delete_rows(session, owner, source_ids))
+            return retire(session, delete_rows(session, owner, source_ids))
 
     def add_collection(self, collection: str) -> bool:
         """Makes a collection without documents; False where it is there already."""
@@ -404,7 +416,7 @@ class Catalog:
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             names = list(session.scalars(rows))
             jobs.forget_documents(session, self.namespace, jobs.collection_target(collection))
-            freed = _delete_rows(session, owner, names)
+            freed = delete_rows(session, owner, names)
             session.execute(delete(CollectionTable).where(CollectionTable.id == owner))
             return len(names), retire(session, freed)
 
@@ -416,7 +428,7 @@ class Catalog:
             rows = select(DocumentTable.source_id).where(DocumentTable.collection_id == owner)
             known = set(session.scalars(rows))
             names = sorted(known if source_ids is None else known.intersection(source_ids))
-            modules, keys = _modules_of(session, owner, names)
+            modules, keys = modules_of(session, owner, names)
             scaffolds = scaffolds_of(session, owner, modules)
             keys += [KVKey(row.key) for row in scaffolds]
             freed = freed_states(session, keys, modules, {row.id for row in scaffolds})
@@ -434,7 +446,7 @@ class Catalog:
                 raise DocumentError(f"the collection {collection!r} holds no {source_id!r}")
             if session.scalar(rows.where(DocumentTable.source_id == to)) is not None:
                 raise DocumentError(f"the collection {collection!r} holds a {to!r} already")
-            _move_rows(session, owner, [MovedDocument(source_id, to, row.uri)])
+            move_rows(session, owner, [MovedDocument(source_id, to, row.uri)])
 
     def _within(self, statement: Any, collection: str) -> Any:
         named = (NamespaceTable.name == self.namespace) & (CollectionTable.name == collection)
@@ -460,126 +472,6 @@ class Catalog:
 
 
 @dataclass(frozen=True, slots=True)
-class NewModule:
-    """A nested module to store. key: the states that it was encoded to; details: its metadata."""
-
-    name: str
-    text: str
-    token_ids: Sequence[int]
-    key: KVKey
-    vector: np.ndarray | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class NewDocument:
-    """A document to store in place of an earlier one of the same `source_id`. text: the whole, to
-    give it back; modules may repeat headings and leave out space."""
-
-    source_id: str
-    uri: str
-    digest: str
-    modules: Sequence[NewModule]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    text: str = ""
-
-
-def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:
-    if (row.name, row.document, row.uri) == (name, document, uri):
-        return row
-    return replace(row, name=name, document=document, uri=uri)
-
-
-@dataclass(frozen=True, slots=True)
-class MovedDocument:
-    """A stored document that gets another id and address; nothing else of it changes."""
-
-    source_id: str
-    to: str
-    uri: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Documents that are stored, removed and renamed in one transaction."""
-
-    documents: Sequence[NewDocument]
-    removed: Sequence[str]
-    moved: Sequence[MovedDocument]
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.documents or self.removed or self.moved)
-
-    @property
-    def replaced(self) -> list[str]:
-        return [*(each.source_id for each in self.documents), *self.removed]
-
-    def left(self, request: jobs.StoringRequest, waiting: jobs.WaitingDocuments) -> _Change:
-        """What later requests leave of the change of a queued one."""
-
-        def waits(source_id: str) -> bool:
-            return request.source_ids[source_id] in waiting.source_ids
-
-        return _Change(
-            [each for each in self.documents if waits(each.source_id)],
-            [each for each in self.removed if each not in waiting.present],
-            [each for each in self.moved if waits(each.to)],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Deletion:
-    """What a deletion takes. states: those that nothing else needs; tiers: their bytes by tier, on
-    all machines."""
-
-    documents: int
-    modules: int
-    states: int
-    tiers: Mapping[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tiers."""
-        return sum(self.tiers.values())
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentRow:
-    """A stored document. attributes: its metadata; modules: how many it has."""
-
-    id: int
-    source_id: str
-    uri: str
-    digest: str
-    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    modules: int = 0
-
-    @classmethod
-    def of(cls, row: DocumentTable, modules: int) -> DocumentRow:
-        return cls(row.id, row.source_id, row.uri, row.digest, row.attributes, modules)
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """A stored module, with its document's name, address and metadata (`attributes`). details: its
-    own metadata, such as its page and the headings above it."""
-
-    id: int
-    name: str
-    document: str
-    uri: str
-    text: str
-    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Its own metadata and that of its document, for filters."""
-        return {**self.attributes, **self.details}
-
-
-@dataclass(frozen=True, slots=True)
 class Contents:
     """The modules of a collection at a stamp. complete: whether all that are new were read."""
 
@@ -588,93 +480,10 @@ class Contents:
     complete: bool
 
 
-def _insert_rows(
-    session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
-) -> None:
-    """Stores a document in the collection `owner`, which holds none of its name."""
-    row = DocumentTable(
-        collection_id=owner, source_id=document.source_id, uri=document.uri,
-        digest=document.digest, attributes=dict(document.attributes),
-    )  # fmt: skip
-    session.add(row)
-    session.flush()
-    session.add(DocumentTextTable(document_id=row.id, text=document.text))
-    numbered = enumerate(document.modules)
-    modules = [
-        ModuleTable(
-            document_id=row.id, ordinal=i, name=m.name, text=m.text, details=dict(m.details)
-        )
-        for i, m in numbered
-    ]
-    session.add_all(modules)
-    session.flush()
-    for stored, module in zip(modules, document.modules, strict=True):
-        tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
-        session.add(TokenTable(module_id=stored.id, tokenizer=tokenizer, token_ids=tokens))
-        session.add(EncodingTable(module_id=stored.id, key=str(module.key)))
-        if module.vector is not None and embedder is not None:
-            vector = module.vector.astype("<f4").tobytes()
-            session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
-
-
-def _move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
-    """Renames documents of the collection `owner`, by way of names that no document has: one may
-    take the name that another one leaves. Raises `DocumentsChanged`."""
-    found: list[tuple[DocumentTable, MovedDocument]] = []
-    for each in moved:
-        chosen = (DocumentTable.collection_id == owner) & (
-            DocumentTable.source_id == each.source_id
-        )
-        row = session.scalars(select(DocumentTable).where(chosen)).one_or_none()
-        if row is None:
-            raise DocumentsChanged(
-                f"the document {each.source_id!r} was removed meanwhile; try again"
-            )
-        row.source_id = f"\x1f{row.id}"
-        found.append((row, each))
-    session.flush()
-    for chunk in chunks(each.to for each in moved):
-        taken = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
-        if (name := session.scalar(select(DocumentTable.source_id).where(taken))) is not None:
-            raise DocumentsChanged(f"a document {name!r} was stored meanwhile; try again")
-    for row, each in found:
-        row.source_id, row.uri = each.to, each.uri
-        modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
-        for module in session.scalars(modules):
-            module.name = f"{each.to}#{module.ordinal + 1}"
-    session.flush()
-
-
-def _delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
-    """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
-    modules, found = _modules_of(session, owner, source_ids)
-    for chunk in chunks(source_ids):
-        session.execute(delete(DocumentTable).where(_named(owner, chunk)))
-    return found + delete_scaffolds(session, owner, modules)
-
-
-def _named(owner: int, source_ids: Sequence[str]) -> ColumnElement[bool]:
-    return (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(source_ids)
-
-
-def _modules_of(
-    session: Session, owner: int, source_ids: Sequence[str]
-) -> tuple[set[int], list[KVKey]]:
-    """The modules of documents of the collection `owner`, and the keys of their states."""
-    found: list[KVKey] = []
-    modules: set[int] = set()
-    for chunk in chunks(source_ids):
-        encodings = session.execute(
-            select(ModuleTable.id, EncodingTable.key)
-            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
-            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
-            .where(_named(owner, chunk))
-        )
-        for module, key in encodings:
-            modules.add(module)
-            if key is not None:
-                found.append(KVKey(key))
-    return modules, found
+def _renamed(row: ModuleRow, name: str, document: str, uri: str) -> ModuleRow:
+    if (row.name, row.document, row.uri) == (name, document, uri):
+        return row
+    return replace(row, name=name, document=document, uri=uri)
 
 
 class Vectors:

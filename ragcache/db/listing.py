@@ -16,8 +16,8 @@ from typing import Any, Literal, cast, get_args
 from sqlalchemy import ColumnElement, Select, and_, exists, func, literal, or_, select, tuple_
 from sqlalchemy.orm import Session, aliased
 
-from ragcache.db.catalog import DocumentRow
 from ragcache.db.database import Database
+from ragcache.db.documents import DocumentRow
 from ragcache.db.sql import (
     CHUNK,
     Page,

@@ -1,0 +1,231 @@
+"""Documents and modules as rows: what is stored, read and deleted, and how.
+
+The functions run in the transaction of a `Catalog`, in the collection `owner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from sqlalchemy import ColumnElement, delete, select
+from sqlalchemy.orm import Session
+
+from ragcache.db import jobs
+from ragcache.db.schemas import delete_scaffolds
+from ragcache.db.sql import chunks
+from ragcache.db.tables import (
+    DocumentTable,
+    DocumentTextTable,
+    EncodingTable,
+    ModuleTable,
+    TokenTable,
+    VectorTable,
+)
+from ragcache.errors import DocumentsChanged
+from ragcache.states import KVKey
+
+
+@dataclass(frozen=True, slots=True)
+class NewModule:
+    """A nested module to store. key: the states that it was encoded to; details: its metadata."""
+
+    name: str
+    text: str
+    token_ids: Sequence[int]
+    key: KVKey
+    vector: np.ndarray | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NewDocument:
+    """A document to store in place of an earlier one of the same `source_id`. text: the whole, to
+    give it back; modules may repeat headings and leave out space."""
+
+    source_id: str
+    uri: str
+    digest: str
+    modules: Sequence[NewModule]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedDocument:
+    """A stored document that gets another id and address; nothing else of it changes."""
+
+    source_id: str
+    to: str
+    uri: str
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentChange:
+    """Documents that are stored, removed and renamed in one transaction."""
+
+    documents: Sequence[NewDocument]
+    removed: Sequence[str]
+    moved: Sequence[MovedDocument]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.documents or self.removed or self.moved)
+
+    @property
+    def replaced(self) -> list[str]:
+        return [*(each.source_id for each in self.documents), *self.removed]
+
+    def left(self, request: jobs.StoringRequest, waiting: jobs.WaitingDocuments) -> DocumentChange:
+        """What later requests leave of the change of a queued one."""
+
+        def waits(source_id: str) -> bool:
+            return request.source_ids[source_id] in waiting.source_ids
+
+        return DocumentChange(
+            [each for each in self.documents if waits(each.source_id)],
+            [each for each in self.removed if each not in waiting.present],
+            [each for each in self.moved if waits(each.to)],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What a deletion takes. states: those that nothing else needs; tiers: their bytes by tier, on
+    all machines."""
+
+    documents: int
+    modules: int
+    states: int
+    tiers: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tiers."""
+        return sum(self.tiers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRow:
+    """A stored document. attributes: its metadata; modules: how many it has."""
+
+    id: int
+    source_id: str
+    uri: str
+    digest: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    modules: int = 0
+
+    @classmethod
+    def of(cls, row: DocumentTable, modules: int) -> DocumentRow:
+        return cls(row.id, row.source_id, row.uri, row.digest, row.attributes, modules)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """A stored module, with its document's name, address and metadata (`attributes`). details: its
+    own metadata, such as its page and the headings above it."""
+
+    id: int
+    name: str
+    document: str
+    uri: str
+    text: str
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Its own metadata and that of its document, for filters."""
+        return {**self.attributes, **self.details}
+
+
+def insert_rows(
+    session: Session, owner: int, document: NewDocument, tokenizer: str, embedder: str | None
+) -> None:
+    """Stores a document in the collection `owner`, which holds none of its name."""
+    row = DocumentTable(
+        collection_id=owner, source_id=document.source_id, uri=document.uri,
+        digest=document.digest, attributes=dict(document.attributes),
+    )  # fmt: skip
+    session.add(row)
+    session.flush()
+    session.add(DocumentTextTable(document_id=row.id, text=document.text))
+    numbered = enumerate(document.modules)
+    modules = [
+        ModuleTable(
+            document_id=row.id, ordinal=i, name=m.name, text=m.text, details=dict(m.details)
+        )
+        for i, m in numbered
+    ]
+    session.add_all(modules)
+    session.flush()
+    for stored, module in zip(modules, document.modules, strict=True):
+        tokens = np.asarray(module.token_ids, dtype="<i4").tobytes()
+        session.add(TokenTable(module_id=stored.id, tokenizer=tokenizer, token_ids=tokens))
+        session.add(EncodingTable(module_id=stored.id, key=str(module.key)))
+        if module.vector is not None and embedder is not None:
+            vector = module.vector.astype("<f4").tobytes()
+            session.add(VectorTable(module_id=stored.id, embedder=embedder, vector=vector))
+
+
+def move_rows(session: Session, owner: int, moved: Sequence[MovedDocument]) -> None:
+    """Renames documents of the collection `owner`, by way of names that no document has: one may
+    take the name that another one leaves. Raises `DocumentsChanged`."""
+    found: list[tuple[DocumentTable, MovedDocument]] = []
+    for each in moved:
+        chosen = (DocumentTable.collection_id == owner) & (
+            DocumentTable.source_id == each.source_id
+        )
+        row = session.scalars(select(DocumentTable).where(chosen)).one_or_none()
+        if row is None:
+            raise DocumentsChanged(
+                f"the document {each.source_id!r} was removed meanwhile; try again"
+            )
+        row.source_id = f"\x1f{row.id}"
+        found.append((row, each))
+    session.flush()
+    for chunk in chunks(each.to for each in moved):
+        taken = (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(chunk)
+        if (name := session.scalar(select(DocumentTable.source_id).where(taken))) is not None:
+            raise DocumentsChanged(f"a document {name!r} was stored meanwhile; try again")
+    for row, each in found:
+        row.source_id, row.uri = each.to, each.uri
+        modules = select(ModuleTable).where(ModuleTable.document_id == row.id)
+        for module in session.scalars(modules):
+            module.name = f"{each.to}#{module.ordinal + 1}"
+    session.flush()
+
+
+def delete_rows(session: Session, owner: int, source_ids: Sequence[str]) -> list[KVKey]:
+    """Deletes documents of the collection `owner`; returns the keys that belonged to them."""
+    modules, found = modules_of(session, owner, source_ids)
+    for chunk in chunks(source_ids):
+        session.execute(delete(DocumentTable).where(_named(owner, chunk)))
+    return found + delete_scaffolds(session, owner, modules)
+
+
+def _named(owner: int, source_ids: Sequence[str]) -> ColumnElement[bool]:
+    return (DocumentTable.collection_id == owner) & DocumentTable.source_id.in_(source_ids)
+
+
+def modules_of(
+    session: Session, owner: int, source_ids: Sequence[str]
+) -> tuple[set[int], list[KVKey]]:
+    """The modules of documents of the collection `owner`, and the keys of their states."""
+    found: list[KVKey] = []
+    modules: set[int] = set()
+    for chunk in chunks(source_ids):
+        encodings = session.execute(
+            select(ModuleTable.id, EncodingTable.key)
+            .join(DocumentTable, DocumentTable.id == ModuleTable.document_id)
+            .outerjoin(EncodingTable, EncodingTable.module_id == ModuleTable.id)
+            .where(_named(owner, chunk))
+        )
+        for module, key in encodings:
+            modules.add(module)
+            if key is not None:
+                found.append(KVKey(key))
+    return modules, found
