@@ -62,6 +62,7 @@ class RagCacheConfig:
     warm_up: bool = False
     queue: int = 1024
     scaffold_after: int | None = None
+    scaffold_bytes: int = 2**30
     ingestion_bytes: int = 2**28
     stale_seconds: float = 60.0
     force_modes: bool = False
@@ -70,16 +71,18 @@ class RagCacheConfig:
     def parse(
         cls, module_tokens: int, host_bytes: int | str, max_new_tokens: int,
         private_bytes: int | str | None, warm_up: bool, queue: int, scaffold_after: int | None,
-        ingestion_bytes: int | str, stale_seconds: float, force_modes: bool,
+        scaffold_bytes: int | str, ingestion_bytes: int | str, stale_seconds: float,
+        force_modes: bool,
     ) -> RagCacheConfig:  # fmt: skip
         """Options whose sizes may be texts, as `parse_bytes` reads them."""
         check_argument("host_bytes", host_bytes, int | str)
         check_argument("private_bytes", private_bytes, int | str | None)
+        check_argument("scaffold_bytes", scaffold_bytes, int | str)
         check_argument("ingestion_bytes", ingestion_bytes, int | str)
         return cls(
             module_tokens, parse_bytes(host_bytes), max_new_tokens,
             parse_optional_bytes(private_bytes), warm_up, queue, scaffold_after,
-            parse_bytes(ingestion_bytes), stale_seconds, force_modes,
+            parse_bytes(scaffold_bytes), parse_bytes(ingestion_bytes), stale_seconds, force_modes,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

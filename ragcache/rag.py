@@ -121,6 +121,7 @@ class RagCache:
         private_bytes: int | str | None = None,
         queue: int = 1024,
         scaffold_after: int | None = None,
+        scaffold_bytes: int | str = "1GiB",
         ingestion_bytes: int | str = "256MiB",
         stale_seconds: float = 60.0,
         force_modes: bool = False,
@@ -154,6 +155,8 @@ class RagCache:
             queue: The most requests that wait; one more raises `QueueFull`.
             scaffold_after: How often the same modules are retrieved in one order before they become
                 a scaffold (see `add_scaffold`); None for never.
+            scaffold_bytes: The most bytes that the states of a collection's scaffolds may come to
+                by one that was found; those that were declared count, but are never refused.
             ingestion_bytes: The most bytes of documents in `jobs`; more raise `QueueFull`.
             stale_seconds: How long questions are answered from what is in memory while the ledger
                 does not answer; then, and for all else, `LedgerUnavailable`.
@@ -189,7 +192,7 @@ class RagCache:
         """
         config = RagCacheConfig.parse(
             module_tokens, host_bytes, max_new_tokens, private_bytes, warm_up, queue,
-            scaffold_after, ingestion_bytes, stale_seconds, force_modes,
+            scaffold_after, scaffold_bytes, ingestion_bytes, stale_seconds, force_modes,
         )  # fmt: skip
         check_argument("state", state, str | Path)
         check_argument("model", model, str | Path | LoadedModel | None)

@@ -65,6 +65,9 @@ class ServiceSettings(BaseSettings):
     scaffold_after: Positive | None = Field(
         None, description="Retrievals until a scaffold is made."
     )
+    scaffold_bytes: Size = Field(
+        "1GiB", description="What a collection's scaffolds may take for another to be made."
+    )
     force_modes: bool = Field(
         False, description="Whether modes that are far from `exact` on the model serve too."
     )
@@ -191,8 +194,8 @@ class ServiceSettings(BaseSettings):
         """The arguments of `RagCache.open` besides state and model."""
         names = {
             "embedding", "module_tokens", "host_bytes", "max_new_tokens", "private_bytes", "queue",
-            "scaffold_after", "device_bytes", "device_kv_dtype", "disk_bytes", "remote",
-            "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
+            "scaffold_after", "scaffold_bytes", "device_bytes", "device_kv_dtype", "disk_bytes",
+            "remote", "remote_bytes", "kv_dtype", "policy", "ledger", "ingestion_bytes", "device",
             "dtype", "states_dtype", "claim_patience", "stale_seconds", "long_context",
             "instruction", "reranker", "force_modes", "quantization",
         }  # fmt: skip

@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from ragcache.db import Catalog, Members, ModuleRow, ScaffoldRows, Stamp
 from ragcache.engine import EncodeJob, Segment
-from ragcache.errors import ConfigurationError
+from ragcache.errors import ConfigurationError, LedgerUnavailable
 from ragcache.models import LoadedModel, PromptFrame, prompt_frame
 from ragcache.pipeline.chat_template import ChatTemplate, resolve_instruction
 from ragcache.states import KVKey, KVStates, state_key
@@ -274,11 +275,17 @@ class Scaffolds:
     ones wherever all its modules are selected in that order, next to each other. The ledger keeps
     scaffolds until a document of theirs changes.
 
-    after: how often a selection must be retrieved to become one; None finds none.
+    after: how often a selection must be retrieved to become one; None finds none. limit: the most
+    tokens of a collection's scaffolds, beyond which none is found; declared ones count. count:
+    counts the tokens of modules. First come, first kept (docs/adr/0045).
     """
 
-    def __init__(self, rows: ScaffoldRows, after: int | None = None) -> None:
-        self._rows, self._after = rows, after
+    def __init__(
+        self, rows: ScaffoldRows, after: int | None = None, limit: float = inf,
+        count: Callable[[Members], int] = len,
+    ) -> None:  # fmt: skip
+        self._rows, self._after, self._limit, self._count = rows, after, limit, count
+        self._tokens: dict[Members, int] = {}
         self._known: dict[str, tuple[Stamp, set[Members]]] = {}
         self._kept: set[tuple[Members, KVKey]] = set()
         self._seen: OrderedDict[tuple[str, Members], int] = OrderedDict()
@@ -296,16 +303,30 @@ class Scaffolds:
             self._known[collection] = stamp, {members for members, _ in kept}
 
     def note(self, collection: str, modules: Sequence[int]) -> None:
-        """Counts a selection, after `follow`."""
+        """Counts a selection, after `follow`. One that was seen often enough becomes a scaffold
+        where there is room for it."""
         if self._after is None or len(modules) < 2:
             return
-        seen = collection, tuple(modules)
+        members = tuple(modules)
+        seen = collection, members
         with self._lock:
             self._seen[seen] = self._seen.pop(seen, 0) + 1
-            if self._seen[seen] >= self._after:
-                self._known[collection][1].add(seen[1])
-            elif len(self._seen) > MAX_COUNTED:
+            often = self._seen[seen] >= self._after
+            if not often and len(self._seen) > MAX_COUNTED:
                 self._seen.popitem(last=False)
+            known = self._known[collection][1]
+            if not often or members in known:
+                return
+            unmeasured = {*known, members} - self._tokens.keys()
+        try:
+            measured = {each: self._count(each) for each in unmeasured}
+        except LedgerUnavailable:  # questions are answered without it, and it is found later
+            return
+        with self._lock:
+            self._tokens |= measured
+            known = self._known[collection][1]
+            if sum(self._tokens.get(each, 0) for each in known | {members}) <= self._limit:
+                known.add(members)
 
     def runs(self, collection: str, modules: Sequence[int]) -> list[tuple[int, int]]:
         """Splits a selection into runs begin:end that are encoded together, the longest scaffold

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from eviction import ZipfWorkload, belady, bench_hit_rate, bench_victims, encoding_saved, prefix
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +20,22 @@ from pml import PmlSetting, bench_pml
 from quality import SETS, QuestionSet, bench_quality, table_of
 from quantization import bench_quantization
 from quotations import QuotationsSetting, bench_quotations
+from recomputation import (
+    AskedQuestion,
+    RecomputationSetting,
+    bench_recomputation,
+    choose_tokens,
+    plot_recomputation,
+)
 from relay import RelaySetting, bench_relay, plot_relay
 from retrieval import RetrievalSetting, bench_retrieval, ndcg
+from scaffolds import simulate
 
 from ragcache.documents import SourceDocument
 from ragcache.errors import NoDocuments
 from ragcache.evaluation import Dataset, Question
 from ragcache.models import LoadedModel
+from ragcache.states import KVStates
 from ragcache.store.eviction import POLICIES
 from tests.conftest import REPOSITORY
 
@@ -113,6 +123,48 @@ def test_questions_after_changes_are_measured_beside_a_whole_build() -> None:
         "after 100 new modules", "after 100 modules were replaced", "after a document was deleted",
     ]  # fmt: skip
     assert all(wait["wall_s"] > 0 for wait in waits.values())
+
+
+def test_what_is_computed_again_comes_nearer_to_exact(
+    tiny_reader: LoadedModel, tmp_path: Path
+) -> None:
+    """Where all tokens but the first module's are computed again, any choice of them is exact."""
+    texts = "The boat has one oar.\n\n", "The oar is made of ash.\n\n", "Ash trees grow here.\n\n"
+    asked = AskedQuestion("What is the oar of the boat made of?", ("ash",), texts)
+    setting = RecomputationSetting(shares=(0.2, 1.0), questions=1, answer_tokens=2)
+    result = bench_recomputation(tiny_reader, {"boats": lambda _: [asked]}, setting)
+    kl = {(row["variant"], row["share"]): row["kl"] for row in result["means"]}
+    assert kl["exact", 1] == 0 < kl["rooted", 0]
+    for choice in setting.choices:
+        assert kl[choice, 1.0] < 1e-6 < kl[choice, 0.2]
+    cost = {(row["variant"], row["share"]): row["cost"] for row in result["means"]}
+    assert (cost["linked", 0.2], cost["blend", 0.2]) == (0.2, pytest.approx(0.6)), "of two layers"
+    plot_recomputation(result["means"], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_cacheblend_takes_the_values_that_deviate_most_on_the_second_layer() -> None:
+    """A preamble of two tokens, modules at 2 to 5 and 5 to 8."""
+    zeros = torch.zeros(3, 1, 8, 2)
+    exact, values = KVStates(zeros, zeros, 0), zeros.clone()
+    values[1, 0, [3, 6, 7]] = torch.tensor([9.0, 2.0, 1.0])[:, None]
+    values[2, 0, 5] = 100.0
+    kept = KVStates(zeros, values, 0)
+    bounds = [2, 5, 8]
+    assert choose_tokens("blend", 1, bounds, exact, kept) == [6], "the first module is exact"
+    assert choose_tokens("blend of isolated", 2, bounds, exact, kept) == [3, 6]
+    assert choose_tokens("oracle", 1, bounds, exact, kept) == [5]
+    assert choose_tokens("linked", 2, [2, 4, 6, 8], exact, kept) == [4, 6]
+
+
+def test_scaffolds_of_a_trace_by_hand() -> None:
+    """Modules of 10 tokens. 0 1 2 is found when it comes again; 0 1 alone reads single modules."""
+    trace = [(0, 1, 2), (0, 1, 2), (0, 1, 2), (0, 1)]
+    whole = simulate(trace, [10] * 3, "selections", 2, budget=30)
+    assert whole == {"encoded": 30 / 110, "seen": 4 / 7, "kept": 30}
+    assert simulate(trace, [10] * 3, "selections", 2, budget=29)["kept"] == 0
+    pairs = simulate(trace, [10] * 3, "pairs, replaced", 2, budget=40)
+    assert pairs == {"encoded": 20 / 110, "seen": 3 / 7, "kept": 40}
 
 
 @pytest.mark.slow

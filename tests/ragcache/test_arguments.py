@@ -90,7 +90,7 @@ def test_a_wrong_type_names_its_argument(
     [
         {"module_tokens": "x"}, {"module_tokens": 1.5}, {"host_bytes": None}, {"host_bytes": 1.5},
         {"queue": "3"}, {"embedding": 3}, {"warm_up": "yes"}, {"scaffold_after": "x"},
-        {"disk_bytes": [1]}, {"remote": 3}, {"model": 3},
+        {"scaffold_bytes": 1.5}, {"disk_bytes": [1]}, {"remote": 3}, {"model": 3},
     ],
 )  # fmt: skip
 def test_opening_names_the_argument_of_a_wrong_type(

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from ragcache import RagCache, SourceDocument
 from ragcache.db import Members, ScaffoldRows, Stamp
-from ragcache.errors import ConfigurationError, PromptTooLong, UnknownCollection
+from ragcache.errors import (
+    ConfigurationError,
+    LedgerUnavailable,
+    PromptTooLong,
+    UnknownCollection,
+)
 from ragcache.models import LoadedModel
 from ragcache.pipeline.module_states import Scaffolds
 from ragcache.states import KVKey
@@ -43,9 +48,9 @@ class FakeRows:
         self.kept.setdefault(collection, {})[members] = key
 
 
-def known(*scaffolds: Members, after: int | None = None) -> Scaffolds:
+def known(*scaffolds: Members, after: int | None = None, **found: Any) -> Scaffolds:
     rows = FakeRows({"c": {members: KVKey(f"{n:064}") for n, members in enumerate(scaffolds)}})
-    made = Scaffolds(cast("ScaffoldRows", rows), after)
+    made = Scaffolds(cast("ScaffoldRows", rows), after, **found)
     made.follow("c", Stamp(1, 1, len(scaffolds)))
     made.follow("other", Stamp(2, 1))
     return made
@@ -101,6 +106,35 @@ def test_a_selection_seen_often_enough_becomes_a_scaffold() -> None:
     assert off.runs("c", [1, 2]) == [(0, 1), (1, 2)]
 
 
+def test_scaffolds_are_found_while_there_is_room_first_come_first_kept() -> None:
+    scaffolds = known((8, 9), after=1, limit=70, count=lambda ids: 10 * len(ids))
+    for found in ([1, 2], [3, 4, 5], [1, 2], [6, 7]):
+        scaffolds.note("c", found)
+    assert scaffolds.runs("c", [1, 2, 3, 4, 5, 8, 9]) == [(0, 2), (2, 5), (5, 7)]
+    assert scaffolds.runs("c", [6, 7]) == [(0, 1), (1, 2)], "20 of declared ones, and 20, and 30"
+    scaffolds.note("other", [6, 7])
+    assert scaffolds.runs("other", [6, 7]) == [(0, 2)], "each collection has its own room"
+    scaffolds.follow("c", Stamp(1, 2))  # documents have changed: all scaffolds are gone
+    scaffolds.note("c", [6, 7])
+    assert scaffolds.runs("c", [6, 7]) == [(0, 2)]
+
+
+def test_no_scaffold_is_found_while_the_ledger_does_not_say_how_long_it_is() -> None:
+    lengths: list[int] = []
+
+    def count(ids: Members) -> int:
+        if not lengths:
+            raise LedgerUnavailable("down")
+        return lengths[0]
+
+    scaffolds = known(after=1, limit=5, count=count)
+    scaffolds.note("c", [1, 2])
+    assert scaffolds.runs("c", [1, 2]) == [(0, 1), (1, 2)]
+    lengths.append(5)
+    scaffolds.note("c", [1, 2])
+    assert scaffolds.runs("c", [1, 2]) == [(0, 2)]
+
+
 def test_a_scaffold_over_all_that_is_read_loses_nothing(rag: RagCache) -> None:
     """Encoded together after the preamble, the modules are what an ordinary prefill makes them."""
     exact = rag.ask(QUESTION, collection="notes", k=2, mode="exact")
@@ -137,6 +171,14 @@ def test_what_is_retrieved_together_often_is_encoded_together(
         {"host"}, {"host"}, {"encoded"}, {"host"}
     ]  # fmt: skip
     assert [bool(sources[0].scaffold) for sources in asked] == [False, False, True, True]
+    tokens = sum(len(model.encode_untrusted(each.text)) for each in DOCUMENTS)
+    for room, found in ((tokens * model.causal.bytes_per_token, True), (1, False)):
+        with RagCache.open(
+            tmp_path / f"room{room}", model, max_new_tokens=1, scaffold_after=1, scaffold_bytes=room
+        ) as rag:
+            rag.ingest("notes", DOCUMENTS)
+            sources = rag.ask(QUESTION, collection="notes", k=2).sources
+            assert bool(sources[0].scaffold) is found
 
 
 def test_states_of_a_scaffold_go_with_its_documents(rag: RagCache, tmp_path: Path) -> None:
