@@ -68,7 +68,7 @@ class Passages:
         section = Filled("", passage.text, passage.questions)
         if rng.random() < LOST_SENTENCES:
             section = lose_sentence(section, rng)
-        return self.swapper.swapped(section, rng) if rng.random() < 0.85 else section
+        return self.swapper.swapped(section, rng) if rng.random() < 0.6 else section
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,16 @@ from registers import draw_entries
 from samples import Builder, Sequence
 from templates import Filled
 
-BATCH = 32
 HANDBOOK = Path(__file__).parent.parent / "examples" / "handbook"
 
 
-def evaluation_sets(builder: Builder, data: Path) -> dict[str, list[list[Sequence]]]:
+def evaluation_sets(builder: Builder, data: Path) -> dict[str, list[Sequence]]:
     rng = random.Random(7)
     corpus = builder.corpus
     sets = {
-        "seen": [builder.of_paragraphs(corpus.paragraphs, rng) for _ in range(2 * BATCH)],
-        "held_out": [builder.of_paragraphs(corpus.held_out, rng) for _ in range(4 * BATCH)],
-        "alike": [_alike(builder, rng) for _ in range(2 * BATCH)],
+        "seen": [builder.of_paragraphs(corpus.paragraphs, rng) for _ in range(64)],
+        "held_out": [builder.of_paragraphs(corpus.held_out, rng) for _ in range(128)],
+        "alike": [_alike(builder, rng) for _ in range(64)],
     }
     passages = {"xquad": "xquad.en.json", "xquad_zh": "xquad.zh.json"}
     for name, file in passages.items():
@@ -36,10 +35,7 @@ def evaluation_sets(builder: Builder, data: Path) -> dict[str, list[list[Sequenc
     if (HANDBOOK.parent / "questions.jsonl").exists():
         sets["handbook"] = _among_others(builder, _handbook(), rng)
         sets["handbook_vain"] = _without_answer(builder, _handbook(), rng)
-    return {
-        name: [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
-        for name, rows in sets.items()
-    }
+    return sets
 
 
 def _alike(builder: Builder, rng: random.Random) -> Sequence:
@@ -55,7 +51,7 @@ def _among_others(builder: Builder, passages: list[Passage], rng: random.Random)
     for passage in passages:
         modules = [Filled("", _ended(passage.text), passage.questions), *_others(passages, passage, rng)]
         rows.append(builder.sequence(modules, rng))
-    return _whole_batches(rows, rng)
+    return rows
 
 
 def _without_answer(builder: Builder, passages: list[Passage], rng: random.Random) -> list[Sequence]:
@@ -65,7 +61,7 @@ def _without_answer(builder: Builder, passages: list[Passage], rng: random.Rando
         first, *others = _others(passages, passage, rng, 4)
         vain = tuple(q for q, _ in passage.questions)
         rows.append(builder.sequence([Filled("", first.text, (), vain), *others], rng, vain_share=1e9))
-    return _whole_batches(rows, rng)
+    return rows
 
 
 def _others(passages: list[Passage], passage: Passage, rng: random.Random, count: int = 3) -> Iterable[Section]:
@@ -75,12 +71,6 @@ def _others(passages: list[Passage], passage: Passage, rng: random.Random, count
 
 def _ended(text: str) -> str:
     return text.strip() + "\n\n"
-
-
-def _whole_batches(rows: list[Sequence], rng: random.Random) -> list[Sequence]:
-    """Filled up, so that the compiled shapes stay the same."""
-    missing = -len(rows) % BATCH
-    return rows + rng.choices(rows, k=missing)
 
 
 def _handbook() -> list[Passage]:

@@ -59,12 +59,13 @@ class Shape:
         }
 
 
-Mask = BlockMask | Tensor  # a tensor [B, 1, T, T] where flex attention has no backward pass: CPUs
+Mask = BlockMask | Tensor
 
 
-def block_mask(blocks: Tensor, rooted: Tensor) -> Mask:
+def block_mask(blocks: Tensor, rooted: Tensor, dense: bool = False) -> Mask:
     """Who sees whom: causal; questions see the context and themselves; and where `rooted` [B] is
-    true, a module sees only the preamble and itself. blocks: [B, T]."""
+    true, a module sees only the preamble and itself. blocks: [B, T]. Dense, a tensor [B, 1, T, T]:
+    on CPUs, where flex attention has no backward pass, and for models that are not compiled."""
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         of_q, of_k = blocks[b, q], blocks[b, k]
@@ -73,8 +74,9 @@ def block_mask(blocks: Tensor, rooted: Tensor) -> Mask:
         return (q >= k) & ((of_q == of_k) | (context_k & ~alone))
 
     batch, length = blocks.shape
-    if not blocks.is_cuda:
-        rows, places = torch.arange(batch), torch.arange(length)
+    if dense or not blocks.is_cuda:
+        rows = torch.arange(batch, device=blocks.device)
+        places = torch.arange(length, device=blocks.device)
         return allowed(rows[:, None, None], rows, places[:, None], places)[:, None]
     return create_block_mask(allowed, batch, None, length, length, device=blocks.device)
 

@@ -75,7 +75,7 @@ def load_tokens(arguments: argparse.Namespace, device: torch.device) -> tuple[Te
     held_out = tokens[starts[:, None] + torch.arange(size)].long()
     kept = torch.ones(len(tokens), dtype=torch.bool)
     kept[(starts[:, None] + torch.arange(size)).flatten()] = False
-    return tokens[kept].to(device), held_out.to(device)
+    return tokens[kept][: arguments.tokens].to(device), held_out.to(device)
 
 
 def pretrain(arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -133,6 +133,7 @@ def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--packs", type=Path, nargs="+", required=True, help="folders of pack.py")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, help="read so many at most (what more text brings)")
     parser.add_argument("--resume", type=Path, help="a checkpoint.pt to go on from")
     parser.add_argument("--shape", default="{}", help="JSON: fields of model.Shape")
     parser.add_argument("--minutes", type=float, default=8)
@@ -140,11 +141,11 @@ def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-decay", action="store_true", help="keep the learning rate to the end")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
-    parser.add_argument("--batch", type=int, default=128, help="windows")
+    parser.add_argument("--batch", type=int, default=96, help="windows")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report-every", type=float, default=0.05)
+    parser.add_argument("--report-every", type=float, default=0.1)
     return parser.parse_args(command)
 
 

@@ -38,7 +38,7 @@ VAIN_SHARE = 0.25  # unanswerable questions for one that has an answer, at most
 
 # How often each source is drawn from, by the language of the context.
 _WEIGHTS = {
-    "en": {"paragraphs": 45, "sentences": 18, "searches": 4, "papers": 3, "prose": 4, "natural": 26},
+    "en": {"paragraphs": 42, "sentences": 24, "searches": 4, "papers": 3, "prose": 4, "natural": 24},
     "zh": {"chinese": 45, "natural": 55},
 }
 

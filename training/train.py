@@ -1,8 +1,7 @@
 """Finetunes the pretrained reader to answer questions, on one GPU.
 
-    python3 training/train.py --data DIR --tokenizer training/build/tokenizer \\
-        --start-from training/build/pretrained/checkpoint.pt --packs training/build/packs/pack-0 \\
-        --out training/build/reader --minutes 8
+    python3 training/train.py --sequences training/build/sequences \\
+        --start-from training/build/pretrained/checkpoint.pt --out training/build/reader --minutes 8
 
 Writes model.safetensors (int8 rows), config.json, checkpoint.pt and log.jsonl. The schedule is a
 cosine over the time given, so that a run uses its machine to the end.
@@ -14,6 +13,7 @@ import argparse
 import json
 import math
 import random
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,42 +21,53 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from corpus import load_corpus
-from evaluation import evaluation_sets
 from int8 import quantize_rows
 from model import Reader, Shape, block_mask
 from optimization import Clock, make_optimizers, set_rate
-from pack import read_texts
-from samples import Builder, Sequence
+from sequences import COLUMNS
 
 DOCUMENT_WEIGHT, QUESTION_WEIGHT = 0.25, 0.1
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DOCUMENT_SHARE = 0.25  # the share of document tokens whose loss is computed at each step
 
-
-class Stream(IterableDataset[Sequence]):
-    """Endless training sequences; every worker has its own random state."""
-
-    def __init__(self, builder: Builder, seed: int) -> None:
-        self.builder, self.seed = builder, seed
-
-    def __iter__(self) -> Iterator[Sequence]:
-        info = get_worker_info()
-        rng = random.Random(self.seed * 1000 + (info.id if info else 0))
-        while True:
-            yield self.builder.training(rng)
+Batch = dict[str, Tensor]  # each of `COLUMNS`: int32 [sequence, token]
 
 
-def collate(sequences: list[Sequence]) -> dict[str, Tensor]:
-    names = ("tokens", "positions", "blocks", "kinds")
-    return {n: torch.from_numpy(np.stack([getattr(s, n) for s in sequences])).int() for n in names}
+def training_batches(folders: list[Path], size: int, seed: int) -> Iterator[Batch]:
+    """Endless: all shards in random order, and those that have come since, again and again."""
+    rng, read, left = random.Random(seed), set(), []
+    while True:
+        shards = [f for folder in folders for f in sorted(folder.glob("training-*.npy"))]
+        fresh = [f for f in shards if f not in read] or shards
+        if not fresh:
+            raise SystemExit(f"no sequences in {folders}; sequences.py writes them")
+        shard = rng.choice(fresh)
+        read.add(shard)
+        rows = np.load(shard)
+        left.append(rows[np.random.default_rng(rng.randrange(2**32)).permutation(len(rows))])
+        rows = np.concatenate(left)
+        whole = len(rows) // size * size
+        for start in range(0, whole, size):
+            yield as_batch(rows[start : start + size])
+        left = [rows[whole:]]
 
 
-def to_device(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def evaluation_batches(file: Path, size: int) -> dict[str, list[Batch]]:
+    sets = np.load(file)
+    return {
+        name: [as_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        for name, rows in sets.items()
+    }
+
+
+def as_batch(rows: np.ndarray) -> Batch:
+    """rows: int16 [sequence, column, token]."""
+    return {name: torch.from_numpy(rows[:, i].astype(np.int32)) for i, name in enumerate(COLUMNS)}
+
+
+def to_device(batch: Batch) -> Batch:
     return {name: column.to(DEVICE, non_blocking=True) for name, column in batch.items()}
 
 
@@ -77,23 +88,24 @@ def losses(model: Reader, hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def exact_match(model: Reader, forward: object, batches: list[dict[str, Tensor]], rooted: bool) -> float:
+def exact_match(model: Reader, batches: list[Batch], rooted: bool) -> float:
     """The share of answers whose every token is the model's first choice: greedy decoding would
     write exactly this answer."""
     right = asked = 0
     model.eval()
     for cpu in batches:
         batch = to_device(cpu)
+        modes = torch.full((len(batch["tokens"]),), rooted, device=DEVICE)
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            modes = torch.full((len(batch["tokens"]),), rooted, device=DEVICE)
-            hidden = forward(batch["tokens"], batch["positions"], block_mask(batch["blocks"], modes))
-            predicted = F.linear(hidden, model.embed_tokens.weight).argmax(-1)[:, :-1]
-        wrong = (predicted != batch["tokens"][:, 1:]) & (batch["kinds"][:, 1:] == 3)
+            mask = block_mask(batch["blocks"], modes, dense=True)
+            hidden = model(batch["tokens"], batch["positions"], mask)[:, :-1]
+            of_answers = batch["kinds"][:, 1:] == 3
+            predicted = F.linear(hidden[of_answers], model.embed_tokens.weight).argmax(-1)
         rows = torch.arange(len(batch["tokens"]), device=DEVICE)[:, None]
-        ids = (rows * 4096 + batch["blocks"][:, 1:])
-        questions = ids[batch["kinds"][:, 1:] == 3].unique()
-        failed = ids[wrong].unique()
-        asked, right = asked + len(questions), right + len(questions) - len(failed)
+        questions = (rows * 4096 + batch["blocks"][:, 1:])[of_answers]
+        wrong = questions[predicted != batch["tokens"][:, 1:][of_answers]]
+        asked += len(questions.unique())
+        right += len(questions.unique()) - len(wrong.unique())
     model.train()
     return right / max(1, asked)
 
@@ -124,29 +136,18 @@ def initial_model(arguments: argparse.Namespace) -> Reader:
 
 def train(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
-    documents = read_texts(arguments.packs, max(1, arguments.workers)) if arguments.packs else []
-    corpus = load_corpus(Path(__file__).parent, arguments.data, arguments.swap, documents)
-    builder = Builder(corpus, tokenizer, arguments.length)
-    sets = {
-        name: [collate(part) for part in parts]
-        for name, parts in evaluation_sets(builder, arguments.data).items()
-    }
-    loader = DataLoader(
-        Stream(builder, arguments.seed), arguments.batch, collate_fn=collate,
-        num_workers=arguments.workers, pin_memory=DEVICE.type == "cuda",
-        prefetch_factor=4 if arguments.workers else None,
-    )  # fmt: skip
+    sets = evaluation_batches(arguments.sequences[0] / "evaluation.npz", 32)
+    batches = training_batches(arguments.sequences, arguments.batch, arguments.seed)
     model = initial_model(arguments)
     forward = torch.compile(model) if DEVICE.type == "cuda" else model
     steppers = make_optimizers(model, arguments.lr, arguments.optimizer)
     log = (arguments.out / "log.jsonl").open("a")
-    run(model, forward, steppers, loader, sets, arguments, log)
+    run(model, forward, steppers, batches, sets, arguments, log)
 
 
-def run(model, forward, steppers, loader, sets, arguments, log) -> None:  # noqa: ANN001
+def run(model, forward, steppers, batches, sets, arguments, log) -> None:  # noqa: ANN001
     clock, evaluated, tokens = Clock(arguments.minutes, arguments.steps), 0.0, 0
-    for cpu in loader:
+    for cpu in batches:
         batch = to_device(cpu)
         set_rate(steppers, arguments.lr * max(schedule(clock.progress), 1e-2))
         rooted = torch.rand(len(batch["tokens"]), device=DEVICE) < 0.5
@@ -162,17 +163,17 @@ def run(model, forward, steppers, loader, sets, arguments, log) -> None:  # noqa
         tokens += batch["tokens"].numel()
         if clock.progress >= min(1.0, evaluated + arguments.evaluate_every):
             evaluated = clock.progress
-            report(model, forward, sets, log, clock.step, tokens, clock.seconds, loss.item())
             save(model, arguments.out)
+            report(model, sets, log, clock.step, tokens, clock.seconds, loss.item())
         if clock.progress >= 1:
             break
 
 
-def report(model, forward, sets, log, step, tokens, seconds, loss) -> None:  # noqa: ANN001
+def report(model, sets, log, step, tokens, seconds, loss) -> None:  # noqa: ANN001
     row = {"step": step, "tokens_M": tokens // 10**6, "s": round(seconds), "loss": round(loss, 3)}
     for name, batches in sets.items():
         for mode, rooted in (("exact", False), ("rooted", True)):
-            row[f"{name}_{mode}"] = round(exact_match(model, forward, batches, rooted), 3)
+            row[f"{name}_{mode}"] = round(exact_match(model, batches, rooted), 3)
     print(json.dumps(row), flush=True)
     log.write(json.dumps(row) + "\n")
     log.flush()
@@ -180,23 +181,18 @@ def report(model, forward, sets, log, step, tokens, seconds, loss) -> None:  # n
 
 def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--sequences", type=Path, nargs="+", required=True, help="folders of sequences.py")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--packs", type=Path, nargs="*", default=[], help="natural text: pack.py's")
     parser.add_argument("--start-from", type=Path, help="a checkpoint.pt to go on from")
     parser.add_argument("--shape", default="{}", help="JSON: fields of model.Shape")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many, whatever the time")
-    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--swap", type=float, default=0.3, help="share of fillings swapped")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1792)
-    parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--evaluate-every", type=float, default=0.25)
+    parser.add_argument("--evaluate-every", type=float, default=0.5)
     return parser.parse_args(command)
 
 

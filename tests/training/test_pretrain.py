@@ -75,7 +75,7 @@ def test_shards_give_back_their_texts_and_tokens(
 ) -> None:
     from pack import read_shard, shard_tokens
 
-    shard = sorted(pack.glob("*.xz"))[0]
+    shard = sorted(pack.glob("*.bz2"))[0]
     texts = read_shard(shard)
     tokens = shard_tokens(shard, saved_tokenizer / "tokenizer.json")
     ends = [0, *((tokens == 3).nonzero()[0] + 1)]
