@@ -3,8 +3,9 @@
     python3 training/pretrain.py --packs training/build/packs/pack-0 --minutes 8 \\
         --tokenizer training/build/tokenizer --out training/build/pretrained
 
-Writes checkpoint.pt (to go on from with `--resume`) and log.jsonl. The learning rate warms up, stays,
-and falls to a tenth over the last fifth of the time (`--no-decay`: another run will go on).
+Writes checkpoint.pt (to go on from with `--resume`) and log.jsonl, the former every `--save-every`
+minutes and whatever ends the run. The learning rate warms up, stays, and falls to a tenth over the last
+fifth of the time (`--no-decay`: another run will go on).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Reader, Shape
-from optimization import Clock, make_optimizers, set_rate
+from optimization import Clock, Run, make_optimizers, save_checkpoint, set_rate
 from pack import read_pack
 
 
@@ -97,35 +98,35 @@ def pretrain(arguments: argparse.Namespace) -> list[dict[str, float]]:
     windows = Windows(tokens, arguments.length, arguments.batch, arguments.seed)
     print(json.dumps({"tokens": len(tokens), "loading_s": round(time.time() - begun)}), flush=True)
     clock, rows, reported = Clock(arguments.minutes, arguments.steps), [], 0.0
-    for batch in windows:
-        set_rate(steppers, arguments.lr * rate_at(clock.progress, not arguments.no_decay))
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
-        clock.tick()
-        if clock.step == 1 or clock.progress >= min(1.0, reported + arguments.report_every):
-            reported = clock.progress
+    log = (arguments.out / "log.jsonl").open("w")
+    with log, Run(clock, lambda: save(model, steppers, arguments.out), 60 * arguments.save_every) as run:
+        for batch in windows:
+            set_rate(steppers, arguments.lr * rate_at(clock.progress, not arguments.no_decay))
             with torch.autocast(device.type, torch.bfloat16):
-                held = loss_of(model, held_out).item()  # the compiled step: no other graph
-            rows.append({"step": clock.step, "tokens": clock.step * batch[:, 1:].numel(),
-                         "s": round(clock.seconds), "epoch": round(windows.epoch, 2),
-                         "loss": round(loss.item(), 4), "held_out": round(held, 4)})  # fmt: skip
-            print(json.dumps(rows[-1]), flush=True)
-            save(model, steppers, arguments.out)
-        if clock.progress >= 1:
-            break
-    (arguments.out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                loss = loss_of(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for stepper in steppers:
+                stepper.step()
+                stepper.zero_grad(set_to_none=True)
+            run.tick()
+            if clock.step == 1 or clock.progress >= min(1.0, reported + arguments.report_every):
+                reported = clock.progress
+                with torch.autocast(device.type, torch.bfloat16):
+                    held = loss_of(model, held_out).item()  # the compiled step: no other graph
+                rows.append({"step": clock.step, "tokens": clock.step * batch[:, 1:].numel(),
+                             "s": round(clock.seconds), "epoch": round(windows.epoch, 2),
+                             "loss": round(loss.item(), 4), "held_out": round(held, 4)})  # fmt: skip
+                print(json.dumps(rows[-1]), file=log, flush=True)
+                print(json.dumps(rows[-1]), flush=True)
+            if run.over:
+                break
     return rows
 
 
 def save(model: Reader, steppers: list[torch.optim.Optimizer], folder: Path) -> None:
-    state = {"shape": vars(model.shape), "model": model.state_dict(),
-             "optimizers": [stepper.state_dict() for stepper in steppers]}  # fmt: skip
-    torch.save(state, folder / "checkpoint.pt")
+    states = [stepper.state_dict() for stepper in steppers]
+    save_checkpoint(model, folder / "checkpoint.pt", optimizers=states)
 
 
 def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
@@ -145,7 +146,8 @@ def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report-every", type=float, default=0.1)
+    parser.add_argument("--report-every", type=float, default=0.1, help="share of the run")
+    parser.add_argument("--save-every", type=float, default=1.0, help="minutes")
     return parser.parse_args(command)
 
 

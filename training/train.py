@@ -3,8 +3,9 @@
     python3 training/train.py --sequences training/build/sequences \\
         --start-from training/build/pretrained/checkpoint.pt --out training/build/reader --minutes 8
 
-Writes model.safetensors (int8 rows), config.json, checkpoint.pt and log.jsonl. The schedule is a
-cosine over the time given, so that a run uses its machine to the end.
+Writes model.safetensors (int8 rows), config.json, checkpoint.pt and log.jsonl, every `--save-every`
+minutes and whatever ends the run. The schedule is a cosine over the time given, so that a run uses its
+machine to the end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from int8 import quantize_rows
 from model import Reader, Shape, block_mask
-from optimization import Clock, make_optimizers, set_rate
+from optimization import Clock, Run, make_optimizers, save_checkpoint, set_rate
 from sequences import COLUMNS
 
 DOCUMENT_WEIGHT, QUESTION_WEIGHT = 0.25, 0.1
@@ -117,11 +117,12 @@ def schedule(progress: float) -> float:
 
 
 def save(model: Reader, folder: Path) -> None:
-    weights = quantize_rows(model.export())
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_checkpoint(model, folder / "checkpoint.pt")
+    part = folder / "model.part"
+    save_file(quantize_rows(model.export()), str(part), metadata={"format": "pt"})
+    part.replace(folder / "model.safetensors")
     config = model.shape.config() | {"int8_rows": True}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    torch.save({"shape": vars(model.shape), "model": model.state_dict()}, folder / "checkpoint.pt")
 
 
 def initial_model(arguments: argparse.Namespace) -> Reader:
@@ -147,30 +148,37 @@ def train(arguments: argparse.Namespace) -> None:
 
 def run(model, forward, steppers, batches, sets, arguments, log) -> None:  # noqa: ANN001
     clock, evaluated, tokens = Clock(arguments.minutes, arguments.steps), 0.0, 0
-    for cpu in batches:
-        batch = to_device(cpu)
-        set_rate(steppers, arguments.lr * max(schedule(clock.progress), 1e-2))
-        rooted = torch.rand(len(batch["tokens"]), device=DEVICE) < 0.5
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            hidden = forward(batch["tokens"], batch["positions"], block_mask(batch["blocks"], rooted))
-            loss = losses(model, hidden, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepper in steppers:
-            stepper.step()
-            stepper.zero_grad(set_to_none=True)
-        clock.tick()
-        tokens += batch["tokens"].numel()
-        if clock.progress >= min(1.0, evaluated + arguments.evaluate_every):
-            evaluated = clock.progress
-            save(model, arguments.out)
-            report(model, sets, log, clock.step, tokens, clock.seconds, loss.item())
-        if clock.progress >= 1:
-            break
+    with Run(clock, lambda: save(model, arguments.out), 60 * arguments.save_every) as training:
+        for cpu in batches:
+            batch = to_device(cpu)
+            set_rate(steppers, arguments.lr * max(schedule(clock.progress), 1e-2))
+            loss = step(model, forward, steppers, batch)
+            tokens += batch["tokens"].numel()
+            saved = training.tick()
+            due = clock.progress >= min(1.0, evaluated + arguments.evaluate_every)
+            if saved or due:
+                evaluated = clock.progress if due else evaluated
+                report(model, sets if due else {}, log, clock, tokens, loss.item())
+            if training.over:
+                break
 
 
-def report(model, sets, log, step, tokens, seconds, loss) -> None:  # noqa: ANN001
-    row = {"step": step, "tokens_M": tokens // 10**6, "s": round(seconds), "loss": round(loss, 3)}
+def step(model, forward, steppers, batch) -> Tensor:  # noqa: ANN001
+    """One step on a batch; returns its loss."""
+    rooted = torch.rand(len(batch["tokens"]), device=DEVICE) < 0.5
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        hidden = forward(batch["tokens"], batch["positions"], block_mask(batch["blocks"], rooted))
+        loss = losses(model, hidden, batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for stepper in steppers:
+        stepper.step()
+        stepper.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def report(model, sets, log, clock, tokens, loss) -> None:  # noqa: ANN001
+    row = {"step": clock.step, "tokens_M": tokens // 10**6, "s": round(clock.seconds), "loss": round(loss, 3)}
     for name, batches in sets.items():
         for mode, rooted in (("exact", False), ("rooted", True)):
             row[f"{name}_{mode}"] = round(exact_match(model, batches, rooted), 3)
@@ -192,7 +200,8 @@ def arguments_of(command: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--evaluate-every", type=float, default=0.5)
+    parser.add_argument("--evaluate-every", type=float, default=0.5, help="share of the run")
+    parser.add_argument("--save-every", type=float, default=1.0, help="minutes")
     return parser.parse_args(command)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,26 @@ def test_pretraining_lowers_the_loss_and_goes_on(
     checkpoint = str(tmp_path / "a" / "checkpoint.pt")
     second = run(pack, saved_tokenizer, tmp_path / "b", "--steps", "10", "--resume", checkpoint)
     assert second[0]["held_out"] < first[0]["held_out"] - 1
+
+
+def test_pretraining_keeps_its_model_when_it_is_asked_to_end(
+    pack: Path, saved_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pretrain
+
+    loss_of, asked = pretrain.next_token_loss, itertools.count()
+
+    def loss(*inputs: Any) -> torch.Tensor:
+        if next(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss_of(*inputs)
+
+    monkeypatch.setattr(pretrain, "next_token_loss", loss)
+    with pytest.raises(SystemExit, match="143"):
+        run(pack, saved_tokenizer, tmp_path, "--minutes", "9")
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    assert {"shape", "model", "optimizers"} == saved.keys()
+    assert '"step": 1' in (tmp_path / "log.jsonl").read_text()
 
 
 def test_windows_are_all_read_in_an_epoch_and_cut_elsewhere_in_the_next() -> None:

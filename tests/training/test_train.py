@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
+import itertools
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+Batch = dict[str, torch.Tensor]
+Rows = list[dict[str, float]]
 SHAPE = {
     "vocabulary": 600,
     "hidden": 64,
@@ -25,7 +32,7 @@ SHAPE = {
 
 
 @pytest.fixture
-def batch(corpus: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
+def batch(corpus: Any, tokenizer: Any) -> Batch:
     from samples import Builder
     from sequences import stacked
     from train import as_batch
@@ -35,7 +42,7 @@ def batch(corpus: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
     return as_batch(stacked(sorted(drawn, key=lambda s: -s.blocks[s.kinds == 1].max())[:2]))
 
 
-def test_rooted_modules_see_the_preamble_and_themselves(batch: dict[str, torch.Tensor]) -> None:
+def test_rooted_modules_see_the_preamble_and_themselves(batch: Batch) -> None:
     from model import Reader, Shape, block_mask
 
     torch.manual_seed(0)
@@ -53,25 +60,101 @@ def test_rooted_modules_see_the_preamble_and_themselves(batch: dict[str, torch.T
         assert torch.allclose(*rows, atol=1e-5) == same
 
 
-def test_a_tiny_reader_learns_a_batch(batch: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def finetune(batches: Iterable[Batch], sets: dict[str, list[Batch]], out: Path, **more: Any) -> Rows:
+    """The rows of the log."""
     from model import Reader, Shape
     from optimization import make_optimizers
-    from safetensors.torch import load_file
     from train import run
 
     torch.manual_seed(0)
     model = Reader(Shape(**SHAPE))
-    arguments = argparse.Namespace(minutes=9.0, steps=12, lr=1e-2, evaluate_every=0.5, out=tmp_path)
-    log = io.StringIO()
-    steppers = make_optimizers(model, 1e-2, "muon")
-    run(model, model, steppers, iter([batch] * 12), {"same": [batch]}, arguments, log)
-    rows = [json.loads(row) for row in log.getvalue().splitlines()]
+    usual = {"minutes": 9.0, "steps": 0, "lr": 1e-2, "evaluate_every": 1.0, "save_every": 1.0}
+    arguments = argparse.Namespace(**usual | more, out=out)
+    with (out / "log.jsonl").open("w") as log:
+        run(model, model, make_optimizers(model, 1e-2, "muon"), batches, sets, arguments, log)
+    return log_of(out)
+
+
+def log_of(folder: Path) -> Rows:
+    return [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
+
+
+FILES = ["checkpoint.pt", "config.json", "log.jsonl", "model.safetensors"]
+
+
+def test_a_tiny_reader_learns_a_batch(batch: Batch, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    sets = {"same": [batch]}
+    rows = finetune([batch] * 12, sets, tmp_path, steps=12, evaluate_every=0.5)
     assert [row["step"] for row in rows] == [6, 12]
     assert rows[1]["loss"] < 0.9 * rows[0]["loss"] < 0.8 * 8.6  # from 8.6 at the start
-    assert (
-        load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].dtype == torch.int8
-    )
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].dtype == torch.int8
     assert json.loads((tmp_path / "config.json").read_text())["int8_rows"] is True
+
+
+@pytest.mark.parametrize(
+    ("times", "steps"),
+    [
+        (itertools.count(1.0, 1.0), 5),  # of six seconds, five steps of a second
+        (itertools.count(70.0, 1.0), 3),  # loading took longer than the minutes
+        (itertools.chain([1.0, 2.0, 3.0], itertools.count(80.0)), 4),  # so did the fourth step
+    ],
+)
+def test_a_run_of_minutes_saves_and_reports_at_its_end(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: Any, steps: int
+) -> None:
+    import train
+    from optimization import Clock
+
+    monkeypatch.setattr(
+        train, "Clock", lambda minutes, steps: Clock(minutes, steps, times.__next__, 0.0)
+    )
+    small = {name: column[:1, :256] for name, column in batch.items()}
+    rows = finetune(itertools.repeat(small), {"same": [small]}, tmp_path, minutes=5 / 60)
+    assert [row["step"] for row in rows] == [steps]
+    assert {"same_exact", "same_rooted"} < rows[0].keys()
+    assert sorted(f.name for f in tmp_path.iterdir()) == FILES
+
+
+def test_finetuning_keeps_its_model_when_it_is_asked_to_end(batch: Batch, tmp_path: Path) -> None:
+    small = {name: column[:1, :256] for name, column in batch.items()}
+
+    def batches() -> Iterator[Batch]:
+        yield small
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield small
+
+    with pytest.raises(SystemExit, match="143"):
+        finetune(batches(), {"same": [small]}, tmp_path)
+    assert [row["step"] for row in log_of(tmp_path)] == [2]
+    assert "same_exact" not in log_of(tmp_path)[0]  # there is little time to evaluate
+    assert sorted(f.name for f in tmp_path.iterdir()) == FILES
+
+
+@pytest.mark.slow
+def test_the_command_keeps_its_model_after_sigterm(
+    corpus: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    import sequences
+    from samples import Builder
+
+    builder = Builder(corpus, tokenizer, 512)
+    rows = sequences.stacked([builder.training(random.Random(i)) for i in range(4)])
+    np.save(tmp_path / "training-00000.npy", rows)
+    np.savez(tmp_path / "evaluation.npz", seen=rows[:1])
+    script = Path(__file__).parents[2] / "training" / "train.py"
+    command = [sys.executable, str(script), "--sequences", str(tmp_path), "--batch", "2"]
+    command += ["--out", str(tmp_path / "out"), "--shape", json.dumps(SHAPE)]
+    command += ["--minutes", "3", "--save-every", "0.001"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert '"loss"' in process.stdout.readline()
+        process.terminate()
+        assert "signal 15: saved" in process.stdout.read()
+    assert process.returncode == 143
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == FILES
 
 
 def test_sequences_written_ahead_are_all_read_and_then_again(
@@ -105,40 +188,3 @@ def test_no_shard_is_written_once_the_time_is_up(
     monkeypatch.setattr(sequences, "SHARD", 1)
     sequences.write_shards(Builder(corpus, tokenizer, 512), tmp_path, range(3), 1, until=0.0)
     assert not list(tmp_path.iterdir())
-
-
-def test_muon_in_stacks_is_torchs_matrix_by_matrix() -> None:
-    from optimization import Muon
-
-    torch.manual_seed(0)
-    ours = [torch.randn(s, requires_grad=True) for s in ((24, 12), (24, 12), (12, 36))]
-    theirs = [m.detach().clone().requires_grad_() for m in ours]
-    before = [m.detach().clone() for m in ours]
-    steppers = [
-        Muon(ours, 1e-2),
-        torch.optim.Muon(theirs, lr=1e-2, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-    ]
-    for _ in range(3):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        for stepper in steppers:
-            stepper.step()
-    for a, b, start in zip(ours, theirs, before, strict=True):
-        assert (a - b).norm() < 0.05 * (a - start).norm()  # both orthogonalize in bfloat16
-
-
-def test_a_clock_of_minutes_counts_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    import optimization
-
-    now = 1000.0
-    monkeypatch.setattr(optimization.time, "time", lambda: now)
-    monkeypatch.setattr(optimization, "_BEGUN", 900.0)
-    clock = optimization.Clock(minutes=3, steps=0)
-    for _ in range(3):
-        assert clock.progress == 0
-        clock.tick()
-    now = 1060.0
-    assert clock.progress == pytest.approx(60 / 80)  # the end is at 900 + 180
-    now = 1090.0
-    assert clock.progress == 1
