@@ -46,6 +46,7 @@ _TOPICS = ("boats", "keys", "leave", "lamps", "ropes", "dogs", "stores", "fires"
 _COLLECTION = "bench"
 _WORDS = ("mooring", "lantern", "ledger", "harbour", "cable", "winch", "survey", "tide", "signal")
 _SENTENCES = 24
+_OPENING: dict[str, Any] = {"embedding": None, "force_modes": True}
 Asked = tuple[str, int]
 """A question, and how many tokens its answer has."""
 
@@ -79,7 +80,7 @@ def bench_http(
     setting = setting or HttpSetting()
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as place:
         progress("ingesting documents")
-        with RagCache.open(Path(place) / "state", dtype=setting.dtype, embedding=None) as rag:
+        with RagCache.open(Path(place) / "state", dtype=setting.dtype, **_OPENING) as rag:
             for topic in _TOPICS:
                 rag.ingest(_COLLECTION, [_document(topic)])
             with serving(rag) as port:
@@ -89,7 +90,7 @@ def bench_http(
                 result |= foreign_first_tokens(rag, port, setting.foreign)
         progress("building a model of the shape")
         model = shaped_model(setting.shape, dtype=setting.dtype)
-        with RagCache.open(Path(place) / "shape", model, embedding=None) as rag:
+        with RagCache.open(Path(place) / "shape", model, **_OPENING) as rag:
             rag.ingest(_COLLECTION, [_document(topic) for topic in _TOPICS])
             with serving(rag) as port:
                 result |= _streams(rag, port, setting, "", progress)
@@ -97,7 +98,7 @@ def bench_http(
         many = Path(place) / "many"
         many.mkdir()
         fill_ledger(many, setting.modules)
-        with RagCache.open(many, embedding=None) as rag, serving(rag) as port:
+        with RagCache.open(many, **_OPENING) as rag, serving(rag) as port:
             result |= _listing(port, setting, progress)
     return result | {"setting": asdict(setting), "machine": describe_machine()}
 
